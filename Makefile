@@ -1,0 +1,46 @@
+# Every target makes its own environment in .venv when it is missing or out of date.
+#
+# PYTHON           the interpreter that makes .venv: 3.11 or newer.
+# EXTRA_INDEX_URL  one more package index for pip, empty by default. Set it to an index that has CPU builds
+#                  of torch where pip would otherwise choose a CUDA build of several gigabytes.
+PYTHON ?= python3
+EXTRA_INDEX_URL ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
+
+.PHONY: help demo test check soak bench docs
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+demo: $(STAMP) ## train a small model and serve its new weights after every step
+	$(BIN)/weightsync demo
+
+test: check docs ## the checks, then every test but the long ones
+	$(BIN)/python -m pytest -m "not soak"
+
+check: $(STAMP) ## lint, format, types, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+soak: $(STAMP) ## the long form of the tests
+	$(BIN)/python -m pytest -m soak
+
+bench: $(STAMP) ## measure every row of the speed table into bench/results/latest.json
+	$(BIN)/python -m bench
+
+docs: $(STAMP) ## links resolve, examples compile, generated tables are current
+	$(BIN)/python docs/check.py
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "weightsync needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,124 @@
+"""weightsync moves updated weights from a trainer to the rollout engines of RL post-training.
+
+The public names are loaded on first use: importing this package imports no torch and has no side effects.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from weightsync.clients.fanout import EngineFanout
+    from weightsync.clients.http import HttpEngine
+    from weightsync.config import WeightSyncConfig, select_strategy
+    from weightsync.errors import WeightSyncError
+    from weightsync.extract.fsdp import FSDPWeightExtractor
+    from weightsync.extract.module import ModuleWeightExtractor
+    from weightsync.load.module import ModuleWeightLoader
+    from weightsync.observe import Recorder
+    from weightsync.publish.push import PushSync
+    from weightsync.rollout.engine import EmbeddedEngine
+    from weightsync.rollout.server import EngineServer
+    from weightsync.types import (
+        BroadcastWeightUpdateRequest,
+        CudaIpcWeightUpdateRequest,
+        EmptyWeightSyncInitInfo,
+        EngineHandle,
+        Full,
+        InferenceEngineClient,
+        Manifest,
+        PackedCudaIpcWeightUpdateRequest,
+        Patch,
+        SyncMethod,
+        SyncReport,
+        TensorSpec,
+        TorchDistributedWeightSyncInitInfo,
+        Update,
+        Version,
+        WeightChunk,
+        WeightSyncInitInfo,
+        WeightUpdateRequest,
+    )
+
+_MODULE_OF = {
+    "BroadcastWeightUpdateRequest": "weightsync.types",
+    "CudaIpcWeightUpdateRequest": "weightsync.types",
+    "EmbeddedEngine": "weightsync.rollout.engine",
+    "EmptyWeightSyncInitInfo": "weightsync.types",
+    "EngineFanout": "weightsync.clients.fanout",
+    "EngineHandle": "weightsync.types",
+    "EngineServer": "weightsync.rollout.server",
+    "FSDPWeightExtractor": "weightsync.extract.fsdp",
+    "Full": "weightsync.types",
+    "HttpEngine": "weightsync.clients.http",
+    "InferenceEngineClient": "weightsync.types",
+    "Manifest": "weightsync.types",
+    "ModuleWeightExtractor": "weightsync.extract.module",
+    "ModuleWeightLoader": "weightsync.load.module",
+    "PackedCudaIpcWeightUpdateRequest": "weightsync.types",
+    "Patch": "weightsync.types",
+    "PushSync": "weightsync.publish.push",
+    "Recorder": "weightsync.observe",
+    "SyncMethod": "weightsync.types",
+    "SyncReport": "weightsync.types",
+    "TensorSpec": "weightsync.types",
+    "TorchDistributedWeightSyncInitInfo": "weightsync.types",
+    "Update": "weightsync.types",
+    "Version": "weightsync.types",
+    "WeightChunk": "weightsync.types",
+    "WeightSyncConfig": "weightsync.config",
+    "WeightSyncError": "weightsync.errors",
+    "WeightSyncInitInfo": "weightsync.types",
+    "WeightUpdateRequest": "weightsync.types",
+    "select_strategy": "weightsync.config",
+}
+
+__all__ = [
+    "BroadcastWeightUpdateRequest",
+    "CudaIpcWeightUpdateRequest",
+    "EmbeddedEngine",
+    "EmptyWeightSyncInitInfo",
+    "EngineFanout",
+    "EngineHandle",
+    "EngineServer",
+    "FSDPWeightExtractor",
+    "Full",
+    "HttpEngine",
+    "InferenceEngineClient",
+    "Manifest",
+    "ModuleWeightExtractor",
+    "ModuleWeightLoader",
+    "PackedCudaIpcWeightUpdateRequest",
+    "Patch",
+    "PushSync",
+    "Recorder",
+    "SyncMethod",
+    "SyncReport",
+    "TensorSpec",
+    "TorchDistributedWeightSyncInitInfo",
+    "Update",
+    "Version",
+    "WeightChunk",
+    "WeightSyncConfig",
+    "WeightSyncError",
+    "WeightSyncInitInfo",
+    "WeightUpdateRequest",
+    "__version__",
+    "select_strategy",
+]
+
+if not TYPE_CHECKING:  # a type checker that saw this would take every misspelt name for granted
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'weightsync' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Ways to reach what runs elsewhere: engines so far. No torch here."""

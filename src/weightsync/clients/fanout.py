@@ -1,0 +1,195 @@
+"""EngineFanout: one `InferenceEngineClient` over any number of engine handles, whatever reaches them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import TypeVar
+
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    NoEnginesError,
+    SyncFailedError,
+    WeightSyncError,
+    as_weightsync_error,
+)
+from weightsync.types import (
+    AbortRequest,
+    AnyUpdateRequest,
+    BeginRequest,
+    CommitRequest,
+    DescribeRequest,
+    EngineHandle,
+    EngineOp,
+    EngineReply,
+    EngineRequest,
+    InitRequest,
+    PauseRequest,
+    ResumeRequest,
+    StageRequest,
+    UpdateRequest,
+)
+
+_T = TypeVar("_T")
+
+
+class EngineFanout:
+    """Calls all engines at once, each in a thread of its own, and fails as soon as one fails.
+
+    Args:
+        engines: handles, e.g. `HttpEngine`s; their ids are unique. The order is that of the rank offsets.
+    """
+
+    def __init__(self, engines: Sequence[EngineHandle]) -> None:
+        self._engines = {engine.engine_id: engine for engine in engines}
+        if len(self._engines) != len(engines):
+            raise ConfigError(f"engine ids are not unique: {[engine.engine_id for engine in engines]}")
+
+    @property
+    def engine_ids(self) -> Sequence[str]:
+        """The engines, in the order of their rank offsets."""
+        return tuple(self._engines)
+
+    def only(self, engine_ids: Sequence[str]) -> EngineFanout:
+        """The same engines, less those not named."""
+        return EngineFanout([engine for engine_id, engine in self._engines.items() if engine_id in set(engine_ids)])
+
+    def describe(self, *, timeout_s: float) -> tuple[Mapping[str, EngineReply], Mapping[str, WeightSyncError]]:
+        """Asks every engine what it is; see the protocol."""
+        return self._all_settled(EngineOp.DESCRIBE, DescribeRequest(), timeout_s)
+
+    def get_world_sizes(self, *, timeout_s: float) -> Mapping[str, int]:
+        """World sizes by engine id; see the protocol."""
+        replies = self._call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s)
+        return {engine_id: reply.world_size for engine_id, reply in replies.items()}
+
+    def init(self, requests: Mapping[str, InitRequest], *, timeout_s: float) -> Future[Mapping[str, EngineReply]]:
+        """Sends each engine its own init request; see the protocol."""
+        return self._start(EngineOp.INIT, requests, timeout_s)
+
+    def begin(self, request: BeginRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
+        """See the protocol."""
+        return self._call(EngineOp.BEGIN, request, timeout_s)
+
+    def update_weights(self, request: AnyUpdateRequest, *, timeout_s: float) -> Future[Mapping[str, EngineReply]]:
+        """See the protocol."""
+        return self._start(EngineOp.UPDATE_WEIGHTS, self._same(UpdateRequest(update=request)), timeout_s)
+
+    def stage(self, request: StageRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
+        """See the protocol."""
+        return self._call(EngineOp.STAGE, request, timeout_s)
+
+    def commit(self, request: CommitRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
+        """Commits on every engine and waits for all of them: which have committed must be known."""
+        replies, errors = self._all_settled(EngineOp.COMMIT, request, timeout_s)
+        if errors:
+            raise SyncFailedError(
+                f"commit failed on {sorted(errors)}",
+                causes=errors,
+                state_left=f"{sorted(replies)} serve the new version" if replies else "nobody serves the new version",
+            )
+        return replies
+
+    def abort(self, request: AbortRequest, *, timeout_s: float) -> Mapping[str, WeightSyncError]:
+        """See the protocol."""
+        return self._all_settled(EngineOp.ABORT, request, timeout_s)[1]
+
+    def pause(self, request: PauseRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
+        """See the protocol."""
+        return self._call(EngineOp.PAUSE, request, timeout_s)
+
+    def resume(self, request: ResumeRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
+        """See the protocol."""
+        return self._call(EngineOp.RESUME, request, timeout_s)
+
+    def _same(self, request: EngineRequest) -> dict[str, EngineRequest]:
+        return dict.fromkeys(self._engines, request)
+
+    def _call(self, op: EngineOp, request: EngineRequest, timeout_s: float) -> Mapping[str, EngineReply]:
+        future = self._start(op, self._same(request), timeout_s)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            raise DeadlineExceededError(f"not every engine answered {op} within {timeout_s:g} s") from None
+
+    def _start(
+        self, op: EngineOp, requests: Mapping[str, EngineRequest], timeout_s: float
+    ) -> Future[Mapping[str, EngineReply]]:
+        """One future for all: done with every reply, or failed with the first failure's `SyncFailedError`."""
+        if not self._engines:
+            raise NoEnginesError(f"there is no engine to call {op} on")
+        whole: Future[Mapping[str, EngineReply]] = Future()
+        lock = threading.Lock()
+        replies: dict[str, EngineReply] = {}
+        calls = self._each(op, requests, timeout_s)
+
+        def settle(engine_id: str, call: Future[EngineReply]) -> None:
+            error = call.exception()
+            with lock:
+                if whole.done():
+                    return
+                if error is not None:
+                    cause = _typed(error, engine_id)
+                    whole.set_exception(SyncFailedError(f"{op} failed on {engine_id}", causes={engine_id: cause}))
+                    return
+                replies[engine_id] = call.result()
+                if len(replies) == len(calls):
+                    whole.set_result({name: replies[name] for name in calls})
+
+        for engine_id, call in calls.items():
+            call.add_done_callback(lambda done, name=engine_id: settle(name, done))  # type: ignore[misc]
+        return whole
+
+    def _all_settled(
+        self, op: EngineOp, request: EngineRequest, timeout_s: float
+    ) -> tuple[dict[str, EngineReply], dict[str, WeightSyncError]]:
+        calls = self._each(op, self._same(request), timeout_s)
+        wait_for(calls.values(), timeout=timeout_s)
+        replies: dict[str, EngineReply] = {}
+        errors: dict[str, WeightSyncError] = {}
+        for engine_id, call in calls.items():
+            if not call.done():
+                errors[engine_id] = DeadlineExceededError(f"no answer to {op} within {timeout_s:g} s", peer=engine_id)
+            elif (error := call.exception()) is not None:
+                errors[engine_id] = _typed(error, engine_id)
+            else:
+                replies[engine_id] = call.result()
+        return replies, errors
+
+    def _each(
+        self, op: EngineOp, requests: Mapping[str, EngineRequest], timeout_s: float
+    ) -> dict[str, Future[EngineReply]]:
+        def caller(engine: EngineHandle, request: EngineRequest) -> Callable[[], EngineReply]:
+            return lambda: engine.call(op, request, timeout_s=timeout_s)
+
+        return {
+            engine_id: in_thread(caller(self._engines[engine_id], request), name=f"weightsync-{op}-{engine_id}")
+            for engine_id, request in requests.items()
+        }
+
+
+def in_thread(function: Callable[[], _T], *, name: str) -> Future[_T]:
+    """Runs `function` in a daemon thread of its own: a call that hangs never keeps the process from ending."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _typed(error: BaseException, engine_id: str) -> WeightSyncError:
+    typed = as_weightsync_error(error, EngineError, "the call failed", peer=engine_id)
+    if typed.peer is None:
+        typed.peer = engine_id
+    return typed

@@ -1,0 +1,97 @@
+"""HttpEngine: an engine behind HTTP."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnreachableError,
+    WeightSyncError,
+    error_from_dict,
+)
+from weightsync.net.auth import bearer_headers
+from weightsync.types import EngineOp, EngineReply, EngineRequest
+
+ENGINE_API = "/weightsync/v1"
+"""Every step of `EngineOp` is a POST to this path + "/" + its name."""
+
+
+class HttpEngine:
+    """An `EngineHandle` that speaks to a `rollout.server.EngineServer`. Thread-safe.
+
+    Args:
+        url: e.g. "http://127.0.0.1:8123".
+        engine_id: name for messages; the URL where not given.
+        token: bearer token of the server.
+        connect_timeout_s: how long to try to connect.
+        verify: as in httpx: True, a CA file, or False.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        engine_id: str | None = None,
+        token: str | None = None,
+        connect_timeout_s: float = 3.0,
+        verify: bool | str = True,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._engine_id = engine_id or self.url
+        self._connect_timeout_s = connect_timeout_s
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers=bearer_headers(token),
+            verify=verify,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=8),
+        )
+
+    @property
+    def engine_id(self) -> str:
+        """Name of the engine."""
+        return self._engine_id
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        """Posts one step; see `EngineHandle.call` for what it raises."""
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
+        try:
+            response = self._client.post(f"{ENGINE_API}/{op}", content=msgspec.json.encode(request), timeout=timeout)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise EngineUnreachableError(f"can't connect to {self.url}: {error}", peer=self._engine_id) from error
+        except httpx.TimeoutException as error:
+            raise DeadlineExceededError(
+                f"{self.url} did not answer {op} within {timeout_s:g} s", peer=self._engine_id
+            ) from error
+        except httpx.HTTPError as error:
+            raise EngineUnreachableError(
+                f"the connection to {self.url} broke during {op}: {type(error).__name__}: {error}", peer=self._engine_id
+            ) from error
+        if response.status_code != 200:
+            raise self._error_in(response, op)
+        try:
+            return msgspec.json.decode(response.content, type=EngineReply)
+        except (msgspec.DecodeError, WeightSyncError) as error:
+            raise EngineError(
+                f"{self.url} answered {op} with 200 and a body that is no reply: {error}", peer=self._engine_id
+            ) from error
+
+    def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        self._client.close()
+
+    def _error_in(self, response: httpx.Response, op: EngineOp) -> WeightSyncError:
+        try:
+            body = response.json()
+        except ValueError:
+            body = None
+        if isinstance(body, dict) and "error" in body:
+            return error_from_dict(body, peer=self._engine_id)
+        return EngineError(
+            f"{self.url} answered {op} with status {response.status_code}: {response.text[:200]!r}; is this a "
+            "weightsync engine server?",
+            peer=self._engine_id,
+        )

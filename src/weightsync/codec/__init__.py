@@ -1,0 +1,1 @@
+"""How weights are made small and proved."""

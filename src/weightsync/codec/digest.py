@@ -1,0 +1,299 @@
+"""Digests: one of each tensor's bytes, and one of a whole model that does not depend on its sharding.
+
+They detect accidents (a lost, late, swapped, torn or mis-placed byte), NOT an adversary: whoever may choose
+the bytes can build two models with one digest. The definition of both, the reasons and the test vectors are in
+design/0002-digests.md and docs/digests.md; the formats "xxh3:" and "wsd1:" never change meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from weightsync.codec.threads import map_all, num_workers
+from weightsync.errors import InvalidRequestError, ManifestMismatchError, MissingDependencyError
+from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
+from weightsync.tensors import byte_array
+from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
+
+PIECE_BYTES = 16 << 20
+"""What one thread copies at a time where a tensor is not contiguous host memory: the bound on extra memory."""
+
+_SMALL_BYTES = 1 << 20
+"""Work below this is not worth another thread."""
+
+_MASK = (1 << 64) - 1
+_MODEL_PREFIX = "wsd1:"
+_NARROW: dict[int, tuple[npt.DTypeLike, int]] = {1: (np.uint8, 3), 2: (np.uint16, 2), 4: (np.uint32, 1)}
+"""Element bytes -> (numpy dtype, log2 of the elements in a word)."""
+
+
+class ShardSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What some parts of a model, or a change, add to the model's digest: two lanes, each mod 2^64.
+
+    Sums of disjoint parts add up, in any order. A sum says nothing by itself: `model_digest` closes it.
+
+    Attributes:
+        lane_a: 0 to 2^64 - 1.
+        lane_b: 0 to 2^64 - 1.
+    """
+
+    lane_a: int
+    lane_b: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.lane_a <= _MASK and 0 <= self.lane_b <= _MASK):
+            raise InvalidRequestError("a lane of a ShardSum lies between 0 and 2^64 - 1")
+
+    def __add__(self, other: ShardSum) -> ShardSum:
+        return ShardSum(lane_a=(self.lane_a + other.lane_a) & _MASK, lane_b=(self.lane_b + other.lane_b) & _MASK)
+
+    @classmethod
+    def zero(cls) -> ShardSum:
+        """The sum of nothing."""
+        return cls(lane_a=0, lane_b=0)
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's bytes in row-major order, whatever its strides and device, on the caller's thread.
+
+    Name, dtype and shape are not part of it. It reads memory at its own speed and releases the GIL; a tensor
+    that is not contiguous host memory is copied in pieces of `PIECE_BYTES`.
+
+    Returns:
+        "xxh3:" and the 32 hex digits of XXH3-128 with seed 0.
+    """
+    if _is_plain(tensor):
+        return f"xxh3:{xxhash.xxh3_128_hexdigest(byte_array(tensor))}"
+    state = xxhash.xxh3_128()
+    for block in split_box(whole_box(tuple(tensor.shape)), PIECE_BYTES // tensor.element_size()):
+        state.update(_host_bytes(_cut(tensor, block)))
+    return f"xxh3:{state.hexdigest()}"
+
+
+def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """`tensor_digest` of each, by name, in the mapping's order, on all cores."""
+    groups: list[list[str]] = []
+    room_bytes = 0
+    for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):  # large ones first, small ones together
+        if tensors[name].nbytes > room_bytes:
+            groups.append([])
+            room_bytes = _SMALL_BYTES
+        groups[-1].append(name)
+        room_bytes -= tensors[name].nbytes
+    found = map_all(lambda names: {name: tensor_digest(tensors[name]) for name in names}, groups)
+    by_name = {name: digest for part in found for name, digest in part.items()}
+    return {name: by_name[name] for name in tensors}
+
+
+def shard_sum(held: HeldTensor) -> ShardSum:
+    """What one held part adds to the model's digest, on all cores.
+
+    Any box, any strides, any device; bytes that are not contiguous host memory are copied in pieces of at
+    most `PIECE_BYTES` a thread. The tensor must not be written until this returns.
+
+    Raises:
+        ManifestMismatchError: the tensor is not of the spec's dtype or the box's shape.
+    """
+    spec, tensor = held.spec, held.tensor
+    box = whole_box(spec.shape) if held.box is None else held.box
+    if tuple(tensor.shape) != box.shape or dtype_name(tensor.dtype) != spec.dtype or not box.fits(spec.shape):
+        raise ManifestMismatchError(
+            f"a tensor of {dtype_name(tensor.dtype)} {tuple(tensor.shape)} can't be part {box} "
+            f"of {spec.dtype} {spec.shape}",
+            parameter=spec.name,
+        )
+    size_bytes = itemsize_bytes(spec.dtype)
+    seeds = _seeds(spec.name, spec.dtype, spec.shape)
+
+    def one(block: Box) -> tuple[int, int]:
+        run_elements, offsets = box_runs(spec.shape, block)
+        data = _host_bytes(_cut(tensor, block, origin=box.offset))
+        lanes = _kernels().runs_sum(data, run_elements * size_bytes, offsets * size_bytes, seeds.key_1, seeds.key_2)
+        return cast(tuple[int, int], lanes)
+
+    piece_bytes = min(PIECE_BYTES, max(_SMALL_BYTES, -(-box.numel * size_bytes // num_workers())))
+    return _added(map_all(one, split_box(box, piece_bytes // size_bytes)))
+
+
+def patch_sum(
+    spec: TensorSpec, positions: torch.Tensor, old_values: torch.Tensor, new_values: torch.Tensor
+) -> ShardSum:
+    """What a change of some elements adds to the model's digest, in time proportional to the change.
+
+    Args:
+        spec: the whole tensor's spec.
+        positions: int64, 1-D, strictly rising: flat indices into the contiguous global tensor.
+        old_values: 1-D, of the spec's dtype, as many: the elements before. They must be the true ones;
+            otherwise the digest goes wrong, which is what it is for.
+        new_values: likewise, after.
+
+    Raises:
+        InvalidRequestError: lengths or dtypes don't fit, or positions do not rise within the tensor.
+    """
+    where = _checked_positions(spec, positions, old_values, new_values)
+    size_bytes = itemsize_bytes(spec.dtype)
+    seeds = _seeds(spec.name, spec.dtype, spec.shape)
+    kind, number = _NARROW.get(size_bytes, (np.uint64, size_bytes // 8))
+    old, new = (np.require(_host_bytes(values).view(kind), requirements="A") for values in (old_values, new_values))
+    words_each = 1 if size_bytes in _NARROW else number
+    kernel = _kernels().patch_sum_narrow if size_bytes in _NARROW else _kernels().patch_sum_wide
+
+    def one(cut: slice) -> tuple[int, int]:
+        items = slice(cut.start * words_each, cut.stop * words_each)
+        lanes = kernel(where[cut], old[items], new[items], number, seeds.key_1, seeds.key_2)
+        return cast(tuple[int, int], lanes)
+
+    step = max(_SMALL_BYTES // 8, -(-len(where) // num_workers()))
+    return _added(map_all(one, (slice(start, min(start + step, len(where))) for start in range(0, len(where), step))))
+
+
+def model_digest(specs: Iterable[TensorSpec], total: ShardSum) -> str:
+    """Closes the sum of all parts with one term for each tensor: empty tensors and names count too.
+
+    Args:
+        specs: every tensor of the model in any order; of each, name, dtype and global shape count.
+        total: sum of `shard_sum` over an exact partition of every tensor.
+
+    Returns:
+        "wsd1:" and 32 hex digits: lane A, then lane B.
+
+    Raises:
+        InvalidRequestError: two specs have one name.
+    """
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise InvalidRequestError("a model names every tensor once", parameter=spec.name)
+        seen.add(spec.name)
+        seeds = _seeds(spec.name, spec.dtype, spec.shape)
+        total += ShardSum(lane_a=seeds.term_a, lane_b=seeds.term_b)
+    return f"{_MODEL_PREFIX}{total.lane_a:016x}{total.lane_b:016x}"
+
+
+def patched_digest(digest: str, change: ShardSum) -> str:
+    """The model's digest after a change, from the one before it and the sum of `patch_sum`.
+
+    Raises:
+        InvalidRequestError: `digest` is not of the form that `model_digest` gives.
+    """
+    digits = digest.removeprefix(_MODEL_PREFIX)
+    if not digest.startswith(_MODEL_PREFIX) or len(digits) != 32 or set(digits) - set("0123456789abcdef"):
+        raise InvalidRequestError(f"{digest[:64]!r} is no model digest of the form wsd1:<32 hex>")
+    after = ShardSum(lane_a=int(digits[:16], 16), lane_b=int(digits[16:], 16)) + change
+    return f"{_MODEL_PREFIX}{after.lane_a:016x}{after.lane_b:016x}"
+
+
+def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
+    """The model's digest where one process holds all of it, on all cores.
+
+    Args:
+        held: parts that cover every tensor of `specs` exactly once. Each is used up before the next is taken,
+            so an iterator may reuse its memory.
+        specs: every tensor of the model.
+
+    Raises:
+        ManifestMismatchError: a part of an unknown tensor, of another dtype or shape than its spec says,
+            held twice, or missing. Without this, a replica counted twice would look like a wrong byte.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    boxes: dict[str, list[Box]] = {name: [] for name in by_name}
+    total = ShardSum.zero()
+    for part in held:
+        name, spec = part.spec.name, by_name.get(part.spec.name)
+        if spec is None:
+            raise ManifestMismatchError("a tensor is held that the manifest does not have", parameter=name)
+        if (spec.dtype, spec.shape) != (part.spec.dtype, part.spec.shape):
+            raise ManifestMismatchError(
+                f"held as {part.spec.dtype} {part.spec.shape}, in the manifest {spec.dtype} {spec.shape}",
+                parameter=name,
+            )
+        boxes[name].append(whole_box(spec.shape) if part.box is None else part.box)
+        total += shard_sum(part)
+    for name, spec in by_name.items():
+        if not spec.shape and not boxes[name]:
+            raise ManifestMismatchError("the tensor is not held", parameter=name)
+        check_partition(spec.shape, boxes[name], parameter=name)
+    return model_digest(by_name.values(), total)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Seeds:
+    key_1: int
+    key_2: int
+    term_a: int
+    term_b: int
+
+
+@functools.lru_cache(maxsize=65536)
+def _seeds(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
+    """What a tensor's keys and its own term start from. Depends on nothing but the arguments."""
+    text = f"wsd1\n{dtype}\n{','.join(str(extent) for extent in shape)}\n{name}".encode()
+    keys, terms = (xxhash.xxh3_128_intdigest(text, seed=seed) for seed in (0, 1))
+    return _Seeds(key_1=keys & _MASK, key_2=keys >> 64, term_a=terms & _MASK, term_b=terms >> 64)
+
+
+@functools.cache
+def _kernels() -> Any:
+    """`codec.kernels`, imported at first use: numba takes a second that most processes need not pay."""
+    try:
+        return importlib.import_module("weightsync.codec.kernels")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"the model digest needs numba: pip install 'weightsync[torch]' ({error})"
+        ) from error
+
+
+def _added(lanes: Iterable[tuple[int, int]]) -> ShardSum:
+    pairs = list(lanes)
+    return ShardSum(lane_a=sum(a for a, _ in pairs) & _MASK, lane_b=sum(b for _, b in pairs) & _MASK)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _cut(tensor: torch.Tensor, block: Box, *, origin: tuple[int, ...] = ()) -> torch.Tensor:
+    """The block of a tensor that starts at `origin` (at 0 where it is not given); a view."""
+    starts = origin or (0,) * len(block.shape)
+    return tensor.detach()[
+        tuple(
+            slice(place - start, place - start + extent)
+            for place, start, extent in zip(block.offset, starts, block.shape, strict=True)
+        )
+    ]
+
+
+def _host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """A tensor's bytes in row-major order; a copy only where it is not plain already."""
+    if not _is_plain(tensor):
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return byte_array(tensor)
+
+
+def _checked_positions(
+    spec: TensorSpec, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor
+) -> npt.NDArray[np.int64]:
+    count = positions.numel()
+    if positions.dtype != torch.int64 or positions.dim() != 1:
+        raise InvalidRequestError("positions of a patch are int64 and 1-D", parameter=spec.name)
+    for values in (old, new):
+        if tuple(values.shape) != (count,) or dtype_name(values.dtype) != spec.dtype:
+            raise InvalidRequestError(
+                f"{count} positions of {spec.dtype} don't go with {values.dtype} values of shape {tuple(values.shape)}",
+                parameter=spec.name,
+            )
+    where: npt.NDArray[np.int64] = np.require(_host_bytes(positions).view(np.int64), requirements="A")
+    rising = count == 0 or (where[0] >= 0 and bool((where[1:] > where[:-1]).all()))
+    if not rising or (count and where[-1] >= whole_box(spec.shape).numel):
+        raise InvalidRequestError("positions of a patch rise strictly and lie within the tensor", parameter=spec.name)
+    return where

@@ -1,0 +1,68 @@
+"""One pool of threads for work that releases the GIL (digests, compiled kernels).
+
+Why not numba's own `prange`: its default threading layer ends the process when two Python threads enter
+it at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_pool: ThreadPoolExecutor | None = None
+_lock = threading.Lock()
+
+
+def num_workers() -> int:
+    """Threads of the pool: the cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """`[function(item) for item in items]`, on all cores; a single item runs in the caller's thread.
+
+    May be called from any number of threads at once: they share the pool. `function` itself must not call
+    this, or it could wait for a thread that waits for it.
+
+    Raises:
+        Exception: what `function` raised first, by the items' order, after all running calls have ended.
+    """
+    work = list(items)
+    if len(work) <= 1 or num_workers() == 1:
+        return [function(item) for item in work]
+    pool = _shared_pool()
+    futures = [pool.submit(function, item) for item in work]
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        for future in futures:
+            if not future.cancelled():
+                future.exception()  # what they borrow must not be in use when we return
+        raise
+
+
+def _shared_pool() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(num_workers(), thread_name_prefix="weightsync-codec")
+        return _pool
+
+
+def _after_fork() -> None:
+    """A child has none of its parent's threads, and a lock may be held by one of them."""
+    global _pool, _lock
+    _pool = None
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,241 @@
+"""Every error that weightsync raises, with the data an operator needs at 3 a.m.
+
+One root, `WeightSyncError`. Each error says in words what happened, where, what state was left and
+what to do; the same facts are kept as fields, so that a program can act on them, and they cross
+process borders as plain JSON (`to_dict`, `error_from_dict`), never as a pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+_FIELDS = ("rank", "peer", "version", "parameter", "state_left")
+
+
+class WeightSyncError(Exception):
+    """The root of all errors of this library.
+
+    Args:
+        message: what went wrong and what to do about it, one or two sentences.
+        rank: the rank (of the trainer or of the transfer group) that is concerned.
+        peer: the engine, host or process that is concerned.
+        version: the version that was being moved, as `Version.__str__` writes it or a number.
+        parameter: the parameter's name in manifest coordinates.
+        state_left: what holds now, e.g. "the engine serves its old version".
+        details: further JSON-able facts.
+    """
+
+    http_status: ClassVar[int] = 500
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: str | None = None,
+        version: str | int | None = None,
+        parameter: str | None = None,
+        state_left: str | None = None,
+        **details: Any,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.peer = peer
+        self.version = version
+        self.parameter = parameter
+        self.state_left = state_left
+        self.details = details
+
+    def __str__(self) -> str:
+        facts = [f"{key}={value}" for key in _FIELDS if (value := getattr(self, key)) is not None]
+        facts += [f"{key}={value}" for key, value in self.details.items()]
+        return f"{self.message} [{', '.join(facts)}]" if facts else self.message
+
+    def to_dict(self) -> dict[str, Any]:
+        """This error as JSON-able data; `error_from_dict` is the inverse."""
+        body: dict[str, Any] = {"error": type(self).__name__, "message": self.message}
+        body.update({key: getattr(self, key) for key in _FIELDS if getattr(self, key) is not None})
+        if self.details:
+            body["details"] = {key: _jsonable(value) for key, value in self.details.items()}
+        return body
+
+
+class ConfigError(WeightSyncError):
+    """A configuration has an unknown key, a wrong value or a contradiction. Nothing was started."""
+
+    http_status = 422
+
+
+class MissingDependencyError(WeightSyncError):
+    """An optional package is needed here and is not installed."""
+
+
+class UnsupportedError(WeightSyncError):
+    """What was asked for can't be done by this part (a placement, a dtype, an engine's generation)."""
+
+    http_status = 422
+
+
+class InvalidRequestError(WeightSyncError):
+    """A message or a value doesn't fit its type: wrong lengths, sizes, names. Nothing was changed."""
+
+    http_status = 422
+
+
+class VersionError(WeightSyncError):
+    """Versions of different runs were compared, or a version went backwards within its run."""
+
+    http_status = 409
+
+
+class ManifestMismatchError(WeightSyncError):
+    """The announced tensors don't fit the model: wrong shape, dtype, missing or extra name."""
+
+    http_status = 422
+
+
+class DigestMismatchError(WeightSyncError):
+    """Bytes that arrived, or weights that were loaded, are not those that were published."""
+
+
+class AuthError(WeightSyncError):
+    """The bearer token is missing or wrong."""
+
+    http_status = 401
+
+
+class SyncInProgressError(WeightSyncError):
+    """Another sync of this model is running. Nothing was changed; try again when it has ended."""
+
+    http_status = 409
+
+
+class StateError(WeightSyncError):
+    """A call came in a state that does not allow it (commit without begin, resume of a half-loaded engine)."""
+
+    http_status = 409
+
+
+class NotServingError(WeightSyncError):
+    """The engine refuses to answer: it is paused past the caller's deadline, or fenced."""
+
+    http_status = 503
+
+
+class DeadlineExceededError(WeightSyncError):
+    """A wait ended without what was waited for."""
+
+    http_status = 504
+
+
+class TransferError(WeightSyncError):
+    """Moving bytes failed."""
+
+
+class GroupJoinError(TransferError):
+    """Not every member joined the transfer group in time."""
+
+
+class TransferAbortedError(TransferError):
+    """The transfer was ended on purpose: a peer failed, or a newer session took over."""
+
+    http_status = 409
+
+
+class LoadError(WeightSyncError):
+    """The engine's loader failed on an update."""
+
+
+class ExtractError(WeightSyncError):
+    """The trainer's weights could not be extracted."""
+
+
+class TrainerRankError(WeightSyncError):
+    """Another training rank failed or died; every rank stops at the same chunk."""
+
+
+class EngineError(WeightSyncError):
+    """An engine answered with an error that is not one of ours."""
+
+
+class EngineUnreachableError(EngineError):
+    """An engine doesn't answer: it is dead, or the network is."""
+
+    http_status = 502
+
+
+class NoEnginesError(EngineError):
+    """There is no engine to sync to. That is a failure, never a success."""
+
+
+class SyncFailedError(WeightSyncError):
+    """A sync failed on one or several engines; `causes` has one error for each of them."""
+
+    def __init__(self, message: str, *, causes: Mapping[str, WeightSyncError] | None = None, **facts: Any) -> None:
+        self.causes = dict(causes or {})
+        facts.setdefault("causes_by_engine", {peer: error.to_dict() for peer, error in self.causes.items()})
+        super().__init__(message, **facts)
+
+    def __str__(self) -> str:
+        head = {key: getattr(self, key) for key in _FIELDS if getattr(self, key) is not None}
+        facts = ", ".join(f"{key}={value}" for key, value in head.items())
+        causes = "; ".join(f"{peer}: {type(error).__name__}: {error}" for peer, error in self.causes.items())
+        return f"{self.message}{f' [{facts}]' if facts else ''}{f' ({causes})' if causes else ''}"
+
+
+def error_from_dict(body: Mapping[str, Any], *, peer: str | None = None) -> WeightSyncError:
+    """Rebuilds the typed error that `WeightSyncError.to_dict` wrote.
+
+    Args:
+        body: what came from the other side. Unknown error names become `EngineError`, so a newer
+            peer never breaks an older one; nothing in it is executed or imported.
+        peer: who sent it; recorded when the error itself names nobody.
+    """
+    name = str(body.get("error", "EngineError"))
+    kind = _KINDS.get(name, EngineError)
+    facts: dict[str, Any] = {key: body[key] for key in _FIELDS if body.get(key) is not None}
+    facts.setdefault("peer", peer)
+    raw = body.get("details")
+    details = {str(key): value for key, value in raw.items()} if isinstance(raw, Mapping) else {}
+    details = {key: value for key, value in details.items() if key not in {*_FIELDS, "message", "causes"}}
+    message = str(body.get("message", "the peer gave no message"))
+    if issubclass(kind, SyncFailedError):
+        told = details.pop("causes_by_engine", {})
+        causes = {str(who): error_from_dict(what) for who, what in told.items() if isinstance(what, Mapping)}
+        return kind(message, causes=causes, **facts, **details)
+    if name not in _KINDS:
+        details["remote_error"] = name
+    return kind(message, **facts, **details)
+
+
+def as_weightsync_error(
+    error: BaseException, kind: type[WeightSyncError], message: str, **facts: Any
+) -> WeightSyncError:
+    """`error` itself where it is typed already, else a `kind` that carries its words."""
+    if isinstance(error, WeightSyncError):
+        return error
+    wrapped = kind(f"{message}: {type(error).__name__}: {error}", **facts)
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _jsonable(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_jsonable(item) for item in value]
+    return str(value)
+
+
+def _all_kinds(root: type[WeightSyncError]) -> dict[str, type[WeightSyncError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found.update(_all_kinds(child))
+    return found
+
+
+_KINDS = _all_kinds(WeightSyncError)

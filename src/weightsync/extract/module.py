@@ -1,0 +1,74 @@
+"""ModuleWeightExtractor: plain torch modules, also under DDP and torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from weightsync.errors import UnsupportedError
+from weightsync.extract.base import WeightExtractor, training_rank
+from weightsync.types import Box
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Path components that torch's wrappers insert (compile, activation checkpointing, FSDP)."""
+
+
+class ModuleWeightExtractor(WeightExtractor):
+    """Extracts from a module whose ranks each hold all of it. Its `extract_weights` communicates nothing.
+
+    A module under `DistributedDataParallel`, `torch.compile` or activation checkpointing keeps the names that it
+    has without them.
+    """
+
+    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(clean_name(name), tensor) for name, tensor in module_tensors(unwrapped(self.model))]
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        super()._check(name, tensor)
+        if isinstance(tensor, DTensor):
+            raise UnsupportedError("this parameter is sharded (a DTensor): use FSDPWeightExtractor", parameter=name)
+        if name.endswith("_flat_param"):
+            raise UnsupportedError("FSDP1's flat parameters can't be extracted: use fully_shard", parameter=name)
+
+    def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.detach().to(dtype).contiguous()
+
+    def _can_shard(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def _local_part(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | None:
+        if training_rank() != 0:
+            return None
+        return Box(offset=(0,) * tensor.dim(), shape=tuple(tensor.shape)), tensor
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP and torch.compile, in whatever order they were put around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the components that wrappers inserted."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def module_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers, module by module; shared ones once, under their first name."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        # The one attribute that tells persistent buffers apart; state_dict() would run everybody's hooks.
+        transient = module._non_persistent_buffers_set
+        buffers = [(name, held) for name, held in module.named_buffers(recurse=False) if name not in transient]
+        for name, tensor in [*module.named_parameters(recurse=False), *buffers]:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield (f"{path}.{name}" if path else name), tensor

@@ -1,0 +1,1 @@
+"""How weights enter an engine."""

@@ -1,0 +1,192 @@
+"""How every server of ours is guarded and run: an ASGI guard, and uvicorn in a thread or in the foreground."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weightsync.errors import ConfigError, InvalidRequestError, WeightSyncError
+from weightsync.net.auth import check_exposure, check_token
+
+MAX_BODY_BYTES = 256 << 20
+"""No request is larger: a manifest of a million tensors fits."""
+_OPEN_PATHS = frozenset({"/healthz"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """Paths of PEM files; a server that has them speaks HTTPS alone."""
+
+    certificate: str
+    key: str
+
+
+class Guard:
+    """ASGI middleware: token first, then size, and typed errors as JSON with their status.
+
+    Args:
+        app: what is guarded.
+        token: None lets everybody in (loopback only, see `check_exposure`).
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request through, or answers it with an error."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > MAX_BODY_BYTES:
+                raise InvalidRequestError(f"a request body has at most {MAX_BODY_BYTES} bytes")
+            return message
+
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            if scope["path"] not in _OPEN_PATHS:
+                check_token(headers.get("authorization"), self._token)
+            length = headers.get("content-length", "0")
+            if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+                raise InvalidRequestError(f"a request body has at most {MAX_BODY_BYTES} bytes, not {length[:30]}")
+            await self._app(scope, limited, watched)
+        except WeightSyncError as error:
+            if started:
+                raise
+            await send_error(send, error)
+
+
+def api_app(title: str) -> FastAPI:
+    """A FastAPI app that answers typed errors as JSON, with `/healthz`, and without documentation pages."""
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def typed(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, WeightSyncError)
+        return JSONResponse(error.to_dict(), status_code=error.http_status)
+
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    app.add_exception_handler(WeightSyncError, typed)
+    app.add_api_route("/healthz", healthz, methods=["GET"])
+    return app
+
+
+async def send_error(send: Send, error: WeightSyncError) -> None:
+    """Answers with a typed error as JSON."""
+    body = json.dumps(error.to_dict()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class ServerThread:
+    """A uvicorn server in a thread of this process, from `start` to `close`.
+
+    Args:
+        app: the application; it is guarded here.
+        host: loopback unless a token is given.
+        port: 0 lets the system choose.
+        token: bearer token.
+        tls: HTTPS where given.
+        name: of the thread.
+
+    Raises:
+        ConfigError: the host is reachable from elsewhere and there is no token.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        tls: TlsFiles | None = None,
+        name: str = "weightsync-http",
+    ) -> None:
+        check_exposure(host, token)
+        config = uvicorn.Config(
+            Guard(app, token=token),
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            ssl_certfile=tls.certificate if tls else None,
+            ssl_keyfile=tls.key if tls else None,
+        )
+        self._host = host
+        self._scheme = "https" if tls else "http"
+        self._server = uvicorn.Server(config)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self, *, timeout_s: float = 10.0) -> str:
+        """Starts to listen.
+
+        Returns:
+            The URL.
+
+        Raises:
+            ConfigError: it could not listen: the port is taken, or the address is not this host's.
+        """
+        self._server.config.load()
+        try:
+            self._socket = self._server.config.bind_socket()
+        except SystemExit:
+            raise ConfigError(f"can't listen on {self._host}:{self._server.config.port}") from None
+        self._thread.start()
+        if not self._ready.wait(timeout_s):
+            raise ConfigError(f"the server on {self._host} did not start within {timeout_s:g} s")
+        return self.url
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        port = self._socket.getsockname()[1]
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{self._scheme}://{host}:{port}"
+
+    def wait(self) -> None:
+        """Blocks until the server ends."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Stops listening; running requests get a second. Idempotent."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        import asyncio
+
+        async def serve() -> None:
+            serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+            while not self._server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            self._ready.set()
+            await serving
+
+        asyncio.run(serve())

@@ -1,0 +1,1 @@
+"""Pure functions over shapes: boxes and their overlaps, buckets. No torch, no I/O."""

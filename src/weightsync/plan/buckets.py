@@ -1,0 +1,35 @@
+"""Bucket layout: where each tensor of a chunk lies in the buffer that travels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+ALIGNMENT_BYTES = 256
+"""Every tensor starts at a multiple of this, so views of any dtype are aligned, on a GPU too."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketLayout:
+    """A packed chunk.
+
+    Attributes:
+        offsets: first byte of each tensor, in order.
+        total_bytes: size of the bucket, padding included.
+    """
+
+    offsets: tuple[int, ...]
+    total_bytes: int
+
+
+def plan_bucket(sizes_bytes: Sequence[int]) -> BucketLayout:
+    """Lays tensors one behind the other, each aligned to `ALIGNMENT_BYTES`.
+
+    Empty tensors take no room. The bucket is never empty: a broadcast of nothing would be no message.
+    """
+    offsets: list[int] = []
+    end = 0
+    for size in sizes_bytes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return BucketLayout(offsets=tuple(offsets), total_bytes=max(end, ALIGNMENT_BYTES))

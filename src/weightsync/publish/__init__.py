@@ -1,0 +1,1 @@
+"""The trainer side, where extract, codec and transfer are put together."""

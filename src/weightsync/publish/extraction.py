@@ -1,0 +1,165 @@
+"""Extraction in a thread beside sending: every rank runs it in lockstep, rank 0 hands its chunks over.
+
+At most two chunks exist: the one being built here, and the one the sender packs. The caller waits with a
+deadline, so a rank that hangs inside a collective costs the caller its deadline and no more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from weightsync.codec.digest import ShardSum, shard_sum
+from weightsync.errors import ExtractError, TransferAbortedError, WeightSyncError, as_weightsync_error
+from weightsync.extract.base import WeightExtractor
+from weightsync.observe import Recorder
+from weightsync.publish.ranks import TrainingRanks
+from weightsync.types import Deadline, WeightChunk
+
+
+class LockstepExtraction:
+    """One extraction of the whole model. Every training rank makes one, with the same arguments.
+
+    Args:
+        extractor: this rank's.
+        dtype: the engine's.
+        ranks: how ranks agree.
+        deadline: of the sync.
+        recorder: where the phases "extract" and "digest" go.
+        keep: whether chunks are handed over (rank 0) or dropped (the others).
+    """
+
+    def __init__(
+        self,
+        extractor: WeightExtractor,
+        *,
+        dtype: str | None,
+        ranks: TrainingRanks,
+        deadline: Deadline,
+        recorder: Recorder,
+        keep: bool,
+    ) -> None:
+        self._extractor = extractor
+        self._dtype = dtype
+        self._ranks = ranks
+        self._deadline = deadline
+        self._recorder = recorder
+        self._keep = keep
+        self._changed = threading.Condition()
+        self._chunk: WeightChunk | None = None
+        self._wanted = False
+        self._ended = False
+        self._error: WeightSyncError | None = None
+        self._stop: WeightSyncError | None = None
+        self._sum: ShardSum | None = None
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._thread = threading.Thread(target=self._run, name="weightsync-extract", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. No collective of the trainer may run until `finish`."""
+        self._thread.start()
+
+    def chunks(self) -> Iterator[WeightChunk]:
+        """Rank 0: the chunks, one at a time; the next is built while this one is packed."""
+        while True:
+            with self._changed:
+                self._wanted = True
+                self._changed.notify_all()
+                while self._chunk is None and not self._ended:
+                    self._changed.wait(self._deadline.check("next chunk of the extraction"))
+                chunk, self._chunk = self._chunk, None
+                if chunk is None:
+                    if self._error is not None:
+                        raise self._error
+                    return
+            yield chunk
+            del chunk
+
+    def stop(self, error: WeightSyncError) -> None:
+        """Makes every rank stop before its next chunk."""
+        with self._changed:
+            self._stop = self._stop or error
+            self._changed.notify_all()
+
+    def finish(self) -> ShardSum | None:
+        """Waits for the end.
+
+        Returns:
+            This rank's part of the model's digest; None where it can't be had without communication.
+
+        Raises:
+            WeightSyncError: extraction failed here or on another rank.
+            DeadlineExceededError: it hangs; the thread is left behind (see `hangs`).
+        """
+        with self._changed:
+            while not self._ended:
+                self._changed.wait(
+                    self._deadline.check(
+                        "end of the extraction",
+                        rank=self._ranks.rank,
+                        state_left="a training rank hangs in a collective: restart the job",
+                    )
+                )
+            if self._error is not None:
+                raise self._error
+            return self._sum
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            self._extract()
+        except BaseException as error:
+            self._error = as_weightsync_error(error, ExtractError, "extraction failed", rank=self._ranks.rank)
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _extract(self) -> None:
+        stream = iter(self._extractor.extract_weights(self._dtype))
+        number = 0
+        while True:
+            self._agree(None)
+            try:
+                with self._recorder.phase("extract", detail=f"chunk {number}"):
+                    chunk = next(stream, None)
+            except BaseException as error:
+                self._agree(as_weightsync_error(error, ExtractError, "extraction failed", rank=self._ranks.rank))
+                raise
+            if chunk is None:
+                break
+            if self._keep:
+                self._hand_over(chunk)
+            del chunk
+            number += 1
+        if self._extractor.can_shard_locally():
+            with self._recorder.phase("digest"):
+                total = ShardSum.zero()
+                for held in self._extractor.local_shards(self._dtype):
+                    total = total + shard_sum(held)
+                self._sum = total
+
+    def _agree(self, error: WeightSyncError | None) -> None:
+        """Every rank stops here if any has to; a rank's own error is raised by its caller."""
+        error = error or self._stop
+        if self._ranks.agree(error is not None):
+            raise error or TransferAbortedError(
+                "another training rank stopped the sync", rank=self._ranks.rank, state_left="weights are unchanged"
+            )
+
+    def _hand_over(self, chunk: WeightChunk) -> None:
+        """Gives a chunk to the sender once it asks; gives up quietly when told to stop: the next `_agree` tells all."""
+        with self._changed:
+            while not self._wanted and self._stop is None:
+                self._changed.wait(self._deadline.check("sender to take a chunk", rank=self._ranks.rank))
+            if self._stop is None:
+                self._wanted = False
+                self._chunk = chunk
+                self._changed.notify_all()

@@ -1,0 +1,438 @@
+"""PushSync: training ranks push a version into every engine, and the engines prove it.
+
+One sync, and who waits for whom (rank 0; the other ranks take part in extraction and agreement alone):
+
+    agree on the version -> engines described, group built where it has to be -> begin on every engine
+    -> chunks: extraction thread || pack || broadcast || engines load      (two chunks in flight)
+    -> stage: every engine proves its bytes against digests made from the trainer's shards
+    -> pause -> commit -> resume -> agree on the outcome
+
+Any failure: engines abort (they serve their old version, or nothing), the group is dropped and built anew for
+the next sync, and every training rank raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from weightsync.codec.base import Codec
+from weightsync.codec.digest import ShardSum, model_digest, shard_sum
+from weightsync.codec.full import FullCodec
+from weightsync.errors import (
+    ConfigError,
+    InvalidRequestError,
+    NoEnginesError,
+    StateError,
+    SyncFailedError,
+    SyncInProgressError,
+    TransferError,
+    VersionError,
+    WeightSyncError,
+    as_weightsync_error,
+)
+from weightsync.extract.base import WeightExtractor
+from weightsync.observe import Recorder, now_s, paused_s, phases_s
+from weightsync.publish.extraction import LockstepExtraction
+from weightsync.publish.ranks import TrainingRanks
+from weightsync.tensors import spec_of
+from weightsync.transfer.base import WeightTransferSender, WeightTransferStrategy, init_requests
+from weightsync.transfer.broadcast import BroadcastTransferStrategy
+from weightsync.types import (
+    AbortRequest,
+    BeginRequest,
+    CommitRequest,
+    Deadline,
+    EngineReply,
+    HeldTensor,
+    InferenceEngineClient,
+    Manifest,
+    PauseRequest,
+    PhaseRecord,
+    ResumeRequest,
+    StageRequest,
+    SyncReport,
+    TorchDistributedWeightSyncInitInfo,
+    Version,
+    WeightChunk,
+)
+
+_ABORT_TIMEOUT_S = 2.0
+_DESCRIBE_TIMEOUT_S = 3.0
+_SETTLE_MARGIN_S = 5.0  # how much longer than a sync ranks wait for each other to say how it ended
+
+
+class PushSync:
+    """A `SyncMethod`. Every training rank makes one and calls its methods in the same order.
+
+    Args:
+        extractor: of this rank's model.
+        client: the engines; rank 0 alone needs one, other ranks' are ignored.
+        strategy: how bytes move; a gloo broadcast on loopback where not given.
+        codec: how weights are encoded; the engines use the same.
+        dtype: the engine's dtype; None keeps the trainer's.
+        run_id: name of this trainer's run; rank 0 makes one where not given.
+        model_id: which model.
+        transfer_timeout_s: deadline of one whole sync.
+        join_timeout_s: how long building the group may take, within that.
+        pause_timeout_s: how long an engine may take to finish running generations.
+        require_all_engines: fail when an engine doesn't answer before the sync; otherwise go on without it
+            (it is reported as lost, and taken in again when it answers before a later sync).
+        recorder: where phases go; an own one where not given.
+        group: the training ranks' process group; the default one where not given.
+    """
+
+    def __init__(
+        self,
+        extractor: WeightExtractor,
+        client: InferenceEngineClient | None = None,
+        *,
+        strategy: WeightTransferStrategy | None = None,
+        codec: Codec | None = None,
+        dtype: str | None = None,
+        run_id: str | None = None,
+        model_id: str = "default",
+        transfer_timeout_s: float = 300.0,
+        join_timeout_s: float = 30.0,
+        pause_timeout_s: float = 30.0,
+        require_all_engines: bool = False,
+        recorder: Recorder | None = None,
+        group: Any | None = None,
+    ) -> None:
+        self._extractor = extractor
+        self._all_engines = client
+        self._strategy = strategy or BroadcastTransferStrategy(
+            join_timeout_s=join_timeout_s, transfer_timeout_s=transfer_timeout_s
+        )
+        self._codec = codec or FullCodec()
+        self._dtype = dtype
+        self.run_id = run_id
+        self._model_id = model_id
+        self._transfer_timeout_s = transfer_timeout_s
+        self._join_timeout_s = join_timeout_s
+        self._pause_timeout_s = pause_timeout_s
+        self._require_all_engines = require_all_engines
+        self._group = group
+        self._busy = threading.Lock()
+        self._ranks: TrainingRanks | None = None
+        self._extraction: LockstepExtraction | None = None
+        self._last: Version | None = None
+        # rank 0 alone
+        self._sender: WeightTransferSender | None = None
+        self._sender_group: str | None = None
+        self._client: InferenceEngineClient | None = None
+        self.recorder = recorder or Recorder("trainer/rank-0")
+
+    def initialize(self) -> None:
+        """Meets the engines and builds the transfer group. Every training rank calls it once, first.
+
+        Raises:
+            NoEnginesError: no engine answers.
+            GroupJoinError: an engine did not join. `initialize` may be called again.
+            WeightSyncError: another rank failed.
+        """
+        with self._exclusive():
+            ranks = self._training_ranks()
+            error: WeightSyncError | None = None
+            if ranks.rank == 0:
+                try:
+                    self.run_id = self.run_id or f"run-{uuid.uuid4().hex[:12]}"
+                    self._ready_sender(Deadline(self._join_timeout_s + _DESCRIBE_TIMEOUT_S))
+                except BaseException as caught:
+                    error = as_weightsync_error(caught, TransferError, "initialising failed")
+            said = ranks.settle(error, run_id=self.run_id)
+            self.run_id = str(said[0]["run_id"])
+
+    def sync_weights(self, version: int) -> SyncReport:
+        """Pushes the model's present weights as `version`. Every training rank calls it; all return the same.
+
+        Args:
+            version: rises from call to call; repeating the last one is allowed while the bytes are the same.
+
+        Raises:
+            SyncInProgressError: another sync of this object runs. It is not disturbed.
+            SyncFailedError: engines failed; `causes` says which and why. They serve their old version, or
+                refuse to serve. The next call starts over with those that answer.
+            WeightSyncError: as for its kind; the same holds.
+        """
+        with self._exclusive():
+            ranks = self._training_ranks()
+            if self._extraction is not None and self._extraction.hangs:
+                raise StateError(
+                    "the extraction of an earlier sync still hangs in a collective: restart the training job",
+                    rank=ranks.rank,
+                )
+            deadline = Deadline(self._transfer_timeout_s)
+            self._agree_on_start(ranks, version)
+            run = _Sync(self, ranks, version, deadline)
+            report: SyncReport | None = None
+            error: WeightSyncError | None = None
+            try:
+                report = run.run()
+            except BaseException as caught:
+                error = as_weightsync_error(caught, SyncFailedError, "the sync failed")
+                run.fail(error)
+                if error is ranks.agreed_error:  # every rank knows already, and settles no more
+                    raise
+            told = ranks.settle(error, report=None if report is None else msgspec.to_builtins(report))
+            self._last = run.version
+            return msgspec.convert(told[0]["report"], SyncReport)
+
+    def close(self) -> None:
+        """Leaves the transfer group. Idempotent; engines go on serving."""
+        self._drop_sender()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise SyncInProgressError("another call of this PushSync is running", state_left="it goes on")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _training_ranks(self) -> TrainingRanks:
+        if self._ranks is None:
+            self._ranks = TrainingRanks(timeout_s=self._transfer_timeout_s + _SETTLE_MARGIN_S, group=self._group)
+        return self._ranks
+
+    def _agree_on_start(self, ranks: TrainingRanks, version: int) -> None:
+        """Every rank has the same version and the same tensors, or nobody starts."""
+        error: WeightSyncError | None = None
+        names: list[str] = []
+        try:
+            if self.run_id is None:
+                raise StateError("call initialize() on every rank first")
+            if self._last is not None and version < self._last.number:
+                raise VersionError(f"{self._last} was synced already; versions rise within a run", version=version)
+            names = [f"{spec.name}:{spec.dtype}:{spec.shape}" for spec in self._extractor.metadata(self._dtype)]
+            if not names:
+                raise InvalidRequestError("the model has no weights to sync")
+        except WeightSyncError as caught:
+            error = caught
+        fingerprint = [version, uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(names)).hex]
+        for rank, said in enumerate(ranks.settle(error, start=fingerprint)):
+            if said["start"] != fingerprint:
+                raise ConfigError(
+                    f"training rank {rank} syncs version {said['start'][0]}, this one {version}, or its model has other "
+                    "tensors",
+                    rank=rank,
+                )
+
+    # Rank 0 alone, below.
+
+    def _ready_sender(self, deadline: Deadline) -> tuple[InferenceEngineClient, dict[str, WeightSyncError]]:
+        """A client of the engines that answer, all in one transfer group with a usable sender."""
+        if self._all_engines is None:
+            raise NoEnginesError("training rank 0 needs a client of the engines")
+        replies, errors = self._all_engines.describe(
+            timeout_s=min(_DESCRIBE_TIMEOUT_S, deadline.check("time to ask the engines"))
+        )
+        lost = dict(errors)
+        if not replies:
+            raise NoEnginesError(
+                f"no engine answers: {'; '.join(f'{who}: {error}' for who, error in lost.items()) or 'none is known'}"
+            )
+        if lost and self._require_all_engines:
+            raise SyncFailedError(f"{sorted(lost)} do not answer", causes=lost, state_left="nothing was changed")
+        for who in lost:
+            self.recorder.add(PhaseRecord(name="engine lost", start_s=now_s(), end_s=now_s(), track=who))
+        client = self._all_engines.only([who for who in self._all_engines.engine_ids if who in replies])
+        same = self._client is not None and list(self._client.engine_ids) == list(client.engine_ids)
+        joined = all(reply.group == self._sender_group for reply in replies.values())
+        if not (same and joined and self._sender is not None and self._sender.usable):
+            self._drop_sender()
+            with self.recorder.phase("join group"):
+                self._join(client, replies, deadline)
+        self._client = client
+        return client, lost
+
+    def _join(self, client: InferenceEngineClient, replies: Mapping[str, EngineReply], deadline: Deadline) -> None:
+        world_sizes = {engine_id: replies[engine_id].world_size for engine_id in client.engine_ids}
+        info, token = self._strategy.create_init_info(world_sizes)
+        requests = init_requests(info, world_sizes, run_id=str(self.run_id), model_id=self._model_id)
+        timeout_s = min(self._join_timeout_s + 1.0, deadline.check("time to build the group"))
+        joined = client.init(requests, timeout_s=timeout_s)
+        sender = self._strategy.create_sender(info, token, joined=joined, record=self.recorder.add)
+        try:
+            joined.result(timeout_s)
+        except BaseException as error:
+            sender.close()
+            raise as_weightsync_error(error, TransferError, "engines did not join") from error
+        self._sender = sender
+        self._sender_group = info.group_name if isinstance(info, TorchDistributedWeightSyncInitInfo) else "-"
+
+    def _drop_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+        self._sender_group = None
+
+
+class _Sync:
+    """One sync, from agreement to outcome."""
+
+    def __init__(self, push: PushSync, ranks: TrainingRanks, version: int, deadline: Deadline) -> None:
+        self._push = push
+        self._ranks = ranks
+        self._deadline = deadline
+        self.version = Version(run_id=str(push.run_id), number=version)
+        self._session = f"{self.version}#{uuid.uuid4().hex[:8]}"
+        self._client: InferenceEngineClient | None = None
+        self._recorder = push.recorder
+        self._records: list[PhaseRecord] = []
+        self._extraction: LockstepExtraction | None = None
+
+    def run(self) -> SyncReport | None:
+        """Runs the sync; a report on rank 0."""
+        if self._ranks.rank == 0:
+            return self._lead()
+        self._ranks.settle(None)
+        extraction = self._start_extraction(keep=False)
+        self._exchange_sums(extraction.finish())
+        return None
+
+    def fail(self, error: WeightSyncError) -> None:
+        """Leaves everything as it was before: engines abort, the group goes, the extraction stops."""
+        if self._extraction is not None:
+            self._extraction.stop(error)
+        if self._client is not None:
+            with self._recorder.phase("abort", detail=type(error).__name__):
+                self._client.abort(
+                    AbortRequest(session=self._session, reason=error.message[:500]), timeout_s=_ABORT_TIMEOUT_S
+                )
+        if self._ranks.rank == 0:
+            self._push._drop_sender()
+        if self._extraction is not None:
+            with contextlib.suppress(WeightSyncError):
+                self._extraction.finish()
+
+    def _lead(self) -> SyncReport:
+        unsubscribe = self._recorder.subscribe(self._records.append)
+        try:
+            return self._steps()
+        finally:
+            unsubscribe()
+
+    def _steps(self) -> SyncReport:
+        push, deadline = self._push, self._deadline
+        error: WeightSyncError | None = None
+        lost: dict[str, WeightSyncError] = {}
+        try:
+            client, lost = push._ready_sender(deadline)
+            manifest = Manifest(
+                version=self.version,
+                model_id=push._model_id,
+                tensors=push._extractor.metadata(push._dtype),
+            )
+            self._client = client
+            replies = self._call(
+                "begin",
+                lambda left: client.begin(
+                    BeginRequest(session=self._session, manifest=manifest, deadline_s=left), timeout_s=left
+                ),
+            )
+        except BaseException as caught:
+            error = as_weightsync_error(caught, SyncFailedError, "the sync did not start")
+        self._ranks.settle(error)
+        paused_early = any(reply.writes_live for reply in replies.values())
+        if paused_early:
+            self._pause(client)
+        num_chunks, digests, total = self._transfer(client)
+        proved = manifest.with_digests(digests, model_digest(manifest.tensors, total))
+        staged = self._call(
+            "stage",
+            lambda left: client.stage(StageRequest(session=self._session, manifest=proved), timeout_s=left),
+        )
+        if not paused_early:
+            self._pause(client)
+        self._call("commit", lambda left: client.commit(CommitRequest(session=self._session), timeout_s=left))
+        self._call("resume", lambda left: client.resume(ResumeRequest(session=self._session), timeout_s=left))
+        unprovable = {who: reply.unprovable for who, reply in staged.items() if reply.unprovable}
+        return SyncReport(
+            version=self.version,
+            engine_ids=tuple(staged),
+            lost_engine_ids=tuple(lost),
+            total_bytes=manifest.total_bytes,
+            num_chunks=num_chunks,
+            seconds=deadline.timeout_s - deadline.remaining_s,
+            paused_s=paused_s(self._records),
+            phases_s=phases_s(self._records),
+            digests_equal=None if unprovable else True,
+            unprovable=unprovable,
+        )
+
+    def _transfer(self, client: InferenceEngineClient) -> tuple[int, dict[str, str], ShardSum]:
+        """Moves all chunks; gives their number, each tensor's digest, and the sum over all shards."""
+        sender = self._push._sender
+        assert sender is not None
+        encoder = self._push._codec.encoder()
+        extraction = self._start_extraction(keep=True)
+        summed = _Summed(extraction.chunks(), self._push._extractor)
+        num_chunks = sender.send_chunks(encoder.encode(summed), client, session=self._session, deadline=self._deadline)
+        mine = extraction.finish()
+        total = self._exchange_sums(mine)
+        return num_chunks, dict(encoder.digests()), summed.total if total is None else total
+
+    def _start_extraction(self, *, keep: bool) -> LockstepExtraction:
+        extraction = LockstepExtraction(
+            self._push._extractor,
+            dtype=self._push._dtype,
+            ranks=self._ranks,
+            deadline=self._deadline,
+            recorder=self._recorder,
+            keep=keep,
+        )
+        self._extraction = self._push._extraction = extraction
+        extraction.start()
+        return extraction
+
+    def _exchange_sums(self, mine: ShardSum | None) -> ShardSum | None:
+        """The sum of every rank's shards; None where shards can't be summed without communication."""
+        said = self._ranks.settle(None, lanes=None if mine is None else [mine.lane_a, mine.lane_b])
+        if any(what["lanes"] is None for what in said):
+            return None
+        total = ShardSum.zero()
+        for what in said:
+            total = total + ShardSum(lane_a=what["lanes"][0], lane_b=what["lanes"][1])
+        return total
+
+    def _pause(self, client: InferenceEngineClient) -> None:
+        timeout_s = self._push._pause_timeout_s
+        self._call(
+            "pause",
+            lambda left: client.pause(
+                PauseRequest(session=self._session, timeout_s=min(timeout_s, left), lease_s=left), timeout_s=left
+            ),
+        )
+
+    def _call(self, name: str, step: Callable[[float], Mapping[str, EngineReply]]) -> Mapping[str, EngineReply]:
+        with self._recorder.phase(name):
+            replies = step(self._deadline.check(f"time to {name}"))
+        for reply in replies.values():
+            self._recorder.extend(reply.phases)
+        return replies
+
+
+class _Summed:
+    """Chunks on their way to the encoder; sums whole tensors where shards can't be summed without communication."""
+
+    def __init__(self, chunks: Iterator[WeightChunk], extractor: WeightExtractor) -> None:
+        self._chunks = chunks
+        self._needed = not extractor.can_shard_locally()
+        self.total = ShardSum.zero()
+
+    def __iter__(self) -> Iterator[WeightChunk]:
+        for chunk in self._chunks:
+            if self._needed:
+                for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
+                    self.total = self.total + shard_sum(HeldTensor(spec=spec_of(name, tensor), box=None, tensor=tensor))
+            yield chunk
+            del chunk

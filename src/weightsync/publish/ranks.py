@@ -1,0 +1,117 @@
+"""Training ranks that agree: every rank learns of every other rank's failure at the same chunk.
+
+Extraction is collective. If one rank stops and the others do not, they hang in a collective for ever. So all
+ranks exchange a byte before each chunk's collectives, on a small gloo group of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weightsync.errors import TrainerRankError, WeightSyncError, error_from_dict
+
+
+class TrainingRanks:
+    """The ranks of the trainer's job. Every rank makes one, at the same point, and calls in the same order.
+
+    Args:
+        timeout_s: how long one exchange may take.
+        group: ranks of another group than the default one; `None` takes the default group, or stands alone
+            where `torch.distributed` is not initialised.
+    """
+
+    def __init__(self, *, timeout_s: float, group: Any | None = None) -> None:
+        self._group: Any | None = None
+        self._lost_error: TrainerRankError | None = None
+        self.agreed_error: WeightSyncError | None = None
+        self.rank, self.world_size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+            if self.world_size > 1:
+                members = dist.get_process_group_ranks(group) if group is not None else None
+                self._group = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def agree(self, failed: bool) -> bool:
+        """Whether any rank failed. One byte a rank.
+
+        Raises:
+            TrainerRankError: a rank is gone, or did not answer in time.
+        """
+        if self._group is None:
+            return failed
+        self._check_lost()
+        flag = torch.tensor([1 if failed else 0], dtype=torch.uint8)
+        try:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return bool(flag.item())
+
+    def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Gives every rank what every rank said, by rank, as JSON.
+
+        Raises:
+            TrainerRankError: a rank is gone, or did not answer in time.
+        """
+        if self._group is None:
+            return [mine]
+        self._check_lost()
+        text = json.dumps(mine).encode()
+        try:
+            sizes = torch.zeros(self.world_size, dtype=torch.int64)
+            sizes[self.rank] = len(text)
+            dist.all_reduce(sizes, group=self._group)
+            longest = int(sizes.max())
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+            dist.all_gather(gathered, padded, group=self._group)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(gathered, sizes, strict=True)]
+
+    def settle(self, error: WeightSyncError | None, **mine: Any) -> list[dict[str, Any]]:
+        """`exchange` that raises on every rank if any rank has an error: its own, else the first other's.
+
+        What it raised is kept as `agreed_error`: every rank knows it, so nobody tells it again.
+
+        Raises:
+            WeightSyncError: as said.
+        """
+        try:
+            said = self.exchange({**mine, "error": None if error is None else error.to_dict()})
+        except TrainerRankError as lost:
+            self.agreed_error = error or lost
+            raise self.agreed_error from None
+        self.agreed_error = error
+        if error is not None:
+            raise error
+        for rank, what in enumerate(said):
+            if what["error"] is not None:
+                cause = error_from_dict(what["error"])
+                self.agreed_error = TrainerRankError(f"training rank {rank} failed: {cause}", rank=rank)
+                raise self.agreed_error from cause
+        return said
+
+    def close(self) -> None:
+        """Forgets the group; it is not destroyed, since a dead rank would hang that."""
+        self._group = None
+
+    def _lost(self, error: RuntimeError) -> TrainerRankError:
+        words = str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
+        self._lost_error = TrainerRankError(
+            f"another training rank is gone or does not answer: {words}",
+            rank=self.rank,
+            state_left="the trainer's process group is broken: restart the job",
+        )
+        return self._lost_error
+
+    def _check_lost(self) -> None:
+        """A group that lost a rank never works again: say so at once instead of waiting."""
+        if self._lost_error is not None:
+            raise self._lost_error

@@ -1,0 +1,1 @@
+"""The engine side, where transfer, codec and load are put together."""

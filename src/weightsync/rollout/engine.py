@@ -1,0 +1,297 @@
+"""EmbeddedEngine: an engine of ours, with one or several workers, driven in-process or by `EngineServer`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from weightsync.clients.fanout import in_thread
+from weightsync.codec.base import Codec
+from weightsync.errors import EngineError, NoEnginesError, StateError, WeightSyncError, as_weightsync_error
+from weightsync.load.base import WeightLoader
+from weightsync.observe import Recorder
+from weightsync.rollout.gate import ServingGate
+from weightsync.rollout.worker import EngineWorker
+from weightsync.types import (
+    AbortRequest,
+    AnyUpdateRequest,
+    BeginRequest,
+    CommitRequest,
+    DescribeRequest,
+    EngineOp,
+    EngineReply,
+    EngineRequest,
+    InitRequest,
+    PauseRequest,
+    PhaseRecord,
+    ResumeRequest,
+    StageRequest,
+    UpdateRequest,
+    Version,
+)
+
+_T = TypeVar("_T")
+
+
+class Worker(Protocol):
+    """What an engine asks of a worker: `EngineWorker`'s methods, there or in a process of its own."""
+
+    def describe(self) -> EngineReply: ...
+    def init(self, request: InitRequest) -> None: ...
+    def begin(self, request: BeginRequest) -> None: ...
+    def update(self, request: AnyUpdateRequest) -> None: ...
+    def stage(self, request: StageRequest) -> EngineReply: ...
+    def commit(self, name: str) -> Version: ...
+    def abort(self, name: str | None, reason: str) -> None: ...
+    def drain_phases(self) -> tuple[PhaseRecord, ...]: ...
+    def close(self) -> None: ...
+
+
+class EmbeddedEngine:
+    """An `EngineHandle` whose workers hold torch modules.
+
+    Generation goes through `generation()`; everything else through `call`, as if over a network.
+
+    Args:
+        workers: one a worker rank; with a single in-process worker use `EmbeddedEngine.of(loader)`.
+        engine_id: a name that tells an operator which engine this is.
+    """
+
+    def __init__(self, workers: Sequence[Worker], *, engine_id: str = "engine-0") -> None:
+        if not workers:
+            raise NoEnginesError("an engine has at least one worker")
+        self._workers = list(workers)
+        self._engine_id = engine_id
+        self._gate = ServingGate()
+        self._recorder = Recorder(engine_id)
+        self._pause_phase: contextlib.ExitStack | None = None
+        self._lock = threading.Lock()
+        self._writes_live: bool | None = None
+
+    @classmethod
+    def of(cls, loader: WeightLoader, *, engine_id: str = "engine-0", codec: Codec | None = None) -> EmbeddedEngine:
+        """An engine of one worker in this process."""
+        return cls([EngineWorker(loader, track=engine_id, codec=codec)], engine_id=engine_id)
+
+    @property
+    def engine_id(self) -> str:
+        """Name of this engine."""
+        return self._engine_id
+
+    @property
+    def version(self) -> Version | None:
+        """The version whose bytes it serves; None before the first commit."""
+        return self._gate.version
+
+    @contextlib.contextmanager
+    def generation(self, *, timeout_s: float = 30.0) -> Iterator[Version | None]:
+        """Surround each generation with this; gives the version it runs on.
+
+        Raises:
+            NotServingError: half-loaded, or paused for over `timeout_s`: do not generate.
+        """
+        with self._gate.generation(timeout_s=timeout_s) as version:
+            yield version
+
+    def fence(self, reason: str) -> None:
+        """Refuses to serve until a sync commits, e.g. because a worker died."""
+        self._gate.fence(reason)
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        """Runs one step; see `EngineHandle.call`."""
+        match request:
+            case DescribeRequest():
+                return self._describe()
+            case InitRequest():
+                self._all(lambda worker: worker.init(request))
+            case BeginRequest():
+                self._begin(request)
+            case UpdateRequest(update=update):
+                self._update(update)
+                return self._reply(drain=False)  # its phases go with the reply to stage
+            case StageRequest():
+                return self._stage(request)
+            case PauseRequest():
+                self._pause(request)
+            case CommitRequest():
+                self._commit(request)
+            case ResumeRequest():
+                self._resume(request.session)
+            case AbortRequest():
+                self._abort(request.session, request.reason)
+            case _:
+                raise StateError(f"an engine has no step {op}")
+        return self._reply()
+
+    def close(self) -> None:
+        """Closes all workers. Idempotent."""
+        for worker in self._workers:
+            worker.close()
+
+    def _begin(self, request: BeginRequest) -> None:
+        try:
+            self._all(lambda worker: worker.begin(request))
+        except WeightSyncError:
+            self._abort(request.session, "begin failed on a worker")
+            raise
+
+    def _update(self, update: AnyUpdateRequest) -> None:
+        if self._is_writing_live():
+            if not self._gate.extend(update.session, lease_s=0.0):
+                raise StateError("this engine is loaded in place: pause it before the first chunk")
+            self._gate.fence("new weights are being written over the old ones")
+        try:
+            self._all(lambda worker: worker.update(update))
+        except WeightSyncError:
+            self._abort(update.session, "a chunk failed on a worker")
+            raise
+
+    def _stage(self, request: StageRequest) -> EngineReply:
+        try:
+            replies = self._all(lambda worker: worker.stage(request))
+        except WeightSyncError:
+            self._abort(request.session, "staging failed on a worker")
+            raise
+        unprovable = "; ".join(sorted({reply.unprovable for reply in replies if reply.unprovable}))
+        return msgspec.structs.replace(
+            self._reply(),
+            digests_equal=None if unprovable else True,
+            model_digest=replies[0].model_digest,
+            unprovable=unprovable or None,
+        )
+
+    def _pause(self, request: PauseRequest) -> None:
+        stack = contextlib.ExitStack()
+        phase = stack.enter_context(self._recorder.phase("pause"))
+        try:
+            self._gate.pause(request.session, timeout_s=request.timeout_s, lease_s=request.lease_s)
+        except WeightSyncError:
+            stack.close()
+            raise
+        del phase
+        with self._lock:
+            if self._pause_phase is None:
+                self._pause_phase = stack
+
+    def _commit(self, request: CommitRequest) -> None:
+        if not self._gate.extend(request.session, lease_s=30.0):
+            self._abort(request.session, "not paused at commit")
+            raise StateError("commit comes while the session holds the pause; it does not", state_left="aborted")
+        self._gate.fence("a commit is under way")
+        try:
+            versions = self._all(lambda worker: worker.commit(request.session), settle=True)
+        except WeightSyncError as error:
+            self._abort(request.session, "commit failed on a worker")
+            self._refuse_if_mixed(error)
+            raise
+        self._gate.serve(versions[0])
+
+    def _refuse_if_mixed(self, error: WeightSyncError) -> None:
+        """After a failed commit: serve again only if every worker is whole and on the version served before."""
+        try:
+            replies = self._all(lambda worker: worker.describe())
+        except WeightSyncError:
+            self._gate.fence("a worker failed during a commit")
+            return
+        if all(reply.serving and reply.version == self._gate.version for reply in replies):
+            self._gate.unfence()
+        else:
+            self._gate.fence(f"workers serve different versions: {error.message}")
+
+    def _resume(self, session: str) -> None:
+        with self._recorder.phase("resume"):
+            self._gate.resume(session)
+        self._end_pause_phase()
+
+    def _abort(self, session: str, reason: str) -> None:
+        """Aborts on every worker; then serves the old version, or is fenced."""
+        for worker in self._workers:
+            with contextlib.suppress(WeightSyncError):
+                worker.abort(session, reason)
+        if self._is_writing_live():
+            try:
+                whole = all(reply.serving for reply in self._all(lambda worker: worker.describe()))
+            except WeightSyncError:
+                whole = False
+            if whole:
+                self._gate.unfence()
+            else:
+                self._gate.fence(f"half-loaded: {reason}")
+        with contextlib.suppress(StateError):
+            self._gate.resume(session)
+        self._end_pause_phase()
+
+    def _end_pause_phase(self) -> None:
+        with self._lock:
+            stack, self._pause_phase = self._pause_phase, None
+        if stack is not None:
+            stack.close()
+
+    def _describe(self) -> EngineReply:
+        replies = self._all(lambda worker: worker.describe())
+        groups = {reply.group for reply in replies}
+        reply = self._reply(drain=False)
+        return msgspec.structs.replace(
+            reply,
+            group=groups.pop() if len(groups) == 1 else None,
+            model_digest=replies[0].model_digest,
+        )
+
+    def _is_writing_live(self) -> bool:
+        if self._writes_live is None:
+            self._writes_live = any(reply.writes_live for reply in self._all(lambda worker: worker.describe()))
+        return self._writes_live
+
+    def _reply(self, *, drain: bool = True) -> EngineReply:
+        phases: list[PhaseRecord] = []
+        if drain:
+            phases = list(self._recorder.drain())
+            for worker in self._workers:
+                phases.extend(worker.drain_phases())
+        return EngineReply(
+            engine_id=self._engine_id,
+            world_size=len(self._workers),
+            serving=self._gate.serving,
+            version=self._gate.version,
+            writes_live=self._is_writing_live(),
+            phases=tuple(phases),
+        )
+
+    def _all(self, step: Callable[[Worker], _T], *, settle: bool = False) -> list[_T]:
+        """Runs `step` on all workers at once; raises the first failure (after all, where `settle`)."""
+        if len(self._workers) == 1:
+            return [_typed(lambda: step(self._workers[0]), self._engine_id)]
+
+        def bound(worker: Worker) -> Callable[[], _T]:
+            return lambda: step(worker)
+
+        calls = [
+            in_thread(bound(worker), name=f"{self._engine_id}-worker-{i}") for i, worker in enumerate(self._workers)
+        ]
+        done = threading.Event()
+        for call in calls:
+            call.add_done_callback(
+                lambda call: (
+                    done.set()
+                    if all(other.done() for other in calls) or (call.exception() is not None and not settle)
+                    else None
+                )
+            )
+        done.wait()
+        for call in calls:
+            if call.done() and (error := call.exception()) is not None:
+                raise as_weightsync_error(error, EngineError, "a worker failed", peer=self._engine_id) from error
+        return [call.result() for call in calls]
+
+
+def _typed(step: Callable[[], _T], engine_id: str) -> _T:
+    try:
+        return step()
+    except WeightSyncError:
+        raise
+    except Exception as error:
+        raise as_weightsync_error(error, EngineError, "a worker failed", peer=engine_id) from error

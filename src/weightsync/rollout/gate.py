@@ -1,0 +1,130 @@
+"""ServingGate: who may generate, and when. The one place that decides whether an engine answers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from weightsync.errors import DeadlineExceededError, NotServingError, StateError
+from weightsync.types import Deadline, Version
+
+
+class ServingGate:
+    """Generations pass through it; a pause waits until they are out, and keeps new ones waiting.
+
+    States: open; paused (by a session, under a lease: a dead trainer does not keep an engine paused); fenced
+    (the weights are half-loaded: nobody passes until a commit).
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._paused_by: str | None = None
+        self._lease_end = 0.0
+        self._fenced: str | None = None
+        self._version: Version | None = None
+
+    @property
+    def version(self) -> Version | None:
+        """The version that is served; None before the first commit."""
+        with self._changed:
+            return self._version
+
+    @property
+    def serving(self) -> bool:
+        """Whether a generation would pass now."""
+        with self._changed:
+            return self._fenced is None and not self._is_paused()
+
+    @contextlib.contextmanager
+    def generation(self, *, timeout_s: float = 30.0) -> Iterator[Version | None]:
+        """Surrounds one generation; gives the version it runs on.
+
+        Raises:
+            NotServingError: fenced, or still paused after `timeout_s`. Nothing ran.
+        """
+        deadline = Deadline(timeout_s)
+        with self._changed:
+            while self._fenced is not None or self._is_paused():
+                if self._fenced is not None:
+                    raise NotServingError(f"this engine refuses to serve: {self._fenced}", state_left="fenced")
+                if deadline.expired:
+                    raise NotServingError(f"this engine has been paused for over {timeout_s:g} s", state_left="paused")
+                self._changed.wait(min(deadline.remaining_s, max(0.001, self._lease_end - time.monotonic())))
+            self._running += 1
+            version = self._version
+        try:
+            yield version
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def pause(self, session: str, *, timeout_s: float, lease_s: float) -> None:
+        """Stops new generations and waits for the running ones.
+
+        Raises:
+            StateError: another session holds the pause.
+            DeadlineExceededError: generations still ran after `timeout_s`; the gate is open again.
+        """
+        deadline = Deadline(timeout_s)
+        with self._changed:
+            if self._is_paused() and self._paused_by != session:
+                raise StateError(f"already paused by session {self._paused_by}")
+            self._paused_by = session
+            self._lease_end = time.monotonic() + max(lease_s, timeout_s)
+            while self._running:
+                if deadline.expired:
+                    self._paused_by = None
+                    self._changed.notify_all()
+                    raise DeadlineExceededError(
+                        f"{self._running} generations still ran after {timeout_s:g} s", state_left="serving again"
+                    )
+                self._changed.wait(deadline.remaining_s)
+
+    def resume(self, session: str) -> None:
+        """Opens the gate, where this session paused it and the weights are whole. Idempotent.
+
+        Raises:
+            StateError: fenced: half-loaded weights are never served.
+        """
+        with self._changed:
+            if self._fenced is not None:
+                raise StateError(f"can't resume: {self._fenced}", state_left="fenced")
+            if self._paused_by == session:
+                self._paused_by = None
+                self._changed.notify_all()
+
+    def extend(self, session: str, *, lease_s: float) -> bool:
+        """Renews the lease of a pause that still holds; False where it has run out."""
+        with self._changed:
+            if not (self._is_paused() and self._paused_by == session and self._running == 0):
+                return False
+            self._lease_end = max(self._lease_end, time.monotonic() + lease_s)
+            return True
+
+    def fence(self, reason: str) -> None:
+        """Nobody passes until `serve`."""
+        with self._changed:
+            self._fenced = reason
+            self._changed.notify_all()
+
+    def unfence(self) -> None:
+        """The weights are whole again: those of the version served before."""
+        with self._changed:
+            self._fenced = None
+            self._changed.notify_all()
+
+    def serve(self, version: Version) -> None:
+        """A version was committed: what passes from now on runs on it. Lifts a fence, not a pause."""
+        with self._changed:
+            self._version = version
+            self._fenced = None
+            self._changed.notify_all()
+
+    def _is_paused(self) -> bool:
+        if self._paused_by is not None and time.monotonic() >= self._lease_end:
+            self._paused_by = None
+        return self._paused_by is not None

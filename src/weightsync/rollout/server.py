@@ -1,0 +1,78 @@
+"""EngineServer: an engine behind HTTP, on loopback unless told otherwise, by token where it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from weightsync.clients.http import ENGINE_API
+from weightsync.errors import InvalidRequestError
+from weightsync.net.server import ServerThread, TlsFiles, api_app
+from weightsync.types import REQUEST_TYPES, EngineHandle, EngineOp
+
+_MAX_CALLS = 64
+"""Calls under way at once; a sync of one trainer has at most five."""
+
+
+class EngineServer:
+    """Serves one engine's steps: POST /weightsync/v1/{describe,init,begin,update_weights,stage,...}.
+
+    Bodies are JSON of the request types, nothing is unpickled, unknown fields are refused.
+
+    Args:
+        engine: usually an `EmbeddedEngine`.
+        host: "127.0.0.1" unless a token is given.
+        port: 0 lets the system choose; `start` returns the URL.
+        token: bearer token of at least 16 characters, asked for on every path but /healthz.
+        tls: HTTPS where given.
+
+    Raises:
+        ConfigError: the host is reachable from elsewhere and there is no token.
+    """
+
+    def __init__(
+        self,
+        engine: EngineHandle,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        self._engine = engine
+        self._pool = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="weightsync-engine")
+        self.app: FastAPI = api_app("weightsync engine")
+        self.app.add_api_route(f"{ENGINE_API}/{{op}}", self._handle, methods=["POST"])
+        self._server = ServerThread(self.app, host=host, port=port, token=token, tls=tls)
+
+    def start(self) -> str:
+        """Starts to listen in a thread and returns the URL. Routes added to `app` before are served too."""
+        return self._server.start()
+
+    def wait(self) -> None:
+        """Blocks until the server ends."""
+        self._server.wait()
+
+    def close(self) -> None:
+        """Stops listening; does not close the engine. Idempotent."""
+        self._server.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _handle(self, op: str, request: Request) -> Response:
+        try:
+            step = EngineOp(op)
+        except ValueError:
+            raise InvalidRequestError(f"there is no step {op!r}; there are {', '.join(EngineOp)}") from None
+        body = await request.body()
+        try:
+            message = msgspec.json.decode(body or b"{}", type=REQUEST_TYPES[step])
+        except msgspec.DecodeError as error:
+            raise InvalidRequestError(f"the body of {op} does not fit: {error}") from error
+        # The engine's own deadlines (of the session, of a join, of a pause) bound the call.
+        reply = await asyncio.get_running_loop().run_in_executor(
+            self._pool, lambda: self._engine.call(step, message, timeout_s=0.0)
+        )
+        return Response(msgspec.json.encode(reply), media_type="application/json")

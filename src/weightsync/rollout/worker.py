@@ -1,0 +1,436 @@
+"""EngineWorker: one worker of an engine (one TP or PP or DP rank): its receiver, its loader, its session.
+
+Walk of a chunk: `update` waits for its turn to receive, receives into one of two buckets, waits for its turn to
+load, decodes and loads, releases the bucket. So chunk k + 1 arrives while chunk k is loaded, and order holds.
+
+Failure: whatever fails in a session (here, at the trainer, or by its deadline) ends it once: the loader aborts, the
+group is dropped so that every other member's pending operation fails too, and later calls of that
+session are told why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+
+from weightsync.codec.base import Codec, Decoder
+from weightsync.codec.digest import digest_of
+from weightsync.codec.full import FullCodec
+from weightsync.errors import (
+    DeadlineExceededError,
+    DigestMismatchError,
+    InvalidRequestError,
+    LoadError,
+    ManifestMismatchError,
+    StateError,
+    SyncInProgressError,
+    TransferAbortedError,
+    UnsupportedError,
+    VersionError,
+    WeightSyncError,
+    as_weightsync_error,
+)
+from weightsync.load.base import WeightLoader
+from weightsync.observe import Recorder
+from weightsync.transfer.base import WeightTransferReceiver, WeightTransferStrategy
+from weightsync.transfer.registry import strategy_named
+from weightsync.types import (
+    AnyUpdateRequest,
+    BeginRequest,
+    Deadline,
+    EngineReply,
+    InitRequest,
+    Manifest,
+    PhaseRecord,
+    StageRequest,
+    TorchDistributedWeightSyncInitInfo,
+    Version,
+)
+
+_STUCK_LOADER_S = 30.0
+
+
+class EngineWorker:
+    """Receives, proves and loads versions for one worker. Thread-safe; knows nothing of serving.
+
+    Args:
+        loader: of this worker's model.
+        index: which worker of its engine, from 0.
+        track: name in recorded phases, e.g. "engine-0/worker-1".
+        codec: how what travels becomes updates.
+        strategies: from the name in an init info to a strategy; the library's own where not given.
+    """
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        *,
+        index: int = 0,
+        track: str = "engine",
+        codec: Codec | None = None,
+        strategies: Callable[[str], WeightTransferStrategy] = strategy_named,
+    ) -> None:
+        self.loader = loader
+        self.index = index
+        self.recorder = Recorder(track)
+        self._codec = codec or FullCodec()
+        self._strategies = strategies
+        self._lock = threading.RLock()
+        self._run_id: str | None = None
+        self._receiver: WeightTransferReceiver | None = None
+        self._group: str | None = None
+        self._num_inits = 0
+        self._session: _Session | None = None
+        self._served: tuple[Version, str | None] | None = None
+        self._stuck: str | None = None
+
+    def describe(self) -> EngineReply:
+        """What this worker is and serves."""
+        with self._lock:
+            return EngineReply(
+                engine_id=self.recorder.track,
+                serving=self.loader.healthy and self._stuck is None,
+                version=self._served[0] if self._served else None,
+                model_digest=self._served[1] if self._served else None,
+                writes_live=self.loader.writes_live,
+                group=self._group,
+            )
+
+    def init(self, request: InitRequest) -> None:
+        """Joins the transfer group; a session under way is aborted, an older init gives way.
+
+        Raises:
+            GroupJoinError: not everybody came. The worker has no group then.
+            TransferAbortedError: a newer init came meanwhile.
+        """
+        with self._lock:
+            self._num_inits += 1
+            mine = self._num_inits
+            if self._session is not None:
+                self._fail(self._session, TransferAbortedError("a newer init took over"))
+            self._drop_receiver()
+        strategy = self._strategies(request.info.strategy)
+        receiver = strategy.create_receiver(
+            request.info, rank=request.rank_offset + self.index, record=self.recorder.add
+        )
+        with self._lock:
+            if mine != self._num_inits:
+                receiver.close()
+                raise TransferAbortedError("a newer init took over while this one joined")
+            self._receiver = receiver
+            self._run_id = request.run_id
+            self._group = (
+                request.info.group_name if isinstance(request.info, TorchDistributedWeightSyncInitInfo) else "-"
+            )
+
+    def begin(self, request: BeginRequest) -> None:
+        """Opens a session after every check that needs no bytes.
+
+        Raises:
+            SyncInProgressError: another session is open.
+            StateError: no group: init first.
+            VersionError: not the current run, or older than what is served.
+            ManifestMismatchError: the tensors don't fit the model. Nothing was changed.
+        """
+        version = request.manifest.version
+        with self._lock:
+            if self._stuck is not None:
+                raise StateError(f"this worker is stuck and has to be restarted: {self._stuck}")
+            if self._session is not None:
+                raise SyncInProgressError(
+                    f"session {self._session.name} is open", version=str(self._session.manifest.version)
+                )
+            if self._receiver is None:
+                raise StateError("this worker is in no transfer group: init first", version=str(version))
+            if version.run_id != self._run_id:
+                raise VersionError(f"the current run is {self._run_id}", version=str(version))
+            served = self._served[0] if self._served else None
+            if served and served.run_id == version.run_id and served.is_newer_than(version):
+                raise VersionError(f"{served} is served already; versions rise within a run", version=str(version))
+            if not 0 < request.deadline_s < math.inf:
+                raise InvalidRequestError(f"deadline_s is a number of seconds above 0, not {request.deadline_s}")
+            self.loader.begin(request.manifest)
+            session = _Session(request, self._codec.decoder(), self._receiver)
+            session.watchdog = threading.Timer(request.deadline_s, self._expire, (session,))
+            session.watchdog.daemon = True
+            session.watchdog.start()
+            self._session = session
+
+    def update(self, request: AnyUpdateRequest) -> None:
+        """Receives and loads one chunk; returns when the loader has let go of its bytes.
+
+        Raises:
+            WeightSyncError: the session has failed; the loader is aborted, the group dropped.
+        """
+        session = self._open_session(request.session)
+        try:
+            session.check_announced(request)
+            chunk = f"chunk {request.seq}"
+            with session.receiving.turn(request.seq, session), self.recorder.phase("transfer", detail=chunk):
+                updates = session.receiver.receive_weights(request, deadline=session.deadline)
+            try:
+                with session.loading.turn(request.seq, session), self.recorder.phase("load", detail=chunk):
+                    self.loader.load_weights(session.decoder.decode(updates))
+            finally:
+                session.receiver.release(request)
+        except BaseException as error:
+            raise self._fail(session, as_weightsync_error(error, LoadError, "loading a chunk failed")) from error
+
+    def stage(self, request: StageRequest) -> EngineReply:
+        """Proves what was received and what will be served; see `StageRequest`.
+
+        Raises:
+            DigestMismatchError: received or loaded bytes are not the published ones. The session has failed.
+            ManifestMismatchError: tensors are missing.
+        """
+        session = self._open_session(request.session)
+        try:
+            with session.loading.idle(session), self.recorder.phase("verify"):
+                session.check_same_tensors(request.manifest)
+                self.loader.verify()
+                session.decoder.check(request.manifest)
+                digest, unprovable = self._prove(request.manifest)
+                self._check_immutable(request.manifest)
+            session.staged = request.manifest
+        except BaseException as error:
+            raise self._fail(session, as_weightsync_error(error, LoadError, "staging failed")) from error
+        return EngineReply(
+            engine_id=self.recorder.track,
+            version=self._served[0] if self._served else None,
+            digests_equal=None if unprovable else True,
+            model_digest=digest,
+            unprovable=unprovable,
+        )
+
+    def commit(self, name: str) -> Version:
+        """Makes the staged version the served one and closes the session.
+
+        Raises:
+            StateError: not staged, or no such session.
+            LoadError: the loader failed; the session has failed.
+        """
+        session = self._open_session(name)
+        with self._lock:
+            manifest = session.staged
+            if manifest is None:
+                raise StateError("commit comes after stage", version=str(session.manifest.version))
+            try:
+                with self.recorder.phase("commit"):
+                    self.loader.commit(manifest.version)
+            except BaseException as error:
+                raise self._fail(session, as_weightsync_error(error, LoadError, "commit failed")) from error
+            self._served = (manifest.version, manifest.model_digest)
+            self._close(session)
+            return manifest.version
+
+    def abort(self, name: str | None, reason: str) -> None:
+        """Ends a session badly (any session, where `name` is None) and leaves the group. Idempotent."""
+        with self._lock:
+            session = self._session
+            if session is not None and name in (None, session.name):
+                self._fail(session, TransferAbortedError(f"aborted: {reason}", version=str(session.manifest.version)))
+
+    def drain_phases(self) -> tuple[PhaseRecord, ...]:
+        """The phases timed since the last call."""
+        return tuple(self.recorder.drain())
+
+    def close(self) -> None:
+        """Gives everything back. Idempotent."""
+        self.abort(None, "the engine is closing")
+        with self._lock:
+            self._drop_receiver()
+
+    def _open_session(self, name: str) -> _Session:
+        with self._lock:
+            session = self._session
+            if session is None or session.name != name:
+                raise TransferAbortedError(
+                    f"session {name} is not open here: it was aborted, or has ended",
+                    version=str(self._served[0]) if self._served else None,
+                )
+            return session
+
+    def _prove(self, manifest: Manifest) -> tuple[str | None, str | None]:
+        """(digest of the memory that will serve, None) or (None, why it can't be had)."""
+        try:
+            held = list(self.loader.live_tensors())
+        except UnsupportedError as error:
+            return None, error.message
+        names = {piece.spec.name for piece in held}
+        if names != {spec.name for spec in manifest.tensors}:
+            return None, "the loader ignores some of the manifest's tensors"
+        digest = digest_of(held, manifest.tensors)
+        if manifest.model_digest is None:
+            return None, "the trainer gave no digest of the model"
+        if digest != manifest.model_digest:
+            raise DigestMismatchError(
+                f"the engine's weights have digest {digest}, the trainer published {manifest.model_digest}",
+                version=str(manifest.version),
+            )
+        return digest, None
+
+    def _check_immutable(self, manifest: Manifest) -> None:
+        if self._served and self._served[0] == manifest.version and self._served[1] != manifest.model_digest:
+            raise VersionError(
+                "this version is served already with other bytes: a version is immutable",
+                version=str(manifest.version),
+            )
+
+    def _expire(self, session: _Session) -> None:
+        self._fail(
+            session,
+            DeadlineExceededError(
+                f"the session did not end within {session.deadline.timeout_s:g} s: the trainer is gone or too slow",
+                version=str(session.manifest.version),
+                state_left="aborted",
+            ),
+        )
+
+    def _fail(self, session: _Session, error: WeightSyncError) -> WeightSyncError:
+        """Ends `session` for the first error alone; returns the error that ended it."""
+        with self._lock:
+            error = session.note(error)
+            if session.ended:
+                return error
+            session.ended = True
+            self._drop_receiver(of=session)
+        try:
+            with session.loading.idle(None):  # never abort under a load that is running
+                self.loader.abort(str(error))
+        except DeadlineExceededError as stuck:
+            self._stuck = stuck.message
+        with self._lock:
+            self._close(session)
+        return error
+
+    def _close(self, session: _Session) -> None:
+        session.ended = True
+        if session.watchdog is not None:
+            session.watchdog.cancel()
+        if self._session is session:
+            self._session = None
+
+    def _drop_receiver(self, of: _Session | None = None) -> None:
+        receiver = self._receiver if of is None else of.receiver
+        if receiver is not None:
+            receiver.close()
+        if receiver is self._receiver:
+            self._receiver = None
+            self._group = None
+
+
+class _Session:
+    """What one sync is, here."""
+
+    def __init__(self, request: BeginRequest, decoder: Decoder, receiver: WeightTransferReceiver) -> None:
+        self.name = request.session
+        self.manifest = request.manifest
+        self.deadline = Deadline(request.deadline_s)
+        self.decoder = decoder
+        self.receiver = receiver
+        self.receiving = _Turns()
+        self.loading = _Turns()
+        self.staged: Manifest | None = None
+        self.error: WeightSyncError | None = None
+        self.ended = False
+        self.watchdog: threading.Timer | None = None
+        self._expected = {spec.name: (spec.dtype, spec.shape) for spec in request.manifest.tensors}
+
+        self._lock = threading.Lock()
+
+    def note(self, error: WeightSyncError) -> WeightSyncError:
+        """Keeps the first error, which is the cause of all others, and makes waiters look; returns it."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            first = self.error
+        self.receiving.wake()
+        self.loading.wake()
+        return first
+
+    def check(self) -> None:
+        """Raises what ended the session."""
+        if self.error is not None:
+            raise self.error
+        self.deadline.check("turn in the session", version=str(self.manifest.version))
+
+    def check_announced(self, request: AnyUpdateRequest) -> None:
+        """Refuses a chunk that the manifest does not have, before anything is allocated or received."""
+        for name, dtype, shape in zip(request.names, request.dtypes, request.shapes, strict=True):
+            expected = self._expected.get(name)
+            if expected is None:
+                raise ManifestMismatchError("a chunk has a tensor that the manifest has not", parameter=name)
+            if expected != (dtype, shape):
+                raise ManifestMismatchError(
+                    f"a chunk has {dtype} {shape}, the manifest {expected[0]} {expected[1]}", parameter=name
+                )
+
+    def check_same_tensors(self, manifest: Manifest) -> None:
+        """Refuses to stage another manifest than the session began with."""
+        same = manifest.version == self.manifest.version and self._expected == {
+            spec.name: (spec.dtype, spec.shape) for spec in manifest.tensors
+        }
+        if not same:
+            raise ManifestMismatchError("stage names another manifest than begin", version=str(manifest.version))
+
+
+class _Turns:
+    """Chunks take turns in the order of their numbers, whatever order their calls come in."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = 0
+        self._busy = False
+
+    @contextlib.contextmanager
+    def turn(self, seq: int, session: _Session) -> Iterator[None]:
+        """The turn of chunk `seq`. A failure in it is noted before the next chunk has its turn."""
+        with self._changed:
+            while self._busy or seq != self._next:
+                session.check()
+                if seq < self._next:
+                    raise InvalidRequestError(f"chunk {seq} was announced twice")
+                self._changed.wait(session.deadline.remaining_s)
+            session.check()
+            self._busy = True
+        failure: WeightSyncError | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = as_weightsync_error(error, LoadError, f"chunk {seq} failed")
+            raise failure from error
+        finally:
+            if failure is not None:
+                session.note(failure)
+            with self._changed:
+                self._busy = False
+                self._next = seq + 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def idle(self, session: _Session | None) -> Iterator[None]:
+        """Holds off all turns; waits for the one that is under way.
+
+        Without a session the wait is short and ends in DeadlineExceededError: a loader that never
+        returns must not hang its worker.
+        """
+        deadline = Deadline(_STUCK_LOADER_S) if session is None else session.deadline
+        with self._changed:
+            while self._busy:
+                if session is not None:
+                    session.check()
+                self._changed.wait(deadline.check("return of the engine's loader"))
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Whoever waits looks at the session again."""
+        with self._changed:
+            self._changed.notify_all()

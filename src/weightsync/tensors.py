@@ -1,0 +1,55 @@
+"""The torch side of `types`: dtypes, byte views, contiguity. The lowest module that imports torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.errors import UnsupportedError
+from weightsync.types import TensorSpec, dtype_name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name such as "bfloat16".
+
+    Raises:
+        UnsupportedError: this build of torch has no such dtype.
+    """
+    dtype = getattr(torch, dtype_name(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"this torch {torch.__version__} has no dtype {name}")
+    return dtype
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """The spec of a whole tensor."""
+    return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory; any dtype, 0-d and
+    empty ones included.
+
+    Raises:
+        UnsupportedError: the tensor is not contiguous (a copy would not share memory).
+    """
+    if not tensor.is_contiguous():
+        raise UnsupportedError(f"a byte view needs a contiguous tensor, got strides {tensor.stride()}")
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def byte_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """`byte_view` as a numpy array. A CPU tensor shares its memory; a GPU tensor is copied to the host."""
+    view = byte_view(tensor)
+    return (view if view.device.type == "cpu" else view.cpu()).numpy()
+
+
+def tensor_from_bytes(buffer: torch.Tensor, *, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of `dtype` and `shape` that shares `buffer` (1-D uint8, of exactly its bytes, aligned)."""
+    kind = torch_dtype(dtype)
+    if buffer.numel() == 0:
+        return torch.empty(shape, dtype=kind, device=buffer.device)
+    return buffer.view(kind).reshape(shape)

@@ -1,0 +1,185 @@
+"""Real processes for tests: started from one warm fork server, joined with a deadline, killed when told.
+
+Functions and arguments cross by pickle between a test and its own children, never anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+_PRELOAD = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "weightsync.codec.kernels",
+    "weightsync.extract.fsdp",
+    "weightsync.publish.push",
+    "weightsync.rollout.processes",
+    "weightsync.rollout.server",
+]  # fmt: skip
+
+
+class ChildFailedError(AssertionError):
+    """A child process ended without a result."""
+
+
+class Child:
+    """One running function in a process of its own.
+
+    Args:
+        function: a module-level function; it may take a `conn` keyword to talk with the test while it runs.
+        args: its arguments.
+        name: for messages.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, name: str = "child", talk: bool = False) -> None:
+        context = _context()
+        self._result, far_result = context.Pipe(duplex=False)
+        self.conn, far_conn = context.Pipe()
+        self.name = name
+        self.process = context.Process(
+            target=_run, args=(function, args, far_result, far_conn if talk else None), name=name, daemon=False
+        )
+        self.process.start()
+        far_result.close()
+        far_conn.close()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def result(self, timeout_s: float = 60.0) -> Any:
+        """What the function returned.
+
+        Raises:
+            ChildFailedError: it raised, died, or took longer than `timeout_s` (then it is killed).
+        """
+        try:
+            if not self._result.poll(timeout_s):
+                self.kill()
+                raise ChildFailedError(f"{self.name} had no result within {timeout_s} s")
+            ok, value = self._result.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(5)
+            raise ChildFailedError(f"{self.name} died with exit code {self.process.exitcode}") from None
+        self.process.join(10)
+        if not ok:
+            raise ChildFailedError(f"{self.name} raised\n{value}")
+        return value
+
+    def recv(self, timeout_s: float = 60.0) -> Any:
+        """The next thing the child sent on `conn`."""
+        if not self.conn.poll(timeout_s):
+            raise ChildFailedError(f"{self.name} said nothing within {timeout_s} s")
+        try:
+            return self.conn.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(5)
+            why = self.result(1) if self._result.poll(0) else f"exit code {self.process.exitcode}"
+            raise ChildFailedError(f"{self.name} is gone: {why}") from None
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone. Idempotent."""
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.process.join(10)
+
+    def stop(self) -> None:
+        """SIGSTOP: the process is there and answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def cont(self) -> None:
+        """SIGCONT: goes on after `stop`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def children() -> Iterator[Callable[..., Child]]:
+    """A `Child` factory that leaves no process behind, whatever the test does."""
+    started: list[Child] = []
+
+    def start(function: Callable[..., Any], *args: Any, **options: Any) -> Child:
+        child = Child(function, *args, **options)
+        started.append(child)
+        return child
+
+    try:
+        yield start
+    finally:
+        for child in started:
+            child.kill()
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0) -> list[Any]:
+    """Runs `function(rank, world_size, *args)` in `world_size` processes with a gloo default group.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        ChildFailedError: a rank raised, died or was too slow; all are killed.
+    """
+    with children() as start:
+        port = free_port()
+        ranks = [
+            start(in_gloo_world, rank, world_size, port, function, args, name=f"rank{rank}")
+            for rank in range(world_size)
+        ]
+        end = time.monotonic() + timeout_s
+        return [rank.result(max(0.1, end - time.monotonic())) for rank in ranks]
+
+
+def in_gloo_world(
+    rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], **options: Any
+) -> Any:
+    """Runs `function(rank, world_size, *args)` inside a gloo default group on loopback."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
+    try:
+        return function(rank, world_size, *args, **options)
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], result: Connection, conn: Connection | None) -> None:
+    try:
+        value = function(*args) if conn is None else function(*args, conn=conn)
+        result.send((True, value))
+    except BaseException:
+        result.send((False, traceback.format_exc()))
+        raise SystemExit(1) from None

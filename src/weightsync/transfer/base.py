@@ -1,0 +1,147 @@
+"""WeightTransferStrategy, Sender and Receiver: how bytes are pushed. Knows no codec, no loader, no extractor."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+
+from weightsync.types import (
+    AnyUpdateRequest,
+    Deadline,
+    EngineReply,
+    InferenceEngineClient,
+    InitRequest,
+    PhaseRecord,
+    Update,
+    WeightChunk,
+    WeightSyncInitInfo,
+    WeightUpdateRequest,
+)
+
+RecordPhase = Callable[[PhaseRecord], None]
+"""Where a sender or receiver reports each phase it timed."""
+
+
+class WeightTransferSender(abc.ABC):
+    """The pushing end. Training rank 0 alone has one. Not thread-safe: one sync at a time."""
+
+    @abc.abstractmethod
+    def send_chunks(
+        self,
+        chunks: Iterable[WeightChunk],
+        client: InferenceEngineClient,
+        *,
+        session: str,
+        deadline: Deadline,
+    ) -> int:
+        """For each chunk announces the request, then moves the bytes, and watches both.
+
+        A chunk is let go of as soon as its bytes are packed or, where they are sent in place, when the last
+        receiver's loader has let go of it; the window of chunks in flight is bounded.
+
+        Args:
+            chunks: whole tensors in stream order; consumed lazily.
+            client: tells the engines what comes.
+            session: the open session on every engine.
+            deadline: of the whole sync.
+
+        Returns:
+            The number of chunks sent; every engine has then loaded all of them.
+
+        Raises:
+            SyncFailedError: an engine answered an announcement with an error; raised at once.
+            TransferError: the bytes could not be moved. In both cases the sender is broken: close it and
+                make a new one. Engines are left in their session: abort it.
+            DeadlineExceededError: as above.
+        """
+
+    @property
+    @abc.abstractmethod
+    def usable(self) -> bool:
+        """Whether another sync can use this sender; False after any error."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leaves the group and gives back buffers. Idempotent, never blocks longer than a second."""
+
+
+class WeightTransferReceiver(abc.ABC):
+    """The receiving end. Every engine worker has one."""
+
+    @abc.abstractmethod
+    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterator[Update]:
+        """Receives the bytes of one announced chunk, then hands out its updates.
+
+        The bytes are there when this returns (it is not lazy); the updates borrow the receiver's memory
+        until `release(request)`. Called in the order of `seq`.
+
+        Raises:
+            InvalidRequestError: a request of another strategy. Nothing was received.
+            TransferError: the bytes did not come; the receiver is broken.
+            DeadlineExceededError: as above.
+        """
+
+    @abc.abstractmethod
+    def release(self, request: WeightUpdateRequest) -> None:
+        """Tells that the loader has let go of the chunk's memory. Idempotent."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leaves the group, which makes the other members' pending operations fail. Idempotent."""
+
+
+class WeightTransferStrategy(abc.ABC):
+    """A stateless factory. Both ends are created where they are used, concurrently.
+
+    Attributes:
+        name: how configs and init infos call it, e.g. "broadcast".
+        request_type: the kind of request its sender announces.
+    """
+
+    name: str
+    request_type: type[AnyUpdateRequest]
+
+    @abc.abstractmethod
+    def create_init_info(self, world_sizes: Mapping[str, int]) -> tuple[WeightSyncInitInfo, object]:
+        """Training rank 0: makes what receivers need, and a token that `create_sender` takes back
+        (an open store, say).
+
+        Args:
+            world_sizes: workers of each engine, as that engine reports them.
+        """
+
+    @abc.abstractmethod
+    def create_sender(
+        self, info: WeightSyncInitInfo, token: object, *, joined: Future[Mapping[str, EngineReply]], record: RecordPhase
+    ) -> WeightTransferSender:
+        """Training rank 0: joins, while the engines' init requests are under way in `joined`.
+
+        Raises:
+            GroupJoinError: not everybody came in time. Nothing is left open.
+            SyncFailedError: an engine's init failed; raised without waiting for the others.
+        """
+
+    @abc.abstractmethod
+    def create_receiver(self, info: WeightSyncInitInfo, *, rank: int, record: RecordPhase) -> WeightTransferReceiver:
+        """Engine worker: joins as `rank`.
+
+        Raises:
+            GroupJoinError: not everybody came in time. Nothing is left open.
+        """
+
+
+def init_requests(
+    info: WeightSyncInitInfo, world_sizes: Mapping[str, int], *, run_id: str, model_id: str
+) -> dict[str, InitRequest]:
+    """One init request an engine, with rank offsets from the world sizes that engines report.
+
+    Args:
+        world_sizes: in the order of the ranks: the first engine's workers come right after rank 0.
+    """
+    requests: dict[str, InitRequest] = {}
+    rank = 1
+    for engine_id, world_size in world_sizes.items():
+        requests[engine_id] = InitRequest(run_id=run_id, model_id=model_id, info=info, rank_offset=rank)  # type: ignore[arg-type]
+        rank += world_size
+    return requests

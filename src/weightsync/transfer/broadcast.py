@@ -1,0 +1,330 @@
+"""Broadcast: chunks packed into buckets that one group of training rank 0 and all engine workers broadcasts.
+
+Where each byte goes, and how often it is copied (counted in `docs/copies.md`):
+
+    chunk (trainer's device) -pack-> send bucket -network-> receive bucket -load-> engine's weights
+
+Two buckets on either side: while one is on the wire the next is packed here, and loaded there. A send bucket is
+reused when its broadcast has ended and every engine's loader has let go of that chunk, a receive bucket when
+the worker's own loader has. So at most two chunks are in flight, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future
+from concurrent.futures import wait as wait_for
+from queue import SimpleQueue
+from typing import Any, Literal
+
+import torch
+
+from weightsync.errors import InvalidRequestError, TransferAbortedError, TransferError, as_weightsync_error
+from weightsync.observe import now_s
+from weightsync.plan.buckets import BucketLayout, plan_bucket
+from weightsync.tensors import byte_view, tensor_from_bytes
+from weightsync.transfer.base import (
+    RecordPhase,
+    WeightTransferReceiver,
+    WeightTransferSender,
+    WeightTransferStrategy,
+)
+from weightsync.transfer.group import TransferGroup, join_group, open_store
+from weightsync.types import (
+    BroadcastWeightUpdateRequest,
+    Deadline,
+    EngineReply,
+    Full,
+    InferenceEngineClient,
+    PhaseRecord,
+    TorchDistributedWeightSyncInitInfo,
+    Update,
+    WeightChunk,
+    WeightSyncInitInfo,
+    WeightUpdateRequest,
+)
+
+NUM_BUCKETS = 2
+_WORDS_GRACE_S = 1.0  # how long to wait for an engine to say why its connection broke
+
+
+class BroadcastTransferStrategy(WeightTransferStrategy):
+    """Makes both ends of a packed broadcast. Stateless but for its settings.
+
+    Args:
+        backend: "gloo" or "nccl".
+        master_addr: address of training rank 0 that every engine can reach; loopback by default.
+        join_timeout_s: how long members wait for each other when the group is built.
+        transfer_timeout_s: how long one sync may take.
+        track: name of the sender in recorded phases.
+    """
+
+    name = "broadcast"
+    request_type = BroadcastWeightUpdateRequest
+
+    def __init__(
+        self,
+        *,
+        backend: Literal["nccl", "gloo"] = "gloo",
+        master_addr: str = "127.0.0.1",
+        join_timeout_s: float = 30.0,
+        transfer_timeout_s: float = 300.0,
+        track: str = "trainer-0",
+    ) -> None:
+        self.backend: Literal["nccl", "gloo"] = backend
+        self.master_addr = master_addr
+        self.join_timeout_s = join_timeout_s
+        self.transfer_timeout_s = transfer_timeout_s
+        self.track = track
+
+    def create_init_info(self, world_sizes: Mapping[str, int]) -> tuple[TorchDistributedWeightSyncInitInfo, object]:
+        """Opens the store that the members meet at; see the base class."""
+        store, port = open_store(self.master_addr, timeout_s=self.join_timeout_s)
+        info = TorchDistributedWeightSyncInitInfo(
+            strategy=self.name,
+            master_addr=self.master_addr,
+            master_port=port,
+            world_size=1 + sum(world_sizes.values()),
+            group_name=f"weightsync-{uuid.uuid4().hex[:12]}",
+            backend=self.backend,
+            join_timeout_s=self.join_timeout_s,
+            transfer_timeout_s=self.transfer_timeout_s,
+        )
+        return info, store
+
+    def create_sender(
+        self, info: WeightSyncInitInfo, token: object, *, joined: Future[Mapping[str, EngineReply]], record: RecordPhase
+    ) -> BroadcastTransferSender:
+        """Joins as rank 0; gives up as soon as an engine's init fails. See the base class."""
+
+        def give_up_early() -> None:
+            if joined.done() and (error := joined.exception()) is not None:
+                raise error
+
+        group = join_group(_group_info(info), rank=0, store=token, watch=give_up_early)  # type: ignore[arg-type]
+        return BroadcastTransferSender(group, record=record, track=self.track)
+
+    def create_receiver(self, info: WeightSyncInitInfo, *, rank: int, record: RecordPhase) -> BroadcastTransferReceiver:
+        """Joins as `rank`; see the base class."""
+        return BroadcastTransferReceiver(join_group(_group_info(info), rank=rank), record=record)
+
+
+class BroadcastTransferSender(WeightTransferSender):
+    """Rank 0 of the group.
+
+    Args:
+        group: joined; owned from here on.
+        record: where phases "pack", "transfer" and "wait for engines" go.
+        track: name of this process in them.
+    """
+
+    def __init__(self, group: TransferGroup, *, record: RecordPhase, track: str) -> None:
+        self._group = group
+        self._record = record
+        self._track = track
+        self._buckets: list[torch.Tensor | None] = [None] * NUM_BUCKETS
+        self._mover = _Mover(group)
+        self._usable = True
+
+    @property
+    def usable(self) -> bool:
+        """See the base class."""
+        return self._usable
+
+    def create_request(
+        self, chunk: WeightChunk, layout: BucketLayout, *, session: str, seq: int
+    ) -> BroadcastWeightUpdateRequest:
+        """The header that announces `chunk` packed as `layout`."""
+        return BroadcastWeightUpdateRequest(
+            session=session,
+            seq=seq,
+            names=chunk.names,
+            dtypes=chunk.dtypes,
+            shapes=chunk.shapes,
+            offsets=layout.offsets,
+            bucket_bytes=layout.total_bytes,
+        )
+
+    def send_chunks(
+        self, chunks: Iterable[WeightChunk], client: InferenceEngineClient, *, session: str, deadline: Deadline
+    ) -> int:
+        """Packs, announces, broadcasts; see the base class."""
+        if not self._usable:
+            raise TransferAbortedError("this sender is broken; build a new one", state_left="nothing was sent")
+        self._usable = False  # until everything went well
+        in_flight: dict[int, tuple[Future[Any], ...]] = {}
+        stream = iter(chunks)
+        seq = 0
+        while True:
+            _settle(in_flight, upto=seq - NUM_BUCKETS, deadline=deadline)  # before the next chunk is asked for
+            chunk = next(stream, None)
+            if chunk is None:
+                break
+            layout = plan_bucket([tensor.nbytes for tensor in chunk.tensors])
+            started = now_s()
+            bucket = self._pack(chunk, layout, seq)
+            request = self.create_request(chunk, layout, session=session, seq=seq)
+            del chunk
+            self._phase("pack", started, seq)
+            loaded = client.update_weights(request, timeout_s=deadline.check("time to announce a chunk"))
+            moved = self._mover.broadcast(bucket, deadline, lambda begun, n=seq: self._phase("transfer", begun, n))  # type: ignore[misc]
+            in_flight[seq] = (loaded, moved)
+            seq += 1
+        started = now_s()
+        _settle(in_flight, upto=seq, deadline=deadline)
+        self._phase("wait for engines", started, seq - 1)
+        self._usable = True
+        return seq
+
+    def close(self) -> None:
+        """See the base class."""
+        self._usable = False
+        self._mover.close()
+        self._buckets = [None] * NUM_BUCKETS
+
+    def _pack(self, chunk: WeightChunk, layout: BucketLayout, seq: int) -> torch.Tensor:
+        bucket = _grown(self._buckets, seq % NUM_BUCKETS, layout.total_bytes, self._group.device)
+        for tensor, offset in zip(chunk.tensors, layout.offsets, strict=True):
+            if tensor.numel():
+                bucket[offset : offset + tensor.nbytes].copy_(byte_view(tensor.contiguous()))
+        if bucket.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return bucket
+
+    def _phase(self, name: str, started: float, seq: int) -> None:
+        self._record(PhaseRecord(name=name, start_s=started, end_s=now_s(), track=self._track, detail=f"chunk {seq}"))
+
+
+class BroadcastTransferReceiver(WeightTransferReceiver):
+    """A worker's end of the group.
+
+    Args:
+        group: joined; owned from here on.
+        record: unused so far: the worker that drives this times the transfer.
+    """
+
+    def __init__(self, group: TransferGroup, *, record: RecordPhase) -> None:
+        self._group = group
+        self._record = record
+        self._buckets: list[torch.Tensor | None] = [None] * NUM_BUCKETS
+        self._free = [threading.Event() for _ in range(NUM_BUCKETS)]
+        for free in self._free:
+            free.set()
+
+    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterator[Update]:
+        """See the base class. The updates are views of one of two receive buckets."""
+        if not isinstance(request, BroadcastWeightUpdateRequest):
+            raise InvalidRequestError(
+                f"a broadcast receiver was sent a {type(request).__name__}",
+                state_left="nothing was received",
+            )
+        index = request.seq % NUM_BUCKETS
+        if not self._free[index].wait(deadline.check("free receive bucket")):
+            deadline.check("free receive bucket", state_left="the loader still holds an earlier chunk")
+        self._free[index].clear()
+        try:
+            bucket = _grown(self._buckets, index, request.bucket_bytes, self._group.device)
+            self._group.broadcast(bucket, deadline=deadline)
+        except BaseException:
+            self._free[index].set()
+            raise
+        return self._unpack(request, bucket)
+
+    def release(self, request: WeightUpdateRequest) -> None:
+        """See the base class."""
+        self._free[request.seq % NUM_BUCKETS].set()
+
+    def close(self) -> None:
+        """See the base class."""
+        self._group.close()
+        self._buckets = [None] * NUM_BUCKETS
+
+    @staticmethod
+    def _unpack(request: BroadcastWeightUpdateRequest, bucket: torch.Tensor) -> Iterator[Update]:
+        for name, dtype, shape, offset, nbytes in zip(
+            request.names, request.dtypes, request.shapes, request.offsets, request.tensor_bytes(), strict=True
+        ):
+            yield Full(name=name, tensor=tensor_from_bytes(bucket[offset : offset + nbytes], dtype=dtype, shape=shape))
+
+
+class _Mover:
+    """One daemon thread that runs broadcasts one after the other, so that the sender can watch the engines
+    meanwhile. It alone touches the group, so the group closes when its pending operation has ended."""
+
+    def __init__(self, group: TransferGroup) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._group = group
+        self._thread = threading.Thread(target=self._run, name="weightsync-mover", daemon=True)
+        self._thread.start()
+
+    def broadcast(self, bucket: torch.Tensor, deadline: Deadline, done: Callable[[float], None]) -> Future[None]:
+        future: Future[None] = Future()
+
+        def job() -> None:
+            begun = now_s()
+            try:
+                self._group.broadcast(bucket, deadline=deadline)
+                done(begun)
+            except BaseException as error:
+                future.set_exception(as_weightsync_error(error, TransferError, "a broadcast failed"))
+                self._group.close()
+            else:
+                future.set_result(None)
+
+        self._jobs.put(job)
+        return future
+
+    def close(self) -> None:
+        self._jobs.put(self._group.close)
+        self._jobs.put(None)
+        self._thread.join(0.5)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job
+
+
+def _settle(in_flight: dict[int, tuple[Future[Any], ...]], *, upto: int, deadline: Deadline) -> None:
+    """Waits until chunks up to `upto` are moved and loaded; a failure of any chunk in flight ends the wait at once."""
+    while True:
+        _raise_first(in_flight, deadline)
+        pending = {future for futures in in_flight.values() for future in futures if not future.done()}
+        if not any(future in pending for seq, futures in in_flight.items() if seq <= upto for future in futures):
+            break
+        left = deadline.check("answer of the engines to an announced chunk", state_left="the sync has failed")
+        wait_for(pending, timeout=left, return_when=FIRST_COMPLETED)
+    for seq in [seq for seq in in_flight if seq <= upto]:
+        del in_flight[seq]
+
+
+def _raise_first(in_flight: dict[int, tuple[Future[Any], ...]], deadline: Deadline) -> None:
+    """Raises a failure, preferring an engine's own words to the broken connection that follows from them."""
+    futures = {future for both in in_flight.values() for future in both}
+    failed = _failures(futures)
+    if failed and all(isinstance(error, TransferError) for error in failed):
+        answers = {loaded for loaded, _ in in_flight.values()}
+        wait_for(answers, timeout=min(_WORDS_GRACE_S, deadline.remaining_s), return_when=FIRST_EXCEPTION)
+        failed = _failures(futures)
+    if failed:
+        raise min(failed, key=lambda error: isinstance(error, TransferError))
+
+
+def _failures(futures: Iterable[Future[Any]]) -> list[BaseException]:
+    return [error for future in futures if future.done() and (error := future.exception()) is not None]
+
+
+def _grown(buckets: list[torch.Tensor | None], index: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    bucket = buckets[index]
+    if bucket is None or bucket.numel() < nbytes:
+        buckets[index] = None
+        bucket = buckets[index] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return bucket[:nbytes]
+
+
+def _group_info(info: WeightSyncInitInfo) -> TorchDistributedWeightSyncInitInfo:
+    if not isinstance(info, TorchDistributedWeightSyncInitInfo):
+        raise InvalidRequestError(f"a broadcast needs a torch_distributed init info, got {type(info).__name__}")
+    return info

@@ -1,0 +1,220 @@
+"""The transfer group: training rank 0 and every engine worker, beside whatever groups either side has.
+
+The one file that speaks to `torch.distributed`'s process groups for pushing; what they raise is translated
+here. Two facts shape it (both seen with gloo of torch 2.13):
+
+- `abort()` does not end an operation that is under way. What ends it at once is a peer that drops its group: its
+  sockets close. So whoever fails closes its group first, and failure runs through all members.
+- A receiver that expects fewer bytes than are sent is terminated. So sizes are never agreed by convention:
+  every broadcast is announced with its exact size.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from weightsync.errors import DeadlineExceededError, GroupJoinError, TransferError, UnsupportedError
+from weightsync.types import Deadline, TorchDistributedWeightSyncInitInfo
+
+_JOIN_POLL_S = 0.05
+
+
+def open_store(address: str, *, timeout_s: float) -> tuple[TCPStore, int]:
+    """Training rank 0: a store that listens on `address` alone, on a port the system chose.
+
+    Returns:
+        The store, which lives as long as the group, and its port.
+
+    Raises:
+        GroupJoinError: the address is not one of this host's.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise GroupJoinError(f"can't listen on master_addr {address}: {error}; give an address of this host") from error
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        address,
+        port,
+        None,
+        True,
+        timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+class TransferGroup:
+    """A joined group. One thread at a time runs operations on it.
+
+    Args:
+        group: a gloo or NCCL process group.
+        store: kept alive with it.
+        rank: own rank; 0 is the sender.
+        backend: "gloo" or "nccl".
+    """
+
+    def __init__(self, group: Any, store: Any, *, rank: int, backend: str) -> None:
+        self._group: Any | None = group
+        self._store: Any | None = store
+        self.rank = rank
+        self.backend = backend
+
+    @property
+    def device(self) -> torch.device:
+        """Where buffers have to lie."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+
+    def broadcast(self, buffer: torch.Tensor, *, deadline: Deadline) -> None:
+        """Rank 0's bytes of `buffer` (1-D uint8, contiguous, same size everywhere) reach every member's.
+
+        Blocks, with the GIL released.
+
+        Raises:
+            TransferError: a member is gone. The group is broken: close it.
+            DeadlineExceededError: a member did not take part in time. As above.
+        """
+        group = self._group
+        if group is None:
+            raise TransferError("the transfer group is closed", rank=self.rank)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=max(0.001, deadline.check("turn to broadcast", rank=self.rank)))
+        try:
+            work = group.broadcast([buffer], options)
+            if self.backend == "nccl":
+                _wait_for_nccl(work, group, deadline)
+            else:
+                work.wait()
+        except RuntimeError as error:
+            if deadline.expired or "timed out" in str(error).lower():
+                raise DeadlineExceededError(
+                    f"a broadcast of {buffer.numel()} bytes did not end in time: a member does not take part",
+                    rank=self.rank,
+                    state_left="the transfer group is broken",
+                ) from error
+            raise TransferError(
+                f"a member left the transfer group during a broadcast: {_first_line(error)}",
+                rank=self.rank,
+                state_left="the transfer group is broken",
+            ) from error
+
+    def close(self) -> None:
+        """Drops the group: its sockets close and the other members' operations fail. Idempotent.
+
+        Where an operation is under way in another thread the sockets close when it ends.
+        """
+        group, self._group, self._store = self._group, None, None
+        if group is not None and self.backend == "nccl":
+            group.abort()
+
+
+def join_group(
+    info: TorchDistributedWeightSyncInitInfo,
+    *,
+    rank: int,
+    store: TCPStore | None = None,
+    watch: Callable[[], None] = lambda: None,
+) -> TransferGroup:
+    """Joins as `rank` and blocks until everybody has.
+
+    Args:
+        info: from `create_init_info`.
+        rank: 0 for the sender, rank_offset + worker index for the others.
+        store: rank 0's own.
+        watch: called now and then while waiting; may raise to give up early.
+
+    Raises:
+        GroupJoinError: somebody did not come within `info.join_timeout_s`; names the missing ranks.
+    """
+    deadline = Deadline(info.join_timeout_s)
+    try:
+        if store is None:
+            store = TCPStore(
+                info.master_addr,
+                info.master_port,
+                None,
+                False,
+                timedelta(seconds=info.join_timeout_s),
+                wait_for_workers=False,
+            )
+        prefix = PrefixStore(info.group_name, store)
+        prefix.set(f"joined/{rank}", "1")
+        _await_members(prefix, info, rank, deadline, watch)
+        return TransferGroup(_make_group(prefix, info, rank, deadline), store, rank=rank, backend=info.backend)
+    except RuntimeError as error:  # torch raises DistStoreError and DistNetworkError, both RuntimeErrors
+        raise GroupJoinError(
+            f"could not join group {info.group_name} at {info.master_addr}:{info.master_port}: {_first_line(error)}",
+            rank=rank,
+        ) from error
+
+
+def _await_members(
+    prefix: Any, info: TorchDistributedWeightSyncInitInfo, rank: int, deadline: Deadline, watch: Callable[[], None]
+) -> None:
+    missing = [member for member in range(info.world_size) if member != rank]
+    while missing:
+        watch()
+        missing = [member for member in missing if not prefix.check([f"joined/{member}"])]
+        if missing and deadline.expired:
+            raise GroupJoinError(
+                f"ranks {missing} of {info.world_size} did not join group {info.group_name} within "
+                f"{info.join_timeout_s:g} s",
+                rank=rank,
+                missing_ranks=missing,
+            )
+        if missing:
+            time.sleep(_JOIN_POLL_S)
+
+
+def _make_group(prefix: Any, info: TorchDistributedWeightSyncInitInfo, rank: int, deadline: Deadline) -> Any:
+    timeout = timedelta(seconds=max(1.0, deadline.remaining_s))
+    if info.backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(hostname=info.master_addr)
+            if _is_loopback(info.master_addr)
+            else dist.ProcessGroupGloo.create_default_device()
+        ]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(prefix, rank, info.world_size, options)
+    if not torch.cuda.is_available():
+        raise UnsupportedError("backend nccl needs a GPU on every member; use backend gloo", rank=rank)
+    nccl_options = dist.ProcessGroupNCCL.Options()
+    nccl_options._timeout = timedelta(seconds=info.transfer_timeout_s)
+    return dist.ProcessGroupNCCL(prefix, rank, info.world_size, nccl_options)
+
+
+def _wait_for_nccl(work: Any, group: Any, deadline: Deadline) -> None:
+    """NCCL's own wait only orders streams; this one ends at the deadline."""
+    while not work.is_completed():
+        if deadline.expired:
+            group.abort()
+            raise RuntimeError("timed out")
+        time.sleep(0.0002)
+    work.wait()
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,89 @@
+"""The vocabulary of the library: plain data and protocols, no torch, no I/O."""
+
+from weightsync.types.chunk import WeightChunk
+from weightsync.types.deadline import Deadline
+from weightsync.types.dtypes import dtype_name, itemsize_bytes, target_dtype
+from weightsync.types.engine import (
+    REQUEST_TYPES,
+    AbortRequest,
+    BeginRequest,
+    CommitRequest,
+    DescribeRequest,
+    EngineHandle,
+    EngineOp,
+    EngineReply,
+    EngineRequest,
+    InferenceEngineClient,
+    InitRequest,
+    PauseRequest,
+    PhaseRecord,
+    ResumeRequest,
+    StageRequest,
+    UpdateRequest,
+)
+from weightsync.types.init_info import (
+    AnyInitInfo,
+    EmptyWeightSyncInitInfo,
+    TorchDistributedWeightSyncInitInfo,
+    WeightSyncInitInfo,
+)
+from weightsync.types.manifest import Manifest, Version
+from weightsync.types.method import SyncMethod, SyncReport
+from weightsync.types.requests import (
+    AnyUpdateRequest,
+    BroadcastWeightUpdateRequest,
+    CudaIpcWeightUpdateRequest,
+    CudaMemoryHandle,
+    MemoryHandle,
+    PackedCudaIpcWeightUpdateRequest,
+    SharedMemoryHandle,
+    WeightUpdateRequest,
+)
+from weightsync.types.spec import Box, HeldTensor, TensorSpec
+from weightsync.types.updates import Full, Patch, Update
+
+__all__ = [
+    "REQUEST_TYPES",
+    "AbortRequest",
+    "AnyInitInfo",
+    "AnyUpdateRequest",
+    "BeginRequest",
+    "Box",
+    "BroadcastWeightUpdateRequest",
+    "CommitRequest",
+    "CudaIpcWeightUpdateRequest",
+    "CudaMemoryHandle",
+    "Deadline",
+    "DescribeRequest",
+    "EmptyWeightSyncInitInfo",
+    "EngineHandle",
+    "EngineOp",
+    "EngineReply",
+    "EngineRequest",
+    "Full",
+    "HeldTensor",
+    "InferenceEngineClient",
+    "InitRequest",
+    "Manifest",
+    "MemoryHandle",
+    "PackedCudaIpcWeightUpdateRequest",
+    "Patch",
+    "PauseRequest",
+    "PhaseRecord",
+    "ResumeRequest",
+    "SharedMemoryHandle",
+    "StageRequest",
+    "SyncMethod",
+    "SyncReport",
+    "TensorSpec",
+    "TorchDistributedWeightSyncInitInfo",
+    "Update",
+    "UpdateRequest",
+    "Version",
+    "WeightChunk",
+    "WeightSyncInitInfo",
+    "WeightUpdateRequest",
+    "dtype_name",
+    "itemsize_bytes",
+    "target_dtype",
+]

@@ -1,0 +1,74 @@
+"""WeightChunk: several parameters that travel together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from weightsync.errors import InvalidRequestError
+from weightsync.types.dtypes import dtype_name
+from weightsync.types.spec import check_shape
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightChunk:
+    """Parameters that an extractor hands out together: a module's group, or up to a byte threshold.
+
+    All sequences have one entry a parameter, in the stream's order. The dtypes, shapes and the size are
+    read off the tensors when they are not given; when they are given they must agree with them.
+
+    Attributes:
+        names: parameter names as the engine knows them.
+        tensors: whole tensors, already of the engine's dtype, contiguous, on the trainer's device. They
+            belong to whoever holds the chunk and may be views of live weights: read, never write.
+        dtypes: e.g. "bfloat16".
+        shapes: global shapes.
+        module_name: the group, e.g. "layers.0.self_attn"; None where chunks are not groups.
+        total_size_bytes: sum of the tensors' bytes.
+        packed: whether the tensors already lie one behind the other in one buffer.
+
+    Raises:
+        InvalidRequestError: the sequences differ in length, or what was declared is not what is there.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    module_name: str | None = None
+    total_size_bytes: int = -1
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise InvalidRequestError("a chunk has at least one parameter")
+        if len(set(self.names)) != len(self.names):
+            raise InvalidRequestError(f"a chunk names every parameter once: {list(self.names)}")
+        if len(self.names) != len(self.tensors):
+            raise InvalidRequestError(f"a chunk has {len(self.names)} names and {len(self.tensors)} tensors")
+        dtypes = tuple(dtype_name(tensor.dtype) for tensor in self.tensors)
+        shapes = tuple(tuple(int(extent) for extent in tensor.shape) for tensor in self.tensors)
+        self._settle("dtypes", tuple(self.dtypes), dtypes)
+        self._settle("shapes", tuple(tuple(shape) for shape in self.shapes), shapes)
+        total = sum(
+            check_shape(shape, dtype=dtype, name=name)
+            for name, dtype, shape in zip(self.names, dtypes, shapes, strict=True)
+        )
+        if self.total_size_bytes not in (-1, total):
+            raise InvalidRequestError(f"total_size_bytes says {self.total_size_bytes}, the tensors have {total}")
+        object.__setattr__(self, "total_size_bytes", total)
+
+    def _settle(self, field: str, declared: tuple[object, ...], actual: tuple[object, ...]) -> None:
+        if declared and declared != actual:
+            if len(declared) != len(actual):
+                raise InvalidRequestError(f"a chunk of {len(actual)} parameters has {len(declared)} {field}")
+            name, said, found = next(
+                (name, said, found)
+                for name, said, found in zip(self.names, declared, actual, strict=True)
+                if said != found
+            )
+            raise InvalidRequestError(f"{field} says {said}, the tensor has {found}", parameter=name)
+        object.__setattr__(self, field, actual)

@@ -1,0 +1,285 @@
+"""The conversation with an engine: one frozen request and one reply for each step, and who holds it.
+
+The steps of one sync, as a push drives them (all run on training rank 0's host):
+
+    describe -> init (once a group) -> begin -> update_weights ... -> stage -> pause -> commit -> resume
+                                          any failure -> abort, and the engine serves its old version
+                                                         or, if that is lost, nothing
+
+Proving the bytes (`stage`) and serving them (`commit`) are two steps, so that generation is paused for the
+second alone, and so that no engine commits before every engine has proved its bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import msgspec
+
+from weightsync.errors import WeightSyncError
+from weightsync.types.init_info import AnyInitInfo
+from weightsync.types.manifest import Manifest, Version
+from weightsync.types.requests import AnyUpdateRequest
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base of all messages: immutable, keyword-only, unknown fields refused."""
+
+
+class DescribeRequest(_Message, frozen=True, kw_only=True):
+    """Asks an engine what it is. Changes nothing."""
+
+
+class InitRequest(_Message, frozen=True, kw_only=True):
+    """Makes an engine's workers build their receivers; a running session of another group is aborted.
+
+    Attributes:
+        run_id: the trainer's run; from now on the engine's current one.
+        model_id: which model.
+        info: made by `WeightTransferStrategy.create_init_info` on training rank 0.
+        rank_offset: rank of the engine's first worker in the group (1 + the workers of engines before it).
+    """
+
+    run_id: str
+    model_id: str
+    info: AnyInitInfo
+    rank_offset: int
+
+
+class BeginRequest(_Message, frozen=True, kw_only=True):
+    """Opens a session. The whole manifest is checked against the model before a byte moves.
+
+    Attributes:
+        session: name of this sync, unique.
+        manifest: specs in the stream's order, digests not known yet.
+        deadline_s: after so many seconds without an end the engine aborts by itself.
+    """
+
+    session: str
+    manifest: Manifest
+    deadline_s: float
+
+
+class UpdateRequest(_Message, frozen=True, kw_only=True):
+    """Announces one chunk; answered when the loader has let go of its bytes."""
+
+    update: AnyUpdateRequest
+
+
+class StageRequest(_Message, frozen=True, kw_only=True):
+    """Makes the engine prove the bytes: those received by the tensors' digests, those loaded by the model's.
+
+    Attributes:
+        session: as in begin.
+        manifest: the manifest of begin with every digest filled in.
+    """
+
+    session: str
+    manifest: Manifest
+
+
+class CommitRequest(_Message, frozen=True, kw_only=True):
+    """Makes a staged version the served one. The engine is paused at this moment."""
+
+    session: str
+
+
+class AbortRequest(_Message, frozen=True, kw_only=True):
+    """Ends a session badly. Idempotent; an unknown session is no error."""
+
+    session: str
+    reason: str
+
+
+class PauseRequest(_Message, frozen=True, kw_only=True):
+    """Stops generation: new requests wait, running ones finish within `timeout_s`.
+
+    Attributes:
+        session: who pauses; the same resumes.
+        timeout_s: how long to wait for running generations.
+        lease_s: after so many seconds without a resume the engine resumes by itself (if it may serve).
+    """
+
+    session: str
+    timeout_s: float
+    lease_s: float
+
+
+class ResumeRequest(_Message, frozen=True, kw_only=True):
+    """Starts generation again; refused where the weights are half-loaded."""
+
+    session: str
+
+
+EngineRequest = (
+    DescribeRequest
+    | InitRequest
+    | BeginRequest
+    | UpdateRequest
+    | StageRequest
+    | CommitRequest
+    | AbortRequest
+    | PauseRequest
+    | ResumeRequest
+)
+
+
+class EngineOp(enum.StrEnum):
+    """The names of the steps, as they stand in URLs."""
+
+    DESCRIBE = "describe"
+    INIT = "init"
+    BEGIN = "begin"
+    UPDATE_WEIGHTS = "update_weights"
+    STAGE = "stage"
+    COMMIT = "commit"
+    ABORT = "abort"
+    PAUSE = "pause"
+    RESUME = "resume"
+
+
+REQUEST_TYPES: dict[EngineOp, type[EngineRequest]] = {
+    EngineOp.DESCRIBE: DescribeRequest,
+    EngineOp.INIT: InitRequest,
+    EngineOp.BEGIN: BeginRequest,
+    EngineOp.UPDATE_WEIGHTS: UpdateRequest,
+    EngineOp.STAGE: StageRequest,
+    EngineOp.COMMIT: CommitRequest,
+    EngineOp.ABORT: AbortRequest,
+    EngineOp.PAUSE: PauseRequest,
+    EngineOp.RESUME: ResumeRequest,
+}
+
+
+class PhaseRecord(_Message, frozen=True, kw_only=True):
+    """One phase as an engine timed it.
+
+    Attributes:
+        name: "transfer", "load", "verify", "pause", "commit", "resume".
+        start_s: seconds since the epoch.
+        end_s: seconds since the epoch.
+        track: who, e.g. "engine-0/worker-1".
+        detail: e.g. the chunk's number.
+    """
+
+    name: str
+    start_s: float
+    end_s: float
+    track: str
+    detail: str = ""
+
+
+class EngineReply(_Message, frozen=True, kw_only=True):
+    """What an engine answers to every step that went well.
+
+    Attributes:
+        engine_id: who answers.
+        world_size: number of its workers (TP x PP x DP).
+        serving: whether it answers generations.
+        version: the version whose bytes it serves; None before the first commit.
+        writes_live: whether loading touches live weights, so that it has to be paused before the first chunk.
+        group: name of the transfer group that all its workers are in; None where there is none (any more).
+        digests_equal: at stage: True, or None with `unprovable` where live bytes can't be read back.
+            A mismatch is never a reply but a DigestMismatchError.
+        model_digest: at stage: the digest computed from the memory that commit will serve; later that of
+            the version served.
+        unprovable: why `digests_equal` is None.
+        phases: what the engine timed since its last reply that carried phases.
+    """
+
+    engine_id: str
+    world_size: int = 1
+    serving: bool = True
+    version: Version | None = None
+    writes_live: bool = False
+    group: str | None = None
+    digests_equal: bool | None = None
+    model_digest: str | None = None
+    unprovable: str | None = None
+    phases: tuple[PhaseRecord, ...] = ()
+
+
+class EngineHandle(Protocol):
+    """One engine, wherever it runs. An implementation is one way to reach it: in-process, HTTP, an actor."""
+
+    @property
+    def engine_id(self) -> str:
+        """A name that tells an operator which engine this is."""
+        ...
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        """Runs one step and blocks until it is answered. Safe to call from several threads.
+
+        Raises:
+            EngineUnreachableError: nobody answered.
+            DeadlineExceededError: no answer within `timeout_s`.
+            WeightSyncError: what the engine raised, typed; the engine has then left its old version
+                serving, or refuses to serve.
+        """
+        ...
+
+
+class InferenceEngineClient(Protocol):
+    """A sender's or a method's view of any number of engines.
+
+    It fans out, collects one reply per engine, and never turns a failure into a wait: as soon as one engine
+    fails, a blocking call raises `SyncFailedError` with the causes so far, without waiting for the slow
+    ones. Training rank 0 alone holds one.
+    """
+
+    @property
+    def engine_ids(self) -> Sequence[str]:
+        """The engines that take part now, in the order of their rank offsets."""
+        ...
+
+    def describe(self, *, timeout_s: float) -> tuple[Mapping[str, EngineReply], Mapping[str, WeightSyncError]]:
+        """Asks every engine what it is; never raises: replies, and errors of those that gave none."""
+        ...
+
+    def get_world_sizes(self, *, timeout_s: float) -> Mapping[str, int]:
+        """The number of workers that each engine itself reports.
+
+        Raises:
+            NoEnginesError: there is no engine.
+            SyncFailedError: one did not answer.
+        """
+        ...
+
+    def only(self, engine_ids: Sequence[str]) -> InferenceEngineClient:
+        """The same engines, less those not named."""
+        ...
+
+    def init(self, requests: Mapping[str, InitRequest], *, timeout_s: float) -> Future[Mapping[str, EngineReply]]:
+        """Sends each engine its own init request and returns at once: the sender joins meanwhile."""
+        ...
+
+    def begin(self, request: BeginRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
+        """Opens a session on every engine."""
+        ...
+
+    def update_weights(self, request: AnyUpdateRequest, *, timeout_s: float) -> Future[Mapping[str, EngineReply]]:
+        """Announces a chunk and returns at once; the future fails as soon as one engine fails."""
+        ...
+
+    def stage(self, request: StageRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
+        """Stages on every engine."""
+        ...
+
+    def commit(self, request: CommitRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
+        """Commits on every engine."""
+        ...
+
+    def abort(self, request: AbortRequest, *, timeout_s: float) -> Mapping[str, WeightSyncError]:
+        """Aborts on every engine, best effort; returns what failed instead of raising."""
+        ...
+
+    def pause(self, request: PauseRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
+        """Pauses generation on every engine."""
+        ...
+
+    def resume(self, request: ResumeRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
+        """Resumes generation on every engine."""
+        ...

@@ -1,0 +1,54 @@
+"""What an engine's receiver needs to meet the sender: made by training rank 0, handed on by the client."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from weightsync.errors import InvalidRequestError
+
+
+class WeightSyncInitInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """The base of all init infos; `strategy` says which receiver to build."""
+
+    strategy: str
+
+
+class TorchDistributedWeightSyncInitInfo(WeightSyncInitInfo, frozen=True, kw_only=True, tag="torch_distributed"):
+    """Where the transfer group meets: training rank 0 is its rank 0, engine workers follow.
+
+    Attributes:
+        master_addr: address of training rank 0.
+        master_port: port of its store.
+        world_size: 1 + the sum of all engines' own world sizes.
+        group_name: unique for each build of the group, so that a late joiner of a former build meets nobody.
+        backend: "nccl" or "gloo".
+        join_timeout_s: how long every member waits for the others.
+        transfer_timeout_s: how long one collective may take.
+    """
+
+    master_addr: str
+    master_port: int
+    world_size: int
+    group_name: str
+    backend: Literal["nccl", "gloo"]
+    join_timeout_s: float
+    transfer_timeout_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.master_port < 65536:
+            raise InvalidRequestError(f"master_port {self.master_port} is no port")
+        if self.world_size < 2:
+            raise InvalidRequestError(
+                f"a transfer group has the sender and a receiver, not world_size {self.world_size}"
+            )
+        if self.join_timeout_s <= 0 or self.transfer_timeout_s <= 0:
+            raise InvalidRequestError("join_timeout_s and transfer_timeout_s are above 0")
+
+
+class EmptyWeightSyncInitInfo(WeightSyncInitInfo, frozen=True, kw_only=True, tag="empty"):
+    """Nothing to agree on beforehand: every request carries all that is needed (IPC handles)."""
+
+
+AnyInitInfo = TorchDistributedWeightSyncInitInfo | EmptyWeightSyncInitInfo

@@ -1,0 +1,60 @@
+"""SyncMethod: one way of getting version v of a model into the engines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+from weightsync.types.manifest import Version
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one sync did, as training rank 0 saw it.
+
+    Attributes:
+        version: what every engine listed serves now.
+        engine_ids: the engines that committed.
+        lost_engine_ids: engines that did not answer before the sync began and were left out.
+        total_bytes: bytes of the model, once.
+        num_chunks: chunks announced.
+        seconds: from call to return.
+        paused_s: the longest time any engine was paused.
+        phases_s: seconds by phase name, summed over this process and the engines (phases overlap).
+        digests_equal: True: every engine proved it from live bytes; None: some can't be proved, see
+            `unprovable`. A mismatch is an error, never a report.
+        unprovable: reasons by engine id.
+    """
+
+    version: Version
+    engine_ids: tuple[str, ...]
+    lost_engine_ids: tuple[str, ...]
+    total_bytes: int
+    num_chunks: int
+    seconds: float
+    paused_s: float
+    phases_s: Mapping[str, float]
+    digests_equal: bool | None
+    unprovable: Mapping[str, str]
+
+
+class SyncMethod(Protocol):
+    """How a controller (or a trainer's own loop) asks for a sync. Every training rank calls both methods,
+    in the same order."""
+
+    def initialize(self) -> None:
+        """Meets the engines once, so that a wrong set-up fails before the first step."""
+        ...
+
+    def sync_weights(self, version: int) -> SyncReport:
+        """Moves the model's present weights to every engine under `version`; see `SyncReport`.
+
+        Raises:
+            WeightSyncError: nothing mixed is served: engines keep their old version or refuse to serve.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives back groups, threads and connections. Idempotent."""
+        ...

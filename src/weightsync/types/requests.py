@@ -1,0 +1,186 @@
+"""Weight update requests: the header that announces a chunk before its bytes move.
+
+Headers serialise to JSON; tensors never do. Every field is checked when a request is made and again
+when it is read, so a receiver allocates nothing on an unchecked size.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightsync.errors import InvalidRequestError
+from weightsync.types.spec import MAX_NBYTES, check_shape
+
+MAX_TENSORS_A_CHUNK = 1 << 20
+
+
+class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """What every strategy announces for one chunk.
+
+    Attributes:
+        session: the sync this chunk belongs to; a chunk of another session is refused.
+        seq: number of the chunk in its session, from 0, without gaps.
+        names: parameter names, in the stream's order.
+        dtypes: one a name, e.g. "bfloat16".
+        shapes: one a name.
+
+    Raises:
+        InvalidRequestError: lengths differ, a name comes twice, a dtype or shape can't be.
+    """
+
+    session: str
+    seq: int
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.seq < 0 or not self.session:
+            raise InvalidRequestError("a request has a session and a seq that is not negative")
+        if not 1 <= len(self.names) <= MAX_TENSORS_A_CHUNK:
+            raise InvalidRequestError(f"a request announces 1 to {MAX_TENSORS_A_CHUNK} tensors, not {len(self.names)}")
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise InvalidRequestError(
+                f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes do not match"
+            )
+        if len(set(self.names)) != len(self.names):
+            raise InvalidRequestError("a request names every tensor once")
+        self.tensor_bytes()
+
+    def tensor_bytes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        return tuple(
+            check_shape(shape, dtype=dtype, name=name)
+            for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
+        )
+
+
+class BroadcastWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=True, tag="broadcast"):
+    """A chunk packed into one bucket that is broadcast by the transfer group.
+
+    Attributes:
+        offsets: first byte of each tensor in the bucket; tensors do not overlap.
+        bucket_bytes: size of the bucket that every member broadcasts.
+    """
+
+    offsets: tuple[int, ...]
+    bucket_bytes: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_layout(self.offsets, self.tensor_bytes(), self.bucket_bytes)
+
+
+class CudaMemoryHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cuda"):
+    """A piece of CUDA memory of another process on the same device.
+
+    Attributes:
+        device_uuid: the GPU, as the driver names it; indices differ between processes.
+        handle: the driver's 64-byte IPC memory handle, in hex.
+        offset_bytes: first byte within the allocation that the handle names.
+        size_bytes: bytes that may be read.
+    """
+
+    device_uuid: str
+    handle: str
+    offset_bytes: int
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.device_uuid or len(self.handle) != 128 or set(self.handle) - set("0123456789abcdef"):
+            raise InvalidRequestError("a CUDA handle has a device_uuid and 64 bytes in lower-case hex")
+        _check_extent(self.offset_bytes, self.size_bytes)
+
+
+class SharedMemoryHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="shm"):
+    """A piece of named shared memory on the same host.
+
+    Attributes:
+        host_nonce: proves that both processes see the same shared memory; a host name would not.
+        name: the segment's name: letters, digits, ".", "_" and "-" alone, so it can't leave its folder.
+        offset_bytes: first byte within the segment.
+        size_bytes: bytes that may be read.
+    """
+
+    host_nonce: str
+    name: str
+    offset_bytes: int
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        plain = self.name.replace(".", "").replace("_", "").replace("-", "")
+        if not plain.isalnum() or not plain.isascii() or len(self.name) > 255:
+            raise InvalidRequestError(f"a segment's name has letters, digits, '.', '_' and '-' alone: {self.name!r}")
+        _check_extent(self.offset_bytes, self.size_bytes)
+
+
+MemoryHandle = CudaMemoryHandle | SharedMemoryHandle
+
+
+class CudaIpcWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=True, tag="cuda_ipc"):
+    """A chunk whose tensors are opened one by one, in place.
+
+    Attributes:
+        handles: one list a training rank's device; in each one handle a name. A worker takes the list
+            of its own device.
+    """
+
+    handles: tuple[tuple[MemoryHandle, ...], ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.handles:
+            raise InvalidRequestError("a cuda_ipc request has the handles of at least one device")
+        for per_device in self.handles:
+            if len(per_device) != len(self.names):
+                raise InvalidRequestError(f"{len(self.names)} names have {len(per_device)} handles")
+            for name, handle, nbytes in zip(self.names, per_device, self.tensor_bytes(), strict=True):
+                if handle.size_bytes != nbytes:
+                    raise InvalidRequestError(
+                        f"the handle has {handle.size_bytes} bytes, the tensor {nbytes}", parameter=name
+                    )
+
+
+class PackedCudaIpcWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=True, tag="packed_cuda_ipc"):
+    """A chunk packed into one bucket that is opened by one handle.
+
+    Attributes:
+        sizes: bytes of each tensor.
+        offsets: first byte of each tensor in the bucket.
+        handles: the bucket's handle, one a training rank's device.
+    """
+
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    handles: tuple[MemoryHandle, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sizes != self.tensor_bytes():
+            raise InvalidRequestError(f"sizes {self.sizes} are not the tensors' bytes {self.tensor_bytes()}")
+        if not self.handles:
+            raise InvalidRequestError("a packed_cuda_ipc request has at least one handle")
+        for handle in self.handles:
+            _check_layout(self.offsets, self.sizes, handle.size_bytes)
+
+
+AnyUpdateRequest = BroadcastWeightUpdateRequest | CudaIpcWeightUpdateRequest | PackedCudaIpcWeightUpdateRequest
+
+
+def _check_extent(offset_bytes: int, size_bytes: int) -> None:
+    if offset_bytes < 0 or not 0 <= size_bytes <= MAX_NBYTES:
+        raise InvalidRequestError(f"offset_bytes {offset_bytes} and size_bytes {size_bytes} can't be")
+
+
+def _check_layout(offsets: tuple[int, ...], sizes: tuple[int, ...], bucket_bytes: int) -> None:
+    if len(offsets) != len(sizes):
+        raise InvalidRequestError(f"{len(sizes)} tensors have {len(offsets)} offsets")
+    if not 0 <= bucket_bytes <= MAX_NBYTES:
+        raise InvalidRequestError(f"a bucket of {bucket_bytes} bytes can't be")
+    end = 0
+    for offset, size in sorted(zip(offsets, sizes, strict=True)):
+        if offset < end:
+            raise InvalidRequestError(f"tensors overlap in the bucket, or lie before it: offset {offset} < {end}")
+        end = offset + size
+    if end > bucket_bytes:
+        raise InvalidRequestError(f"the tensors end at byte {end}, the bucket at {bucket_bytes}")

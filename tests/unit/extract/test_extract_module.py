@@ -1,0 +1,262 @@
+"""WeightExtractor and ModuleWeightExtractor in one process."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from weightsync.errors import ConfigError, ExtractError, UnsupportedError
+from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.tensors import byte_array
+from weightsync.types import WeightChunk
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.k_proj = nn.Linear(4, 4, bias=False)
+        self.v_proj = nn.Linear(4, 4)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.attn = Attention()
+        self.experts = nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.lm_head = nn.Linear(4, 7, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("rope", torch.ones(3), persistent=False)
+
+
+EVERY_NAME = [
+    *("embed.weight", "attn.q_proj.weight", "attn.q_proj.bias", "attn.norm.weight", "attn.norm.bias"),
+    *("attn.k_proj.weight", "attn.v_proj.weight", "attn.v_proj.bias"),
+    *("experts.0.weight", "experts.1.weight", "experts.2.weight", "norm.weight", "norm.bias"),
+    *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
+]
+
+
+def test_parameters_and_persistent_buffers_with_tied_ones_once() -> None:
+    extractor = ModuleWeightExtractor(Model())
+    assert [spec.name for spec in extractor.metadata()] == EVERY_NAME
+    chunks = list(extractor.extract_weights())
+    assert [chunk.names for chunk in chunks] == [(name,) for name in EVERY_NAME]
+    assert all(chunk.module_name is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("group_by_module", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [None, 1, 100, 1 << 20])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_the_metadata_is_what_the_stream_brings(
+    group_by_module: bool, chunk_bytes: int | None, dtype: str | None
+) -> None:
+    extractor = ModuleWeightExtractor(Model(), group_by_module=group_by_module, chunk_bytes=chunk_bytes)
+    told = [(spec.name, spec.dtype, spec.shape) for spec in extractor.metadata(dtype)]
+    chunks = list(extractor.extract_weights(dtype))
+    brought = [item for chunk in chunks for item in zip(chunk.names, chunk.dtypes, chunk.shapes, strict=True)]
+    assert told == brought
+    assert sorted(name for name, _, _ in told) == sorted(EVERY_NAME)
+    assert [(plan.module_name, plan.nbytes) for plan in extractor.chunk_plan(dtype)] == [
+        (chunk.module_name, chunk.total_size_bytes) for chunk in chunks
+    ]
+
+
+def test_grouping_brings_q_k_v_and_the_experts_together() -> None:
+    chunks = list(ModuleWeightExtractor(Model(), group_by_module=True).extract_weights())
+    by_module = {chunk.module_name: chunk.names for chunk in chunks}
+    assert [chunk.module_name for chunk in chunks] == ["embed", "attn", "attn.norm", "experts", "norm"]
+    assert by_module["attn"] == tuple(f"attn.{part}" for part in (
+        "q_proj.weight", "q_proj.bias", "k_proj.weight", "v_proj.weight", "v_proj.bias"
+    ))  # fmt: skip
+    assert by_module["experts"] == ("experts.0.weight", "experts.1.weight", "experts.2.weight")
+
+
+class Zoo(nn.Module):
+    """One tensor of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        for dtype in ("float64", "float32", "float16", "bfloat16"):
+            self.register_parameter(f"p_{dtype}", nn.Parameter(base.to(getattr(torch, dtype))))
+        for dtype in ("float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "int8", "int64", "bool", "complex64"):
+            values = (
+                base.to(getattr(torch, dtype)) if "int" not in dtype else (base.abs() * 9).to(getattr(torch, dtype))
+            )
+            self.register_parameter(f"p_{dtype}", nn.Parameter(values, requires_grad=False))
+            self.register_buffer(f"b_{dtype}", values.clone())
+        self.register_buffer("scalar", torch.tensor(3.25))
+        self.register_buffer("counter", torch.tensor(7))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("expanded", torch.arange(4.0).expand(3, 4))
+        self.register_buffer("expanded_f8", base[0].to(torch.float8_e4m3fn).expand(3, 4))
+        self.transposed = nn.Parameter(base.clone().t())
+        self.strided = nn.Parameter(base.clone()[:, ::2])
+        self.register_buffer("channels_last", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+def test_every_kind_of_tensor_passes_and_only_plain_floats_convert(dtype: str | None) -> None:
+    model = Zoo()
+    extractor = ModuleWeightExtractor(model)
+    seen = {}
+    for chunk in extractor.extract_weights(dtype):
+        seen[chunk.names[0]] = chunk.tensors[0]
+    live = dict([*model.named_parameters(), *model.named_buffers()])
+    assert seen.keys() == live.keys()
+    for name, tensor in seen.items():
+        source = live[name].detach()
+        plain_float = source.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        expected = source.to(getattr(torch, dtype)) if dtype and plain_float else source
+        assert tensor.dtype == expected.dtype, name
+        assert tensor.is_contiguous(), name
+        assert not tensor.requires_grad, name
+        assert tensor.shape == expected.shape, name
+        assert byte_array(tensor).tobytes() == byte_array(expected.contiguous()).tobytes(), name
+    held = {part.spec.name: part for part in extractor.local_shards(dtype)}
+    assert held.keys() == live.keys()
+    for name, part in held.items():
+        assert part.box is None
+        assert byte_array(part.tensor).tobytes() == byte_array(seen[name]).tobytes()
+
+
+def test_nothing_is_copied_where_nothing_has_to_be() -> None:
+    model = nn.Linear(4, 4)
+    (weight, _) = [chunk.tensors[0] for chunk in ModuleWeightExtractor(model).extract_weights("float32")]
+    assert weight.data_ptr() == model.weight.data_ptr()
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    assert weight.eq(2.0).all()
+
+
+def test_overrides_win_by_the_engines_name_and_the_first_match_counts() -> None:
+    extractor = ModuleWeightExtractor(
+        Model(),
+        name_map=lambda name: f"model.{name}",
+        dtype_overrides={"model.attn.norm.*": "float32", "*.norm.*": "float16", "*num_batches*": "float32"},
+    )
+    dtypes = {spec.name: spec.dtype for spec in extractor.metadata("bfloat16")}
+    assert dtypes["model.embed.weight"] == "bfloat16"
+    assert dtypes["model.attn.norm.weight"] == "float32"
+    assert dtypes["model.norm.weight"] == "float16"
+    assert dtypes["model.norm.num_batches_tracked"] == "int64", "an integer means something exact"
+    assert {chunk.names[0]: chunk.dtypes[0] for chunk in extractor.extract_weights("bfloat16")} == dtypes
+
+
+def test_wrappers_leave_no_trace_in_the_names() -> None:
+    model = Model()
+    model.attn = checkpoint_wrapper(model.attn)
+    model.norm = torch.compile(model.norm)
+    compiled = torch.compile(model)
+    assert any("_orig_mod" in name for name, _ in compiled.named_parameters())
+    assert [spec.name for spec in ModuleWeightExtractor(compiled).metadata()] == EVERY_NAME
+
+
+def test_a_module_called_module_keeps_its_name() -> None:
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    names = [spec.name for spec in ModuleWeightExtractor(model).metadata()]
+    assert names == ["module.weight", "module.bias"]
+
+
+def test_a_persistent_buffer_shared_with_a_transient_one_is_kept() -> None:
+    model = nn.Module()
+    shared = torch.ones(2)
+    model.first, model.second = nn.Module(), nn.Module()
+    model.first.register_buffer("held", shared, persistent=False)
+    model.second.register_buffer("held", shared)
+    assert [spec.name for spec in ModuleWeightExtractor(model).metadata()] == ["second.held"]
+
+
+def test_name_map_drops_and_renames() -> None:
+    def rename(name: str) -> str | None:
+        return None if name.startswith("experts") else name.replace("attn", "self_attn")
+
+    names = [spec.name for spec in ModuleWeightExtractor(Model(), name_map=rename).metadata()]
+    assert "self_attn.q_proj.weight" in names
+    assert not any("experts" in name for name in names)
+    assert len(names) == len(EVERY_NAME) - 3
+
+
+def test_two_tensors_with_one_name_are_refused_naming_both() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'experts\.0\.weight' and 'experts\.1\.weight'.*'experts\.x\.weight'"
+    ) as info:
+        ModuleWeightExtractor(Model(), name_map=lambda name: name.replace(".0.", ".x.").replace(".1.", ".x."))
+    assert info.value.parameter == "experts.x.weight"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chunk_bytes": 0},
+        {"dtype_overrides": {"*": "int8"}},
+        {"dtype_overrides": {"*": "float8_e4m3fn"}},
+        {"dtype_overrides": {"nothing.*": "float32"}},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        ModuleWeightExtractor(Model(), **settings)  # type: ignore[arg-type]
+
+
+def test_calls_refuse_before_the_first_chunk() -> None:
+    extractor = ModuleWeightExtractor(model := Model())
+    for call in (extractor.metadata, extractor.extract_weights, extractor.local_shards):
+        with pytest.raises(ConfigError, match="int8"):
+            call("int8")
+    model.norm = nn.BatchNorm1d(5)
+    with pytest.raises(ExtractError, match="has changed") as info:
+        extractor.extract_weights()
+    assert info.value.parameter == "norm.weight"
+    model.norm = nn.BatchNorm1d(4)
+    list(extractor.extract_weights())
+    model.more = nn.Linear(2, 2)
+    with pytest.raises(ExtractError, match="new tensor"):
+        extractor.extract_weights()
+
+
+def test_what_can_not_be_extracted_is_refused_by_name() -> None:
+    model = Model()
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    with pytest.raises(UnsupportedError) as info:
+        ModuleWeightExtractor(model)
+    assert info.value.parameter == "adjacency"
+    with pytest.raises(ExtractError, match="no data"):
+        ModuleWeightExtractor(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ExtractError, match="no data"):
+        ModuleWeightExtractor(nn.LazyLinear(2))
+    with pytest.raises(ExtractError, match="no tensors"):
+        ModuleWeightExtractor(Model(), name_map=lambda name: None)
+
+
+def test_weights_are_read_when_the_stream_is_not_when_it_was_planned() -> None:
+    extractor = ModuleWeightExtractor(model := nn.Linear(3, 3))
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        chunk: WeightChunk = next(extractor.extract_weights("bfloat16"))
+        assert chunk.tensors[0].eq(value).all()
+
+
+def test_a_chunk_handed_out_is_not_kept() -> None:
+    stream = ModuleWeightExtractor(Model(), chunk_bytes=100).extract_weights("bfloat16")
+    for chunk in stream:
+        tensor = weakref.ref(chunk.tensors[0])
+        del chunk
+        assert tensor() is None
+
+
+def test_the_consumers_grad_mode_is_its_own() -> None:
+    for _ in ModuleWeightExtractor(Model()).extract_weights("bfloat16"):
+        assert torch.is_grad_enabled()
+    for _ in ModuleWeightExtractor(Model()).local_shards("bfloat16"):
+        assert torch.is_grad_enabled()
