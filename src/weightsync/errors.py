@@ -27,6 +27,9 @@ class WeightSyncError(Exception):
     """
 
     http_status: ClassVar[int] = 500
+    follows: ClassVar[bool] = False
+    """Whether an error of this kind usually follows from another one elsewhere (a peer failed, so the
+    connection broke). Reports prefer the error that came first."""
 
     def __init__(
         self,
@@ -133,9 +136,13 @@ class DeadlineExceededError(WeightSyncError):
 class TransferError(WeightSyncError):
     """Moving bytes failed."""
 
+    follows = True
+
 
 class GroupJoinError(TransferError):
     """Not every member joined the transfer group in time."""
+
+    follows = False
 
 
 class TransferAbortedError(TransferError):
@@ -178,11 +185,23 @@ class SyncFailedError(WeightSyncError):
         facts.setdefault("causes_by_engine", {peer: error.to_dict() for peer, error in self.causes.items()})
         super().__init__(message, **facts)
 
+    @property
+    def is_consequence(self) -> bool:
+        """Whether every cause follows from something else."""
+        return bool(self.causes) and all(is_consequence(error) for error in self.causes.values())
+
     def __str__(self) -> str:
         head = {key: getattr(self, key) for key in _FIELDS if getattr(self, key) is not None}
         facts = ", ".join(f"{key}={value}" for key, value in head.items())
         causes = "; ".join(f"{peer}: {type(error).__name__}: {error}" for peer, error in self.causes.items())
         return f"{self.message}{f' [{facts}]' if facts else ''}{f' ({causes})' if causes else ''}"
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether `error` most likely follows from another failure elsewhere."""
+    if isinstance(error, SyncFailedError):
+        return error.is_consequence
+    return isinstance(error, WeightSyncError) and error.follows
 
 
 def error_from_dict(body: Mapping[str, Any], *, peer: str | None = None) -> WeightSyncError:

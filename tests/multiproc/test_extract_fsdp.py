@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -12,18 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from weightsync.errors import ExtractError, UnsupportedError, WeightSyncError
-from weightsync.extract import fsdp
+from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor, module_tensors
 from weightsync.tensors import byte_array
-from weightsync.testing.processes import children, free_port, in_gloo_world, run_ranks
+from weightsync.testing.processes import run_ranks
 
 Part = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bytes]
 
@@ -322,68 +320,6 @@ def _extract_between_forwards(rank: int, world_size: int) -> bool:
 
 def test_parameters_that_a_forward_left_unsharded_are_extracted_from_their_shards() -> None:
     assert run_ranks(_extract_between_forwards, 2) == [True, True]
-
-
-def _refusals(rank: int, world_size: int) -> list[tuple[str, str | None]]:
-    mesh = init_device_mesh("cpu", (world_size,))
-    partial = _holder({"fine": torch.ones(2), "summand": DTensor.from_local(torch.ones(3), mesh, [Partial()])})
-    sharded = fully_shard(nn.Linear(4, 4))
-    seen = []
-    for kind, model in ((FSDPWeightExtractor, partial), (ModuleWeightExtractor, sharded)):
-        try:
-            kind(model)
-        except WeightSyncError as error:
-            seen.append((type(error).__name__, error.parameter))
-    return seen
-
-
-def test_a_partial_and_a_sharded_tensor_in_the_wrong_extractor_are_refused_on_every_rank() -> None:
-    expected = [("UnsupportedError", "summand"), ("UnsupportedError", "weight")]
-    assert run_ranks(_refusals, 2) == [expected, expected]
-
-
-def _moved_bytes(rank: int, world_size: int) -> tuple[int, int]:
-    moved = 0
-    gather = fsdp._all_gather
-
-    def counting(output: torch.Tensor, own: torch.Tensor, **options: Any) -> Any:
-        nonlocal moved
-        moved += output.nbytes
-        return gather(output, own, **options)
-
-    fsdp._all_gather = counting
-    extractor = FSDPWeightExtractor(fully_shard(nn.Linear(64, 64, bias=False)))
-    for _ in extractor.extract_weights("bfloat16"):
-        pass
-    return moved, extractor.metadata("bfloat16")[0].nbytes
-
-
-def test_shards_are_converted_before_they_travel() -> None:
-    for moved, size in run_ranks(_moved_bytes, 2):
-        assert moved == size == 64 * 64 * 2
-
-
-def _die_mid_extract(rank: int, world_size: int) -> tuple[str, str | None, int | None]:
-    chunks = FSDPWeightExtractor(_sharded(_model())).extract_weights("bfloat16")
-    next(chunks)
-    if rank == 1:
-        os._exit(9)
-    try:
-        for _ in chunks:
-            pass
-    except ExtractError as error:
-        return type(error).__name__, error.parameter, error.rank
-    return "no error", None, None
-
-
-def test_a_rank_that_dies_mid_extract_is_a_typed_error_on_the_others() -> None:
-    with children() as start:
-        port = free_port()
-        first, _ = [start(in_gloo_world, rank, 2, port, _die_mid_extract, ()) for rank in range(2)]
-        kind, parameter, rank = first.result(10)
-    assert kind == "ExtractError"
-    assert parameter in ("embed.weight", "attn.q_proj.weight")
-    assert rank == 0
 
 
 def _under_ddp(rank: int, world_size: int) -> list[Part]:

@@ -16,6 +16,7 @@ from weightsync.errors import (
     SyncFailedError,
     WeightSyncError,
     as_weightsync_error,
+    is_consequence,
 )
 from weightsync.types import (
     AbortRequest,
@@ -35,6 +36,7 @@ from weightsync.types import (
 )
 
 _T = TypeVar("_T")
+_CAUSE_GRACE_S = 1.0
 
 
 class EngineFanout:
@@ -125,20 +127,31 @@ class EngineFanout:
         whole: Future[Mapping[str, EngineReply]] = Future()
         lock = threading.Lock()
         replies: dict[str, EngineReply] = {}
+        errors: dict[str, WeightSyncError] = {}
         calls = self._each(op, requests, timeout_s)
+
+        def fail() -> None:
+            with lock:
+                if not whole.done():
+                    causes = {who: error for who, error in errors.items() if not is_consequence(error)} or errors
+                    whole.set_exception(SyncFailedError(f"{op} failed on {', '.join(causes)}", causes=causes))
 
         def settle(engine_id: str, call: Future[EngineReply]) -> None:
             error = call.exception()
             with lock:
-                if whole.done():
-                    return
-                if error is not None:
-                    cause = _typed(error, engine_id)
-                    whole.set_exception(SyncFailedError(f"{op} failed on {engine_id}", causes={engine_id: cause}))
-                    return
-                replies[engine_id] = call.result()
-                if len(replies) == len(calls):
+                if error is None:
+                    replies[engine_id] = call.result()
+                else:
+                    errors[engine_id] = _typed(error, engine_id)
+                settled = len(replies) + len(errors) == len(calls)
+                if settled and not errors and not whole.done():
                     whole.set_result({name: replies[name] for name in calls})
+            if errors and (settled or (error is not None and not is_consequence(errors[engine_id]))):
+                fail()
+            elif error is not None:  # a broken connection: whoever broke it will say why in a moment
+                timer = threading.Timer(min(_CAUSE_GRACE_S, timeout_s), fail)
+                timer.daemon = True
+                timer.start()
 
         for engine_id, call in calls.items():
             call.add_done_callback(lambda done, name=engine_id: settle(name, done))  # type: ignore[misc]

@@ -84,9 +84,7 @@ def _joined(texts: Iterable[bytes]) -> npt.NDArray[np.uint8]:
     return np.frombuffer(b"\n\n".join(texts), dtype=np.uint8)
 
 
-def _rows(
-    text: npt.NDArray[np.uint8], random: np.random.Generator, num_rows: int, row_length: int
-) -> torch.Tensor:
+def _rows(text: npt.NDArray[np.uint8], random: np.random.Generator, num_rows: int, row_length: int) -> torch.Tensor:
     if text.size <= row_length:
         raise ConfigError(f"a row has {row_length} bytes, the text only {text.size}: {_NO_SOURCES_HINT}")
     starts = random.integers(0, text.size - row_length, size=num_rows)

@@ -28,6 +28,7 @@ class ModelSize:
         row_length: bytes of a row.
         updates_per_step: optimizer updates between two published versions.
         learning_rate: AdamW's, after a warm-up of `warmup_updates`.
+        init_std: of the random weights; wide enough that a few dozen updates show.
     """
 
     hidden: int
@@ -41,13 +42,13 @@ class ModelSize:
     updates_per_step: int
     learning_rate: float
     warmup_updates: int = 4
-    init_std: float = 0.02
+    init_std: float = 0.04
 
 
 SIZES = {
     "small": ModelSize(
-        hidden=192, layers=6, heads=6, kv_heads=2, head_dim=32, intermediate=512,
-        num_rows=8, row_length=128, updates_per_step=4, learning_rate=3e-3,
+        hidden=256, layers=3, heads=4, kv_heads=2, head_dim=64, intermediate=768,
+        num_rows=8, row_length=64, updates_per_step=8, learning_rate=1.5e-3,
     ),
     "tiny": ModelSize(
         hidden=48, layers=2, heads=3, kv_heads=1, head_dim=16, intermediate=96,
@@ -86,7 +87,8 @@ def build_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0)
         vocab_size=VOCAB_SIZE, hidden_size=size.hidden, num_hidden_layers=size.layers,
         num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, head_dim=size.head_dim,
         intermediate_size=size.intermediate, max_position_embeddings=1024, tie_word_embeddings=True,
-        use_cache=False, attention_dropout=0.0, initializer_range=size.init_std, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        use_cache=False, attention_dropout=0.0, initializer_range=size.init_std,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
         attn_implementation="sdpa",
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):

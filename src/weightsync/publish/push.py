@@ -26,6 +26,7 @@ from weightsync.codec.digest import ShardSum, model_digest, shard_sum
 from weightsync.codec.full import FullCodec
 from weightsync.errors import (
     ConfigError,
+    GroupJoinError,
     InvalidRequestError,
     NoEnginesError,
     StateError,
@@ -35,6 +36,7 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
     as_weightsync_error,
+    is_consequence,
 )
 from weightsync.extract.base import WeightExtractor
 from weightsync.observe import Recorder, now_s, paused_s, phases_s
@@ -51,6 +53,7 @@ from weightsync.types import (
     EngineReply,
     HeldTensor,
     InferenceEngineClient,
+    InitRequest,
     Manifest,
     PauseRequest,
     PhaseRecord,
@@ -64,6 +67,7 @@ from weightsync.types import (
 
 _ABORT_TIMEOUT_S = 2.0
 _DESCRIBE_TIMEOUT_S = 3.0
+_SHUN_S, _SHUN_LONGEST_S = 30.0, 600.0  # how long an engine that did not join is left out
 _SETTLE_MARGIN_S = 5.0  # how much longer than a sync ranks wait for each other to say how it ended
 
 
@@ -126,6 +130,7 @@ class PushSync:
         self._sender: WeightTransferSender | None = None
         self._sender_group: str | None = None
         self._client: InferenceEngineClient | None = None
+        self._shunned: dict[str, _Shunned] = {}
         self.recorder = recorder or Recorder("trainer/rank-0")
 
     def initialize(self) -> None:
@@ -221,8 +226,7 @@ class PushSync:
         for rank, said in enumerate(ranks.settle(error, start=fingerprint)):
             if said["start"] != fingerprint:
                 raise ConfigError(
-                    f"training rank {rank} syncs version {said['start'][0]}, this one {version}, or its model has other "
-                    "tensors",
+                    f"training rank {rank} syncs version {said['start'][0]}, this one {version}, or other tensors",
                     rank=rank,
                 )
 
@@ -235,45 +239,76 @@ class PushSync:
         replies, errors = self._all_engines.describe(
             timeout_s=min(_DESCRIBE_TIMEOUT_S, deadline.check("time to ask the engines"))
         )
-        lost = dict(errors)
-        if not replies:
-            raise NoEnginesError(
-                f"no engine answers: {'; '.join(f'{who}: {error}' for who, error in lost.items()) or 'none is known'}"
-            )
+        lost = {**errors, **{who: shunned.error for who, shunned in self._shunned.items() if shunned.now}}
+        here = [who for who in self._all_engines.engine_ids if who in replies and who not in lost]
+        if not here:
+            why = "; ".join(f"{who}: {error}" for who, error in lost.items())
+            raise NoEnginesError(f"no engine answers: {why or 'none is known'}")
         if lost and self._require_all_engines:
             raise SyncFailedError(f"{sorted(lost)} do not answer", causes=lost, state_left="nothing was changed")
         for who in lost:
             self.recorder.add(PhaseRecord(name="engine lost", start_s=now_s(), end_s=now_s(), track=who))
-        client = self._all_engines.only([who for who in self._all_engines.engine_ids if who in replies])
-        same = self._client is not None and list(self._client.engine_ids) == list(client.engine_ids)
-        joined = all(reply.group == self._sender_group for reply in replies.values())
+        client = self._all_engines.only(here)
+        same = self._client is not None and list(self._client.engine_ids) == here
+        joined = all(replies[who].group == self._sender_group for who in here)
         if not (same and joined and self._sender is not None and self._sender.usable):
             self._drop_sender()
             with self.recorder.phase("join group"):
-                self._join(client, replies, deadline)
+                self._join(client, {who: replies[who].world_size for who in here}, deadline)
         self._client = client
         return client, lost
 
-    def _join(self, client: InferenceEngineClient, replies: Mapping[str, EngineReply], deadline: Deadline) -> None:
-        world_sizes = {engine_id: replies[engine_id].world_size for engine_id in client.engine_ids}
+    def _join(self, client: InferenceEngineClient, world_sizes: Mapping[str, int], deadline: Deadline) -> None:
         info, token = self._strategy.create_init_info(world_sizes)
         requests = init_requests(info, world_sizes, run_id=str(self.run_id), model_id=self._model_id)
         timeout_s = min(self._join_timeout_s + 1.0, deadline.check("time to build the group"))
         joined = client.init(requests, timeout_s=timeout_s)
-        sender = self._strategy.create_sender(info, token, joined=joined, record=self.recorder.add)
         try:
-            joined.result(timeout_s)
+            sender = self._strategy.create_sender(info, token, joined=joined, record=self.recorder.add)
+            try:
+                joined.result(timeout_s)
+            except BaseException:
+                sender.close()
+                raise
         except BaseException as error:
-            sender.close()
-            raise as_weightsync_error(error, TransferError, "engines did not join") from error
+            typed = as_weightsync_error(error, GroupJoinError, "engines did not join")
+            self._shun(typed, requests, world_sizes)
+            raise typed from error
+        for who in world_sizes:
+            self._shunned.pop(who, None)
         self._sender = sender
         self._sender_group = info.group_name if isinstance(info, TorchDistributedWeightSyncInitInfo) else "-"
+
+    def _shun(
+        self, error: WeightSyncError, requests: Mapping[str, InitRequest], world_sizes: Mapping[str, int]
+    ) -> None:
+        """Leaves engines that did not join out of the next syncs, for a time that doubles."""
+        missing = set(error.details.get("missing_ranks", ()))
+        for who, request in requests.items():
+            ranks = range(request.rank_offset, request.rank_offset + world_sizes[who])
+            causes = error.causes if isinstance(error, SyncFailedError) else {}
+            if missing.intersection(ranks) or (who in causes and not is_consequence(causes[who])):
+                self._shunned[who] = _Shunned(error=error, before=self._shunned.get(who))
 
     def _drop_sender(self) -> None:
         if self._sender is not None:
             self._sender.close()
         self._sender = None
         self._sender_group = None
+
+
+class _Shunned:
+    """An engine that answered and did not join: left out until `until`, longer each time."""
+
+    def __init__(self, *, error: WeightSyncError, before: _Shunned | None) -> None:
+        self.error = error
+        self._for_s: float = min(_SHUN_LONGEST_S, 2 * before._for_s) if before else _SHUN_S
+        self._until = Deadline(self._for_s)
+
+    @property
+    def now(self) -> bool:
+        """Whether it is still left out."""
+        return not self._until.expired
 
 
 class _Sync:

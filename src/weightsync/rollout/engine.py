@@ -141,7 +141,7 @@ class EmbeddedEngine:
 
     def _update(self, update: AnyUpdateRequest) -> None:
         if self._is_writing_live():
-            if not self._gate.extend(update.session, lease_s=0.0):
+            if not self._gate.is_paused_by(update.session):
                 raise StateError("this engine is loaded in place: pause it before the first chunk")
             self._gate.fence("new weights are being written over the old ones")
         try:
@@ -178,7 +178,7 @@ class EmbeddedEngine:
                 self._pause_phase = stack
 
     def _commit(self, request: CommitRequest) -> None:
-        if not self._gate.extend(request.session, lease_s=30.0):
+        if not self._gate.is_paused_by(request.session):
             self._abort(request.session, "not paused at commit")
             raise StateError("commit comes while the session holds the pause; it does not", state_left="aborted")
         self._gate.fence("a commit is under way")
@@ -221,8 +221,7 @@ class EmbeddedEngine:
                 self._gate.unfence()
             else:
                 self._gate.fence(f"half-loaded: {reason}")
-        with contextlib.suppress(StateError):
-            self._gate.resume(session)
+        self._gate.release(session)
         self._end_pause_phase()
 
     def _end_pause_phase(self) -> None:

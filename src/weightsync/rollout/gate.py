@@ -93,17 +93,19 @@ class ServingGate:
         with self._changed:
             if self._fenced is not None:
                 raise StateError(f"can't resume: {self._fenced}", state_left="fenced")
+        self.release(session)
+
+    def release(self, session: str) -> None:
+        """Ends this session's pause; a fence stays. Idempotent."""
+        with self._changed:
             if self._paused_by == session:
                 self._paused_by = None
                 self._changed.notify_all()
 
-    def extend(self, session: str, *, lease_s: float) -> bool:
-        """Renews the lease of a pause that still holds; False where it has run out."""
+    def is_paused_by(self, session: str) -> bool:
+        """Whether `session` holds the pause now, its lease included, and nothing runs."""
         with self._changed:
-            if not (self._is_paused() and self._paused_by == session and self._running == 0):
-                return False
-            self._lease_end = max(self._lease_end, time.monotonic() + lease_s)
-            return True
+            return self._is_paused() and self._paused_by == session and self._running == 0
 
     def fence(self, reason: str) -> None:
         """Nobody passes until `serve`."""

@@ -14,14 +14,20 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future
+from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
 
-from weightsync.errors import InvalidRequestError, TransferAbortedError, TransferError, as_weightsync_error
+from weightsync.errors import (
+    InvalidRequestError,
+    TransferAbortedError,
+    TransferError,
+    as_weightsync_error,
+    is_consequence,
+)
 from weightsync.observe import now_s
 from weightsync.plan.buckets import BucketLayout, plan_bucket
 from weightsync.tensors import byte_view, tensor_from_bytes
@@ -304,12 +310,12 @@ def _raise_first(in_flight: dict[int, tuple[Future[Any], ...]], deadline: Deadli
     """Raises a failure, preferring an engine's own words to the broken connection that follows from them."""
     futures = {future for both in in_flight.values() for future in both}
     failed = _failures(futures)
-    if failed and all(isinstance(error, TransferError) for error in failed):
+    if failed and all(is_consequence(error) for error in failed):
         answers = {loaded for loaded, _ in in_flight.values()}
-        wait_for(answers, timeout=min(_WORDS_GRACE_S, deadline.remaining_s), return_when=FIRST_EXCEPTION)
+        wait_for(answers, timeout=min(_WORDS_GRACE_S, deadline.remaining_s))
         failed = _failures(futures)
     if failed:
-        raise min(failed, key=lambda error: isinstance(error, TransferError))
+        raise min(failed, key=is_consequence)
 
 
 def _failures(futures: Iterable[Future[Any]]) -> list[BaseException]:

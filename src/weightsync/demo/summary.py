@@ -1,0 +1,133 @@
+"""What the demo proves: one row a step, the JSON summary of them all, and what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LOSS_GAP_TOLERANCE = 0.01
+"""The most by which trainer's and engine's loss on the same text may differ: both compute in bf16."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One step of the demo: train, push, serve.
+
+    Attributes:
+        version: the version that the engine reports it serves.
+        trainer_loss: the trainer's loss on the held-out text, after this step.
+        engine_loss: the engine's loss on the same text, with the weights it got.
+        total_bytes: bytes of the model, once.
+        phases_s: seconds by phase, summed over processes (phases overlap).
+        paused_s: the longest time any engine answered nothing.
+        digests_equal: True: proved from the engine's live bytes; False: they differ; None: can't be proved.
+        sample: what the engine writes after the prompt.
+        train_s: seconds of training before the push.
+        sync_s: seconds of the push, from call to return.
+        unprovable: why `digests_equal` is None.
+    """
+
+    version: int
+    trainer_loss: float
+    engine_loss: float
+    total_bytes: int
+    phases_s: Mapping[str, float]
+    paused_s: float
+    digests_equal: bool | None
+    sample: str = ""
+    train_s: float | None = None
+    sync_s: float | None = None
+    unprovable: str = ""
+
+    @property
+    def loss_gap(self) -> float:
+        """How far the two losses are apart; NaN where one of them is."""
+        return abs(self.trainer_loss - self.engine_loss)
+
+
+def summarize(
+    rows: Sequence[StepRow], *, num_steps_asked: int, loss_gap_tolerance: float = LOSS_GAP_TOLERANCE
+) -> dict[str, Any]:
+    """The summary as JSON-able data; numbers that are not finite are null.
+
+    Returns:
+        `steps` (a list, one object a step), `versions`, `digests_equal` (false if any step's is, else null if any
+        can't be proved, else true), `loss_gap_max`, `num_steps_asked`, `loss_gap_tolerance`.
+    """
+    digests = [row.digests_equal for row in rows]
+    gaps = [row.loss_gap for row in rows]
+    return {
+        "steps": [_step(row) for row in rows],
+        "versions": [row.version for row in rows],
+        "digests_equal": False if False in digests else None if None in digests or not digests else True,
+        "loss_gap_max": _finite(max(gaps, default=None, key=lambda gap: math.inf if math.isnan(gap) else gap)),
+        "num_steps_asked": num_steps_asked,
+        "loss_gap_tolerance": loss_gap_tolerance,
+    }
+
+
+def verdict(summary: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a run, in words; empty where everything holds. The demo exits non-zero on any.
+
+    An unprovable digest is not wrong by itself; a digest that differs, and a loss that is no number, are.
+    """
+    steps: Sequence[Mapping[str, Any]] = summary["steps"]
+    problems: list[str] = []
+    if len(steps) < summary["num_steps_asked"]:
+        problems.append(f"{len(steps)} of {summary['num_steps_asked']} steps were done")
+    for before, after in itertools.pairwise(steps):
+        if after["version"] <= before["version"]:
+            problems.append(f"version {after['version']} came after version {before['version']}")
+    for step in steps:
+        version, trainer, engine = step["version"], step["trainer_loss"], step["engine_loss"]
+        if step["digests_equal"] is False:
+            problems.append(f"version {version}: the engine's weights differ from the trainer's")
+        if trainer is None or engine is None:
+            problems.append(f"version {version}: a loss is no finite number (trainer {trainer}, engine {engine})")
+        elif abs(trainer - engine) > summary["loss_gap_tolerance"]:
+            problems.append(
+                f"version {version}: trainer's loss {trainer:.4f} and engine's loss {engine:.4f} differ by more than "
+                f"{summary['loss_gap_tolerance']:g}"
+            )
+    losses = [step["engine_loss"] for step in steps if step["engine_loss"] is not None]
+    if len(losses) > 1 and losses[-1] >= losses[0]:
+        problems.append(f"the engine's loss did not fall: {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
+    return problems
+
+
+def write_summary(summary: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Writes the summary as JSON.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    target = Path(path)
+    target.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return target
+
+
+def _step(row: StepRow) -> dict[str, Any]:
+    return {
+        "version": row.version,
+        "trainer_loss": _finite(row.trainer_loss),
+        "engine_loss": _finite(row.engine_loss),
+        "loss_gap": _finite(row.loss_gap),
+        "bytes": row.total_bytes,
+        "paused_s": _finite(row.paused_s),
+        "train_s": _finite(row.train_s),
+        "sync_s": _finite(row.sync_s),
+        "phases": {name: _finite(seconds) for name, seconds in row.phases_s.items()},
+        "digests_equal": row.digests_equal,
+        "unprovable": row.unprovable or None,
+        "sample": row.sample,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
