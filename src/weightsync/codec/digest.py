@@ -73,10 +73,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         "xxh3:" and the 32 hex digits of XXH3-128 with seed 0.
     """
     if _is_plain(tensor):
-        return f"xxh3:{xxhash.xxh3_128_hexdigest(byte_array(tensor))}"
+        return f"xxh3:{xxhash.xxh3_128_hexdigest(byte_array(tensor).data)}"
     state = xxhash.xxh3_128()
     for block in split_box(whole_box(tuple(tensor.shape)), PIECE_BYTES // tensor.element_size()):
-        state.update(_host_bytes(_cut(tensor, block)))
+        state.update(_host_bytes(_cut(tensor, block)).data)
     return f"xxh3:{state.hexdigest()}"
 
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import int64, types, uint64
 from numba.extending import intrinsic
 
@@ -56,7 +55,7 @@ def _load_word(typing: Any, data: Any, at: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        address = builder.bitcast(builder.gep(array.data, [arguments[1]]), ir.IntType(64).as_pointer())
+        address = builder.bitcast(builder.gep(array.data, [arguments[1]]), context.get_value_type(uint64).as_pointer())
         word = builder.load(address)
         word.align = 1
         return word

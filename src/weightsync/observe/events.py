@@ -129,7 +129,7 @@ class Recorder:
                 with self._lock:
                     first = key not in self._reported
                     self._reported.add(key)
-                if True:
+                if first:
                     _logger.warning(
                         "a subscriber of the recorder of %s failed; its further errors are not logged",
                         self.track,

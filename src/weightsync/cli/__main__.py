@@ -1,0 +1,5 @@
+"""`python -m weightsync.cli`."""
+
+from weightsync.cli import main
+
+main()

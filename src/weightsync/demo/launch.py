@@ -1,0 +1,207 @@
+"""The main job: two training ranks and an engine, each in its own process, and a table of what they prove."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+from rich.console import Console
+
+from weightsync.demo.engine import TOKEN_VARIABLE
+from weightsync.demo.summary import StepRow, summarize, verdict, write_summary
+from weightsync.demo.table import StepTable
+from weightsync.errors import WeightSyncError, error_from_dict
+from weightsync.observe import write_chrome_trace, write_timeline_png
+from weightsync.types import Deadline, PhaseRecord
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """How the demo runs.
+
+    Attributes:
+        steps: how often it trains and pushes.
+        ranks: training processes.
+        engines: engine processes.
+        size: "small" (2.8 million parameters) or "tiny".
+        out: folder for timeline.json and timeline.png.
+        json: where to write the summary; None writes none.
+        deadline_s: of one sync.
+        timeout_s: of the whole demo.
+    """
+
+    steps: int = 10
+    ranks: int = 2
+    engines: int = 1
+    size: str = "small"
+    out: Path = Path("demo-output")
+    json: Path | None = None
+    deadline_s: float = 30.0
+    timeout_s: float = 300.0
+
+
+class DemoError(WeightSyncError):
+    """A process of the demo failed; says which, and shows the end of what it wrote."""
+
+
+def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
+    """Runs the demo to its end and writes what it measured.
+
+    Returns:
+        Problems, in words; empty where every version was proved, the losses agree and the engine's fell.
+
+    Raises:
+        WeightSyncError: a process failed or the time ran out. No process is left behind.
+    """
+    console = console or Console()
+    rows: list[StepRow] = []
+    phases: tuple[PhaseRecord, ...] = ()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with StepTable(console) as table, _Processes(options) as processes:
+        table.status(f"starting {options.engines} engine and {options.ranks} trainer processes")
+        for message in processes.messages():
+            if "row" in message:
+                rows.append(StepRow(**message["row"]))
+                table.add(rows[-1])
+            elif "phases" in message:
+                phases = msgspec.convert(message["phases"], tuple[PhaseRecord, ...])
+    summary = summarize(rows, num_steps_asked=options.steps)
+    trace = write_chrome_trace(phases, options.out / "timeline.json")
+    picture = write_timeline_png(phases, options.out / "timeline.png", title="weightsync demo: who waited for whom")
+    if options.json is not None:
+        write_summary(summary, options.json)
+    problems = verdict(summary)
+    _show_end(console, rows, summary, problems, [trace, picture])
+    return problems
+
+
+def _show_end(
+    console: Console, rows: list[StepRow], summary: dict[str, Any], problems: list[str], files: list[Any]
+) -> None:
+    if rows:
+        paused_ms = 1e3 * sum(row.paused_s for row in rows) / len(rows)
+        sync_ms = 1e3 * sum(row.sync_s or 0.0 for row in rows) / len(rows)
+        console.print(
+            f"{len(rows)} versions served, each proved by its digest: {summary['digests_equal']}. Engine's loss "
+            f"{rows[0].engine_loss:.3f} -> {rows[-1].engine_loss:.3f}, largest gap to the trainer's "
+            f"{summary['loss_gap_max']:.4f}. A sync took {sync_ms:.0f} ms, generation was paused for {paused_ms:.1f} ms "
+            "of it (means).",
+            highlight=False,
+        )
+    console.print(f"Timeline: {files[1]} (picture), {files[0]} (open in ui.perfetto.dev)", highlight=False)
+    for problem in problems:
+        console.print(f"PROBLEM: {problem}", style="bold red", highlight=False)
+
+
+class _Processes:
+    """Starts everybody, hands out what rank 0 says, and leaves nobody behind."""
+
+    def __init__(self, options: DemoOptions) -> None:
+        self._options = options
+        self._deadline = Deadline(options.timeout_s)
+        self._stack = contextlib.ExitStack()
+        self._lines: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._logs: dict[str, IO[str]] = {}
+        self._environment = {
+            **os.environ,
+            TOKEN_VARIABLE: secrets.token_urlsafe(24),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def __enter__(self) -> _Processes:
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-")))
+        self._stack.callback(self._end_all)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Everything rank 0 says, until all trainers have ended well."""
+        options = self._options
+        engines = [f"engine-{index}" for index in range(options.engines)]
+        for name in engines:
+            self._start(name, "weightsync.demo.engine", ["--engine-id", name, "--size", options.size])
+        urls: dict[str, str] = {}
+        while len(urls) < len(engines):
+            name, message = self._next("an engine's URL")
+            urls[name] = message["url"]
+        for rank in range(options.ranks):
+            arguments = ["--rank", str(rank), "--world-size", str(options.ranks), "--size", options.size]
+            arguments += ["--rendezvous", str(self._folder / "rendezvous"), "--steps", str(options.steps)]
+            arguments += ["--deadline-s", str(options.deadline_s)]
+            arguments += [word for name in engines for word in ("--engine-url", urls[name])]
+            self._start(f"trainer-{rank}", "weightsync.demo.trainer", arguments)
+        trainers = {f"trainer-{rank}" for rank in range(options.ranks)}
+        while trainers:
+            name, message = self._next("the trainer's next step")
+            if "ended" in message:
+                trainers.discard(name)
+            elif "error" in message:
+                raise error_from_dict(message["error"], peer=name)
+            else:
+                yield message
+
+    def _next(self, waiting_for: str) -> tuple[str, dict[str, Any]]:
+        try:
+            name, line = self._lines.get(timeout=self._deadline.check(waiting_for))
+        except queue.Empty:
+            raise DemoError(f"no {waiting_for} within {self._options.timeout_s:g} s") from None
+        if line is not None:
+            return name, json.loads(line)
+        code = self._running[name].wait()
+        if code != 0 or name.startswith("engine"):
+            self._logs[name].seek(0)
+            tail = "".join(self._logs[name].readlines()[-15:])
+            raise DemoError(f"{name} ended with code {code}; it wrote:\n{tail}", peer=name)
+        return name, {"ended": True}
+
+    def _start(self, name: str, module: str, arguments: list[str]) -> None:
+        log = self._stack.enter_context((self._folder / f"{name}.log").open("w+"))
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=self._environment,
+        )
+        self._running[name] = process
+        self._logs[name] = log
+        threading.Thread(target=self._read, args=(name, process), daemon=True).start()
+
+    def _read(self, name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                self._lines.put((name, line))
+        self._lines.put((name, None))
+
+    def _end_all(self) -> None:
+        for process in self._running.values():
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()  # an engine ends by this
+        for name, process in self._running.items():
+            if name.startswith("trainer"):
+                process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
