@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import weightsync
 from weightsync.errors import WeightSyncError
 
 app = typer.Typer(
@@ -26,7 +26,7 @@ def root(
 ) -> None:
     """Moves updated weights from a trainer to rollout engines, and proves what they serve."""
     if version:
-        print(f"weightsync {weightsync.__version__}")
+        print(f"weightsync {importlib.metadata.version('weightsync')}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         raise typer.Exit(2)

@@ -83,7 +83,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """`tensor_digest` of each, by name, in the mapping's order, on all cores."""
     groups: list[list[str]] = []
-    room_bytes = 0
+    room_bytes = -1
     for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):  # large ones first, small ones together
         if tensors[name].nbytes > room_bytes:
             groups.append([])

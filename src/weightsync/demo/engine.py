@@ -23,7 +23,7 @@ from weightsync.observe import Recorder
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.server import EngineServer
 
-TOKEN_VARIABLE = "WEIGHTSYNC_DEMO_TOKEN"  # noqa: S105 (the name of a variable, not a token)
+TOKEN_VARIABLE = "WEIGHTSYNC_DEMO_TOKEN"
 REPORT_PATH = "/demo/report"
 NUM_HELD_OUT_ROWS = 16
 _PROMPT = "def "

@@ -20,6 +20,7 @@ import msgspec
 from rich.console import Console
 
 from weightsync.demo.engine import TOKEN_VARIABLE
+from weightsync.demo.model import model_size
 from weightsync.demo.summary import StepRow, summarize, verdict, write_summary
 from weightsync.demo.table import StepTable
 from weightsync.errors import WeightSyncError, error_from_dict
@@ -65,6 +66,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
     Raises:
         WeightSyncError: a process failed or the time ran out. No process is left behind.
     """
+    model_size(options.size)  # refuses an unknown one before anything starts
     console = console or Console()
     rows: list[StepRow] = []
     phases: tuple[PhaseRecord, ...] = ()
@@ -79,12 +81,35 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
                 phases = msgspec.convert(message["phases"], tuple[PhaseRecord, ...])
     summary = summarize(rows, num_steps_asked=options.steps)
     trace = write_chrome_trace(phases, options.out / "timeline.json")
-    picture = write_timeline_png(phases, options.out / "timeline.png", title="weightsync demo: who waited for whom")
+    picture = write_timeline_png(
+        _without_start(phases),
+        options.out / "timeline.png",
+        title="weightsync demo: who waited for whom",
+        focus_s=_middle_sync(phases),
+    )
     if options.json is not None:
         write_summary(summary, options.json)
     problems = verdict(summary)
     _show_end(console, rows, summary, problems, [trace, picture])
     return problems
+
+
+def _without_start(phases: tuple[PhaseRecord, ...]) -> tuple[PhaseRecord, ...]:
+    """From the first training step on: engines generate while trainers still start."""
+    start_s = min((phase.start_s for phase in phases if phase.name == "train"), default=0.0)
+    return tuple(phase for phase in phases if phase.start_s >= start_s)
+
+
+def _middle_sync(phases: tuple[PhaseRecord, ...]) -> tuple[float, float] | None:
+    """Start and end of a sync in the middle of the run, seen from the trainer, a little room on either side."""
+    trainer = [phase for phase in phases if phase.track.startswith("trainer")]
+    starts = sorted(phase.start_s for phase in trainer if phase.name == "begin")
+    ends = sorted(phase.end_s for phase in trainer if phase.name == "resume")
+    if not starts or len(starts) != len(ends):
+        return None
+    start_s, end_s = starts[len(starts) // 2], ends[len(ends) // 2]
+    room_s = 0.1 * (end_s - start_s)
+    return start_s - room_s, end_s + room_s
 
 
 def _show_end(
@@ -96,8 +121,8 @@ def _show_end(
         console.print(
             f"{len(rows)} versions served, each proved by its digest: {summary['digests_equal']}. Engine's loss "
             f"{rows[0].engine_loss:.3f} -> {rows[-1].engine_loss:.3f}, largest gap to the trainer's "
-            f"{summary['loss_gap_max']:.4f}. A sync took {sync_ms:.0f} ms, generation was paused for {paused_ms:.1f} ms "
-            "of it (means).",
+            f"{summary['loss_gap_max']:.4f}. A sync took {sync_ms:.0f} ms, and for {paused_ms:.0f} ms of it no new "
+            "generation could start (means).",
             highlight=False,
         )
     console.print(f"Timeline: {files[1]} (picture), {files[0]} (open in ui.perfetto.dev)", highlight=False)

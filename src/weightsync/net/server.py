@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import socket
 import threading
 from typing import Any
 
@@ -152,11 +154,7 @@ class ServerThread:
         Raises:
             ConfigError: it could not listen: the port is taken, or the address is not this host's.
         """
-        self._server.config.load()
-        try:
-            self._socket = self._server.config.bind_socket()
-        except SystemExit:
-            raise ConfigError(f"can't listen on {self._host}:{self._server.config.port}") from None
+        self._socket = _listen(self._host, self._server.config.port)
         self._thread.start()
         if not self._ready.wait(timeout_s):
             raise ConfigError(f"the server on {self._host} did not start within {timeout_s:g} s")
@@ -180,7 +178,6 @@ class ServerThread:
             self._thread.join(5)
 
     def _run(self) -> None:
-        import asyncio
 
         async def serve() -> None:
             serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
@@ -190,3 +187,21 @@ class ServerThread:
             await serving
 
         asyncio.run(serve())
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections send at once.
+
+    asyncio turns Nagle's algorithm off only where the socket says that it is TCP; uvicorn's own sockets do
+    not say so, and every small answer then waits 40 ms for the peer's delayed acknowledgement (seen).
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"can't listen on {host}:{port}: {error}; choose another port or host") from error
+    return listener

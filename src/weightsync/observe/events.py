@@ -55,7 +55,7 @@ class Recorder:
         """Times the body. A body that raises is recorded too; the detail then names the error's type.
 
         Args:
-            name: e.g. "extract"; a wait is called "wait ..." and says for whom: "wait engines".
+            name: e.g. "extract"; a wait is called "wait ..." and says for whom: "wait for engines".
             detail: e.g. "chunk 3".
             track: another track than the recorder's own, e.g. for a sending thread.
         """

@@ -28,6 +28,7 @@ PAUSED_COLOR = "#B2182B"
 _KNOWN = {
     "train": Style(color="#56B4E9"),
     "extract": Style(color="#E69F00"),
+    "digest": Style(color="#CC79A7", hatch="..."),
     "pack": Style(color="#F0E442"),
     "transfer": Style(color="#0072B2", text_color="#FFFFFF"),
     "load": Style(color="#009E73", text_color="#FFFFFF"),
@@ -35,6 +36,8 @@ _KNOWN = {
     "pause": Style(color="#7A3B00", text_color="#FFFFFF"),
     "commit": Style(color="#D55E00"),
     "resume": Style(color="#7A3B00", hatch="..", text_color="#FFFFFF"),
+    "join group": Style(color="#999999"),
+    "abort": Style(color="#000000", text_color="#FFFFFF"),
     "generate": Style(color="#BFE3C9"),
     "evaluate": Style(color="#D6D0F0"),
 }

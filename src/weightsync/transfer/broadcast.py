@@ -77,7 +77,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         master_addr: str = "127.0.0.1",
         join_timeout_s: float = 30.0,
         transfer_timeout_s: float = 300.0,
-        track: str = "trainer-0",
+        track: str = "trainer/sender",
     ) -> None:
         self.backend: Literal["nccl", "gloo"] = backend
         self.master_addr = master_addr

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightsync.demo.summary import StepRow, summarize, verdict, write_summary
@@ -83,6 +83,7 @@ any_row = st.builds(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests may hold the cores
 @given(st.lists(any_row, max_size=5))
 def test_any_run_is_valid_json_and_its_verdict_survives_it(rows: list[StepRow]) -> None:
     summary = summarize(rows, num_steps_asked=3)

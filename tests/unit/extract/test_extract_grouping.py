@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.extract.grouping import group_name, order_by_group, plan_chunks
@@ -73,6 +73,7 @@ _names = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(names=_names, data=st.data(), grouped=st.booleans(), chunk_bytes=st.none() | st.integers(1, 200))
 def test_every_tensor_once_in_order_and_within_the_threshold(
     names: list[str], data: st.DataObject, grouped: bool, chunk_bytes: int | None

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -31,6 +31,7 @@ def test_rows_that_do_not_divide(rows: int, ranks: int, boxes: list[tuple[int, i
 _placement = st.sampled_from([Shard(0), Shard(1), Replicate()])
 
 
+@settings(deadline=None)
 @given(
     shape=st.tuples(st.integers(0, 9), st.integers(0, 9)),
     placements=st.lists(_placement, min_size=1, max_size=3),

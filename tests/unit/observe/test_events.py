@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import InvalidRequestError, TransferError
@@ -167,6 +167,7 @@ any_record = st.builds(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests may hold the cores
 @given(st.lists(any_record, max_size=30), st.randoms())
 def test_pauses_are_disjoint_within_the_track_and_know_no_order(records: list[PhaseRecord], random: object) -> None:
     found = pauses(records)

@@ -84,6 +84,8 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
 def test_every_phase_looks_different_and_waits_alike() -> None:
     names = [
         "load",
+        "digest",
+        "abort",
         "extract",
         "pack",
         "transfer",
@@ -101,6 +103,7 @@ def test_every_phase_looks_different_and_waits_alike() -> None:
     assert len(set(own)) == len(own)
     assert looks["wait engines"] == looks["wait rank 0"] == WAIT
     assert label("wait engines") == "wait for engines"
+    assert label("wait for engines") == "wait for engines"
     assert label("waiter") == "waiter"
 
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightsync.observe import chrome_trace, write_chrome_trace
@@ -108,6 +108,7 @@ spans = st.builds(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other tests may hold the cores
 @given(st.lists(spans, max_size=40))
 def test_no_two_events_of_a_thread_overlap_and_none_is_lost(records: list[PhaseRecord]) -> None:
     trace = json.loads(json.dumps(chrome_trace(records), allow_nan=False))

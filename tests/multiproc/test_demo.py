@@ -1,0 +1,61 @@
+"""The main job as a user runs it, at its small size: the command, its exit code, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+COMMAND = [sys.executable, "-m", "weightsync.cli", "demo", "--size", "tiny"]
+
+
+def test_the_demo_proves_every_version(tmp_path: Path) -> None:
+    """8 steps on two ranks and two engines: digests equal, losses agree, the engine's loss falls, pictures are there."""
+    ran = subprocess.run(
+        [*COMMAND, "--steps", "8", "--engines", "2", "--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["versions"] == list(range(1, 9))
+    assert summary["digests_equal"] is True
+    assert summary["loss_gap_max"] < 0.01
+    assert summary["steps"][-1]["engine_loss"] < summary["steps"][0]["engine_loss"] - 0.2
+    for step in summary["steps"]:
+        assert step["paused_s"] > 0
+        assert step["bytes"] > 50_000
+        assert {"extract", "pack", "transfer", "load", "verify", "pause", "commit", "resume"} <= set(step["phases"])
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    assert {"train", "generate", "transfer", "commit"} <= {event["name"] for event in trace["traceEvents"]}
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(Path("/dev/shm").glob("*weightsync*"))
+
+
+def test_an_engine_that_dies_ends_the_demo_in_words(tmp_path: Path) -> None:
+    """kill -9 of the engine in the middle: exit code 1, the error by name, no process left behind."""
+    demo = subprocess.Popen(
+        [*COMMAND, "--steps", "500", "--out", str(tmp_path), "--deadline-s", "5"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if line.split()[:1] == ["2"]:
+            break
+    family = psutil.Process(demo.pid).children(recursive=True)
+    (engine,) = [child for child in family if "weightsync.demo.engine" in " ".join(child.cmdline())]
+    os.kill(engine.pid, signal.SIGKILL)
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert "engine-0" in errors
+    gone, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive

@@ -1,0 +1,72 @@
+"""The shared pool: order, errors, forks, and imports that stay light."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from weightsync.codec import threads
+
+
+@pytest.fixture(autouse=True)
+def _two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "num_workers", lambda: 2)
+
+
+def test_results_keep_the_order() -> None:
+    assert threads.map_all(lambda item: item * item, range(100)) == [item * item for item in range(100)]
+    assert threads.map_all(lambda item: item, []) == []
+
+
+def test_items_run_side_by_side_and_one_alone_in_the_callers_thread() -> None:
+    both = threading.Barrier(2, timeout=10)
+    threads.map_all(lambda _: both.wait(), range(2))
+    assert threads.map_all(lambda _: threading.current_thread(), [0]) == [threading.current_thread()]
+
+
+def test_an_error_comes_out_after_all_running_calls_ended() -> None:
+    running = []
+
+    def work(item: int) -> None:
+        if item == 0:
+            raise ValueError("the first")
+        running.append(item)
+        time.sleep(0.05)
+        running.remove(item)
+
+    with pytest.raises(ValueError, match="the first"):
+        threads.map_all(work, range(20))
+    assert running == []
+    assert threads.map_all(lambda item: item, range(3)) == [0, 1, 2]
+
+
+def test_a_forked_child_has_a_pool_of_its_own() -> None:
+    """Forked while another thread holds the lock: the child must neither wait for it nor for its parent's threads."""
+    program = """
+import os, signal, sys, threading
+from weightsync.codec import threads
+threads.num_workers = lambda: 2
+assert threads.map_all(lambda item: item + 1, range(4)) == [1, 2, 3, 4]
+threads._lock.acquire()
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    os._exit(0 if threads.map_all(lambda item: item + 1, range(4)) == [1, 2, 3, 4] else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_importing_the_digest_imports_no_numba() -> None:
+    program = "import sys, weightsync.codec.digest, weightsync.codec.full; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_the_pool_is_as_large_as_the_cores_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert threads.num_workers() == len(os.sched_getaffinity(0))
