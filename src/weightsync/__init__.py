@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from weightsync.errors import WeightSyncError
     from weightsync.extract.fsdp import FSDPWeightExtractor
     from weightsync.extract.module import ModuleWeightExtractor
+    from weightsync.extract.registry import extractor_for
     from weightsync.load.module import ModuleWeightLoader
     from weightsync.observe import Recorder
     from weightsync.publish.push import PushSync
     from weightsync.rollout.engine import EmbeddedEngine
     from weightsync.rollout.server import EngineServer
+    from weightsync.transfer.broadcast import BroadcastTransferStrategy
     from weightsync.types import (
         BroadcastWeightUpdateRequest,
         CudaIpcWeightUpdateRequest,
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "BroadcastWeightUpdateRequest": "weightsync.types",
     "CudaIpcWeightUpdateRequest": "weightsync.types",
+    "BroadcastTransferStrategy": "weightsync.transfer.broadcast",
     "EmbeddedEngine": "weightsync.rollout.engine",
+    "extractor_for": "weightsync.extract.registry",
     "EmptyWeightSyncInitInfo": "weightsync.types",
     "EngineFanout": "weightsync.clients.fanout",
     "EngineHandle": "weightsync.types",
@@ -77,6 +81,7 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "BroadcastTransferStrategy",
     "BroadcastWeightUpdateRequest",
     "CudaIpcWeightUpdateRequest",
     "EmbeddedEngine",
@@ -107,6 +112,7 @@ __all__ = [
     "WeightSyncInitInfo",
     "WeightUpdateRequest",
     "__version__",
+    "extractor_for",
     "select_strategy",
 ]
 

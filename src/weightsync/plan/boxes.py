@@ -127,7 +127,7 @@ def _first_overlap(parts: list[Box]) -> tuple[Box, Box] | None:
     for index, box in enumerate(ordered):
         end = box.offset[axis] + box.shape[axis]
         for other in ordered[index + 1 :]:
-            if other.offset[axis] >= end - 1:
+            if other.offset[axis] >= end:
                 break
             if overlap(box, other) is not None:
                 return box, other

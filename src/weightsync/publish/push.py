@@ -24,6 +24,7 @@ import msgspec
 from weightsync.codec.base import Codec
 from weightsync.codec.digest import ShardSum, model_digest, shard_sum
 from weightsync.codec.full import FullCodec
+from weightsync.config import WeightSyncConfig
 from weightsync.errors import (
     ConfigError,
     GroupJoinError,
@@ -45,6 +46,7 @@ from weightsync.publish.ranks import TrainingRanks
 from weightsync.tensors import spec_of
 from weightsync.transfer.base import WeightTransferSender, WeightTransferStrategy, init_requests
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
+from weightsync.transfer.registry import strategy_for
 from weightsync.types import (
     AbortRequest,
     BeginRequest,
@@ -132,6 +134,37 @@ class PushSync:
         self._client: InferenceEngineClient | None = None
         self._shunned: dict[str, _Shunned] = {}
         self.recorder = recorder or Recorder("trainer/rank-0")
+
+    @classmethod
+    def from_config(
+        cls,
+        config: WeightSyncConfig,
+        extractor: WeightExtractor,
+        client: InferenceEngineClient | None = None,
+        **options: Any,
+    ) -> PushSync:
+        """A push as `config` says; `extract.registry.extractor_for` makes the extractor from the same config.
+
+        Args:
+            config: its `transfer` section and the dtype of `extract` count.
+            extractor: as for the constructor.
+            client: as for the constructor.
+            options: further arguments of the constructor.
+
+        Raises:
+            UnsupportedError: the config selects a strategy that this build has not.
+        """
+        transfer = config.transfer
+        return cls(
+            extractor,
+            client,
+            strategy=strategy_for(config),
+            dtype=config.extract.dtype,
+            transfer_timeout_s=transfer.transfer_timeout_s,
+            join_timeout_s=transfer.join_timeout_s,
+            pause_timeout_s=transfer.pause_timeout_s,
+            **options,
+        )
 
     def initialize(self) -> None:
         """Meets the engines and builds the transfer group. Every training rank calls it once, first.

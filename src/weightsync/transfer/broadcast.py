@@ -62,6 +62,8 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
     Args:
         backend: "gloo" or "nccl".
         master_addr: address of training rank 0 that every engine can reach; loopback by default.
+        interface: this process's network interface for gloo, where `master_addr` is not loopback; engines choose
+            theirs by the environment variable GLOO_SOCKET_IFNAME.
         join_timeout_s: how long members wait for each other when the group is built.
         transfer_timeout_s: how long one sync may take.
         track: name of the sender in recorded phases.
@@ -75,12 +77,14 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         *,
         backend: Literal["nccl", "gloo"] = "gloo",
         master_addr: str = "127.0.0.1",
+        interface: str | None = None,
         join_timeout_s: float = 30.0,
         transfer_timeout_s: float = 300.0,
         track: str = "trainer/sender",
     ) -> None:
         self.backend: Literal["nccl", "gloo"] = backend
         self.master_addr = master_addr
+        self.interface = interface
         self.join_timeout_s = join_timeout_s
         self.transfer_timeout_s = transfer_timeout_s
         self.track = track
@@ -109,7 +113,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
             if joined.done() and (error := joined.exception()) is not None:
                 raise error
 
-        group = join_group(_group_info(info), rank=0, store=token, watch=give_up_early)  # type: ignore[arg-type]
+        group = join_group(_group_info(info), rank=0, store=token, interface=self.interface, watch=give_up_early)  # type: ignore[arg-type]
         return BroadcastTransferSender(group, record=record, track=self.track)
 
     def create_receiver(self, info: WeightSyncInitInfo, *, rank: int, record: RecordPhase) -> BroadcastTransferReceiver:

@@ -128,6 +128,7 @@ def join_group(
     *,
     rank: int,
     store: TCPStore | None = None,
+    interface: str | None = None,
     watch: Callable[[], None] = lambda: None,
 ) -> TransferGroup:
     """Joins as `rank` and blocks until everybody has.
@@ -136,6 +137,7 @@ def join_group(
         info: from `create_init_info`.
         rank: 0 for the sender, rank_offset + worker index for the others.
         store: rank 0's own.
+        interface: network interface for gloo; the system's choice where not given.
         watch: called now and then while waiting; may raise to give up early.
 
     Raises:
@@ -155,7 +157,9 @@ def join_group(
         prefix = PrefixStore(info.group_name, store)
         prefix.set(f"joined/{rank}", "1")
         _await_members(prefix, info, rank, deadline, watch)
-        return TransferGroup(_make_group(prefix, info, rank, deadline), store, rank=rank, backend=info.backend)
+        return TransferGroup(
+            _make_group(prefix, info, rank, deadline, interface), store, rank=rank, backend=info.backend
+        )
     except RuntimeError as error:  # torch raises DistStoreError and DistNetworkError, both RuntimeErrors
         raise GroupJoinError(
             f"could not join group {info.group_name} at {info.master_addr}:{info.master_port}: {_first_line(error)}",
@@ -181,15 +185,13 @@ def _await_members(
             time.sleep(_JOIN_POLL_S)
 
 
-def _make_group(prefix: Any, info: TorchDistributedWeightSyncInitInfo, rank: int, deadline: Deadline) -> Any:
+def _make_group(
+    prefix: Any, info: TorchDistributedWeightSyncInitInfo, rank: int, deadline: Deadline, interface: str | None
+) -> Any:
     timeout = timedelta(seconds=max(1.0, deadline.remaining_s))
     if info.backend == "gloo":
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [
-            dist.ProcessGroupGloo.create_device(hostname=info.master_addr)
-            if _is_loopback(info.master_addr)
-            else dist.ProcessGroupGloo.create_default_device()
-        ]
+        options._devices = [_gloo_device(info.master_addr, interface)]
         options._timeout = timeout
         return dist.ProcessGroupGloo(prefix, rank, info.world_size, options)
     if not torch.cuda.is_available():
@@ -197,6 +199,14 @@ def _make_group(prefix: Any, info: TorchDistributedWeightSyncInitInfo, rank: int
     nccl_options = dist.ProcessGroupNCCL.Options()
     nccl_options._timeout = timedelta(seconds=info.transfer_timeout_s)
     return dist.ProcessGroupNCCL(prefix, rank, info.world_size, nccl_options)
+
+
+def _gloo_device(master_addr: str, interface: str | None) -> Any:
+    if interface is not None:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    if _is_loopback(master_addr):
+        return dist.ProcessGroupGloo.create_device(hostname=master_addr)
+    return dist.ProcessGroupGloo.create_default_device()
 
 
 def _wait_for_nccl(work: Any, group: Any, deadline: Deadline) -> None:

@@ -32,6 +32,7 @@ def strategy_for(config: WeightSyncConfig) -> WeightTransferStrategy:
     return BroadcastTransferStrategy(
         backend="nccl" if transfer.backend == "nccl" else "gloo",
         master_addr=transfer.master_addr,
+        interface=transfer.interface,
         join_timeout_s=transfer.join_timeout_s,
         transfer_timeout_s=transfer.transfer_timeout_s,
     )

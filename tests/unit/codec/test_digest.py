@@ -268,7 +268,9 @@ def test_a_patch_equals_the_recomputed_digest(data: st.DataObject) -> None:
     assert patched_digest(digest_of([whole(old)], [spec]), change) == digest_of([whole(new)], [spec])
 
 
-def test_a_large_patch_goes_through_several_threads() -> None:
+def test_a_large_patch_goes_through_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "num_workers", lambda: 7)
+    monkeypatch.setattr(module, "_SMALL_BYTES", 8000)
     old = random_tensor("bfloat16", (1 << 20,), 1)
     positions = torch.arange(0, 1 << 20, 2)
     new = old.clone()

@@ -67,7 +67,7 @@ def test_the_good_one_is_good() -> None:
         {"bucket_bytes": -1},
         {"bucket_bytes": MAX_NBYTES + 1},
     ],
-    ids=str,
+    ids=lambda changes: str(changes)[:60],
 )
 def test_a_broadcast_header_that_cant_be(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):

@@ -1,0 +1,54 @@
+"""The README's two examples, run as they stand but for the address: a trainer of two FSDP2 ranks, and an engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.multiproc.spine import TOKEN, build, cast_bytes, shard, step
+from weightsync.tensors import byte_array
+from weightsync.testing.processes import children, free_port, run_ranks
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def examples() -> tuple[str, str]:
+    trainer, engine = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    return trainer, engine
+
+
+def serve(code: str, port: int, conn: Any) -> None:
+    model: Any = build(99, dtype=torch.bfloat16)
+    model.generate = lambda prompt: model(torch.tensor([1, 2]))
+    scope: dict[str, Any] = {"model": model, "TOKEN": TOKEN}
+    exec(code.replace("8123", str(port)), scope)  # noqa: S102
+    conn.send("listening")
+    while conn.recv() is not None:
+        version, _ = scope["answer"]("hello")
+        weights = {name: byte_array(t.detach().contiguous()).tobytes() for name, t in model.state_dict().items()}
+        conn.send((version.number, weights))
+
+
+def train(rank: int, world_size: int, code: str, port: int) -> None:
+    model = shard(build(5), "shard0", world_size)
+    scope = {"model": model, "TOKEN": TOKEN, "num_steps": 3, "train_step": step}
+    exec(code.replace("8123", str(port)), scope)  # noqa: S102
+
+
+def test_the_readme_examples_work() -> None:
+    trainer, engine = examples()
+    with children() as start:
+        port = free_port()
+        serving = start(serve, engine, port, talk=True)
+        assert serving.recv() == "listening"
+        run_ranks(train, 2, trainer, port)
+        serving.conn.send("what do you serve?")
+        version, weights = serving.recv()
+        model = build(5)
+        for _ in range(3):
+            step(model)
+        assert version == 3
+        assert weights == cast_bytes(model)

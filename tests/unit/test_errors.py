@@ -1,0 +1,214 @@
+"""Errors cross process borders as data: nothing is lost, nothing hostile gets through, nothing is executed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DigestMismatchError,
+    EngineError,
+    EngineUnreachableError,
+    GroupJoinError,
+    LoadError,
+    SyncFailedError,
+    TransferAbortedError,
+    TransferError,
+    WeightSyncError,
+    as_weightsync_error,
+    error_from_dict,
+    is_consequence,
+)
+
+
+def kinds(root: type[WeightSyncError] = WeightSyncError) -> list[type[WeightSyncError]]:
+    found = [root]
+    for child in root.__subclasses__():
+        found += kinds(child)
+    return sorted((kind for kind in found if kind.__module__ == "weightsync.errors"), key=lambda kind: kind.__name__)
+
+
+quiet = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+leaves = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=8)
+values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3))  # fmt: skip
+keys = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True).filter(
+    lambda key: key not in {"rank", "peer", "version", "parameter", "state_left", "message", "self", "causes"}
+)
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
+def test_every_kind_survives_the_border(kind: type[WeightSyncError]) -> None:
+    facts: dict[str, Any] = {"rank": 2, "peer": "e", "version": "r/3", "parameter": "a.b", "state_left": "old"}
+    error = kind("it broke", **facts, missing_ranks=[1, 2], bytes_left=5)
+    again = error_from_dict(json.loads(json.dumps(error.to_dict())), peer="somebody else")
+    assert type(again) is kind
+    assert again.message == "it broke"
+    assert {key: getattr(again, key) for key in facts} == facts
+    assert again.details["missing_ranks"] == [1, 2]
+    assert again.to_dict() == error.to_dict()
+    assert str(again) == str(error)
+    assert again.http_status == kind.http_status
+    assert 400 <= kind.http_status < 600
+
+
+@quiet
+@given(st.sampled_from(kinds()), st.text(), st.dictionaries(keys, values, max_size=4))
+def test_whatever_the_details_are_they_come_back(kind: type[WeightSyncError], text: str, details: dict[str, Any]) -> None:
+    error = kind(text, **details)
+    again = error_from_dict(msgspec.json.decode(msgspec.json.encode(error.to_dict())))
+    assert type(again) is kind
+    assert again.message == text
+    assert {key: again.details[key] for key in details} == details
+
+
+def test_causes_keep_their_types_and_their_engines() -> None:
+    error = SyncFailedError(
+        "update failed",
+        version="r/1",
+        causes={
+            "one": LoadError("bad", parameter="w"),
+            "two": SyncFailedError("nested", causes={"x": GroupJoinError("alone", missing_ranks=[3])}),
+        },
+    )
+    again = error_from_dict(json.loads(json.dumps(error.to_dict())))
+    assert isinstance(again, SyncFailedError)
+    assert type(again.causes["one"]) is LoadError
+    assert again.causes["one"].parameter == "w"
+    nested = again.causes["two"]
+    assert isinstance(nested, SyncFailedError)
+    assert nested.causes["x"].details["missing_ranks"] == [3]
+    assert "bad" in str(again)
+    assert "alone" in str(again)
+
+
+@pytest.mark.parametrize(
+    "detail",
+    [object(), {1: {2, 3}}, (1, 2), float("inf"), float("nan"), b"bytes", ValueError("x"), 1 << 80, "\ud800"],
+    ids=["object", "sets", "tuple", "inf", "nan", "bytes", "error", "bigint", "surrogate"],
+)
+def test_any_detail_can_be_written_as_strict_json(detail: Any) -> None:
+    """An error that can't be answered is a call that hangs (a worker's pipe) or a bare 500 (the server)."""
+    body = LoadError("x", detail=detail).to_dict()
+    msgspec.json.encode(body)
+    json.dumps(body, allow_nan=False)
+    assert type(error_from_dict(body)) is LoadError
+
+
+def test_a_message_that_is_no_unicode_can_be_written() -> None:
+    """Names of files come with lone surrogates in them."""
+    assert msgspec.json.encode(LoadError("no such file: caf\udce9", peer="\udce9").to_dict())
+
+
+def test_an_unknown_name_becomes_an_engine_error_that_keeps_it() -> None:
+    """A newer peer never breaks an older one, and no name is ever looked up anywhere but in our list."""
+    for name in ("FutureError", "os.system", "weightsync.errors.LoadError", "__class__", "KeyError", "", "WeightSync"):
+        error = error_from_dict({"error": name, "message": "m"}, peer="p")
+        assert type(error) is EngineError
+        assert error.details["remote_error"] == name
+        assert error.peer == "p"
+
+
+def test_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(sys.modules)
+    monkeypatch.setattr("builtins.__import__", lambda *a, **k: pytest.fail(f"imports {a[0]}"))
+    error_from_dict({"error": "antigravity.LoadError", "details": {"__reduce__": ["os.system", "true"]}})
+    assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"error": None},
+        {"error": ["LoadError"]},
+        {"error": {"LoadError": 1}},
+        {"error": "LoadError", "message": None},
+        {"error": "LoadError", "message": {"a": 1}},
+        {"error": "LoadError", "details": None},
+        {"error": "LoadError", "details": [1, 2]},
+        {"error": "LoadError", "details": "text"},
+        {"error": "LoadError", "details": {"message": "again", "rank": 3, "peer": 4, "causes": {}}},
+        {"error": "LoadError", "details": {"self": 1}},
+        {"error": "LoadError", "details": {"kind": 1, "error": 2, "details": 3, "args": 4, "": 5, "a b": 6}},
+        {"error": "SyncFailedError", "details": {"causes_by_engine": [1]}},
+        {"error": "SyncFailedError", "details": {"causes_by_engine": None}},
+        {"error": "SyncFailedError", "details": {"causes_by_engine": {"e": 1, "f": None, "g": []}}},
+        {"error": "SyncFailedError", "details": {"causes_by_engine": {"e": {}}, "causes": 5, "self": 1}},
+        {"error": "GroupJoinError", "rank": "none", "details": {"missing_ranks": {"a": 1}}},
+    ],
+    ids=lambda body: json.dumps(body)[:70],
+)
+def test_a_hostile_body_is_still_an_error_of_ours(body: dict[str, Any]) -> None:
+    error = error_from_dict(body, peer="p")
+    assert isinstance(error, WeightSyncError)
+    assert isinstance(str(error), str)
+    json.dumps(error.to_dict())
+    is_consequence(error)
+
+
+@quiet
+@given(
+    st.dictionaries(
+        st.sampled_from(["error", "message", "rank", "peer", "version", "details", "x"]),
+        values | st.sampled_from(["LoadError", "SyncFailedError"]) | st.dictionaries(
+            st.sampled_from(["self", "message", "rank", "causes", "causes_by_engine", "kind"]), values, max_size=3
+        ),
+    )
+)  # fmt: skip
+def test_no_body_at_all_breaks_the_reader(body: dict[str, Any]) -> None:
+    error = error_from_dict(body)
+    assert isinstance(error, WeightSyncError)
+    assert isinstance(error_from_dict(error.to_dict()), WeightSyncError)
+
+
+def test_causes_nested_a_thousand_deep_end_somewhere() -> None:
+    body: dict[str, Any] = {"error": "LoadError", "message": "the first"}
+    for _ in range(1000):
+        body = {"error": "SyncFailedError", "details": {"causes_by_engine": {"e": body}}}
+    assert isinstance(error_from_dict(body), SyncFailedError)
+
+
+def test_a_huge_body_gives_an_error_of_a_size_that_can_be_read() -> None:
+    """The text of an engine's error goes into logs and into other errors: 10 MB of it help nobody."""
+    error = error_from_dict({"error": "LoadError", "message": "x" * 10_000_000, "details": {"y": "z" * 10_000_000}})
+    assert len(str(error)) < 100_000
+
+
+def test_what_follows_from_something_else() -> None:
+    assert is_consequence(TransferError("the connection broke"))
+    assert is_consequence(TransferAbortedError("a newer init"))
+    for cause in (
+        GroupJoinError("alone"),
+        LoadError("x"),
+        DigestMismatchError("x"),
+        DeadlineExceededError("x"),
+        EngineUnreachableError("x"),
+        ValueError("x"),
+        KeyboardInterrupt(),
+    ):
+        assert not is_consequence(cause), cause
+
+
+def test_a_failed_sync_is_a_consequence_only_if_all_its_causes_are() -> None:
+    lost = TransferError("lost")
+    assert is_consequence(SyncFailedError("x", causes={"a": lost, "b": SyncFailedError("y", causes={"c": lost})}))
+    assert not is_consequence(SyncFailedError("x", causes={"a": lost, "b": LoadError("bad")}))
+    assert not is_consequence(SyncFailedError("x"))
+
+
+def test_what_is_typed_stays_what_it_is() -> None:
+    typed = ConfigError("x")
+    assert as_weightsync_error(typed, LoadError, "no") is typed
+    wrapped = as_weightsync_error(KeyError("w"), LoadError, "loading failed", rank=1)
+    assert type(wrapped) is LoadError
+    assert wrapped.rank == 1
+    assert "KeyError" in wrapped.message
+    assert isinstance(wrapped.__cause__, KeyError)
