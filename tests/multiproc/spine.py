@@ -163,7 +163,7 @@ def engine_main(engine_id: str, world_size: int, options: dict[str, Any], conn: 
         ]
     engine = EmbeddedEngine(workers, engine_id=engine_id)
     holder.append(engine)
-    server = EngineServer(engine, token=TOKEN)
+    server = EngineServer(engine, port=options.get("port", 0), token=TOKEN)
     url = server.start()
     conn.send((url, [getattr(worker, "pid", os.getpid()) for worker in workers]))
     while (question := conn.recv()) is not None:

@@ -15,7 +15,7 @@ COMMAND = [sys.executable, "-m", "weightsync.cli", "demo", "--size", "tiny"]
 
 
 def test_the_demo_proves_every_version(tmp_path: Path) -> None:
-    """8 steps on two ranks and two engines: digests equal, losses agree, the engine's loss falls, pictures are there."""
+    """Two ranks, two engines: digests equal, losses agree, the engine's loss falls, the files are there."""
     ran = subprocess.run(
         [*COMMAND, "--steps", "8", "--engines", "2", "--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)],
         capture_output=True,
@@ -57,5 +57,4 @@ def test_an_engine_that_dies_ends_the_demo_in_words(tmp_path: Path) -> None:
     _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 1
     assert "engine-0" in errors
-    gone, alive = psutil.wait_procs(family, timeout=10)
-    assert not alive
+    assert not psutil.wait_procs(family, timeout=10)[1]

@@ -17,15 +17,19 @@ from weightsync.types import (
     REQUEST_TYPES,
     AnyInitInfo,
     AnyUpdateRequest,
+    BeginRequest,
     EngineOp,
     EngineReply,
     Full,
     HeldTensor,
     InitRequest,
+    Manifest,
     Patch,
+    PauseRequest,
     TensorSpec,
     TorchDistributedWeightSyncInitInfo,
     UpdateRequest,
+    Version,
     WeightChunk,
 )
 
@@ -171,6 +175,19 @@ def test_an_engine_is_never_rank_0_nor_outside_the_group(rank_offset: int) -> No
     """Rank 0 is the trainer; two members of one rank hang or end each other."""
     with pytest.raises(InvalidRequestError):
         InitRequest(run_id="r", model_id="m", info=info(world_size=3), rank_offset=rank_offset)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e300, float("inf"), float("nan")])
+def test_seconds_that_no_wait_can_have(seconds: float) -> None:
+    """1e300 is valid JSON, and an OverflowError in the timer thread that was to watch over the session."""
+    spec = TensorSpec(name="a", dtype="uint8", shape=(1,))
+    manifest = Manifest(version=Version(run_id="r", number=1), model_id="m", tensors=(spec,))
+    with pytest.raises(InvalidRequestError):
+        BeginRequest(session="s", manifest=manifest, deadline_s=seconds)
+    with pytest.raises(InvalidRequestError):
+        PauseRequest(session="s", timeout_s=seconds, lease_s=1.0)
+    with pytest.raises(InvalidRequestError):
+        PauseRequest(session="s", timeout_s=1.0, lease_s=seconds)
 
 
 @pytest.mark.parametrize("world_size", [0, -1])

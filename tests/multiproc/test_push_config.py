@@ -1,0 +1,67 @@
+"""A whole sync driven by a config file in other frameworks' words, and pushes that config makes differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.multiproc.spine import Engine, build, cast_bytes, client_of
+from weightsync import PushSync, WeightSyncConfig, extractor_for
+from weightsync.errors import UnsupportedError
+from weightsync.testing.processes import children, free_port
+
+YAML = """
+generator:
+  weight_sync_backend: gloo
+  use_flashrl: true
+trainer:
+  training_backend: fsdp
+  placement: {colocate_all: false}
+weight_sync_controller:
+  sync_mode: sync
+  sync_method: push
+"""
+
+
+def test_a_config_file_drives_a_sync(tmp_path: Path) -> None:
+    """The YAML of another framework's trainer, with a plain module for the engine to hold at the end."""
+    (tmp_path / "sync.yaml").write_text(YAML)
+    config = WeightSyncConfig.load(tmp_path / "sync.yaml")
+    assert config.extract.group_by_module
+    with children() as start:
+        engine = Engine(start, "e")
+        model = build(3)
+        push = PushSync.from_config(config, extractor_for(config, model), client_of({"e": engine.url}))
+        push.initialize()
+        assert push.sync_weights(1).digests_equal is True
+        push.close()
+        assert engine.weights() == cast_bytes(model)
+
+
+def test_what_is_not_there_is_refused_by_name() -> None:
+    """Backends and strategies that other parts will bring are named, not guessed."""
+    megatron = WeightSyncConfig.load({"transfer": {"training_backend": "megatron"}})
+    with pytest.raises(UnsupportedError, match="megatron"):
+        extractor_for(megatron, torch.nn.Linear(1, 1))
+    ipc = WeightSyncConfig.load({"transfer": {"backend": "cuda_ipc", "colocated": True}})
+    with pytest.raises(UnsupportedError, match="cuda_ipc"):
+        PushSync.from_config(ipc, extractor_for(ipc, torch.nn.Linear(1, 1)))
+
+
+def test_an_engine_comes_back_at_its_address() -> None:
+    """Killed and restarted on the same port: the next sync takes it in again, without a new PushSync."""
+    port = free_port()
+    with children() as start:
+        first = Engine(start, "e", port=port)
+        model = build(3)
+        config = WeightSyncConfig.load({"transfer": {"transfer_timeout_s": 8.0, "join_timeout_s": 4.0}})
+        push = PushSync.from_config(config, extractor_for(config, model), client_of({"e": first.url}))
+        push.initialize()
+        push.sync_weights(1)
+        first.child.kill()
+        second = Engine(start, "e", port=port)
+        assert push.sync_weights(2).engine_ids == ("e",)
+        assert second.weights() == cast_bytes(model)
+        push.close()

@@ -1,0 +1,143 @@
+"""Random faults, many versions: whatever happens, an engine serves exactly a published version, or nothing.
+
+`make test` runs two short storms, `make soak` twenty long ones.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from tests.multiproc.spine import Engine, build, cast_bytes, client_of, step
+from weightsync import ModuleWeightExtractor, PushSync
+from weightsync.errors import WeightSyncError
+from weightsync.testing.processes import children, free_port
+
+DEADLINE_S = 3.0
+SLACK_S = 5.0  # describing (3 s) and aborting (2 s) come on top of a sync's deadline
+FAULTS = ["none", "none", "raise", "corrupt", "stop", "kill", "restart", "commit"]
+
+
+class Storm:
+    """One trainer, engines that are broken at random, and a record of what was published."""
+
+    def __init__(self, start: Any, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.start = start
+        in_place = self.random.random() < 0.3
+        self.options = {name: {"port": free_port(), "in_place": in_place, "blocks": 4} for name in ("a", "b", "c")}
+        self.sizes = {"a": 1, "b": 2, "c": 1}
+        self.engines: dict[str, Engine] = {name: self.launch(name) for name in self.options}
+        self.model = build(5, blocks=4)
+        self.push = PushSync(
+            ModuleWeightExtractor(self.model, chunk_bytes=300),
+            client_of({name: engine.url for name, engine in self.engines.items()}),
+            dtype="bfloat16",
+            transfer_timeout_s=DEADLINE_S,
+            join_timeout_s=2.0,
+            pause_timeout_s=1.0,
+        )
+        self.published: dict[int, dict[str, bytes]] = {}
+        self.stopped: set[str] = set()
+        self.synced = 0
+
+    def launch(self, name: str) -> Engine:
+        return Engine(self.start, name, self.sizes[name], **self.options[name])
+
+    def break_something(self) -> None:
+        name = self.random.choice(sorted(set(self.engines) - self.stopped) or [""])
+        if not name:
+            return
+        engine = self.engines[name]
+        fault = self.random.choice(FAULTS)
+        worker = self.random.randrange(engine.world_size)
+        chunk = self.random.randrange(12)
+        if fault in {"kill", "restart"}:
+            engine.child.kill()
+            if fault == "restart":
+                self.engines[name] = self.launch(name)
+            else:
+                del self.engines[name]
+        elif fault == "stop":
+            engine.child.stop()
+            self.stopped.add(name)
+        elif fault == "commit":
+            engine.ask("arm", {"at": "commit", "do": "raise"}, worker)
+        elif fault != "none":
+            engine.ask("arm", {"at": "load", "chunk": chunk, "do": fault}, worker)
+
+    def mend(self) -> None:
+        for name in sorted(self.stopped):
+            self.engines[name].child.cont()
+        self.stopped.clear()
+        for name in set(self.options) - set(self.engines):
+            self.engines[name] = self.launch(name)
+
+    def sync(self, version: int) -> None:
+        step(self.model)
+        self.published[version] = cast_bytes(self.model)
+        began = time.monotonic()
+        try:
+            report = self.push.sync_weights(version)
+        except WeightSyncError:
+            report = None
+        assert time.monotonic() - began < DEADLINE_S + SLACK_S, "a sync outlived its deadline"
+        if report is not None:
+            assert report.digests_equal is True
+            self.synced += 1
+
+    def check(self) -> None:
+        """Every engine that answers serves the exact bytes of the version it names."""
+        for name, engine in self.engines.items():
+            if name in self.stopped:
+                continue
+            outcome, _, version = engine.generate()
+            if outcome != "ok":
+                assert outcome == "NotServingError"
+                continue
+            if version == "None":
+                continue
+            for worker in range(engine.world_size):
+                assert engine.weights(worker) == self.published[int(version.rsplit("/", 1)[1])], name
+
+
+def storm(seed: int, versions: int) -> None:
+    with children() as start:
+        weather = Storm(start, seed)
+        weather.push.initialize()
+        for version in range(1, versions + 1):
+            weather.break_something()
+            weather.sync(version)
+            weather.check()
+            if weather.random.random() < 0.5:
+                weather.mend()
+        weather.mend()
+        everybody = tuple(sorted(weather.options))
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            versions += 1
+            weather.push._shunned.clear()  # the back-off is longer than this test
+            weather.sync(versions)
+            weather.check()
+            served = [engine.generate()[2] for engine in weather.engines.values()]
+            if all(version is not None and version.endswith(f"/{versions}") for version in served):
+                break
+        else:
+            raise AssertionError(f"{everybody} never came together again: {served}")
+        assert weather.synced > 0
+        weather.push.close()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_short_storm(seed: int) -> None:
+    storm(seed, versions=8)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(10, 30))
+def test_a_long_storm(seed: int) -> None:
+    storm(seed, versions=50)
