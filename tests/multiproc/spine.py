@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Shard
 
 from weightsync.clients.fanout import EngineFanout
 from weightsync.clients.http import HttpEngine
+from weightsync.errors import WeightSyncError
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.publish.push import PushSync
@@ -124,7 +126,35 @@ def make_worker(index: int, options: dict[str, Any]) -> tuple[FaultyLoader, dict
     def weights(_: Any) -> dict[str, str]:
         return {name: byte_array(t.detach().contiguous()).tobytes().hex() for name, t in model.state_dict().items()}
 
-    return loader, {"generate": generate, "weights": weights, "arm": loader.arm}
+    def fingerprint(_: Any) -> str:
+        return fingerprint_of({name: byte_array(t.detach().contiguous()) for name, t in model.state_dict().items()})
+
+    return loader, {"generate": generate, "weights": weights, "fingerprint": fingerprint, "arm": loader.arm}
+
+
+def fingerprint_of(weights: Mapping[str, Any]) -> str:
+    """One hash of all of a model's bytes, by name."""
+    total = xxhash.xxh3_64()
+    for name in sorted(weights):
+        total.update(name.encode())
+        total.update(weights[name])
+    return total.hexdigest()
+
+
+class Hammer:
+    """Generates without a break; each answer is the fingerprint of all workers' weights while it ran."""
+
+    def __init__(self, engine: EmbeddedEngine, workers: list[Any]) -> None:
+        self.answers: set[tuple[str, str]] = set()
+        self._engine = engine
+        self._workers = workers
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with contextlib.suppress(WeightSyncError), self._engine.generation(timeout_s=0.2) as version:
+                for worker in self._workers:
+                    self.answers.add((str(version), worker.ask("fingerprint", None)))
 
 
 class InProcess:
@@ -163,13 +193,16 @@ def engine_main(engine_id: str, world_size: int, options: dict[str, Any], conn: 
         ]
     engine = EmbeddedEngine(workers, engine_id=engine_id)
     holder.append(engine)
+    hammer = Hammer(engine, workers) if options.get("hammer") else None
     server = EngineServer(engine, port=options.get("port", 0), token=TOKEN)
     url = server.start()
     conn.send((url, [getattr(worker, "pid", os.getpid()) for worker in workers]))
     while (question := conn.recv()) is not None:
         worker, name, argument = question
         try:
-            if name == "generate":
+            if name == "answers":
+                conn.send(("ok", set(hammer.answers) if hammer else set(), None))
+            elif name == "generate":
                 with engine.generation(timeout_s=0.05) as version:
                     conn.send(("ok", workers[worker].ask(name, argument), str(version)))
             else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.spine import Engine, build, cast_bytes, client_of, step
+from tests.multiproc.spine import Engine, build, cast_bytes, client_of, fingerprint_of, step
 from weightsync import ModuleWeightExtractor, PushSync
 from weightsync.errors import WeightSyncError
 from weightsync.testing.processes import children, free_port
@@ -28,7 +28,9 @@ class Storm:
         self.random = random.Random(seed)
         self.start = start
         in_place = self.random.random() < 0.3
-        self.options = {name: {"port": free_port(), "in_place": in_place, "blocks": 4} for name in ("a", "b", "c")}
+        self.options = {
+            name: {"port": free_port(), "in_place": in_place, "blocks": 4, "hammer": True} for name in ("a", "b", "c")
+        }
         self.sizes = {"a": 1, "b": 2, "c": 1}
         self.engines: dict[str, Engine] = {name: self.launch(name) for name in self.options}
         self.model = build(5, blocks=4)
@@ -41,6 +43,8 @@ class Storm:
             pause_timeout_s=1.0,
         )
         self.published: dict[int, dict[str, bytes]] = {}
+        self.fingerprints: dict[int, str] = {}
+        self.num_answers = 0
         self.stopped: set[str] = set()
         self.synced = 0
 
@@ -79,6 +83,7 @@ class Storm:
     def sync(self, version: int) -> None:
         step(self.model)
         self.published[version] = cast_bytes(self.model)
+        self.fingerprints[version] = fingerprint_of(self.published[version])
         began = time.monotonic()
         try:
             report = self.push.sync_weights(version)
@@ -90,10 +95,14 @@ class Storm:
             self.synced += 1
 
     def check(self) -> None:
-        """Every engine that answers serves the exact bytes of the version it names."""
+        """Every engine that answers serves the exact bytes of the version it names, and always did."""
         for name, engine in self.engines.items():
             if name in self.stopped:
                 continue
+            for version, fingerprint in engine.ask("answers"):
+                if version != "None":
+                    assert fingerprint == self.fingerprints[int(version.rsplit("/", 1)[1])], (name, version)
+                    self.num_answers += 1
             outcome, _, version = engine.generate()
             if outcome != "ok":
                 assert outcome == "NotServingError"
@@ -128,6 +137,7 @@ def storm(seed: int, versions: int) -> None:
         else:
             raise AssertionError(f"{everybody} never came together again: {served}")
         assert weather.synced > 0
+        assert weather.num_answers > 0
         weather.push.close()
 
 

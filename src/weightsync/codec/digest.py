@@ -226,6 +226,11 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
     return model_digest(by_name.values(), total)
 
 
+def warm_up() -> None:
+    """Loads the compiled kernels, once a process: about a second that the first sync would pay otherwise."""
+    _kernels()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Seeds:
     key_1: int

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from weightsync.codec.base import Codec
-from weightsync.codec.digest import ShardSum, model_digest, shard_sum
+from weightsync.codec.digest import ShardSum, model_digest, shard_sum, warm_up
 from weightsync.codec.full import FullCodec
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import (
@@ -175,6 +175,7 @@ class PushSync:
             WeightSyncError: another rank failed.
         """
         with self._exclusive():
+            warm_up()
             ranks = self._training_ranks()
             error: WeightSyncError | None = None
             if ranks.rank == 0:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from weightsync.codec.base import Codec, Decoder
-from weightsync.codec.digest import digest_of
+from weightsync.codec.digest import digest_of, warm_up
 from weightsync.codec.full import FullCodec
 from weightsync.errors import (
     DeadlineExceededError,
@@ -111,6 +111,7 @@ class EngineWorker:
             if self._session is not None:
                 self._fail(self._session, TransferAbortedError("a newer init took over"))
             self._drop_receiver()
+        warm_up()
         strategy = self._strategies(request.info.strategy)
         receiver = strategy.create_receiver(
             request.info, rank=request.rank_offset + self.index, record=self.recorder.add

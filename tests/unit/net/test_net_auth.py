@@ -1,0 +1,73 @@
+"""Who may listen where, and who gets in."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from weightsync.errors import AuthError, ConfigError
+from weightsync.net.auth import bearer_headers, check_exposure, check_token, is_loopback
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "::1", "localhost"])
+def test_loopback_needs_no_token(host: str) -> None:
+    assert is_loopback(host)
+    check_exposure(host, None)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["0.0.0.0", "::", "10.0.0.5", "192.168.1.1", "8.8.8.8", "example.org", "", "127.0.0.1.example.org", "localhost.x"],
+)
+def test_everything_else_needs_one(host: str) -> None:
+    assert not is_loopback(host)
+    with pytest.raises(ConfigError, match="token"):
+        check_exposure(host, None)
+    check_exposure(host, TOKEN)
+
+
+@pytest.mark.parametrize("token", ["", "short", "x" * 15])
+def test_a_short_token_is_none(token: str) -> None:
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(ConfigError):
+            check_exposure(host, token)
+
+
+@pytest.mark.parametrize("token", ["ein-schlüssel-0123456789", "0123456789abcdef\n", "0123456789 abcdef\r\nx: y"])
+def test_a_token_that_no_header_can_carry_is_refused_at_once(token: str) -> None:
+    """Otherwise the server starts, and every client with the right token is turned away."""
+    with pytest.raises(ConfigError):
+        check_exposure("127.0.0.1", token)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        TOKEN,
+        f"bearer {TOKEN}",
+        f"Basic {TOKEN}",
+        f"Bearer {TOKEN} ",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        f"Bearer  {TOKEN}",
+        f"Bearer {TOKEN.upper()}",
+        "Bearer \xff\xfe",
+    ],
+)
+def test_only_the_whole_token_passes(header: str | None) -> None:
+    check_token(bearer_headers(TOKEN)["Authorization"], TOKEN)
+    with pytest.raises(AuthError) as caught:
+        check_token(header, TOKEN)
+    assert TOKEN not in str(caught.value)
+    check_token(header, None)
+
+
+def test_a_token_is_a_header_that_httpx_can_send() -> None:
+    assert bearer_headers(None) == {}
+    assert httpx.Headers(bearer_headers(TOKEN))["authorization"] == f"Bearer {TOKEN}"
