@@ -347,6 +347,26 @@ def test_in_place_and_half_loaded_is_never_served(start: Any) -> None:
     check_serving(two, 3, 3)
 
 
+def test_in_place_and_the_trainer_dies_between_chunks(start: Any) -> None:
+    """Nobody tells the engine: its pause runs out by itself, and half-loaded weights are still not served.
+
+    Seen to fail: without the fence that `EmbeddedEngine` raises before the first byte is written over live weights.
+    """
+    one, two, trainer = setup(start, in_place=True)
+    trainer.order("die in extraction")
+    trainer.ranks[0].conn.send(2)
+    trainer.ranks[0].process.join(10)
+    end = time.monotonic() + OPTIONS["transfer_timeout_s"] + 1.5
+    while time.monotonic() < end:
+        assert one.generate()[0] == "NotServingError"
+        assert two.generate()[0] == "NotServingError"
+    fresh = Trainer(start, {"one": one.url, "two": two.url})
+    assert fresh.sync("initialize")["type"] == "ok"
+    assert fresh.sync(7)["engines"] == ("one", "two")
+    check_serving(one, 7, 1)
+    check_serving(two, 7, 1)
+
+
 def test_a_commit_fails_on_one_worker(start: Any) -> None:
     """Workers on different versions are one engine that refuses to serve; the next sync heals it."""
     one, two, trainer = setup(start)

@@ -1,6 +1,6 @@
 """Random faults, many versions: whatever happens, an engine serves exactly a published version, or nothing.
 
-`make test` runs two short storms, `make soak` twenty long ones.
+`make test` runs two short storms, `make soak` twelve long ones.
 """
 
 from __future__ import annotations
@@ -148,6 +148,6 @@ def test_a_short_storm(seed: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", range(10, 30))
+@pytest.mark.parametrize("seed", range(10, 22))
 def test_a_long_storm(seed: int) -> None:
     storm(seed, versions=50)
