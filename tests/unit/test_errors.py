@@ -38,7 +38,9 @@ def kinds(root: type[WeightSyncError] = WeightSyncError) -> list[type[WeightSync
 
 quiet = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 leaves = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=8)
-values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3))  # fmt: skip
+values = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
 keys = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True).filter(
     lambda key: key not in {"rank", "peer", "version", "parameter", "state_left", "message", "self", "causes"}
 )
@@ -61,7 +63,7 @@ def test_every_kind_survives_the_border(kind: type[WeightSyncError]) -> None:
 
 @quiet
 @given(st.sampled_from(kinds()), st.text(), st.dictionaries(keys, values, max_size=4))
-def test_whatever_the_details_are_they_come_back(kind: type[WeightSyncError], text: str, details: dict[str, Any]) -> None:
+def test_any_details_come_back(kind: type[WeightSyncError], text: str, details: dict[str, Any]) -> None:
     error = kind(text, **details)
     again = error_from_dict(msgspec.json.decode(msgspec.json.encode(error.to_dict())))
     assert type(again) is kind

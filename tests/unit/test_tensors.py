@@ -53,7 +53,7 @@ def test_a_view_of_a_parameter_is_no_part_of_its_graph() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     assert not byte_view(parameter).requires_grad
     assert byte_view(parameter).data_ptr() == parameter.data_ptr()
-    assert byte_array((parameter * 2)).nbytes == 12
+    assert byte_array(parameter * 2).nbytes == 12
 
 
 @pytest.mark.parametrize(

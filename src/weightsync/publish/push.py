@@ -66,6 +66,7 @@ from weightsync.types import (
     Version,
     WeightChunk,
 )
+from weightsync.types.deadline import check_wait_s
 
 _ABORT_TIMEOUT_S = 2.0
 _DESCRIBE_TIMEOUT_S = 3.0
@@ -112,6 +113,8 @@ class PushSync:
     ) -> None:
         self._extractor = extractor
         self._all_engines = client
+        for name, seconds in (("transfer", transfer_timeout_s), ("join", join_timeout_s), ("pause", pause_timeout_s)):
+            check_wait_s(f"{name}_timeout_s", seconds)
         self._strategy = strategy or BroadcastTransferStrategy(
             join_timeout_s=join_timeout_s, transfer_timeout_s=transfer_timeout_s
         )
@@ -182,7 +185,7 @@ class PushSync:
                 try:
                     self.run_id = self.run_id or f"run-{uuid.uuid4().hex[:12]}"
                     self._ready_sender(Deadline(self._join_timeout_s + _DESCRIBE_TIMEOUT_S))
-                except BaseException as caught:
+                except Exception as caught:
                     error = as_weightsync_error(caught, TransferError, "initialising failed")
             said = ranks.settle(error, run_id=self.run_id)
             self.run_id = str(said[0]["run_id"])
@@ -216,8 +219,8 @@ class PushSync:
             except BaseException as caught:
                 error = as_weightsync_error(caught, SyncFailedError, "the sync failed")
                 run.fail(error)
-                if error is ranks.agreed_error:  # every rank knows already, and settles no more
-                    raise
+                if error is ranks.agreed_error or not isinstance(caught, Exception):
+                    raise  # every rank knows already and settles no more; or this process was told to end
             told = ranks.settle(error, report=None if report is None else msgspec.to_builtins(report))
             self._last = run.version
             return msgspec.convert(told[0]["report"], SyncReport)
@@ -408,7 +411,7 @@ class _Sync:
                     BeginRequest(session=self._session, manifest=manifest, deadline_s=left), timeout_s=left
                 ),
             )
-        except BaseException as caught:
+        except Exception as caught:
             error = as_weightsync_error(caught, SyncFailedError, "the sync did not start")
         self._ranks.settle(error)
         paused_early = any(reply.writes_live for reply in replies.values())

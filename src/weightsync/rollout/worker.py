@@ -11,7 +11,6 @@ session are told why.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterator
 
@@ -150,8 +149,6 @@ class EngineWorker:
             served = self._served[0] if self._served else None
             if served and served.run_id == version.run_id and served.is_newer_than(version):
                 raise VersionError(f"{served} is served already; versions rise within a run", version=str(version))
-            if not 0 < request.deadline_s < math.inf:
-                raise InvalidRequestError(f"deadline_s is a number of seconds above 0, not {request.deadline_s}")
             self.loader.begin(request.manifest)
             session = _Session(request, self._codec.decoder(), self._receiver)
             session.watchdog = threading.Timer(request.deadline_s, self._expire, (session,))

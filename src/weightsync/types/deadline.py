@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import time
 
-from weightsync.errors import DeadlineExceededError
+from weightsync.errors import DeadlineExceededError, InvalidRequestError
+
+MAX_WAIT_S = 7 * 86_400.0
+"""No wait is longer than a week: what asks for more has the wrong unit, and timers overflow."""
+
+
+def check_wait_s(name: str, seconds: float) -> float:
+    """`seconds`, if that is a time one can wait.
+
+    Raises:
+        InvalidRequestError: it is not a number above 0, or more than a week.
+    """
+    if not 0 < seconds <= MAX_WAIT_S:  # NaN fails both
+        raise InvalidRequestError(f"{name} is a number of seconds above 0 and at most {MAX_WAIT_S:g}, not {seconds}")
+    return seconds
 
 
 class Deadline:

@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from weightsync.errors import WeightSyncError
+from weightsync.types.deadline import check_wait_s
 from weightsync.types.init_info import AnyInitInfo
 from weightsync.types.manifest import Manifest, Version
 from weightsync.types.requests import AnyUpdateRequest
@@ -61,6 +62,9 @@ class BeginRequest(_Message, frozen=True, kw_only=True):
     session: str
     manifest: Manifest
     deadline_s: float
+
+    def __post_init__(self) -> None:
+        check_wait_s("deadline_s", self.deadline_s)
 
 
 class UpdateRequest(_Message, frozen=True, kw_only=True):
@@ -106,6 +110,10 @@ class PauseRequest(_Message, frozen=True, kw_only=True):
     session: str
     timeout_s: float
     lease_s: float
+
+    def __post_init__(self) -> None:
+        check_wait_s("timeout_s", self.timeout_s)
+        check_wait_s("lease_s", self.lease_s)
 
 
 class ResumeRequest(_Message, frozen=True, kw_only=True):

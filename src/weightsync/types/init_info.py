@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from weightsync.errors import InvalidRequestError
+from weightsync.types.deadline import check_wait_s
 
 
 class WeightSyncInitInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -43,8 +44,8 @@ class TorchDistributedWeightSyncInitInfo(WeightSyncInitInfo, frozen=True, kw_onl
             raise InvalidRequestError(
                 f"a transfer group has the sender and a receiver, not world_size {self.world_size}"
             )
-        if self.join_timeout_s <= 0 or self.transfer_timeout_s <= 0:
-            raise InvalidRequestError("join_timeout_s and transfer_timeout_s are above 0")
+        check_wait_s("join_timeout_s", self.join_timeout_s)
+        check_wait_s("transfer_timeout_s", self.transfer_timeout_s)
 
 
 class EmptyWeightSyncInitInfo(WeightSyncInitInfo, frozen=True, kw_only=True, tag="empty"):

@@ -54,7 +54,7 @@ class Handle:
 
 
 @contextlib.contextmanager
-def serving(does: Callable[[EngineOp, EngineRequest], EngineReply], token: str | None = TOKEN) -> Iterator[str]:
+def serving(does: Callable[[EngineOp, EngineRequest], EngineReply]) -> Iterator[str]:
     server = EngineServer(Handle(does), token=TOKEN)
     try:
         yield server.start()
@@ -129,9 +129,8 @@ def test_calls_from_several_threads_do_not_wait_for_each_other() -> None:
 
 @contextlib.contextmanager
 def raw_server(answers: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Reads a request's head, then lets `answers` do what it wants with the connection."""
+    """Reads a describe request, then lets `answers` do what it wants with the connection."""
     listener = socket.create_server(("127.0.0.1", 0))
-    ended = threading.Event()
 
     def run() -> None:
         while True:
@@ -141,8 +140,9 @@ def raw_server(answers: Callable[[socket.socket], None]) -> Iterator[str]:
                 return
             with conn, contextlib.suppress(OSError):
                 conn.settimeout(5)
-                while b"\r\n\r\n" not in conn.recv(65536):
-                    pass
+                request = b""
+                while not request.endswith(b"{}"):  # all of it: closing with unread bytes resets the connection
+                    request += conn.recv(65536)
                 answers(conn)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -150,7 +150,6 @@ def raw_server(answers: Callable[[socket.socket], None]) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        ended.set()
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         thread.join(6)
@@ -283,16 +282,15 @@ def test_an_engine_that_never_answers_costs_the_timeout_and_no_more() -> None:
     assert caught.value.peer == "e"
 
 
-@pytest.mark.parametrize("what", ["head", "body"])
-def test_an_engine_that_answers_a_byte_at_a_time_costs_the_timeout_and_no_more(what: str) -> None:
+def test_an_engine_that_answers_a_byte_at_a_time_costs_the_timeout_and_no_more() -> None:
     """A timeout for each read is none for the answer: a byte now and then would keep a call alive for ever."""
     quit_now = threading.Event()
 
     def drip(conn: socket.socket) -> None:
-        conn.sendall(b"HTTP/1.1 200 OK\r\n" if what == "head" else b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n")
-        end = time.monotonic() + 4
+        conn.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n")
+        end = time.monotonic() + 3
         while not quit_now.wait(0.05) and time.monotonic() < end:
-            conn.sendall(b"x-a: b\r\n" if what == "head" else b" ")
+            conn.sendall(b" ")
 
     with raw_server(drip) as url:
         started = time.monotonic()

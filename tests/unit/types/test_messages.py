@@ -198,7 +198,8 @@ def test_an_engine_without_workers_is_refused(world_size: int) -> None:
 
 
 def test_an_update_is_of_a_known_kind() -> None:
-    body = {"update": {"kind": "pickle", "session": "s", "seq": 0, "names": ["a"], "dtypes": ["uint8"], "shapes": [[1]]}}
+    header = {"session": "s", "seq": 0, "names": ["a"], "dtypes": ["uint8"], "shapes": [[1]]}
+    body = {"update": {**header, "kind": "pickle"}}
     with pytest.raises(msgspec.ValidationError, match="pickle"):
         msgspec.convert(body, UpdateRequest)
     del body["update"]["kind"]
