@@ -160,7 +160,7 @@ class ExtractError(WeightSyncError):
 
 
 class TrainerRankError(WeightSyncError):
-    """Another training rank failed or died; every rank stops at the same chunk."""
+    """A training rank is gone or doesn't answer. The trainer's process group is broken: restart the job."""
 
 
 class EngineError(WeightSyncError):

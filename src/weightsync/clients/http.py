@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 import httpx
 import msgspec
 
@@ -17,6 +19,8 @@ from weightsync.types import EngineOp, EngineReply, EngineRequest
 
 ENGINE_API = "/weightsync/v1"
 """Every step of `EngineOp` is a POST to this path + "/" + its name."""
+TIMEOUT_HEADER = "weightsync-timeout-s"
+"""How long the caller waits for the answer: the engine does not work longer for nobody."""
 
 
 class HttpEngine:
@@ -27,7 +31,7 @@ class HttpEngine:
         engine_id: name for messages; the URL where not given.
         token: bearer token of the server.
         connect_timeout_s: how long to try to connect.
-        verify: as in httpx: True, a CA file, or False.
+        verify: whether to check an https server's certificate; or the PEM file of the authority that signed it.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class HttpEngine:
         self._client = httpx.Client(
             base_url=self.url,
             headers=bearer_headers(token),
-            verify=verify,
+            verify=ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify,
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=8),
         )
@@ -59,7 +63,12 @@ class HttpEngine:
         """Posts one step; see `EngineHandle.call` for what it raises."""
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         try:
-            response = self._client.post(f"{ENGINE_API}/{op}", content=msgspec.json.encode(request), timeout=timeout)
+            response = self._client.post(
+                f"{ENGINE_API}/{op}",
+                content=msgspec.json.encode(request),
+                headers={TIMEOUT_HEADER: str(timeout_s)},
+                timeout=timeout,
+            )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineUnreachableError(f"can't connect to {self.url}: {error}", peer=self._engine_id) from error
         except httpx.TimeoutException as error:

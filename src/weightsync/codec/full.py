@@ -29,6 +29,7 @@ class FullEncoder(Encoder):
                 raise InvalidRequestError("the stream has this tensor twice", parameter=twice)
             self._digests.update(tensor_digests(dict(zip(chunk.names, chunk.tensors, strict=True))))
             yield chunk
+            del chunk  # whoever took it may let it go
 
     def digests(self) -> Mapping[str, str]:
         """See `Encoder.digests`."""

@@ -103,8 +103,8 @@ def _without_start(phases: tuple[PhaseRecord, ...]) -> tuple[PhaseRecord, ...]:
 def _middle_sync(phases: tuple[PhaseRecord, ...]) -> tuple[float, float] | None:
     """Start and end of a sync in the middle of the run, seen from the trainer, a little room on either side."""
     trainer = [phase for phase in phases if phase.track.startswith("trainer")]
-    starts = sorted(phase.start_s for phase in trainer if phase.name == "begin")
-    ends = sorted(phase.end_s for phase in trainer if phase.name == "resume")
+    starts = sorted(phase.start_s for phase in trainer if phase.name == "wait for begin")
+    ends = sorted(phase.end_s for phase in trainer if phase.name == "wait for resume")
     if not starts or len(starts) != len(ends):
         return None
     start_s, end_s = starts[len(starts) // 2], ends[len(ends) // 2]

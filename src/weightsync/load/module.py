@@ -45,6 +45,7 @@ class ModuleWeightLoader(WeightLoader):
         self._placed: dict[str, torch.Tensor] = {}  # manifest name -> live tensor
         self._spare: dict[str, torch.Tensor] = {}  # manifest name -> the other set
         self._loaded: set[str] = set()
+        self._ignored: frozenset[str] = frozenset()
         self._verified = False
         self.writes_live = in_place
 
@@ -66,6 +67,7 @@ class ModuleWeightLoader(WeightLoader):
                 for name, live in placed.items()
             }
         self._placed = placed
+        self._ignored = self._ignore.intersection(spec.name for spec in manifest.tensors)
         self._loaded = set()
         self._verified = False
         self._manifest = manifest
@@ -87,6 +89,8 @@ class ModuleWeightLoader(WeightLoader):
 
     def live_tensors(self) -> Iterator[HeldTensor]:
         """See the base class."""
+        if self._ignored:
+            raise UnsupportedError(f"the loader was told to ignore {', '.join(sorted(self._ignored)[:3])}")
         staged = self._verified and not self._in_place
         placed = self._placed or _named_tensors(self._module)
         for name, live in placed.items():

@@ -62,7 +62,6 @@ from weightsync.types import (
     ResumeRequest,
     StageRequest,
     SyncReport,
-    TorchDistributedWeightSyncInitInfo,
     Version,
     WeightChunk,
 )
@@ -136,6 +135,7 @@ class PushSync:
         self._sender_group: str | None = None
         self._client: InferenceEngineClient | None = None
         self._shunned: dict[str, _Shunned] = {}
+        self._joined: set[str] = set()
         self.recorder = recorder or Recorder("trainer/rank-0")
 
     @classmethod
@@ -172,8 +172,10 @@ class PushSync:
     def initialize(self) -> None:
         """Meets the engines and builds the transfer group. Every training rank calls it once, first.
 
+        From here on this run is the engines' current one: a trainer that had them before finds them taken over.
+
         Raises:
-            NoEnginesError: no engine answers.
+            NoEnginesError: no engine answers, or another trainer took all of them over.
             GroupJoinError: an engine did not join. `initialize` may be called again.
             WeightSyncError: another rank failed.
         """
@@ -184,6 +186,7 @@ class PushSync:
             if ranks.rank == 0:
                 try:
                     self.run_id = self.run_id or f"run-{uuid.uuid4().hex[:12]}"
+                    self._joined.clear()  # this trainer takes over, whoever had the engines before
                     self._ready_sender(Deadline(self._join_timeout_s + _DESCRIBE_TIMEOUT_S))
                 except Exception as caught:
                     error = as_weightsync_error(caught, TransferError, "initialising failed")
@@ -277,6 +280,11 @@ class PushSync:
             timeout_s=min(_DESCRIBE_TIMEOUT_S, deadline.check("time to ask the engines"))
         )
         lost = {**errors, **{who: shunned.error for who, shunned in self._shunned.items() if shunned.now}}
+        for who, reply in replies.items():
+            if who in self._joined and reply.run_id not in (None, self.run_id):
+                lost[who] = VersionError(
+                    f"run {reply.run_id} has taken over this engine; initialize() would take it back", peer=who
+                )
         here = [who for who in self._all_engines.engine_ids if who in replies and who not in lost]
         if not here:
             why = "; ".join(f"{who}: {error}" for who, error in lost.items())
@@ -313,8 +321,9 @@ class PushSync:
             raise typed from error
         for who in world_sizes:
             self._shunned.pop(who, None)
+        self._joined.update(world_sizes)
         self._sender = sender
-        self._sender_group = info.group_name if isinstance(info, TorchDistributedWeightSyncInitInfo) else "-"
+        self._sender_group = info.group_name
 
     def _shun(
         self, error: WeightSyncError, requests: Mapping[str, InitRequest], world_sizes: Mapping[str, int]
@@ -360,6 +369,7 @@ class _Sync:
         self._client: InferenceEngineClient | None = None
         self._recorder = push.recorder
         self._records: list[PhaseRecord] = []
+        self._of_engines: list[PhaseRecord] = []
         self._extraction: LockstepExtraction | None = None
 
     def run(self) -> SyncReport | None:
@@ -435,7 +445,7 @@ class _Sync:
             total_bytes=manifest.total_bytes,
             num_chunks=num_chunks,
             seconds=deadline.timeout_s - deadline.remaining_s,
-            paused_s=paused_s(self._records),
+            paused_s=paused_s(self._of_engines),
             phases_s=phases_s(self._records),
             digests_equal=None if unprovable else True,
             unprovable=unprovable,
@@ -486,9 +496,10 @@ class _Sync:
         )
 
     def _call(self, name: str, step: Callable[[float], Mapping[str, EngineReply]]) -> Mapping[str, EngineReply]:
-        with self._recorder.phase(name):
+        with self._recorder.phase(f"wait for {name}"):  # the phases of that name are the engines' own
             replies = step(self._deadline.check(f"time to {name}"))
         for reply in replies.values():
+            self._of_engines.extend(reply.phases)
             self._recorder.extend(reply.phases)
         return replies
 

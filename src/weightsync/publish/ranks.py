@@ -76,7 +76,7 @@ class TrainingRanks:
         return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(gathered, sizes, strict=True)]
 
     def settle(self, error: WeightSyncError | None, **mine: Any) -> list[dict[str, Any]]:
-        """`exchange` that raises on every rank if any rank has an error: its own, else the first other's.
+        """`exchange` that raises on every rank if any rank has an error: its own, else the first other's, typed.
 
         What it raised is kept as `agreed_error`: every rank knows it, so nobody tells it again.
 
@@ -93,9 +93,9 @@ class TrainingRanks:
             raise error
         for rank, what in enumerate(said):
             if what["error"] is not None:
-                cause = error_from_dict(what["error"])
-                self.agreed_error = TrainerRankError(f"training rank {rank} failed: {cause}", rank=rank)
-                raise self.agreed_error from cause
+                self.agreed_error = error_from_dict(what["error"])
+                self.agreed_error.message += f" (told by training rank {rank})"
+                raise self.agreed_error
         return said
 
     def close(self) -> None:

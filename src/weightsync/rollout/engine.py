@@ -5,13 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION
+from concurrent.futures import wait as wait_for
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from weightsync.clients.fanout import in_thread
 from weightsync.codec.base import Codec
-from weightsync.errors import EngineError, NoEnginesError, StateError, WeightSyncError, as_weightsync_error
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineError,
+    NoEnginesError,
+    StateError,
+    WeightSyncError,
+    as_weightsync_error,
+    is_consequence,
+)
 from weightsync.load.base import WeightLoader
 from weightsync.observe import Recorder
 from weightsync.rollout.gate import ServingGate
@@ -21,6 +31,7 @@ from weightsync.types import (
     AnyUpdateRequest,
     BeginRequest,
     CommitRequest,
+    Deadline,
     DescribeRequest,
     EngineOp,
     EngineReply,
@@ -35,6 +46,8 @@ from weightsync.types import (
 )
 
 _T = TypeVar("_T")
+_DESCRIBE_TIMEOUT_S = 3.0
+_ABORT_TIMEOUT_S = 3.0
 
 
 class Worker(Protocol):
@@ -102,23 +115,24 @@ class EmbeddedEngine:
         self._gate.fence(reason)
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
-        """Runs one step; see `EngineHandle.call`."""
+        """Runs one step; see `EngineHandle.call`. Workers that don't answer in time are a typed error."""
+        deadline = Deadline(timeout_s)
         match request:
             case DescribeRequest():
-                return self._describe()
+                return self._describe(deadline)
             case InitRequest():
-                self._all(lambda worker: worker.init(request))
+                self._all(lambda worker: worker.init(request), deadline)
             case BeginRequest():
-                self._begin(request)
+                self._begin(request, deadline)
             case UpdateRequest(update=update):
-                self._update(update)
+                self._update(update, deadline)
                 return self._reply(drain=False)  # its phases go with the reply to stage
             case StageRequest():
-                return self._stage(request)
+                return self._stage(request, deadline)
             case PauseRequest():
                 self._pause(request)
             case CommitRequest():
-                self._commit(request)
+                self._commit(request, deadline)
             case ResumeRequest():
                 self._resume(request.session)
             case AbortRequest():
@@ -132,27 +146,27 @@ class EmbeddedEngine:
         for worker in self._workers:
             worker.close()
 
-    def _begin(self, request: BeginRequest) -> None:
+    def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
         try:
-            self._all(lambda worker: worker.begin(request))
+            self._all(lambda worker: worker.begin(request), deadline)
         except WeightSyncError:
             self._abort(request.session, "begin failed on a worker")
             raise
 
-    def _update(self, update: AnyUpdateRequest) -> None:
+    def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
         if self._is_writing_live():
             if not self._gate.is_paused_by(update.session):
                 raise StateError("this engine is loaded in place: pause it before the first chunk")
             self._gate.fence("new weights are being written over the old ones")
         try:
-            self._all(lambda worker: worker.update(update))
+            self._all(lambda worker: worker.update(update), deadline)
         except WeightSyncError:
             self._abort(update.session, "a chunk failed on a worker")
             raise
 
-    def _stage(self, request: StageRequest) -> EngineReply:
+    def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
         try:
-            replies = self._all(lambda worker: worker.stage(request))
+            replies = self._all(lambda worker: worker.stage(request), deadline)
         except WeightSyncError:
             self._abort(request.session, "staging failed on a worker")
             raise
@@ -166,24 +180,24 @@ class EmbeddedEngine:
 
     def _pause(self, request: PauseRequest) -> None:
         stack = contextlib.ExitStack()
-        phase = stack.enter_context(self._recorder.phase("pause"))
+        stack.enter_context(self._recorder.phase("pause"))
         try:
             self._gate.pause(request.session, timeout_s=request.timeout_s, lease_s=request.lease_s)
         except WeightSyncError:
             stack.close()
             raise
-        del phase
         with self._lock:
-            if self._pause_phase is None:
-                self._pause_phase = stack
+            before, self._pause_phase = self._pause_phase, stack
+        if before is not None:
+            before.close()
 
-    def _commit(self, request: CommitRequest) -> None:
+    def _commit(self, request: CommitRequest, deadline: Deadline) -> None:
         if not self._gate.is_paused_by(request.session):
             self._abort(request.session, "not paused at commit")
             raise StateError("commit comes while the session holds the pause; it does not", state_left="aborted")
         self._gate.fence("a commit is under way")
         try:
-            versions = self._all(lambda worker: worker.commit(request.session), settle=True)
+            versions = self._all(lambda worker: worker.commit(request.session), deadline, settle=True)
         except WeightSyncError as error:
             self._abort(request.session, "commit failed on a worker")
             self._refuse_if_mixed(error)
@@ -193,7 +207,7 @@ class EmbeddedEngine:
     def _refuse_if_mixed(self, error: WeightSyncError) -> None:
         """After a failed commit: serve again only if every worker is whole and on the version served before."""
         try:
-            replies = self._all(lambda worker: worker.describe())
+            replies = self._described()
         except WeightSyncError:
             self._gate.fence("a worker failed during a commit")
             return
@@ -209,12 +223,11 @@ class EmbeddedEngine:
 
     def _abort(self, session: str, reason: str) -> None:
         """Aborts on every worker; then serves the old version, or is fenced."""
-        for worker in self._workers:
-            with contextlib.suppress(WeightSyncError):
-                worker.abort(session, reason)
+        with contextlib.suppress(WeightSyncError):
+            self._all(lambda worker: worker.abort(session, reason), Deadline(_ABORT_TIMEOUT_S), settle=True)
         if self._is_writing_live():
             try:
-                whole = all(reply.serving for reply in self._all(lambda worker: worker.describe()))
+                whole = all(reply.serving for reply in self._described())
             except WeightSyncError:
                 whole = False
             if whole:
@@ -230,19 +243,23 @@ class EmbeddedEngine:
         if stack is not None:
             stack.close()
 
-    def _describe(self) -> EngineReply:
-        replies = self._all(lambda worker: worker.describe())
+    def _describe(self, deadline: Deadline) -> EngineReply:
+        replies = self._all(lambda worker: worker.describe(), deadline)
         groups = {reply.group for reply in replies}
         reply = self._reply(drain=False)
         return msgspec.structs.replace(
             reply,
             group=groups.pop() if len(groups) == 1 else None,
             model_digest=replies[0].model_digest,
+            run_id=replies[0].run_id,
         )
+
+    def _described(self) -> list[EngineReply]:
+        return self._all(lambda worker: worker.describe(), Deadline(_DESCRIBE_TIMEOUT_S))
 
     def _is_writing_live(self) -> bool:
         if self._writes_live is None:
-            self._writes_live = any(reply.writes_live for reply in self._all(lambda worker: worker.describe()))
+            self._writes_live = any(reply.writes_live for reply in self._described())
         return self._writes_live
 
     def _reply(self, *, drain: bool = True) -> EngineReply:
@@ -260,37 +277,25 @@ class EmbeddedEngine:
             phases=tuple(phases),
         )
 
-    def _all(self, step: Callable[[Worker], _T], *, settle: bool = False) -> list[_T]:
-        """Runs `step` on all workers at once; raises the first failure (after all, where `settle`)."""
-        if len(self._workers) == 1:
-            return [_typed(lambda: step(self._workers[0]), self._engine_id)]
+    def _all(self, step: Callable[[Worker], _T], deadline: Deadline, *, settle: bool = False) -> list[_T]:
+        """Runs `step` on all workers at once; raises the first failure (after all, where `settle`).
+
+        Raises:
+            DeadlineExceededError: a worker did not answer; its thread is left behind until it does.
+            WeightSyncError: what a worker raised.
+        """
 
         def bound(worker: Worker) -> Callable[[], _T]:
             return lambda: step(worker)
 
-        calls = [
-            in_thread(bound(worker), name=f"{self._engine_id}-worker-{i}") for i, worker in enumerate(self._workers)
-        ]
-        done = threading.Event()
-        for call in calls:
-            call.add_done_callback(
-                lambda call: (
-                    done.set()
-                    if all(other.done() for other in calls) or (call.exception() is not None and not settle)
-                    else None
-                )
+        calls = [in_thread(bound(worker), name=f"{self._engine_id}-{i}") for i, worker in enumerate(self._workers)]
+        wait_for(calls, timeout=deadline.remaining_s, return_when=ALL_COMPLETED if settle else FIRST_EXCEPTION)
+        errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
+        if errors:
+            first = min(errors, key=is_consequence)
+            raise as_weightsync_error(first, EngineError, "a worker failed", peer=self._engine_id) from first
+        if late := [index for index, call in enumerate(calls) if not call.done()]:
+            raise DeadlineExceededError(
+                f"workers {late} did not answer within {deadline.timeout_s:g} s", peer=self._engine_id
             )
-        done.wait()
-        for call in calls:
-            if call.done() and (error := call.exception()) is not None:
-                raise as_weightsync_error(error, EngineError, "a worker failed", peer=self._engine_id) from error
         return [call.result() for call in calls]
-
-
-def _typed(step: Callable[[], _T], engine_id: str) -> _T:
-    try:
-        return step()
-    except WeightSyncError:
-        raise
-    except Exception as error:
-        raise as_weightsync_error(error, EngineError, "a worker failed", peer=engine_id) from error

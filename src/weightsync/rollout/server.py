@@ -8,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from weightsync.clients.http import ENGINE_API
+from weightsync.clients.http import ENGINE_API, TIMEOUT_HEADER
 from weightsync.errors import InvalidRequestError
 from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.types import REQUEST_TYPES, EngineHandle, EngineOp
+from weightsync.types.deadline import check_wait_s
 
 _MAX_CALLS = 64
 """Calls under way at once; a sync of one trainer has at most five."""
+_DEFAULT_TIMEOUT_S = 300.0
 
 
 class EngineServer:
@@ -71,8 +73,15 @@ class EngineServer:
             message = msgspec.json.decode(body or b"{}", type=REQUEST_TYPES[step])
         except msgspec.DecodeError as error:
             raise InvalidRequestError(f"the body of {op} does not fit: {error}") from error
-        # The engine's own deadlines (of the session, of a join, of a pause) bound the call.
+        timeout_s = _timeout_s(request.headers.get(TIMEOUT_HEADER))
         reply = await asyncio.get_running_loop().run_in_executor(
-            self._pool, lambda: self._engine.call(step, message, timeout_s=0.0)
+            self._pool, lambda: self._engine.call(step, message, timeout_s=timeout_s)
         )
         return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+def _timeout_s(header: str | None) -> float:
+    try:
+        return check_wait_s(TIMEOUT_HEADER, _DEFAULT_TIMEOUT_S if header is None else float(header))
+    except ValueError:
+        raise InvalidRequestError(f"{TIMEOUT_HEADER} is a number of seconds, not {str(header)[:50]!r}") from None

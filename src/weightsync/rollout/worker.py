@@ -44,7 +44,6 @@ from weightsync.types import (
     Manifest,
     PhaseRecord,
     StageRequest,
-    TorchDistributedWeightSyncInitInfo,
     Version,
 )
 
@@ -58,6 +57,7 @@ class EngineWorker:
         loader: of this worker's model.
         index: which worker of its engine, from 0.
         track: name in recorded phases, e.g. "engine-0/worker-1".
+        model_id: the one model that it serves; any where not given.
         codec: how what travels becomes updates.
         strategies: from the name in an init info to a strategy; the library's own where not given.
     """
@@ -68,6 +68,7 @@ class EngineWorker:
         *,
         index: int = 0,
         track: str = "engine",
+        model_id: str | None = None,
         codec: Codec | None = None,
         strategies: Callable[[str], WeightTransferStrategy] = strategy_named,
     ) -> None:
@@ -77,7 +78,8 @@ class EngineWorker:
         self._codec = codec or FullCodec()
         self._strategies = strategies
         self._lock = threading.RLock()
-        self._run_id: str | None = None
+        self._model_id = model_id
+        self._run: tuple[str, str] | None = None  # run_id and model_id of the latest init
         self._receiver: WeightTransferReceiver | None = None
         self._group: str | None = None
         self._num_inits = 0
@@ -86,15 +88,21 @@ class EngineWorker:
         self._stuck: str | None = None
 
     def describe(self) -> EngineReply:
-        """What this worker is and serves."""
+        """What this worker is and serves.
+
+        Raises:
+            StateError: its loader never returned: it has to be restarted.
+        """
         with self._lock:
+            self._check_stuck()
             return EngineReply(
                 engine_id=self.recorder.track,
-                serving=self.loader.healthy and self._stuck is None,
+                serving=self.loader.healthy,
                 version=self._served[0] if self._served else None,
                 model_digest=self._served[1] if self._served else None,
                 writes_live=self.loader.writes_live,
                 group=self._group,
+                run_id=self._run[0] if self._run else None,
             )
 
     def init(self, request: InitRequest) -> None:
@@ -103,12 +111,18 @@ class EngineWorker:
         Raises:
             GroupJoinError: not everybody came. The worker has no group then.
             TransferAbortedError: a newer init came meanwhile.
+            InvalidRequestError: it is for another model. Nothing was changed.
         """
+        if self._model_id not in (None, request.model_id):
+            raise InvalidRequestError(f"this engine serves model {self._model_id!r}, not {request.model_id!r}")
         with self._lock:
+            self._check_stuck()
             self._num_inits += 1
             mine = self._num_inits
-            if self._session is not None:
-                self._fail(self._session, TransferAbortedError("a newer init took over"))
+            session = self._session
+        if session is not None:
+            self._fail(session, TransferAbortedError(f"run {request.run_id} took over"))
+        with self._lock:
             self._drop_receiver()
         warm_up()
         strategy = self._strategies(request.info.strategy)
@@ -120,10 +134,8 @@ class EngineWorker:
                 receiver.close()
                 raise TransferAbortedError("a newer init took over while this one joined")
             self._receiver = receiver
-            self._run_id = request.run_id
-            self._group = (
-                request.info.group_name if isinstance(request.info, TorchDistributedWeightSyncInitInfo) else "-"
-            )
+            self._run = (request.run_id, request.model_id)
+            self._group = request.info.group_name
 
     def begin(self, request: BeginRequest) -> None:
         """Opens a session after every check that needs no bytes.
@@ -136,16 +148,18 @@ class EngineWorker:
         """
         version = request.manifest.version
         with self._lock:
-            if self._stuck is not None:
-                raise StateError(f"this worker is stuck and has to be restarted: {self._stuck}")
+            self._check_stuck()
             if self._session is not None:
                 raise SyncInProgressError(
                     f"session {self._session.name} is open", version=str(self._session.manifest.version)
                 )
-            if self._receiver is None:
+            if self._receiver is None or self._run is None:
                 raise StateError("this worker is in no transfer group: init first", version=str(version))
-            if version.run_id != self._run_id:
-                raise VersionError(f"the current run is {self._run_id}", version=str(version))
+            if (version.run_id, request.manifest.model_id) != self._run:
+                raise VersionError(
+                    f"the current run and model are {self._run}, not {(version.run_id, request.manifest.model_id)}",
+                    version=str(version),
+                )
             served = self._served[0] if self._served else None
             if served and served.run_id == version.run_id and served.is_newer_than(version):
                 raise VersionError(f"{served} is served already; versions rise within a run", version=str(version))
@@ -227,8 +241,8 @@ class EngineWorker:
         """Ends a session badly (any session, where `name` is None) and leaves the group. Idempotent."""
         with self._lock:
             session = self._session
-            if session is not None and name in (None, session.name):
-                self._fail(session, TransferAbortedError(f"aborted: {reason}", version=str(session.manifest.version)))
+        if session is not None and name in (None, session.name):
+            self._fail(session, TransferAbortedError(f"aborted: {reason}", version=str(session.manifest.version)))
 
     def drain_phases(self) -> tuple[PhaseRecord, ...]:
         """The phases timed since the last call."""
@@ -239,6 +253,10 @@ class EngineWorker:
         self.abort(None, "the engine is closing")
         with self._lock:
             self._drop_receiver()
+
+    def _check_stuck(self) -> None:
+        if self._stuck is not None:
+            raise StateError(f"this worker is stuck and has to be restarted: {self._stuck}")
 
     def _open_session(self, name: str) -> _Session:
         with self._lock:
@@ -253,13 +271,9 @@ class EngineWorker:
     def _prove(self, manifest: Manifest) -> tuple[str | None, str | None]:
         """(digest of the memory that will serve, None) or (None, why it can't be had)."""
         try:
-            held = list(self.loader.live_tensors())
+            digest = digest_of(self.loader.live_tensors(), manifest.tensors)
         except UnsupportedError as error:
             return None, error.message
-        names = {piece.spec.name for piece in held}
-        if names != {spec.name for spec in manifest.tensors}:
-            return None, "the loader ignores some of the manifest's tensors"
-        digest = digest_of(held, manifest.tensors)
         if manifest.model_digest is None:
             return None, "the trainer gave no digest of the model"
         if digest != manifest.model_digest:

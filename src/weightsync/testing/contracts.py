@@ -617,7 +617,8 @@ class InferenceEngineClientContract(abc.ABC):
 
 
 def _init(rank: int) -> InitRequest:
-    return InitRequest(run_id="r", model_id="m", info=EmptyWeightSyncInitInfo(strategy="none"), rank_offset=rank)
+    info = EmptyWeightSyncInitInfo(strategy="none", group_name="g")
+    return InitRequest(run_id="r", model_id="m", info=info, rank_offset=rank)
 
 
 Received = tuple[str, torch.dtype, tuple[int, ...], bytes]

@@ -62,8 +62,8 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
     Args:
         backend: "gloo" or "nccl".
         master_addr: address of training rank 0 that every engine can reach; loopback by default.
-        interface: this process's network interface for gloo, where `master_addr` is not loopback; engines choose
-            theirs by the environment variable GLOO_SOCKET_IFNAME.
+        interface: this process's network interface for gloo; the one that leads to `master_addr` where not
+            given, as engines always choose theirs.
         join_timeout_s: how long members wait for each other when the group is built.
         transfer_timeout_s: how long one sync may take.
         track: name of the sender in recorded phases.

@@ -11,7 +11,6 @@ here. Two facts shape it (both seen with gloo of torch 2.13):
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 from collections.abc import Callable
@@ -37,6 +36,11 @@ def open_store(address: str, *, timeout_s: float) -> tuple[TCPStore, int]:
     Raises:
         GroupJoinError: the address is not one of this host's.
     """
+    if address in {"0.0.0.0", "::", ""}:
+        raise GroupJoinError(
+            f"master_addr {address!r} would open the group's store, which knows no password, on every interface: "
+            "name the one address that engines reach"
+        )
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -137,7 +141,7 @@ def join_group(
         info: from `create_init_info`.
         rank: 0 for the sender, rank_offset + worker index for the others.
         store: rank 0's own.
-        interface: network interface for gloo; the system's choice where not given.
+        interface: network interface for gloo; the one that leads to `info.master_addr` where not given.
         watch: called now and then while waiting; may raise to give up early.
 
     Raises:
@@ -204,9 +208,22 @@ def _make_group(
 def _gloo_device(master_addr: str, interface: str | None) -> Any:
     if interface is not None:
         return dist.ProcessGroupGloo.create_device(interface=interface)
-    if _is_loopback(master_addr):
-        return dist.ProcessGroupGloo.create_device(hostname=master_addr)
-    return dist.ProcessGroupGloo.create_default_device()
+    return dist.ProcessGroupGloo.create_device(hostname=_own_address_towards(master_addr))
+
+
+def _own_address_towards(address: str) -> str:
+    """The address of this host that `address` is reached from.
+
+    Gloo's default device binds to whatever the host's own name resolves to, often loopback; other hosts can't
+    reach that. Connecting a datagram socket sends nothing and asks the routing table.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError as error:
+            raise GroupJoinError(f"there is no route to master_addr {address}: {error}") from error
+        return str(probe.getsockname()[0])
 
 
 def _wait_for_nccl(work: Any, group: Any, deadline: Deadline) -> None:
@@ -217,13 +234,6 @@ def _wait_for_nccl(work: Any, group: Any, deadline: Deadline) -> None:
             raise RuntimeError("timed out")
         time.sleep(0.0002)
     work.wait()
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _first_line(error: BaseException) -> str:

@@ -190,6 +190,7 @@ class EngineReply(_Message, frozen=True, kw_only=True):
         version: the version whose bytes it serves; None before the first commit.
         writes_live: whether loading touches live weights, so that it has to be paused before the first chunk.
         group: name of the transfer group that all its workers are in; None where there is none (any more).
+        run_id: the run that last made it join; None before the first.
         digests_equal: at stage: True, or None with `unprovable` where live bytes can't be read back.
             A mismatch is never a reply but a DigestMismatchError.
         model_digest: at stage: the digest computed from the memory that commit will serve; later that of
@@ -204,6 +205,7 @@ class EngineReply(_Message, frozen=True, kw_only=True):
     version: Version | None = None
     writes_live: bool = False
     group: str | None = None
+    run_id: str | None = None
     digests_equal: bool | None = None
     model_digest: str | None = None
     unprovable: str | None = None

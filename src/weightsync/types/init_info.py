@@ -11,9 +11,16 @@ from weightsync.types.deadline import check_wait_s
 
 
 class WeightSyncInitInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """The base of all init infos; `strategy` says which receiver to build."""
+    """The base of all init infos.
+
+    Attributes:
+        strategy: which receiver to build.
+        group_name: unique for each time that sender and receivers meet, so that a late joiner of a former
+            time meets nobody, and so that either side can tell whether they still belong together.
+    """
 
     strategy: str
+    group_name: str
 
 
 class TorchDistributedWeightSyncInitInfo(WeightSyncInitInfo, frozen=True, kw_only=True, tag="torch_distributed"):
@@ -23,7 +30,6 @@ class TorchDistributedWeightSyncInitInfo(WeightSyncInitInfo, frozen=True, kw_onl
         master_addr: address of training rank 0.
         master_port: port of its store.
         world_size: 1 + the sum of all engines' own world sizes.
-        group_name: unique for each build of the group, so that a late joiner of a former build meets nobody.
         backend: "nccl" or "gloo".
         join_timeout_s: how long every member waits for the others.
         transfer_timeout_s: how long one collective may take.
@@ -32,7 +38,6 @@ class TorchDistributedWeightSyncInitInfo(WeightSyncInitInfo, frozen=True, kw_onl
     master_addr: str
     master_port: int
     world_size: int
-    group_name: str
     backend: Literal["nccl", "gloo"]
     join_timeout_s: float
     transfer_timeout_s: float

@@ -79,7 +79,9 @@ def chunk(seq: int, *names: str, session: str = "s", seed: int = 0, **changes: A
 
 
 def init(run_id: str = RUN, *, strategy: str = "memory", model_id: str = "default") -> InitRequest:
-    return InitRequest(run_id=run_id, model_id=model_id, info=EmptyWeightSyncInitInfo(strategy=strategy), rank_offset=1)
+    return InitRequest(
+        run_id=run_id, model_id=model_id, info=EmptyWeightSyncInitInfo(strategy=strategy, group_name="g"), rank_offset=1
+    )
 
 
 class MemoryReceiver(WeightTransferReceiver):

@@ -39,6 +39,12 @@ def stage(number: int = 1, *, seed: int = 1, session: str = "s", **changes: Any)
     return StageRequest(session=session, manifest=manifest(number, seed=seed, **changes))
 
 
+def until_somebody_waits_for_a_turn(bench: Bench) -> None:
+    """There is no other way to see that a call has come so far."""
+    while not bench.worker._session.receiving._changed._waiters:  # type: ignore[union-attr,attr-defined]
+        pass
+
+
 def works_again(bench: Bench, number: int = 9) -> None:
     """After whatever happened: a new init and a good sync."""
     bench.worker.init(init())
@@ -218,6 +224,7 @@ def test_an_abort_while_bytes_are_awaited_ends_that_wait() -> None:
     bench.receiver.holds[0] = threading.Event()
     waiting = [in_thread(lambda n=n: bench.worker.update(chunk(n)), name=str(n)) for n in (0, 1)]  # type: ignore[misc]
     assert bench.receiver.entered[0].wait(5)
+    until_somebody_waits_for_a_turn(bench)
     started = time.monotonic()
     bench.worker.abort("s", "as told")
     for call in waiting:
@@ -267,16 +274,14 @@ def test_the_first_error_is_the_one_that_is_told() -> None:
     bench.worker.begin(begin())
     bench.receiver.faults[0] = TransferError("a member left")
     hold = bench.receiver.holds[0] = threading.Event()
-    waits = bench.worker._session.receiving._changed  # type: ignore[union-attr]
     late, first = (in_thread(lambda n=n: bench.worker.update(chunk(n)), name=str(n)) for n in (1, 0))  # type: ignore[misc]
     assert bench.receiver.entered[0].wait(5)
-    while not waits._waiters:  # type: ignore[attr-defined]
-        pass
+    until_somebody_waits_for_a_turn(bench)
     hold.set()
     for call in (first, late):
         assert "a member left" in str(call.exception(5))
-    with pytest.raises(TransferAbortedError):
-        bench.worker.update(chunk(2, "1.weight"))
+    with pytest.raises(TransferAbortedError, match="a member left"):
+        bench.worker.update(chunk(2, "1.weight"))  # whoever comes late is told why as well
 
 
 def test_an_error_that_is_not_ours_is_typed_and_the_old_weights_stay() -> None:

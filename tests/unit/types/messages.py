@@ -139,7 +139,7 @@ def packed_cuda_ipcs(draw: Any) -> PackedCudaIpcWeightUpdateRequest:
 
 
 updates = broadcasts() | cuda_ipcs() | packed_cuda_ipcs()
-init_infos = st.builds(EmptyWeightSyncInitInfo, strategy=text) | st.builds(
+init_infos = st.builds(EmptyWeightSyncInitInfo, strategy=text, group_name=text) | st.builds(
     TorchDistributedWeightSyncInitInfo,
     strategy=text,
     master_addr=text,
