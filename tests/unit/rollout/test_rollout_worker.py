@@ -180,9 +180,8 @@ def test_a_session_of_another_model_is_refused() -> None:
     """Two models of one shape (actor and reference, say) must not get each other's weights."""
     bench = Bench(join=False)
     bench.worker.init(init(model_id="actor"))
-    with pytest.raises(WeightSyncError) as caught:
+    with pytest.raises(WeightSyncError, match="reference"):
         bench.worker.begin(begin(model_id="reference"))
-    assert isinstance(caught.value, (InvalidRequestError, StateError, ManifestMismatchError))
 
 
 def test_a_trainer_that_falls_silent_is_aborted_at_the_deadline() -> None:
@@ -261,12 +260,15 @@ def test_a_loader_that_never_returns_marks_its_worker(monkeypatch: pytest.Monkey
     loading = in_thread(lambda: bench.worker.update(chunk(0)), name="load")
     assert bench.loader.loading.wait(5)
     bench.worker.abort("s", "as told")
-    assert not bench.worker.describe().serving
     bench.loader.go.set()
     loading.exception(5)
-    bench.worker.init(init())
-    with pytest.raises(StateError, match="restarted"):
-        bench.worker.begin(begin(2, session="t"))
+    for call in (
+        bench.worker.describe,
+        lambda: bench.worker.init(init()),
+        lambda: bench.worker.begin(begin(2, session="t")),
+    ):
+        with pytest.raises(StateError, match="restarted"):
+            call()
 
 
 def test_the_first_error_is_the_one_that_is_told() -> None:
