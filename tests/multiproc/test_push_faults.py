@@ -203,9 +203,10 @@ def _wait_until_stopped(pid: int) -> None:
     raise AssertionError("never stopped")
 
 
-def test_an_engine_hangs_in_the_middle(start: Any) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_hangs_in_the_middle(start: Any, ranks: int) -> None:
     """A stopped process neither answers nor dies: the deadline ends it, and it rejoins after it wakes up."""
-    one, two, trainer = setup(start)
+    one, two, trainer = setup(start, ranks=ranks)
     one.ask("arm", {"at": "load", "chunk": 2, "do": "stop"})
     said = trainer.sync(2)
     assert said["type"] in {"DeadlineExceededError", "SyncFailedError"}

@@ -12,6 +12,7 @@ from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
     EngineError,
+    EngineUnreachableError,
     NoEnginesError,
     SyncFailedError,
     WeightSyncError,
@@ -92,7 +93,7 @@ class EngineFanout:
             raise SyncFailedError(
                 f"commit failed on {sorted(errors)}",
                 causes=errors,
-                state_left=f"{sorted(replies)} serve the new version" if replies else "nobody serves the new version",
+                state_left=_after_commit(replies, errors),
             )
         return replies
 
@@ -183,6 +184,15 @@ class EngineFanout:
             engine_id: in_thread(caller(self._engines[engine_id], request), name=f"weightsync-{op}-{engine_id}")
             for engine_id, request in requests.items()
         }
+
+
+def _after_commit(replies: Mapping[str, EngineReply], errors: Mapping[str, WeightSyncError]) -> str:
+    unknown = [
+        who for who, error in errors.items() if isinstance(error, (DeadlineExceededError, EngineUnreachableError))
+    ]
+    refused = sorted(set(errors) - set(unknown))
+    facts = {"serve the new version": sorted(replies), "do not": refused, "did not say": sorted(unknown)}
+    return "; ".join(f"{', '.join(who)} {what}" for what, who in facts.items() if who)
 
 
 def in_thread(function: Callable[[], _T], *, name: str) -> Future[_T]:

@@ -15,10 +15,11 @@ from weightsync.errors import (
     error_from_dict,
 )
 from weightsync.net.auth import bearer_headers
-from weightsync.types import EngineOp, EngineReply, EngineRequest
+from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest
 
 ENGINE_API = "/weightsync/v1"
 """Every step of `EngineOp` is a POST to this path + "/" + its name."""
+MAX_REPLY_BYTES = 64 << 20
 TIMEOUT_HEADER = "weightsync-timeout-s"
 """How long the caller waits for the answer: the engine does not work longer for nobody."""
 
@@ -62,13 +63,16 @@ class HttpEngine:
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         """Posts one step; see `EngineHandle.call` for what it raises."""
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
+        deadline = Deadline(timeout_s)
         try:
-            response = self._client.post(
+            with self._client.stream(
+                "POST",
                 f"{ENGINE_API}/{op}",
                 content=msgspec.json.encode(request),
                 headers={TIMEOUT_HEADER: str(timeout_s)},
                 timeout=timeout,
-            )
+            ) as response:
+                body = self._read(response, op, deadline)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineUnreachableError(f"can't connect to {self.url}: {error}", peer=self._engine_id) from error
         except httpx.TimeoutException as error:
@@ -80,9 +84,9 @@ class HttpEngine:
                 f"the connection to {self.url} broke during {op}: {type(error).__name__}: {error}", peer=self._engine_id
             ) from error
         if response.status_code != 200:
-            raise self._error_in(response, op)
+            raise self._error_in(response.status_code, body, op)
         try:
-            return msgspec.json.decode(response.content, type=EngineReply)
+            return msgspec.json.decode(body, type=EngineReply)
         except (msgspec.DecodeError, WeightSyncError) as error:
             raise EngineError(
                 f"{self.url} answered {op} with 200 and a body that is no reply: {error}", peer=self._engine_id
@@ -92,15 +96,24 @@ class HttpEngine:
         """Closes the connections. Idempotent."""
         self._client.close()
 
-    def _error_in(self, response: httpx.Response, op: EngineOp) -> WeightSyncError:
+    def _read(self, response: httpx.Response, op: EngineOp, deadline: Deadline) -> bytes:
+        """The body, as long as it is small and comes in time: httpx's own timeout starts anew with every byte."""
+        body = bytearray()
+        for part in response.iter_raw():
+            body += part
+            deadline.check(f"whole answer to {op}", peer=self._engine_id)
+            if len(body) > MAX_REPLY_BYTES:
+                raise EngineError(f"{self.url} answered {op} with over {MAX_REPLY_BYTES} bytes", peer=self._engine_id)
+        return bytes(body)
+
+    def _error_in(self, status: int, body: bytes, op: EngineOp) -> WeightSyncError:
         try:
-            body = response.json()
-        except ValueError:
-            body = None
-        if isinstance(body, dict) and "error" in body:
-            return error_from_dict(body, peer=self._engine_id)
+            told = msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            told = None
+        if isinstance(told, dict) and "error" in told:
+            return error_from_dict(told, peer=self._engine_id)
         return EngineError(
-            f"{self.url} answered {op} with status {response.status_code}: {response.text[:200]!r}; is this a "
-            "weightsync engine server?",
+            f"{self.url} answered {op} with status {status}: {body[:200]!r}; is this a weightsync engine server?",
             peer=self._engine_id,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -60,6 +61,7 @@ class ModuleWeightLoader(WeightLoader):
             raise StateError("a load is under way: commit or abort it first", version=str(self._manifest.version))
         placed = self._match(manifest)
         if not self._in_place:
+            _refuse_aliases(self._module, placed)
             self._spare = {
                 name: spare
                 if (spare := self._spare.get(name)) is not None and _same_kind(spare, live)
@@ -102,6 +104,7 @@ class ModuleWeightLoader(WeightLoader):
         manifest = self._open_bracket()
         if manifest.version != version or not self._verified:
             raise StateError(f"what was loaded and verified is {manifest.version}, not {version}")
+        self._healthy = False  # until all are swapped
         if not self._in_place:
             for name, live in self._placed.items():
                 live.data, self._spare[name] = self._spare[name], live.data
@@ -113,8 +116,6 @@ class ModuleWeightLoader(WeightLoader):
         """See the base class."""
         if self._manifest is None:
             return
-        if self._in_place and self._loaded:
-            self._healthy = False
         self._manifest = None
         self._verified = False
 
@@ -140,6 +141,8 @@ class ModuleWeightLoader(WeightLoader):
                 parameter=name,
             )
         self._loaded.add(name)  # from here on the target may be half-written
+        if self._in_place:
+            self._healthy = False  # until commit
         try:
             with torch.no_grad():
                 target.copy_(update.tensor)
@@ -182,8 +185,42 @@ def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def _refuse_aliases(module: torch.nn.Module, placed: dict[str, torch.Tensor]) -> None:
+    """Refuses to swap a tensor whose memory another tensor of the module looks into (q, k, v as views of one fused
+    tensor, say): after the swap the other one would go on with the old weights, and no digest would see it.
+
+    Looks at parameters, buffers and tensors kept as plain attributes. A view kept elsewhere is not seen.
+    """
+    swapped = {id(tensor) for tensor in placed.values()}
+    others: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
+    others += list(module.named_buffers(remove_duplicate=False))
+    for path, child in module.named_modules(remove_duplicate=False):
+        others += [(f"{path}.{name}", value) for name, value in vars(child).items() if isinstance(value, torch.Tensor)]
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in others:
+        if tensor.numel() and tensor.layout == torch.strided:
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for sharing in by_storage.values():
+        spans = sorted((_span(tensor), name, id(tensor)) for name, tensor in sharing)
+        for ((_, end), name, one), ((start, _), other_name, other) in itertools.pairwise(spans):
+            if start < end and one != other and (one in swapped or other in swapped):
+                raise UnsupportedError(
+                    f"{name} and {other_name} share memory: swapping one would leave the other on old weights; use "
+                    "ModuleWeightLoader(..., in_place=True)",
+                    parameter=name,
+                )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and end of what a strided tensor touches of its storage."""
+    first = int(tensor.storage_offset())
+    reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), (first + reach + 1) * tensor.element_size()
+
+
 def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and one.device == other.device
+    same = one.dtype == other.dtype and one.shape == other.shape and one.device == other.device
+    return same and one.is_contiguous()  # an expanded live tensor comes back as a spare once: never write into that
 
 
 def _check_spec(spec: TensorSpec, tensor: torch.Tensor) -> None:

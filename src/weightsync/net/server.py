@@ -13,12 +13,14 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weightsync.errors import ConfigError, InvalidRequestError, WeightSyncError
 from weightsync.net.auth import check_exposure, check_token
 
 MAX_BODY_BYTES = 256 << 20
 """No request is larger: a manifest of a million tensors fits."""
+_HEADERS_WITHIN_S = 10.0
 _OPEN_PATHS = frozenset({"/healthz"})
 
 
@@ -44,8 +46,11 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through, or answers it with an error."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # nothing here speaks anything else
             return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
         received = 0
@@ -102,6 +107,39 @@ async def send_error(send: Send, error: WeightSyncError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+class _PatientH11(H11Protocol):
+    """uvicorn's own protocol, but a connection whose request is not complete after a while is closed: half-sent
+    headers cost a file descriptor each, and nobody has shown a token yet."""
+
+    _too_slow: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._too_slow is not None:
+            self._too_slow.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and self._too_slow is not None:
+            self._too_slow.cancel()
+            self._too_slow = None
+        elif not answering and self._too_slow is None:
+            self._too_slow = self.loop.call_later(_HEADERS_WITHIN_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._too_slow = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
 class ServerThread:
     """A uvicorn server in a thread of this process, from `start` to `close`.
 
@@ -130,6 +168,8 @@ class ServerThread:
         check_exposure(host, token)
         config = uvicorn.Config(
             Guard(app, token=token),
+            http=_PatientH11,
+            ws="none",
             host=host,
             port=port,
             log_level="warning",

@@ -12,11 +12,19 @@ from collections.abc import Iterator
 import torch
 
 from weightsync.codec.digest import ShardSum, shard_sum
-from weightsync.errors import ExtractError, TransferAbortedError, WeightSyncError, as_weightsync_error
+from weightsync.errors import (
+    DeadlineExceededError,
+    ExtractError,
+    TransferAbortedError,
+    WeightSyncError,
+    as_weightsync_error,
+)
 from weightsync.extract.base import WeightExtractor
 from weightsync.observe import Recorder
 from weightsync.publish.ranks import TrainingRanks
 from weightsync.types import Deadline, WeightChunk
+
+_TELL_S = 2.0  # how long after the deadline the other ranks' word of it may take
 
 
 class LockstepExtraction:
@@ -47,6 +55,7 @@ class LockstepExtraction:
         self._deadline = deadline
         self._recorder = recorder
         self._keep = keep
+        self._late = Deadline(deadline.remaining_s + _TELL_S)
         self._changed = threading.Condition()
         self._chunk: WeightChunk | None = None
         self._wanted = False
@@ -95,13 +104,14 @@ class LockstepExtraction:
         """
         with self._changed:
             while not self._ended:
-                self._changed.wait(
-                    self._deadline.check(
-                        "end of the extraction",
+                left = self._deadline.remaining_s or self._late.remaining_s
+                if not left:
+                    raise DeadlineExceededError(
+                        "the extraction did not end in time",
                         rank=self._ranks.rank,
                         state_left="a training rank hangs in a collective: restart the job",
                     )
-                )
+                self._changed.wait(left)
             if self._error is not None:
                 raise self._error
             return self._sum
@@ -136,7 +146,11 @@ class LockstepExtraction:
             if chunk is None:
                 break
             if self._keep:
-                self._hand_over(chunk)
+                try:
+                    self._hand_over(chunk)
+                except WeightSyncError as error:
+                    self._agree(error)  # the other ranks wait in their next agree
+                    raise
             del chunk
             number += 1
         if self._extractor.can_shard_locally():

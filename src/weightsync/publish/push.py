@@ -27,6 +27,9 @@ from weightsync.codec.full import FullCodec
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import (
     ConfigError,
+    DigestMismatchError,
+    EngineError,
+    ExtractError,
     GroupJoinError,
     InvalidRequestError,
     NoEnginesError,
@@ -70,6 +73,7 @@ from weightsync.types.deadline import check_wait_s
 _ABORT_TIMEOUT_S = 2.0
 _DESCRIBE_TIMEOUT_S = 3.0
 _SHUN_S, _SHUN_LONGEST_S = 30.0, 600.0  # how long an engine that did not join is left out
+_COMMIT_LEASE_S = 10.0  # how long a commit may take before paused engines go on without it
 _SETTLE_MARGIN_S = 5.0  # how much longer than a sync ranks wait for each other to say how it ended
 
 
@@ -90,7 +94,6 @@ class PushSync:
         require_all_engines: fail when an engine doesn't answer before the sync; otherwise go on without it
             (it is reported as lost, and taken in again when it answers before a later sync).
         recorder: where phases go; an own one where not given.
-        group: the training ranks' process group; the default one where not given.
     """
 
     def __init__(
@@ -108,7 +111,6 @@ class PushSync:
         pause_timeout_s: float = 30.0,
         require_all_engines: bool = False,
         recorder: Recorder | None = None,
-        group: Any | None = None,
     ) -> None:
         self._extractor = extractor
         self._all_engines = client
@@ -125,7 +127,6 @@ class PushSync:
         self._join_timeout_s = join_timeout_s
         self._pause_timeout_s = pause_timeout_s
         self._require_all_engines = require_all_engines
-        self._group = group
         self._busy = threading.Lock()
         self._ranks: TrainingRanks | None = None
         self._extraction: LockstepExtraction | None = None
@@ -135,7 +136,6 @@ class PushSync:
         self._sender_group: str | None = None
         self._client: InferenceEngineClient | None = None
         self._shunned: dict[str, _Shunned] = {}
-        self._joined: set[str] = set()
         self.recorder = recorder or Recorder("trainer/rank-0")
 
     @classmethod
@@ -172,24 +172,23 @@ class PushSync:
     def initialize(self) -> None:
         """Meets the engines and builds the transfer group. Every training rank calls it once, first.
 
-        From here on this run is the engines' current one: a trainer that had them before finds them taken over.
+        From here on this run is the engines' current one; they refuse a trainer of a run that they had before.
 
         Raises:
-            NoEnginesError: no engine answers, or another trainer took all of them over.
+            NoEnginesError: no engine answers.
             GroupJoinError: an engine did not join. `initialize` may be called again.
             WeightSyncError: another rank failed.
         """
         with self._exclusive():
-            warm_up()
             ranks = self._training_ranks()
             error: WeightSyncError | None = None
-            if ranks.rank == 0:
-                try:
+            try:
+                warm_up()
+                if ranks.rank == 0:
                     self.run_id = self.run_id or f"run-{uuid.uuid4().hex[:12]}"
-                    self._joined.clear()  # this trainer takes over, whoever had the engines before
                     self._ready_sender(Deadline(self._join_timeout_s + _DESCRIBE_TIMEOUT_S))
-                except Exception as caught:
-                    error = as_weightsync_error(caught, TransferError, "initialising failed")
+            except Exception as caught:
+                error = as_weightsync_error(caught, TransferError, "initialising failed")
             said = ranks.settle(error, run_id=self.run_id)
             self.run_id = str(said[0]["run_id"])
 
@@ -229,10 +228,15 @@ class PushSync:
             return msgspec.convert(told[0]["report"], SyncReport)
 
     def close(self) -> None:
-        """Leaves the transfer group. Idempotent; engines go on serving."""
-        self._drop_sender()
-        if self._ranks is not None:
-            self._ranks.close()
+        """Leaves the transfer group. Idempotent; engines go on serving.
+
+        Raises:
+            SyncInProgressError: a sync is running; it goes on.
+        """
+        with self._exclusive():
+            self._drop_sender()
+            if self._ranks is not None:
+                self._ranks.close()
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -245,7 +249,7 @@ class PushSync:
 
     def _training_ranks(self) -> TrainingRanks:
         if self._ranks is None:
-            self._ranks = TrainingRanks(timeout_s=self._transfer_timeout_s + _SETTLE_MARGIN_S, group=self._group)
+            self._ranks = TrainingRanks(timeout_s=self._transfer_timeout_s + _SETTLE_MARGIN_S)
         return self._ranks
 
     def _agree_on_start(self, ranks: TrainingRanks, version: int) -> None:
@@ -260,8 +264,8 @@ class PushSync:
             names = [f"{spec.name}:{spec.dtype}:{spec.shape}" for spec in self._extractor.metadata(self._dtype)]
             if not names:
                 raise InvalidRequestError("the model has no weights to sync")
-        except WeightSyncError as caught:
-            error = caught
+        except Exception as caught:
+            error = as_weightsync_error(caught, ExtractError, "reading the model's tensors failed", rank=ranks.rank)
         fingerprint = [version, uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(names)).hex]
         for rank, said in enumerate(ranks.settle(error, start=fingerprint)):
             if said["start"] != fingerprint:
@@ -280,11 +284,6 @@ class PushSync:
             timeout_s=min(_DESCRIBE_TIMEOUT_S, deadline.check("time to ask the engines"))
         )
         lost = {**errors, **{who: shunned.error for who, shunned in self._shunned.items() if shunned.now}}
-        for who, reply in replies.items():
-            if who in self._joined and reply.run_id not in (None, self.run_id):
-                lost[who] = VersionError(
-                    f"run {reply.run_id} has taken over this engine; initialize() would take it back", peer=who
-                )
         here = [who for who in self._all_engines.engine_ids if who in replies and who not in lost]
         if not here:
             why = "; ".join(f"{who}: {error}" for who, error in lost.items())
@@ -321,7 +320,6 @@ class PushSync:
             raise typed from error
         for who in world_sizes:
             self._shunned.pop(who, None)
-        self._joined.update(world_sizes)
         self._sender = sender
         self._sender_group = info.group_name
 
@@ -386,15 +384,16 @@ class _Sync:
         if self._extraction is not None:
             self._extraction.stop(error)
         if self._client is not None:
-            with self._recorder.phase("abort", detail=type(error).__name__):
-                self._client.abort(
-                    AbortRequest(session=self._session, reason=error.message[:500]), timeout_s=_ABORT_TIMEOUT_S
-                )
+            request = AbortRequest(session=self._session, reason=error.message[:500])
+            with contextlib.suppress(Exception), self._recorder.phase("abort", detail=type(error).__name__):
+                self._client.abort(request, timeout_s=_ABORT_TIMEOUT_S)  # the ranks still have to learn of `error`
         if self._ranks.rank == 0:
             self._push._drop_sender()
         if self._extraction is not None:
             with contextlib.suppress(WeightSyncError):
                 self._extraction.finish()
+            if self._extraction.hangs:  # it may still be inside `agree`: nobody else may use that group now
+                self._ranks.give_up("the extraction hangs in a collective")
 
     def _lead(self) -> SyncReport:
         unsubscribe = self._recorder.subscribe(self._records.append)
@@ -421,21 +420,25 @@ class _Sync:
                     BeginRequest(session=self._session, manifest=manifest, deadline_s=left), timeout_s=left
                 ),
             )
+            paused_early = any(reply.writes_live for reply in replies.values())
+            if paused_early:  # before the other ranks start to extract: a failure is told by this settle
+                self._pause(client, lease_s=deadline.remaining_s)
         except Exception as caught:
             error = as_weightsync_error(caught, SyncFailedError, "the sync did not start")
         self._ranks.settle(error)
-        paused_early = any(reply.writes_live for reply in replies.values())
-        if paused_early:
-            self._pause(client)
         num_chunks, digests, total = self._transfer(client)
         proved = manifest.with_digests(digests, model_digest(manifest.tensors, total))
         staged = self._call(
             "stage",
             lambda left: client.stage(StageRequest(session=self._session, manifest=proved), timeout_s=left),
         )
+        _check_proofs(staged, proved)
         if not paused_early:
-            self._pause(client)
-        self._call("commit", lambda left: client.commit(CommitRequest(session=self._session), timeout_s=left))
+            self._pause(client, lease_s=push._pause_timeout_s + _COMMIT_LEASE_S)
+        committed = self._call(
+            "commit", lambda left: client.commit(CommitRequest(session=self._session), timeout_s=left)
+        )
+        _check_versions(committed, self.version)
         self._call("resume", lambda left: client.resume(ResumeRequest(session=self._session), timeout_s=left))
         unprovable = {who: reply.unprovable for who, reply in staged.items() if reply.unprovable}
         return SyncReport(
@@ -486,12 +489,14 @@ class _Sync:
             total = total + ShardSum(lane_a=what["lanes"][0], lane_b=what["lanes"][1])
         return total
 
-    def _pause(self, client: InferenceEngineClient) -> None:
+    def _pause(self, client: InferenceEngineClient, *, lease_s: float) -> None:
+        """Pauses every engine; should this trainer die, they go on by themselves after `lease_s`."""
         timeout_s = self._push._pause_timeout_s
         self._call(
             "pause",
             lambda left: client.pause(
-                PauseRequest(session=self._session, timeout_s=min(timeout_s, left), lease_s=left), timeout_s=left
+                PauseRequest(session=self._session, timeout_s=min(timeout_s, left), lease_s=min(lease_s, left)),
+                timeout_s=left,
             ),
         )
 
@@ -502,6 +507,25 @@ class _Sync:
             self._of_engines.extend(reply.phases)
             self._recorder.extend(reply.phases)
         return replies
+
+
+def _check_proofs(staged: Mapping[str, EngineReply], manifest: Manifest) -> None:
+    """An engine that answered 'well' has proved it, or says why it can't; anything else is a failure."""
+    for who, reply in staged.items():
+        proved = reply.digests_equal is True and reply.model_digest == manifest.model_digest
+        if not proved and not (reply.digests_equal is None and reply.unprovable):
+            raise DigestMismatchError(
+                f"it answered stage without a proof: digests_equal {reply.digests_equal}, model_digest "
+                f"{reply.model_digest}; published was {manifest.model_digest}",
+                peer=who,
+                version=str(manifest.version),
+            )
+
+
+def _check_versions(committed: Mapping[str, EngineReply], version: Version) -> None:
+    for who, reply in committed.items():
+        if reply.version != version:
+            raise EngineError(f"it answered commit well and serves {reply.version}", peer=who, version=str(version))
 
 
 class _Summed:

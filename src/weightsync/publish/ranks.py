@@ -19,22 +19,21 @@ from weightsync.errors import TrainerRankError, WeightSyncError, error_from_dict
 class TrainingRanks:
     """The ranks of the trainer's job. Every rank makes one, at the same point, and calls in the same order.
 
+    The ranks are those of `torch.distributed`'s default group; a process without one stands alone.
+
     Args:
         timeout_s: how long one exchange may take.
-        group: ranks of another group than the default one; `None` takes the default group, or stands alone
-            where `torch.distributed` is not initialised.
     """
 
-    def __init__(self, *, timeout_s: float, group: Any | None = None) -> None:
+    def __init__(self, *, timeout_s: float) -> None:
         self._group: Any | None = None
         self._lost_error: TrainerRankError | None = None
         self.agreed_error: WeightSyncError | None = None
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
-                members = dist.get_process_group_ranks(group) if group is not None else None
-                self._group = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def agree(self, failed: bool) -> bool:
         """Whether any rank failed. One byte a rank.
@@ -97,6 +96,11 @@ class TrainingRanks:
                 self.agreed_error.message += f" (told by training rank {rank})"
                 raise self.agreed_error
         return said
+
+    def give_up(self, why: str) -> None:
+        """A thread is left inside an exchange: from here on every exchange fails at once instead of pairing with it."""
+        if self._lost_error is None:
+            self._lost(RuntimeError(why))
 
     def close(self) -> None:
         """Forgets the group; it is not destroyed, since a dead rank would hang that."""

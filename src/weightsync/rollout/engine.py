@@ -81,9 +81,10 @@ class EmbeddedEngine:
         self._engine_id = engine_id
         self._gate = ServingGate()
         self._recorder = Recorder(engine_id)
-        self._pause_phase: contextlib.ExitStack | None = None
+        self._pause_phase: tuple[str, contextlib.ExitStack] | None = None
         self._lock = threading.Lock()
         self._writes_live: bool | None = None
+        self._open: str | None = None  # the session that the workers have open
 
     @classmethod
     def of(cls, loader: WeightLoader, *, engine_id: str = "engine-0", codec: Codec | None = None) -> EmbeddedEngine:
@@ -111,8 +112,8 @@ class EmbeddedEngine:
             yield version
 
     def fence(self, reason: str) -> None:
-        """Refuses to serve until a sync commits, e.g. because a worker died."""
-        self._gate.fence(reason)
+        """Refuses to serve for good, e.g. because a worker died: the engine has to be restarted."""
+        self._gate.die(reason)
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         """Runs one step; see `EngineHandle.call`. Workers that don't answer in time are a typed error."""
@@ -121,7 +122,7 @@ class EmbeddedEngine:
             case DescribeRequest():
                 return self._describe(deadline)
             case InitRequest():
-                self._all(lambda worker: worker.init(request), deadline)
+                self._init(request, deadline)
             case BeginRequest():
                 self._begin(request, deadline)
             case UpdateRequest(update=update):
@@ -146,18 +147,29 @@ class EmbeddedEngine:
         for worker in self._workers:
             worker.close()
 
+    def _init(self, request: InitRequest, deadline: Deadline) -> None:
+        """A trainer joins: whatever session there was is over, and so is its pause. A fence stays."""
+        self._all(lambda worker: worker.init(request), deadline)
+        with self._lock:
+            self._open = None
+        self._gate.release_other(None)
+        self._end_pause_phase()
+
     def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
         try:
             self._all(lambda worker: worker.begin(request), deadline)
         except WeightSyncError:
             self._abort(request.session, "begin failed on a worker")
             raise
+        with self._lock:
+            self._open = request.session
+        self._gate.release_other(request.session)
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
         if self._is_writing_live():
-            if not self._gate.is_paused_by(update.session):
+            why = "new weights are being written over the old ones"
+            if not self._gate.fence_if_paused_by(update.session, why):
                 raise StateError("this engine is loaded in place: pause it before the first chunk")
-            self._gate.fence("new weights are being written over the old ones")
         try:
             self._all(lambda worker: worker.update(update), deadline)
         except WeightSyncError:
@@ -179,6 +191,9 @@ class EmbeddedEngine:
         )
 
     def _pause(self, request: PauseRequest) -> None:
+        with self._lock:
+            if self._open != request.session:
+                raise StateError(f"session {request.session} is not open here: it was aborted, or has ended")
         stack = contextlib.ExitStack()
         stack.enter_context(self._recorder.phase("pause"))
         try:
@@ -186,22 +201,22 @@ class EmbeddedEngine:
         except WeightSyncError:
             stack.close()
             raise
+        self._end_pause_phase()  # of a pause whose lease ran out
         with self._lock:
-            before, self._pause_phase = self._pause_phase, stack
-        if before is not None:
-            before.close()
+            self._pause_phase = (request.session, stack)
 
     def _commit(self, request: CommitRequest, deadline: Deadline) -> None:
-        if not self._gate.is_paused_by(request.session):
+        if not self._gate.fence_if_paused_by(request.session, "a commit is under way"):
             self._abort(request.session, "not paused at commit")
             raise StateError("commit comes while the session holds the pause; it does not", state_left="aborted")
-        self._gate.fence("a commit is under way")
         try:
             versions = self._all(lambda worker: worker.commit(request.session), deadline, settle=True)
         except WeightSyncError as error:
             self._abort(request.session, "commit failed on a worker")
             self._refuse_if_mixed(error)
             raise
+        with self._lock:
+            self._open = None
         self._gate.serve(versions[0])
 
     def _refuse_if_mixed(self, error: WeightSyncError) -> None:
@@ -219,13 +234,20 @@ class EmbeddedEngine:
     def _resume(self, session: str) -> None:
         with self._recorder.phase("resume"):
             self._gate.resume(session)
-        self._end_pause_phase()
+        self._end_pause_phase(session)
 
     def _abort(self, session: str, reason: str) -> None:
-        """Aborts on every worker; then serves the old version, or is fenced."""
+        """Aborts on every worker; then serves the old version, or is fenced.
+
+        Only the open session has anything to undo: a stranger's abort changes nothing.
+        """
         with contextlib.suppress(WeightSyncError):
             self._all(lambda worker: worker.abort(session, reason), Deadline(_ABORT_TIMEOUT_S), settle=True)
-        if self._is_writing_live():
+        with self._lock:
+            ours = self._open == session
+            if ours:
+                self._open = None
+        if ours and self._is_writing_live():
             try:
                 whole = all(reply.serving for reply in self._described())
             except WeightSyncError:
@@ -235,13 +257,16 @@ class EmbeddedEngine:
             else:
                 self._gate.fence(f"half-loaded: {reason}")
         self._gate.release(session)
-        self._end_pause_phase()
+        self._end_pause_phase(session)
 
-    def _end_pause_phase(self) -> None:
+    def _end_pause_phase(self, session: str | None = None) -> None:
+        """Records the end of this session's pause; of anybody's, where no session is given."""
         with self._lock:
-            stack, self._pause_phase = self._pause_phase, None
-        if stack is not None:
-            stack.close()
+            before = self._pause_phase
+            if before is None or session not in (None, before[0]):
+                return
+            self._pause_phase = None
+        before[1].close()
 
     def _describe(self, deadline: Deadline) -> EngineReply:
         replies = self._all(lambda worker: worker.describe(), deadline)

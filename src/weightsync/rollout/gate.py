@@ -24,6 +24,7 @@ class ServingGate:
         self._paused_by: str | None = None
         self._lease_end = 0.0
         self._fenced: str | None = None
+        self._dead: str | None = None
         self._version: Version | None = None
 
     @property
@@ -36,7 +37,7 @@ class ServingGate:
     def serving(self) -> bool:
         """Whether a generation would pass now."""
         with self._changed:
-            return self._fenced is None and not self._is_paused()
+            return self._reason() is None and not self._is_paused()
 
     @contextlib.contextmanager
     def generation(self, *, timeout_s: float = 30.0) -> Iterator[Version | None]:
@@ -47,9 +48,9 @@ class ServingGate:
         """
         deadline = Deadline(timeout_s)
         with self._changed:
-            while self._fenced is not None or self._is_paused():
-                if self._fenced is not None:
-                    raise NotServingError(f"this engine refuses to serve: {self._fenced}", state_left="fenced")
+            while self._reason() is not None or self._is_paused():
+                if (reason := self._reason()) is not None:
+                    raise NotServingError(f"this engine refuses to serve: {reason}", state_left="fenced")
                 if deadline.expired:
                     raise NotServingError(f"this engine has been paused for over {timeout_s:g} s", state_left="paused")
                 self._changed.wait(min(deadline.remaining_s, max(0.001, self._lease_end - time.monotonic())))
@@ -76,6 +77,10 @@ class ServingGate:
             self._paused_by = session
             self._lease_end = time.monotonic() + max(lease_s, timeout_s)
             while self._running:
+                if self._paused_by != session:
+                    raise StateError(
+                        "the pause was ended while it waited for running generations", state_left="serving"
+                    )
                 if deadline.expired:
                     self._paused_by = None
                     self._changed.notify_all()
@@ -91,8 +96,8 @@ class ServingGate:
             StateError: fenced: half-loaded weights are never served.
         """
         with self._changed:
-            if self._fenced is not None:
-                raise StateError(f"can't resume: {self._fenced}", state_left="fenced")
+            if (reason := self._reason()) is not None:
+                raise StateError(f"can't resume: {reason}", state_left="fenced")
         self.release(session)
 
     def release(self, session: str) -> None:
@@ -102,15 +107,33 @@ class ServingGate:
                 self._paused_by = None
                 self._changed.notify_all()
 
-    def is_paused_by(self, session: str) -> bool:
-        """Whether `session` holds the pause now, its lease included, and nothing runs."""
+    def release_other(self, session: str | None) -> None:
+        """Ends a pause that any other session holds: that session is over. A fence stays."""
         with self._changed:
-            return self._is_paused() and self._paused_by == session and self._running == 0
+            if self._paused_by != session:
+                self._paused_by = None
+                self._changed.notify_all()
+
+    def fence_if_paused_by(self, session: str, reason: str) -> bool:
+        """Fences if `session` holds the pause, its lease included, and nothing runs. One step: no lease can run
+        out between the look and the fence."""
+        with self._changed:
+            holds = self._is_paused() and self._paused_by == session and self._running == 0
+            if holds:
+                self._fenced = reason
+                self._changed.notify_all()
+            return holds
 
     def fence(self, reason: str) -> None:
         """Nobody passes until `serve`."""
         with self._changed:
             self._fenced = reason
+            self._changed.notify_all()
+
+    def die(self, reason: str) -> None:
+        """Nobody passes ever again: what would have to change is beyond a sync."""
+        with self._changed:
+            self._dead = self._dead or reason
             self._changed.notify_all()
 
     def unfence(self) -> None:
@@ -125,6 +148,9 @@ class ServingGate:
             self._version = version
             self._fenced = None
             self._changed.notify_all()
+
+    def _reason(self) -> str | None:
+        return self._dead or self._fenced
 
     def _is_paused(self) -> bool:
         if self._paused_by is not None and time.monotonic() >= self._lease_end:

@@ -77,7 +77,7 @@ class ProcessWorker:
         self._track = track
         self._on_death = on_death
         self._process = context.Process(  # type: ignore[attr-defined]
-            target=_serve, args=(theirs, factory, index, args, track), name=track, daemon=True
+            target=_serve, args=(theirs, self._conn, factory, index, args, track), name=track, daemon=True
         )
         self._process.start()
         theirs.close()
@@ -146,8 +146,8 @@ class ProcessWorker:
     def close(self) -> None:
         """Ends the child. Idempotent."""
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._conn.close()
+        with contextlib.suppress(OSError), self._send_lock:
+            self._conn.send_bytes(msgspec.json.encode([0, "end", None]))
         self._process.join(2)
         if self._process.is_alive():
             self._process.kill()
@@ -195,8 +195,11 @@ class ProcessWorker:
             self._on_death(self._dead)
 
 
-def _serve(conn: Connection, factory: WorkerFactory, index: int, args: tuple[Any, ...], track: str) -> None:
-    """The child: one thread a call; ends with its parent."""
+def _serve(
+    conn: Connection, parents: Connection, factory: WorkerFactory, index: int, args: tuple[Any, ...], track: str
+) -> None:
+    """The child: one thread a call; ends with its parent, whose end of the pipe must not live on in here."""
+    parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = threading.Lock()
 
@@ -221,6 +224,8 @@ def _serve(conn: Connection, factory: WorkerFactory, index: int, args: tuple[Any
     try:
         while True:
             number, op, body = msgspec.json.decode(conn.recv_bytes())
+            if op == "end":
+                os._exit(0)
             threading.Thread(target=run, args=(number, op, body), daemon=True).start()
     except (EOFError, OSError):
         os._exit(0)  # the parent is gone: a collective that still runs must not keep this process

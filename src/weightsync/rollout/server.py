@@ -16,6 +16,8 @@ from weightsync.types.deadline import check_wait_s
 
 _MAX_CALLS = 64
 """Calls under way at once; a sync of one trainer has at most five."""
+_URGENT = frozenset({EngineOp.DESCRIBE, EngineOp.ABORT, EngineOp.RESUME})
+"""Steps that never wait behind chunks: they have threads of their own."""
 _DEFAULT_TIMEOUT_S = 300.0
 
 
@@ -46,6 +48,7 @@ class EngineServer:
     ) -> None:
         self._engine = engine
         self._pool = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="weightsync-engine")
+        self._urgent = ThreadPoolExecutor(_MAX_CALLS // 4, thread_name_prefix="weightsync-engine-urgent")
         self.app: FastAPI = api_app("weightsync engine")
         self.app.add_api_route(f"{ENGINE_API}/{{op}}", self._handle, methods=["POST"])
         self._server = ServerThread(self.app, host=host, port=port, token=token, tls=tls)
@@ -61,7 +64,8 @@ class EngineServer:
     def close(self) -> None:
         """Stops listening; does not close the engine. Idempotent."""
         self._server.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._urgent):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _handle(self, op: str, request: Request) -> Response:
         try:
@@ -75,7 +79,8 @@ class EngineServer:
             raise InvalidRequestError(f"the body of {op} does not fit: {error}") from error
         timeout_s = _timeout_s(request.headers.get(TIMEOUT_HEADER))
         reply = await asyncio.get_running_loop().run_in_executor(
-            self._pool, lambda: self._engine.call(step, message, timeout_s=timeout_s)
+            self._urgent if step in _URGENT else self._pool,
+            lambda: self._engine.call(step, message, timeout_s=timeout_s),
         )
         return Response(msgspec.json.encode(reply), media_type="application/json")
 

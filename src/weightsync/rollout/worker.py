@@ -14,6 +14,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+import torch
+
+from weightsync.clients.fanout import in_thread
 from weightsync.codec.base import Codec, Decoder
 from weightsync.codec.digest import digest_of, warm_up
 from weightsync.codec.full import FullCodec
@@ -46,8 +49,11 @@ from weightsync.types import (
     StageRequest,
     Version,
 )
+from weightsync.types.deadline import MAX_WAIT_S
 
 _STUCK_LOADER_S = 30.0
+_MAX_AHEAD = 8  # chunks that may wait for their turn; each holds a thread of the server
+_MAX_SUPERSEDED = 1000
 
 
 class EngineWorker:
@@ -80,6 +86,8 @@ class EngineWorker:
         self._lock = threading.RLock()
         self._model_id = model_id
         self._run: tuple[str, str] | None = None  # run_id and model_id of the latest init
+        self._superseded: dict[str, None] = {}  # runs that are over, oldest first
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._receiver: WeightTransferReceiver | None = None
         self._group: str | None = None
         self._num_inits = 0
@@ -112,11 +120,16 @@ class EngineWorker:
             GroupJoinError: not everybody came. The worker has no group then.
             TransferAbortedError: a newer init came meanwhile.
             InvalidRequestError: it is for another model. Nothing was changed.
+            VersionError: it is of a run that a newer one took over from. Nothing was changed.
         """
         if self._model_id not in (None, request.model_id):
             raise InvalidRequestError(f"this engine serves model {self._model_id!r}, not {request.model_id!r}")
         with self._lock:
             self._check_stuck()
+            if request.run_id in self._superseded:
+                raise VersionError(
+                    f"run {request.run_id} was taken over by {self._run and self._run[0]}; start a new run"
+                )
             self._num_inits += 1
             mine = self._num_inits
             session = self._session
@@ -125,6 +138,8 @@ class EngineWorker:
         with self._lock:
             self._drop_receiver()
         warm_up()
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # the current device is the thread's own, and this is a server's
         strategy = self._strategies(request.info.strategy)
         receiver = strategy.create_receiver(
             request.info, rank=request.rank_offset + self.index, record=self.recorder.add
@@ -134,6 +149,10 @@ class EngineWorker:
                 receiver.close()
                 raise TransferAbortedError("a newer init took over while this one joined")
             self._receiver = receiver
+            if self._run is not None and self._run[0] != request.run_id:
+                self._superseded[self._run[0]] = None
+                while len(self._superseded) > _MAX_SUPERSEDED:
+                    del self._superseded[next(iter(self._superseded))]
             self._run = (request.run_id, request.model_id)
             self._group = request.info.group_name
 
@@ -163,11 +182,15 @@ class EngineWorker:
             served = self._served[0] if self._served else None
             if served and served.run_id == version.run_id and served.is_newer_than(version):
                 raise VersionError(f"{served} is served already; versions rise within a run", version=str(version))
-            self.loader.begin(request.manifest)
             session = _Session(request, self._codec.decoder(), self._receiver)
             session.watchdog = threading.Timer(request.deadline_s, self._expire, (session,))
             session.watchdog.daemon = True
-            session.watchdog.start()
+            self.loader.begin(request.manifest)
+            try:
+                session.watchdog.start()
+            except BaseException:
+                self.loader.abort("no watchdog")
+                raise
             self._session = session
 
     def update(self, request: AnyUpdateRequest) -> None:
@@ -309,13 +332,18 @@ class EngineWorker:
             session.ended = True
             self._drop_receiver(of=session)
         try:
-            with session.loading.idle(None):  # never abort under a load that is running
-                self.loader.abort(str(error))
+            self._abort_load(session, error, _STUCK_LOADER_S)
         except DeadlineExceededError as stuck:
             self._stuck = stuck.message
+            in_thread(lambda: self._abort_load(session, error, MAX_WAIT_S), name="weightsync-stuck-loader")
+        return error
+
+    def _abort_load(self, session: _Session, error: WeightSyncError, patience_s: float) -> None:
+        with session.loading.idle(None, patience_s):  # never abort under a load that is running
+            self.loader.abort(str(error))
         with self._lock:
             self._close(session)
-        return error
+            self._stuck = None
 
     def _close(self, session: _Session) -> None:
         session.ended = True
@@ -404,6 +432,8 @@ class _Turns:
                 session.check()
                 if seq < self._next:
                     raise InvalidRequestError(f"chunk {seq} was announced twice")
+                if seq > self._next + _MAX_AHEAD:
+                    raise InvalidRequestError(f"chunk {seq} was announced while {self._next} is under way")
                 self._changed.wait(session.deadline.remaining_s)
             session.check()
             self._busy = True
@@ -422,13 +452,13 @@ class _Turns:
                 self._changed.notify_all()
 
     @contextlib.contextmanager
-    def idle(self, session: _Session | None) -> Iterator[None]:
+    def idle(self, session: _Session | None, patience_s: float = 0.0) -> Iterator[None]:
         """Holds off all turns; waits for the one that is under way.
 
-        Without a session the wait is short and ends in DeadlineExceededError: a loader that never
-        returns must not hang its worker.
+        Without a session, which would end it, the wait ends after `patience_s` in DeadlineExceededError: a loader
+        that never returns must not hang its worker.
         """
-        deadline = Deadline(_STUCK_LOADER_S) if session is None else session.deadline
+        deadline = Deadline(patience_s) if session is None else session.deadline
         with self._changed:
             while self._busy:
                 if session is not None:

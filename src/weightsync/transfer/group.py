@@ -73,6 +73,7 @@ class TransferGroup:
     """
 
     def __init__(self, group: Any, store: Any, *, rank: int, backend: str) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._group: Any | None = group
         self._store: Any | None = store
         self.rank = rank
@@ -80,8 +81,8 @@ class TransferGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where buffers have to lie."""
-        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+        """Where buffers have to lie: the device that was current in the thread that joined."""
+        return self._device
 
     def broadcast(self, buffer: torch.Tensor, *, deadline: Deadline) -> None:
         """Rank 0's bytes of `buffer` (1-D uint8, contiguous, same size everywhere) reach every member's.
@@ -177,10 +178,11 @@ def _await_members(
     missing = [member for member in range(info.world_size) if member != rank]
     while missing:
         watch()
-        missing = [member for member in missing if not prefix.check([f"joined/{member}"])]
+        missing = [member for member in missing if deadline.expired or not prefix.check([f"joined/{member}"])]
         if missing and deadline.expired:
+            shown = f"{missing[:20]} and {len(missing) - 20} more" if len(missing) > 20 else str(missing)
             raise GroupJoinError(
-                f"ranks {missing} of {info.world_size} did not join group {info.group_name} within "
+                f"ranks {shown} of {info.world_size} did not join group {info.group_name} within "
                 f"{info.join_timeout_s:g} s",
                 rank=rank,
                 missing_ranks=missing,

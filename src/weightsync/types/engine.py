@@ -21,7 +21,7 @@ import msgspec
 
 from weightsync.errors import WeightSyncError
 from weightsync.types.deadline import check_wait_s
-from weightsync.types.init_info import AnyInitInfo
+from weightsync.types.init_info import AnyInitInfo, check_world_size
 from weightsync.types.manifest import Manifest, Version
 from weightsync.types.requests import AnyUpdateRequest
 
@@ -210,6 +210,9 @@ class EngineReply(_Message, frozen=True, kw_only=True):
     model_digest: str | None = None
     unprovable: str | None = None
     phases: tuple[PhaseRecord, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_world_size(self.world_size)
 
 
 class EngineHandle(Protocol):

@@ -9,6 +9,19 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
 
+MAX_WORLD_SIZE = 65_536
+
+
+def check_world_size(world_size: int) -> int:
+    """`world_size`, if a group could have so many members.
+
+    Raises:
+        InvalidRequestError: it could not. Nothing was allocated.
+    """
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise InvalidRequestError(f"a world_size is between 1 and {MAX_WORLD_SIZE}, not {world_size}")
+    return world_size
+
 
 class WeightSyncInitInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     """The base of all init infos.
@@ -45,7 +58,7 @@ class TorchDistributedWeightSyncInitInfo(WeightSyncInitInfo, frozen=True, kw_onl
     def __post_init__(self) -> None:
         if not 0 < self.master_port < 65536:
             raise InvalidRequestError(f"master_port {self.master_port} is no port")
-        if self.world_size < 2:
+        if check_world_size(self.world_size) < 2:
             raise InvalidRequestError(
                 f"a transfer group has the sender and a receiver, not world_size {self.world_size}"
             )

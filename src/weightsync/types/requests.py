@@ -12,6 +12,7 @@ from weightsync.errors import InvalidRequestError
 from weightsync.types.spec import MAX_NBYTES, check_shape
 
 MAX_TENSORS_A_CHUNK = 1 << 20
+_MAX_PADDING_BYTES = 4096
 
 
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -182,5 +183,5 @@ def _check_layout(offsets: tuple[int, ...], sizes: tuple[int, ...], bucket_bytes
         if offset < end:
             raise InvalidRequestError(f"tensors overlap in the bucket, or lie before it: offset {offset} < {end}")
         end = offset + size
-    if end > bucket_bytes:
+    if not end <= bucket_bytes <= end + _MAX_PADDING_BYTES * (len(sizes) + 1):
         raise InvalidRequestError(f"the tensors end at byte {end}, the bucket at {bucket_bytes}")

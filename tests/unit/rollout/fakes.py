@@ -14,6 +14,7 @@ from weightsync.errors import TransferError
 from weightsync.load.base import WeightLoader
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.plan.buckets import plan_bucket
+from weightsync.rollout.gate import ServingGate
 from weightsync.rollout.worker import EngineWorker
 from weightsync.tensors import spec_of
 from weightsync.testing.contracts import bytes_of
@@ -82,6 +83,12 @@ def init(run_id: str = RUN, *, strategy: str = "memory", model_id: str = "defaul
     return InitRequest(
         run_id=run_id, model_id=model_id, info=EmptyWeightSyncInitInfo(strategy=strategy, group_name="g"), rank_offset=1
     )
+
+
+def holds_pause(gate: ServingGate, session: str) -> bool:
+    """Whether the session holds the pause, its lease included, and nothing runs; changes nothing."""
+    with gate._changed:
+        return gate._is_paused() and gate._paused_by == session and gate._running == 0
 
 
 class MemoryReceiver(WeightTransferReceiver):

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from tests.unit.rollout.fakes import holds_pause
 from weightsync.clients.fanout import in_thread
 from weightsync.errors import DeadlineExceededError, NotServingError, StateError, WeightSyncError
 from weightsync.rollout import gate as gate_module
@@ -112,6 +113,12 @@ class GateMachine(RuleBasedStateMachine):
         self.gate.fence("half-loaded")
         self.fenced = True
 
+    @rule(session=SESSIONS)
+    def fence_if_paused_by(self, session: str) -> None:
+        holds = self.holder() == session and self.count == 0
+        assert self.gate.fence_if_paused_by(session, "weights are written") == holds
+        self.fenced = self.fenced or holds
+
     @precondition(lambda self: self.fenced)
     @rule(number=st.integers(0, 5))
     def serve(self, number: int) -> None:
@@ -134,7 +141,7 @@ class GateMachine(RuleBasedStateMachine):
         assert self.gate.serving == (not self.fenced and self.holder() is None)
         assert self.gate.version == self.version
         for session in ("a", "b"):
-            assert self.gate.is_paused_by(session) == (self.holder() == session and self.count == 0)
+            assert holds_pause(self.gate, session) == (self.holder() == session and self.count == 0)
 
 
 TestGateMachine = GateMachine.TestCase
@@ -151,10 +158,10 @@ def test_a_pause_waits_for_running_generations_and_keeps_new_ones_out() -> None:
     with pytest.raises(NotServingError, match="paused"), gate.generation(timeout_s=0.05):
         pytest.fail("a generation began while a pause waits")
     assert not pausing.done()
-    assert not gate.is_paused_by("s"), "not before the last one is out"
+    assert not holds_pause(gate, "s"), "not before the last one is out"
     running.__exit__(None, None, None)
     pausing.result(5)
-    assert gate.is_paused_by("s")
+    assert holds_pause(gate, "s")
 
 
 def test_a_pause_that_can_not_have_it_lets_everybody_go_on() -> None:
@@ -196,14 +203,14 @@ def test_a_lease_that_ends_lets_waiting_generations_in_without_being_told() -> N
     gate.pause("dead trainer", timeout_s=0.0, lease_s=0.15)
     with gate.generation(timeout_s=10):
         pass
-    assert not gate.is_paused_by("dead trainer")
+    assert not holds_pause(gate, "dead trainer")
 
 
 def test_a_lease_never_opens_a_fence() -> None:
     gate = ServingGate()
     gate.pause("dead trainer", timeout_s=0.0, lease_s=0.05)
     gate.fence("half-loaded")
-    while gate.is_paused_by("dead trainer"):
+    while holds_pause(gate, "dead trainer"):
         pass
     assert not gate.serving
     with pytest.raises(NotServingError, match="half-loaded"), gate.generation(timeout_s=5):
@@ -221,7 +228,7 @@ def test_another_session_neither_pauses_over_nor_resumes() -> None:
         gate.pause("b", timeout_s=1, lease_s=30)
     gate.resume("b")
     gate.release("b")
-    assert gate.is_paused_by("a")
+    assert holds_pause(gate, "a")
 
 
 def test_a_pause_that_was_released_meanwhile_takes_nothing_from_the_next_one() -> None:
@@ -240,7 +247,7 @@ def test_a_pause_that_was_released_meanwhile_takes_nothing_from_the_next_one() -
     assert not gate.serving, "b still holds its pause"
     running.__exit__(None, None, None)
     second.result(5)
-    assert gate.is_paused_by("b")
+    assert holds_pause(gate, "b")
 
 
 def test_a_pause_that_was_released_meanwhile_is_no_success() -> None:
@@ -276,7 +283,7 @@ def test_many_threads_never_generate_inside_a_pause() -> None:
         gate.pause("s", timeout_s=10, lease_s=10)
         halves[0] = number
         seen = generated
-        assert gate.is_paused_by("s")
+        assert holds_pause(gate, "s")
         halves[1] = number
         assert generated == seen
         gate.resume("s")
