@@ -7,9 +7,12 @@ process borders as plain JSON (`to_dict`, `error_from_dict`), never as a pickle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+_MAX_DEPTH = 16
+_MAX_TEXT = 10_000
 _FIELDS = ("rank", "peer", "version", "parameter", "state_left")
 
 
@@ -58,10 +61,10 @@ class WeightSyncError(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         """This error as JSON-able data; `error_from_dict` is the inverse."""
-        body: dict[str, Any] = {"error": type(self).__name__, "message": self.message}
-        body.update({key: getattr(self, key) for key in _FIELDS if getattr(self, key) is not None})
+        body: dict[str, Any] = {"error": type(self).__name__, "message": _text(self.message)}
+        body.update({key: _jsonable(value) for key in _FIELDS if (value := getattr(self, key)) is not None})
         if self.details:
-            body["details"] = {key: _jsonable(value) for key, value in self.details.items()}
+            body["details"] = _jsonable(self.details)
         return body
 
 
@@ -204,25 +207,29 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, WeightSyncError) and error.follows
 
 
-def error_from_dict(body: Mapping[str, Any], *, peer: str | None = None) -> WeightSyncError:
+def error_from_dict(body: Mapping[str, Any], *, peer: str | None = None, depth: int = 0) -> WeightSyncError:
     """Rebuilds the typed error that `WeightSyncError.to_dict` wrote.
 
     Args:
         body: what came from the other side. Unknown error names become `EngineError`, so a newer
             peer never breaks an older one; nothing in it is executed or imported.
         peer: who sent it; recorded when the error itself names nobody.
+        depth: how deep in other errors' causes this one lies; causes end somewhere.
     """
     name = str(body.get("error", "EngineError"))
     kind = _KINDS.get(name, EngineError)
-    facts: dict[str, Any] = {key: body[key] for key in _FIELDS if body.get(key) is not None}
+    facts: dict[str, Any] = {key: _readable(body[key]) for key in _FIELDS if body.get(key) is not None}
     facts.setdefault("peer", peer)
     raw = body.get("details")
-    details = {str(key): value for key, value in raw.items()} if isinstance(raw, Mapping) else {}
-    details = {key: value for key, value in details.items() if key not in {*_FIELDS, "message", "causes"}}
-    message = str(body.get("message", "the peer gave no message"))
+    details = {str(key): _readable(value) for key, value in raw.items()} if isinstance(raw, Mapping) else {}
+    details = {key: value for key, value in details.items() if key not in {*_FIELDS, "self", "message", "causes"}}
+    message = str(_readable(str(body.get("message", "the peer gave no message"))))
     if issubclass(kind, SyncFailedError):
         told = details.pop("causes_by_engine", {})
-        causes = {str(who): error_from_dict(what) for who, what in told.items() if isinstance(what, Mapping)}
+        told = told if isinstance(told, Mapping) and depth < _MAX_DEPTH else {}
+        causes = {
+            str(who): error_from_dict(what, depth=depth + 1) for who, what in told.items() if isinstance(what, Mapping)
+        }
         return kind(message, causes=causes, **facts, **details)
     if name not in _KINDS:
         details["remote_error"] = name
@@ -240,14 +247,31 @@ def as_weightsync_error(
     return wrapped
 
 
-def _jsonable(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_jsonable(item) for item in value]
-    return str(value)
+def _jsonable(value: Any, depth: int = 0) -> Any:
+    """`value` as strict JSON can say it: what it can't say becomes text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**64 else str(value)  # bool is an int
+    if value is None:
+        return None
+    if depth < _MAX_DEPTH and isinstance(value, Mapping):
+        return {_text(key): _jsonable(item, depth + 1) for key, item in value.items()}
+    if depth < _MAX_DEPTH and isinstance(value, (list, tuple, set, frozenset)):
+        return [_jsonable(item, depth + 1) for item in value]
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """As UTF-8 can say it: names of files come with lone surrogates in them."""
+    return str(value).encode("utf-8", "replace").decode("utf-8")
+
+
+def _readable(value: Any) -> Any:
+    """Text of a size that a log can take."""
+    if isinstance(value, str) and len(value) > _MAX_TEXT:
+        return f"{value[:_MAX_TEXT]}... ({len(value)} characters)"
+    return value
 
 
 def _all_kinds(root: type[WeightSyncError]) -> dict[str, type[WeightSyncError]]:

@@ -63,6 +63,8 @@ class EngineFanout:
 
     def describe(self, *, timeout_s: float) -> tuple[Mapping[str, EngineReply], Mapping[str, WeightSyncError]]:
         """Asks every engine what it is; see the protocol."""
+        if not self._engines:
+            return {}, {}
         return self._all_settled(EngineOp.DESCRIBE, DescribeRequest(), timeout_s)
 
     def get_world_sizes(self, *, timeout_s: float) -> Mapping[str, int]:
@@ -99,7 +101,7 @@ class EngineFanout:
 
     def abort(self, request: AbortRequest, *, timeout_s: float) -> Mapping[str, WeightSyncError]:
         """See the protocol."""
-        return self._all_settled(EngineOp.ABORT, request, timeout_s)[1]
+        return self._all_settled(EngineOp.ABORT, request, timeout_s)[1] if self._engines else {}
 
     def pause(self, request: PauseRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
         """See the protocol."""
@@ -113,23 +115,28 @@ class EngineFanout:
         return dict.fromkeys(self._engines, request)
 
     def _call(self, op: EngineOp, request: EngineRequest, timeout_s: float) -> Mapping[str, EngineReply]:
-        future = self._start(op, self._same(request), timeout_s)
+        calls = self._each(op, self._same(request), timeout_s)
         try:
-            return future.result(timeout_s)
+            return self._whole(op, calls, timeout_s).result(timeout_s)
         except TimeoutError:
-            raise DeadlineExceededError(f"not every engine answered {op} within {timeout_s:g} s") from None
+            silent = [engine_id for engine_id, call in calls.items() if not call.done()]
+            raise DeadlineExceededError(
+                f"no answer to {op} from {', '.join(silent)} within {timeout_s:g} s", peer=", ".join(silent)
+            ) from None
 
     def _start(
         self, op: EngineOp, requests: Mapping[str, EngineRequest], timeout_s: float
     ) -> Future[Mapping[str, EngineReply]]:
+        return self._whole(op, self._each(op, requests, timeout_s), timeout_s)
+
+    def _whole(
+        self, op: EngineOp, calls: Mapping[str, Future[EngineReply]], timeout_s: float
+    ) -> Future[Mapping[str, EngineReply]]:
         """One future for all: done with every reply, or failed with the first failure's `SyncFailedError`."""
-        if not self._engines:
-            raise NoEnginesError(f"there is no engine to call {op} on")
         whole: Future[Mapping[str, EngineReply]] = Future()
         lock = threading.Lock()
         replies: dict[str, EngineReply] = {}
         errors: dict[str, WeightSyncError] = {}
-        calls = self._each(op, requests, timeout_s)
 
         def fail() -> None:
             with lock:
@@ -177,6 +184,9 @@ class EngineFanout:
     def _each(
         self, op: EngineOp, requests: Mapping[str, EngineRequest], timeout_s: float
     ) -> dict[str, Future[EngineReply]]:
+        if not requests:
+            raise NoEnginesError(f"there is no engine to call {op} on")
+
         def caller(engine: EngineHandle, request: EngineRequest) -> Callable[[], EngineReply]:
             return lambda: engine.call(op, request, timeout_s=timeout_s)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
+from typing import Any
 
 import httpx
-import msgspec
 
 from weightsync.errors import (
     DeadlineExceededError,
     EngineError,
     EngineUnreachableError,
+    InvalidRequestError,
     WeightSyncError,
     error_from_dict,
 )
 from weightsync.net.auth import bearer_headers
+from weightsync.net.messages import decode, encode
 from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest
 
 ENGINE_API = "/weightsync/v1"
@@ -68,7 +71,7 @@ class HttpEngine:
             with self._client.stream(
                 "POST",
                 f"{ENGINE_API}/{op}",
-                content=msgspec.json.encode(request),
+                content=encode(request),
                 headers={TIMEOUT_HEADER: str(timeout_s)},
                 timeout=timeout,
             ) as response:
@@ -86,8 +89,8 @@ class HttpEngine:
         if response.status_code != 200:
             raise self._error_in(response.status_code, body, op)
         try:
-            return msgspec.json.decode(body, type=EngineReply)
-        except (msgspec.DecodeError, WeightSyncError) as error:
+            return decode(body, EngineReply, what="the reply")
+        except InvalidRequestError as error:
             raise EngineError(
                 f"{self.url} answered {op} with 200 and a body that is no reply: {error}", peer=self._engine_id
             ) from error
@@ -107,12 +110,10 @@ class HttpEngine:
         return bytes(body)
 
     def _error_in(self, status: int, body: bytes, op: EngineOp) -> WeightSyncError:
-        try:
-            told = msgspec.json.decode(body)
-        except msgspec.DecodeError:
-            told = None
-        if isinstance(told, dict) and "error" in told:
-            return error_from_dict(told, peer=self._engine_id)
+        with contextlib.suppress(InvalidRequestError):
+            told = decode(body, dict[str, Any], what="the error")
+            if "error" in told:
+                return error_from_dict(told, peer=self._engine_id)
         return EngineError(
             f"{self.url} answered {op} with status {status}: {body[:200]!r}; is this a weightsync engine server?",
             peer=self._engine_id,

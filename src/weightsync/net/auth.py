@@ -31,6 +31,8 @@ def check_exposure(host: str, token: str | None) -> None:
         raise ConfigError(f"host {host!r} is reachable from other machines: give a token, or listen on 127.0.0.1")
     if token is not None and len(token) < 16:
         raise ConfigError(f"a token has at least 16 characters, this one has {len(token)}")
+    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigError("a token is printable ASCII without blanks: no HTTP header can carry this one")
 
 
 def check_token(header: str | None, token: str | None) -> None:

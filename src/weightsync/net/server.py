@@ -74,7 +74,7 @@ class Guard:
             if scope["path"] not in _OPEN_PATHS:
                 check_token(headers.get("authorization"), self._token)
             length = headers.get("content-length", "0")
-            if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            if not (length.isascii() and length.isdigit() and len(length) < 16) or int(length) > MAX_BODY_BYTES:
                 raise InvalidRequestError(f"a request body has at most {MAX_BODY_BYTES} bytes, not {length[:30]}")
             await self._app(scope, limited, watched)
         except WeightSyncError as error:
@@ -183,6 +183,7 @@ class ServerThread:
         self._scheme = "https" if tls else "http"
         self._server = uvicorn.Server(config)
         self._ready = threading.Event()
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, *, timeout_s: float = 10.0) -> str:
@@ -196,8 +197,10 @@ class ServerThread:
         """
         self._socket = _listen(self._host, self._server.config.port)
         self._thread.start()
-        if not self._ready.wait(timeout_s):
-            raise ConfigError(f"the server on {self._host} did not start within {timeout_s:g} s")
+        if not self._ready.wait(timeout_s) or self._failure is not None:
+            self._socket.close()
+            why = self._failure or f"nothing happened within {timeout_s:g} s"
+            raise ConfigError(f"the server on {self._host} did not start: {why}; check the TLS files, if there are any")
         return self.url
 
     @property
@@ -223,10 +226,18 @@ class ServerThread:
             serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
             while not self._server.started and not serving.done():
                 await asyncio.sleep(0.01)
-            self._ready.set()
+            if self._server.started:
+                self._ready.set()
             await serving
 
-        asyncio.run(serve())
+        try:
+            asyncio.run(serve())
+        except (Exception, SystemExit) as error:  # uvicorn ends so where it can't start
+            self._failure = error
+        finally:
+            if not self._server.started and self._failure is None:
+                self._failure = ConfigError("it ended at once")
+            self._ready.set()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -241,7 +252,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(2048)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
         raise ConfigError(f"can't listen on {host}:{port}: {error}; choose another port or host") from error
     return listener

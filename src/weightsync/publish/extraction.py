@@ -133,11 +133,13 @@ class LockstepExtraction:
             self._changed.notify_all()
 
     def _extract(self) -> None:
-        stream = iter(self._extractor.extract_weights(self._dtype))
+        stream: Iterator[WeightChunk] | None = None
         number = 0
         while True:
             self._agree(None)
             try:
+                if stream is None:
+                    stream = iter(self._extractor.extract_weights(self._dtype))
                 with self._recorder.phase("extract", detail=f"chunk {number}"):
                     chunk = next(stream, None)
             except BaseException as error:

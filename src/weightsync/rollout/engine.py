@@ -18,6 +18,7 @@ from weightsync.errors import (
     EngineError,
     NoEnginesError,
     StateError,
+    SyncInProgressError,
     WeightSyncError,
     as_weightsync_error,
     is_consequence,
@@ -156,6 +157,9 @@ class EmbeddedEngine:
         self._end_pause_phase()
 
     def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
+        with self._lock:
+            if self._open == request.session:
+                raise SyncInProgressError(f"session {request.session} is open already", state_left="it goes on")
         try:
             self._all(lambda worker: worker.begin(request), deadline)
         except WeightSyncError:

@@ -76,11 +76,13 @@ class ServingGate:
                 raise StateError(f"already paused by session {self._paused_by}")
             self._paused_by = session
             self._lease_end = time.monotonic() + max(lease_s, timeout_s)
-            while self._running:
+            while True:
                 if self._paused_by != session:
                     raise StateError(
                         "the pause was ended while it waited for running generations", state_left="serving"
                     )
+                if not self._running:
+                    return
                 if deadline.expired:
                     self._paused_by = None
                     self._changed.notify_all()

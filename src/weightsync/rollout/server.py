@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 
 from weightsync.clients.http import ENGINE_API, TIMEOUT_HEADER
 from weightsync.errors import InvalidRequestError
+from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.types import REQUEST_TYPES, EngineHandle, EngineOp
 from weightsync.types.deadline import check_wait_s
@@ -73,16 +73,13 @@ class EngineServer:
         except ValueError:
             raise InvalidRequestError(f"there is no step {op!r}; there are {', '.join(EngineOp)}") from None
         body = await request.body()
-        try:
-            message = msgspec.json.decode(body or b"{}", type=REQUEST_TYPES[step])
-        except msgspec.DecodeError as error:
-            raise InvalidRequestError(f"the body of {op} does not fit: {error}") from error
+        message = decode(body or b"{}", REQUEST_TYPES[step], what=f"the body of {op}")
         timeout_s = _timeout_s(request.headers.get(TIMEOUT_HEADER))
         reply = await asyncio.get_running_loop().run_in_executor(
             self._urgent if step in _URGENT else self._pool,
             lambda: self._engine.call(step, message, timeout_s=timeout_s),
         )
-        return Response(msgspec.json.encode(reply), media_type="application/json")
+        return Response(encode(reply), media_type="application/json")
 
 
 def _timeout_s(header: str | None) -> float:

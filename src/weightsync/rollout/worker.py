@@ -92,6 +92,7 @@ class EngineWorker:
         self._group: str | None = None
         self._num_inits = 0
         self._session: _Session | None = None
+        self._ended: _Session | None = None  # the latest, for whoever asks late why it ended
         self._served: tuple[Version, str | None] | None = None
         self._stuck: str | None = None
 
@@ -275,6 +276,7 @@ class EngineWorker:
         """Gives everything back. Idempotent."""
         self.abort(None, "the engine is closing")
         with self._lock:
+            self._num_inits += 1  # one that is joining now gives up
             self._drop_receiver()
 
     def _check_stuck(self) -> None:
@@ -285,8 +287,10 @@ class EngineWorker:
         with self._lock:
             session = self._session
             if session is None or session.name != name:
+                ended = self._ended if self._ended is not None and self._ended.name == name else None
+                why = f"it ended with {ended.error}" if ended and ended.error else "it was aborted, or has ended"
                 raise TransferAbortedError(
-                    f"session {name} is not open here: it was aborted, or has ended",
+                    f"session {name} is not open here: {why}",
                     version=str(self._served[0]) if self._served else None,
                 )
             return session
@@ -347,6 +351,7 @@ class EngineWorker:
 
     def _close(self, session: _Session) -> None:
         session.ended = True
+        self._ended = session
         if session.watchdog is not None:
             session.watchdog.cancel()
         if self._session is session:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 
 from weightsync.errors import (
+    DeadlineExceededError,
     InvalidRequestError,
     TransferAbortedError,
     TransferError,
@@ -232,7 +233,9 @@ class BroadcastTransferReceiver(WeightTransferReceiver):
             )
         index = request.seq % NUM_BUCKETS
         if not self._free[index].wait(deadline.check("free receive bucket")):
-            deadline.check("free receive bucket", state_left="the loader still holds an earlier chunk")
+            raise DeadlineExceededError(
+                "no receive bucket came free in time", state_left="the loader still holds an earlier chunk"
+            )
         self._free[index].clear()
         try:
             bucket = _grown(self._buckets, index, request.bucket_bytes, self._group.device)

@@ -19,9 +19,14 @@ from typing import Protocol
 
 import msgspec
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import InvalidRequestError, WeightSyncError
 from weightsync.types.deadline import check_wait_s
-from weightsync.types.init_info import AnyInitInfo, check_world_size
+from weightsync.types.init_info import (
+    MAX_WORLD_SIZE,
+    AnyInitInfo,
+    TorchDistributedWeightSyncInitInfo,
+    check_world_size,
+)
 from weightsync.types.manifest import Manifest, Version
 from weightsync.types.requests import AnyUpdateRequest
 
@@ -48,6 +53,11 @@ class InitRequest(_Message, frozen=True, kw_only=True):
     model_id: str
     info: AnyInitInfo
     rank_offset: int
+
+    def __post_init__(self) -> None:
+        members = self.info.world_size if isinstance(self.info, TorchDistributedWeightSyncInitInfo) else MAX_WORLD_SIZE
+        if not 0 < self.rank_offset < members:  # rank 0 is the trainer
+            raise InvalidRequestError(f"rank_offset lies between 1 and {members - 1}, not {self.rank_offset}")
 
 
 class BeginRequest(_Message, frozen=True, kw_only=True):

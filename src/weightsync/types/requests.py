@@ -9,7 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from weightsync.errors import InvalidRequestError
-from weightsync.types.spec import MAX_NBYTES, check_shape
+from weightsync.types.dtypes import itemsize_bytes
+from weightsync.types.spec import MAX_NBYTES, check_name, check_shape
 
 MAX_TENSORS_A_CHUNK = 1 << 20
 _MAX_PADDING_BYTES = 4096
@@ -46,6 +47,8 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             )
         if len(set(self.names)) != len(self.names):
             raise InvalidRequestError("a request names every tensor once")
+        for name in self.names:
+            check_name(name)
         self.tensor_bytes()
 
     def tensor_bytes(self) -> tuple[int, ...]:
@@ -70,6 +73,7 @@ class BroadcastWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=Tru
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_layout(self.offsets, self.tensor_bytes(), self.bucket_bytes)
+        _check_alignment(self.offsets, self.dtypes)
 
 
 class CudaMemoryHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cuda"):
@@ -163,14 +167,21 @@ class PackedCudaIpcWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only
             raise InvalidRequestError("a packed_cuda_ipc request has at least one handle")
         for handle in self.handles:
             _check_layout(self.offsets, self.sizes, handle.size_bytes)
+        _check_alignment(self.offsets, self.dtypes)
 
 
 AnyUpdateRequest = BroadcastWeightUpdateRequest | CudaIpcWeightUpdateRequest | PackedCudaIpcWeightUpdateRequest
 
 
 def _check_extent(offset_bytes: int, size_bytes: int) -> None:
-    if offset_bytes < 0 or not 0 <= size_bytes <= MAX_NBYTES:
+    if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > MAX_NBYTES:
         raise InvalidRequestError(f"offset_bytes {offset_bytes} and size_bytes {size_bytes} can't be")
+
+
+def _check_alignment(offsets: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    for offset, dtype in zip(offsets, dtypes, strict=True):
+        if offset % itemsize_bytes(dtype):
+            raise InvalidRequestError(f"a {dtype} at byte {offset} is not aligned: no view of it can be made")
 
 
 def _check_layout(offsets: tuple[int, ...], sizes: tuple[int, ...], bucket_bytes: int) -> None:

@@ -71,8 +71,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     digest: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.name or len(self.name) > MAX_NAME_LENGTH:
-            raise InvalidRequestError(f"a tensor's name has 1 to {MAX_NAME_LENGTH} characters, got {len(self.name)}")
+        check_name(self.name)
         check_shape(self.shape, dtype=self.dtype, name=self.name)
         if self.box is not None and not self.box.fits(self.shape):
             raise InvalidRequestError(f"box {self.box} lies outside shape {self.shape}", parameter=self.name)
@@ -86,14 +85,22 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return numel * itemsize_bytes(self.dtype)
 
 
+def check_name(name: str) -> None:
+    """Raises InvalidRequestError where `name` is empty or too long to be a tensor's."""
+    if not 1 <= len(name) <= MAX_NAME_LENGTH:
+        raise InvalidRequestError(f"a tensor's name has 1 to {MAX_NAME_LENGTH} characters, got {len(name)}")
+
+
 def check_shape(shape: tuple[int, ...], *, dtype: str, name: str) -> int:
     """Checks one shape and returns its bytes.
 
     Raises:
         InvalidRequestError: a negative or absurd extent, or an unknown dtype. Nothing was allocated.
     """
-    if len(shape) > MAX_DIMS or any(extent < 0 for extent in shape):
-        raise InvalidRequestError(f"shape {shape} has a negative extent or over {MAX_DIMS} dimensions", parameter=name)
+    if len(shape) > MAX_DIMS or not all(0 <= extent <= MAX_NBYTES for extent in shape):
+        raise InvalidRequestError(
+            f"shape {shape} has an extent that can't be, or over {MAX_DIMS} dimensions", parameter=name
+        )
     nbytes = math.prod(shape) * itemsize_bytes(dtype)
     if nbytes > MAX_NBYTES:
         raise InvalidRequestError(f"shape {shape} of {dtype} would take {nbytes} bytes", parameter=name)

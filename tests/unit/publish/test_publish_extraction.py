@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 import weakref
@@ -80,7 +79,6 @@ def test_at_most_two_chunks_are_alive() -> None:
     running = extraction(extractor)
     for chunk in running.chunks():
         number = int(chunk.tensors[0][0])
-        gc.collect()
         alive = [i for i, ref in enumerate(extractor.chunks) if ref() is not None]
         assert set(alive) <= {number, number + 1}
         del chunk

@@ -186,7 +186,9 @@ def test_a_pause_of_another_session_is_no_pause_for_this_commit() -> None:
     engine = Engine()
     engine.load()
     engine.stage()
-    engine.pause(session="other")
+    with pytest.raises(StateError, match="not open"):
+        engine.pause(session="other")
+    engine.engine._gate.pause("other", timeout_s=1.0, lease_s=LONG_S)
     with pytest.raises(StateError):
         engine.commit()
     assert engine.loaders[0].serves(0)
@@ -342,23 +344,27 @@ def test_a_stranger_s_begin_does_not_disturb_the_session(num_workers: int) -> No
     engine.serves(1, V[1])
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in place"])
-@pytest.mark.parametrize("by", ["abort", "failed commit"])
+@modes
+@pytest.mark.parametrize("by", ["abort", "failed commit", "sync"])
 def test_a_fence_that_somebody_else_put_up_stays(in_place: bool, by: str) -> None:
-    """`fence` says: until a sync commits. An abort, or a sync that failed, is no commit."""
+    """A worker died: no abort, no failed and no good sync makes this engine whole again."""
     engine = Engine(in_place=in_place)
     engine.sync(1, seed=2)
-    engine.engine.fence("cut off from the network")
+    engine.engine.fence("worker 1 died")
     if by == "abort":
+        engine.init()
+        engine.begin(2, session="t")
         engine.abort(session="t")
-    else:
+    elif by == "failed commit":
         engine.init()
         engine.begin(2, session="t")
         engine.pause(session="t")
         with pytest.raises(StateError):
             engine.commit(session="t")
+    else:
+        with pytest.raises(StateError, match="worker 1 died"):
+            engine.sync(2, session="t")
     engine.refuses()
-    engine.works_again()
 
 
 def test_a_begin_that_one_worker_refuses_leaves_no_session_on_the_other() -> None:

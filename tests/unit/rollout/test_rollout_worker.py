@@ -260,8 +260,6 @@ def test_a_loader_that_never_returns_marks_its_worker(monkeypatch: pytest.Monkey
     loading = in_thread(lambda: bench.worker.update(chunk(0)), name="load")
     assert bench.loader.loading.wait(5)
     bench.worker.abort("s", "as told")
-    bench.loader.go.set()
-    loading.exception(5)
     for call in (
         bench.worker.describe,
         lambda: bench.worker.init(init()),
@@ -269,6 +267,13 @@ def test_a_loader_that_never_returns_marks_its_worker(monkeypatch: pytest.Monkey
     ):
         with pytest.raises(StateError, match="restarted"):
             call()
+    assert bench.loader.aborts == [], "never under a load that runs"
+    bench.loader.go.set()
+    loading.exception(5)
+    end = time.monotonic() + 5
+    while not bench.loader.aborts and time.monotonic() < end:
+        pass
+    assert len(bench.loader.aborts) == 1, "it came back after all"
 
 
 def test_the_first_error_is_the_one_that_is_told() -> None:

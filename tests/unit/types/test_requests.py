@@ -93,7 +93,7 @@ def test_an_empty_tensor_with_an_absurd_extent(extent: int) -> None:
         broadcast(shapes=((0, extent), (5,)))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.integers(-5, 60), st.integers(0, 20)), min_size=1, max_size=5), st.integers(0, 80))
 def test_a_layout_is_taken_only_if_no_byte_belongs_to_two(pairs: list[tuple[int, int]], bucket: int) -> None:
     """Checked against a bitmap: a byte is inside the bucket and belongs to one tensor at most."""
