@@ -56,7 +56,7 @@ class WeightSyncError(Exception):
 
     def __str__(self) -> str:
         facts = [f"{key}={value}" for key in _FIELDS if (value := getattr(self, key)) is not None]
-        facts += [f"{key}={value}" for key, value in self.details.items()]
+        facts += [f"{key}={_shown(value)}" for key, value in self.details.items()]
         return f"{self.message} [{', '.join(facts)}]" if facts else self.message
 
     def to_dict(self) -> dict[str, Any]:
@@ -265,6 +265,12 @@ def _jsonable(value: Any, depth: int = 0) -> Any:
 def _text(value: object) -> str:
     """As UTF-8 can say it: names of files come with lone surrogates in them."""
     return str(value).encode("utf-8", "replace").decode("utf-8")
+
+
+def _shown(value: object) -> str:
+    """A detail in an error's text: the whole of it stays in `details`."""
+    text = str(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _readable(value: Any) -> Any:

@@ -194,13 +194,27 @@ def engine_main(engine_id: str, world_size: int, options: dict[str, Any], conn: 
     engine = EmbeddedEngine(workers, engine_id=engine_id)
     holder.append(engine)
     hammer = Hammer(engine, workers) if options.get("hammer") else None
+    let_go = threading.Event()
+
+    def hold(seconds: float) -> None:
+        with engine.generation():
+            holding.set()
+            let_go.wait(seconds)
+
     server = EngineServer(engine, port=options.get("port", 0), token=TOKEN)
     url = server.start()
     conn.send((url, [getattr(worker, "pid", os.getpid()) for worker in workers]))
     while (question := conn.recv()) is not None:
         worker, name, argument = question
         try:
-            if name == "answers":
+            if name == "hold":
+                holding = threading.Event()
+                threading.Thread(target=hold, args=(argument,), daemon=True).start()
+                conn.send(("ok", holding.wait(5), None))
+            elif name == "let go":
+                let_go.set()
+                conn.send(("ok", None, None))
+            elif name == "answers":
                 conn.send(("ok", set(hammer.answers) if hammer else set(), None))
             elif name == "generate":
                 with engine.generation(timeout_s=0.05) as version:

@@ -84,6 +84,18 @@ def test_a_consequence_alone_is_told_after_the_grace_not_at_the_timeout(monkeypa
     assert error.is_consequence
 
 
+def test_a_cause_is_told_at_once_without_any_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fanout_module, "_CAUSE_GRACE_S", 30.0)
+    never = threading.Event()
+    one = ScriptedEngine("one", fails={EngineOp.RESUME: BAD})
+    two = ScriptedEngine("two", waits={EngineOp.RESUME: never})
+    started = time.monotonic()
+    error = failed(EngineFanout([two, one]))
+    never.set()
+    assert time.monotonic() - started < 3
+    assert list(error.causes) == ["one"]
+
+
 def test_when_everybody_has_answered_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fanout_module, "_CAUSE_GRACE_S", 30.0)
     started = time.monotonic()

@@ -317,6 +317,24 @@ def test_another_session_can_not_open_an_engine_that_is_half_loaded(by: str) -> 
     engine.refuses()
 
 
+def test_another_session_can_not_lift_the_fence_before_the_first_byte_is_written() -> None:
+    """The first chunk is on its way, the weights are whole still, and yet they are about to be written."""
+    engine = Engine(in_place=True)
+    engine.sync(1, seed=2)
+    engine.init()
+    engine.begin(2, session="t")
+    engine.pause(session="t")
+    hold = engine.strategies[0].receiver.holds[0] = threading.Event()
+    updating = in_thread(lambda: engine.update(chunk(0, session="t")), name="update")
+    assert engine.strategies[0].receiver.entered[0].wait(5)
+    engine.abort(session="stranger")
+    engine.engine._gate._lease_end = 0.0
+    engine.refuses()
+    hold.set()
+    updating.result(5)
+    engine.refuses()
+
+
 def test_a_second_begin_of_the_same_name_does_not_end_the_first() -> None:
     """A request that was sent twice. The error says that nothing was changed."""
     engine = Engine()
@@ -427,8 +445,10 @@ def test_workers_on_different_versions_are_one_engine_that_refuses() -> None:
     engine.works_again()
 
 
-def test_a_worker_that_stays_behind_is_waited_for_before_a_commit_is_judged() -> None:
+def test_a_worker_that_stays_behind_is_waited_for_before_a_commit_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other worker has failed already; whether this one committed decides what may be served."""
+    for patience in ("_ABORT_TIMEOUT_S", "_DESCRIBE_TIMEOUT_S"):
+        monkeypatch.setattr(f"weightsync.rollout.engine.{patience}", 0.1)
     engine = Engine(2)
     engine.load()
     engine.stage()
@@ -444,7 +464,8 @@ def test_a_worker_that_stays_behind_is_waited_for_before_a_commit_is_judged() ->
     commit = in_thread(engine.commit, name="commit")
     assert entered.wait(5)
     engine.refuses()
-    assert not commit.done()
+    with pytest.raises(TimeoutError):
+        commit.exception(0.5)
     go.set()
     assert isinstance(commit.exception(5), LoadError)
     engine.refuses()

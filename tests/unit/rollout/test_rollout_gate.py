@@ -164,6 +164,31 @@ def test_a_pause_waits_for_running_generations_and_keeps_new_ones_out() -> None:
     assert holds_pause(gate, "s")
 
 
+def test_nobody_fences_for_a_write_while_a_generation_runs() -> None:
+    gate = ServingGate()
+    running = gate.generation()
+    running.__enter__()
+    pausing = in_thread(lambda: gate.pause("s", timeout_s=10, lease_s=10), name="pause")
+    while gate.serving:
+        pass
+    assert not gate.fence_if_paused_by("s", "weights are written")
+    running.__exit__(None, None, None)
+    pausing.result(5)
+    assert not gate.fence_if_paused_by("t", "weights are written")
+    assert gate.fence_if_paused_by("s", "weights are written")
+
+
+def test_nobody_fences_for_a_write_after_the_lease_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if nobody has looked at the gate since."""
+    clock = Clock()
+    monkeypatch.setattr(gate_module, "time", clock)
+    gate = ServingGate()
+    gate.pause("s", timeout_s=0.0, lease_s=1.0)
+    clock.now += 1.0
+    assert not gate.fence_if_paused_by("s", "weights are written")
+    assert gate.serving
+
+
 def test_a_pause_that_can_not_have_it_lets_everybody_go_on() -> None:
     gate = ServingGate()
     with gate.generation():

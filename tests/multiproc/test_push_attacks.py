@@ -1,0 +1,191 @@
+"""What a hostile review found once, in real processes: each of these failed before it was mended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.multiproc.spine import Engine, build, client_of
+from tests.multiproc.test_push_faults import OPTIONS, Trainer, _wait_until_stopped, check_serving, setup
+from weightsync import EmbeddedEngine, ModuleWeightExtractor, ModuleWeightLoader, PushSync
+from weightsync.clients.fanout import EngineFanout
+from weightsync.errors import DigestMismatchError, SyncFailedError, UnsupportedError, WeightSyncError
+from weightsync.testing.processes import children
+from weightsync.types import EngineOp, EngineReply, EngineRequest
+
+
+@pytest.fixture
+def start() -> Any:
+    with children() as starter:
+        yield starter
+
+
+def test_a_trainer_killed_inside_the_pause_has_a_successor(start: Any) -> None:
+    """The dead trainer's pause does not lock its successor out, nor the engine's users for long."""
+    one, two, trainer = setup(start)
+    two.ask("arm", {"at": "commit", "do": "stop"}, worker=0)
+    trainer.ranks[0].conn.send(2)
+    _wait_until_stopped(two.worker_pids[0])
+    trainer.ranks[0].kill()
+    os.kill(two.worker_pids[0], signal.SIGCONT)
+    fresh = Trainer(start, {"one": one.url, "two": two.url})
+    assert fresh.sync("initialize")["type"] == "ok"
+    assert fresh.sync(1)["engines"] == ("one", "two")
+    check_serving(one, 1, 1)
+    check_serving(two, 1, 1)
+
+
+def test_a_stale_trainer_is_refused(start: Any) -> None:
+    """A run that was taken over does not come back: (run, version) keeps meaning one content."""
+    one, two, old = setup(start)
+    new = Trainer(start, {"one": one.url, "two": two.url})
+    assert new.sync("initialize")["type"] == "ok"
+    assert new.sync(5)["type"] == "ok"
+    said = old.sync(9)
+    assert said["type"] in {"SyncFailedError", "GroupJoinError"}
+    assert "taken over" in said["text"]
+    check_serving(one, 5, 1)
+    assert new.sync(6)["engines"] == ("one", "two")
+    check_serving(two, 6, 2)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_pause_that_fails_costs_several_ranks_one_sync(start: Any, in_place: bool) -> None:
+    """A generation outlasts `pause_timeout_s`; all ranks raise, and all of them sync again."""
+    one, two, trainer = setup(start, ranks=2, in_place=in_place)
+    one.ask("hold", OPTIONS["pause_timeout_s"] + 1.5)
+    said = trainer.order(2)
+    assert {rank["type"] for rank in said} == {"SyncFailedError"}
+    assert all("pause failed on one" in rank["text"] for rank in said)
+    assert all(rank["seconds"] < 5 for rank in said)
+    one.ask("let go")
+    assert trainer.order(3)[1]["engines"] == ("one", "two")
+    check_serving(one, 3, 3)
+    check_serving(two, 3, 3)
+
+
+class Liar:
+    """An engine that answers 200 to everything and does nothing but join."""
+
+    engine_id = "liar"
+
+    def __init__(self) -> None:
+        self._real = EmbeddedEngine.of(ModuleWeightLoader(nn.Linear(2, 2)))
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        if op in {EngineOp.STAGE, EngineOp.COMMIT}:
+            return EngineReply(engine_id="liar")
+        return self._real.call(op, request, timeout_s=timeout_s)
+
+
+def test_an_answer_without_a_proof_is_no_success() -> None:
+    push = PushSync(ModuleWeightExtractor(nn.Linear(2, 2)), EngineFanout([Liar()]), transfer_timeout_s=5.0)
+    push.initialize()
+    with pytest.raises(DigestMismatchError, match="without a proof"):
+        push.sync_weights(1)
+    push.close()
+
+
+class Boastful(Liar):
+    """An engine of half a million workers, it says."""
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        reply = self._real.call(op, request, timeout_s=timeout_s)
+        return EngineReply(engine_id="liar", world_size=60_000) if op == EngineOp.DESCRIBE else reply
+
+
+def test_a_world_size_that_nobody_has_costs_the_join_deadline_and_no_more() -> None:
+    push = PushSync(ModuleWeightExtractor(nn.Linear(2, 2)), EngineFanout([Boastful()]), join_timeout_s=1.0)
+    with pytest.raises(WeightSyncError) as caught:
+        push.initialize()
+    assert len(str(caught.value)) < 2000
+    with pytest.raises(WeightSyncError, match="world_size"):
+        EngineReply(engine_id="e", world_size=3_000_000)
+
+
+class Fused(nn.Module):
+    """q and k are views of one tensor, with which the forward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = torch.zeros(4, 4)
+        self.q = nn.Parameter(self.fused[:2], requires_grad=False)
+        self.k = nn.Parameter(self.fused[2:], requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.fused.t()
+
+
+def test_views_of_a_fused_tensor_are_loaded_in_place_or_not_at_all() -> None:
+    """Swapping q and k would leave the fused tensor on old weights, and every digest equal."""
+    trained = Fused()
+    with torch.no_grad():
+        trained.fused.fill_(2.0)
+    for in_place in (False, True):
+        served = Fused()
+        engine = EmbeddedEngine.of(ModuleWeightLoader(served, in_place=in_place))
+        push = PushSync(ModuleWeightExtractor(trained), EngineFanout([engine]), transfer_timeout_s=10.0)
+        push.initialize()
+        if in_place:
+            assert push.sync_weights(1).digests_equal is True
+            assert served(torch.ones(1, 4)).tolist() == [[8.0] * 4]
+        else:
+            with pytest.raises(SyncFailedError) as caught:
+                push.sync_weights(1)
+            assert isinstance(caught.value.causes["engine-0"], UnsupportedError)
+            assert "in_place=True" in str(caught.value)
+        push.close()
+
+
+def test_interrupting_a_sync_stays_an_interrupt(start: Any) -> None:
+    """Ctrl-C is no SyncFailedError that a retry loop swallows; engines go on with their old version."""
+    engine = Engine(start, "e")
+    extractor = ModuleWeightExtractor(build(3), chunk_bytes=300)
+    push = PushSync(extractor, client_of({"e": engine.url}), dtype="bfloat16", transfer_timeout_s=8.0)
+    push.initialize()
+    push.sync_weights(1)
+    send = push._sender.send_chunks  # type: ignore[union-attr]
+
+    def interrupted(*args: Any, **options: Any) -> int:
+        threading.Event().wait(0.01)
+        raise KeyboardInterrupt
+
+    push._sender.send_chunks = interrupted  # type: ignore[union-attr,method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        push.sync_weights(2)
+    assert send is not None
+    assert engine.generate()[2].endswith("/1")
+    assert push.sync_weights(3).digests_equal is True
+    push.close()
+
+
+def untyped(rank: int, world_size: int, url: str) -> list[str]:
+    from tests.multiproc.spine import push_of
+
+    push = push_of(build(3), {"e": url}, fsdp=False, transfer_timeout_s=5.0)
+    push.initialize()
+    good = push._extractor.metadata
+    if rank == 1:
+        push._extractor.metadata = lambda dtype: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    outcomes = []
+    for version in (1, 2):
+        try:
+            outcomes.append(str(push.sync_weights(version).digests_equal))
+        except WeightSyncError as error:
+            outcomes.append(type(error).__name__)
+        push._extractor.metadata = good  # type: ignore[method-assign]
+    push.close()
+    return outcomes
+
+
+def test_an_untyped_error_on_one_rank_leaves_all_ranks_in_step(start: Any) -> None:
+    from weightsync.testing.processes import run_ranks
+
+    engine = Engine(start, "e")
+    assert run_ranks(untyped, 2, engine.url) == [["ExtractError", "True"]] * 2
