@@ -5,6 +5,7 @@ Each test: a good sync of version 1, the fault at version 2, then version 3 with
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -221,13 +222,27 @@ def test_an_engine_hangs_in_the_middle(start: Any, ranks: int) -> None:
 
 def _sync_until(trainer: Trainer, version: int, engines: tuple[str, ...]) -> None:
     """Syncs rising versions until all engines take part: one that just woke up may still be aborting."""
-    _sync_until.extra = 0  # type: ignore[attr-defined]
-    for extra in range(4):
+    end = time.monotonic() + 30
+    for extra in itertools.count():
         said = trainer.sync(version + extra)
         _sync_until.extra = extra  # type: ignore[attr-defined]
         if said.get("engines") == engines:
             return
-    raise AssertionError(said)
+        assert time.monotonic() < end, said
+
+
+def test_a_loader_never_returns(start: Any) -> None:
+    """It costs one deadline and one refused begin; then the others go on without it, and it never serves half."""
+    one, two, trainer = setup(start)
+    one.ask("arm", {"at": "load", "chunk": 2, "do": "hang"})
+    said = trainer.sync(2)
+    assert said["type"] in {"DeadlineExceededError", "SyncFailedError"}
+    assert said["seconds"] < DEADLINE_S
+    said = trainer.sync(3)
+    assert said["causes"] == {"one": "SyncInProgressError"}
+    assert trainer.sync(4)["engines"] == ("two",)
+    check_serving(one, 1, 1)
+    check_serving(two, 4, 4)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -73,6 +73,7 @@ from weightsync.types.deadline import check_wait_s
 _ABORT_TIMEOUT_S = 2.0
 _DESCRIBE_TIMEOUT_S = 3.0
 _SHUN_S, _SHUN_LONGEST_S = 30.0, 600.0  # how long an engine that did not join is left out
+_SHUN_BUSY_S = 5.0  # how long one is left out that is still busy with an earlier sync
 _COMMIT_LEASE_S = 10.0  # how long a commit may take before paused engines go on without it
 _SETTLE_MARGIN_S = 5.0  # how much longer than a sync ranks wait for each other to say how it ended
 
@@ -318,8 +319,6 @@ class PushSync:
             typed = as_weightsync_error(error, GroupJoinError, "engines did not join")
             self._shun(typed, requests, world_sizes)
             raise typed from error
-        for who in world_sizes:
-            self._shunned.pop(who, None)
         self._sender = sender
         self._sender_group = info.group_name
 
@@ -332,7 +331,13 @@ class PushSync:
             ranks = range(request.rank_offset, request.rank_offset + world_sizes[who])
             causes = error.causes if isinstance(error, SyncFailedError) else {}
             if missing.intersection(ranks) or (who in causes and not is_consequence(causes[who])):
-                self._shunned[who] = _Shunned(error=error, before=self._shunned.get(who))
+                self._shunned[who] = _Shunned(error=error, before=self._shunned.get(who), for_s=_SHUN_S)
+
+    def _shun_busy(self, error: WeightSyncError) -> None:
+        """Leaves engines out whose loader still sits in an earlier sync: one of them must not fail every sync."""
+        for who, cause in (error.causes if isinstance(error, SyncFailedError) else {}).items():
+            if isinstance(cause, (SyncInProgressError, StateError)):
+                self._shunned[who] = _Shunned(error=cause, before=self._shunned.get(who), for_s=_SHUN_BUSY_S)
 
     def _drop_sender(self) -> None:
         if self._sender is not None:
@@ -342,11 +347,11 @@ class PushSync:
 
 
 class _Shunned:
-    """An engine that answered and did not join: left out until `until`, longer each time."""
+    """An engine that answered and did not take part: left out for a time that doubles from failure to failure."""
 
-    def __init__(self, *, error: WeightSyncError, before: _Shunned | None) -> None:
+    def __init__(self, *, error: WeightSyncError, before: _Shunned | None, for_s: float) -> None:
         self.error = error
-        self._for_s: float = min(_SHUN_LONGEST_S, 2 * before._for_s) if before else _SHUN_S
+        self._for_s: float = min(_SHUN_LONGEST_S, 2 * before._for_s) if before else for_s
         self._until = Deadline(self._for_s)
 
     @property
@@ -425,7 +430,10 @@ class _Sync:
                 self._pause(client, lease_s=deadline.remaining_s)
         except Exception as caught:
             error = as_weightsync_error(caught, SyncFailedError, "the sync did not start")
+            push._shun_busy(error)
         self._ranks.settle(error)
+        for who in client.engine_ids:
+            push._shunned.pop(who, None)
         num_chunks, digests, total = self._transfer(client)
         proved = manifest.with_digests(digests, model_digest(manifest.tensors, total))
         staged = self._call(

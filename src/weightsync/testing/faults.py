@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,9 +17,9 @@ from weightsync.types import Manifest, Update, Version
 class FaultyLoader(ModuleWeightLoader):
     """A `ModuleWeightLoader` with a fault that can be armed; each fault fires once.
 
-    Faults, as `arm({"at": point, "chunk": k, "do": what})`: points are "begin", "load" (of chunk k), "loaded" (after
-    it), "commit"; what is "raise", "kill" (SIGKILL of this process), "stop" (SIGSTOP of it), "corrupt" (one bit of the
-    chunk's first tensor, after it arrived and before it is loaded).
+    Faults, as `arm({"at": point, "chunk": k, "do": what})`. Points: "begin", "load" (of chunk k), "loaded" (after it),
+    "commit". What: "raise", "kill" (SIGKILL of this process), "stop" (SIGSTOP of it), "hang" (never returns),
+    "corrupt" (one bit of the chunk's first tensor, after it arrived and before it is loaded).
     """
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
@@ -63,6 +64,8 @@ class FaultyLoader(ModuleWeightLoader):
                 raise RuntimeError(f"injected at {point} {self._chunk}")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                threading.Event().wait()
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case unknown:
