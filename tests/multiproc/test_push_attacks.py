@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.multiproc.spine import Engine, build, client_of
+from tests.multiproc.spine import TOKEN, Engine, build, client_of
 from tests.multiproc.test_push_faults import OPTIONS, Trainer, _wait_until_stopped, check_serving, setup
 from weightsync import EmbeddedEngine, ModuleWeightExtractor, ModuleWeightLoader, PushSync
 from weightsync.clients.fanout import EngineFanout
+from weightsync.clients.http import HttpEngine
 from weightsync.errors import DigestMismatchError, SyncFailedError, UnsupportedError, WeightSyncError
 from weightsync.testing.processes import children
 from weightsync.types import EngineOp, EngineReply, EngineRequest
@@ -162,6 +163,52 @@ def test_interrupting_a_sync_stays_an_interrupt(start: Any) -> None:
     assert send is not None
     assert engine.generate()[2].endswith("/1")
     assert push.sync_weights(3).digests_equal is True
+    push.close()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_generations_wait_out_a_healthy_sync_and_none_is_turned_away(in_place: bool) -> None:
+    """Whoever waits for the pause waits through the commit too; only half-loaded weights turn a request away."""
+    served, trained = build(1, dtype=torch.bfloat16), build(2)
+    engine = EmbeddedEngine.of(ModuleWeightLoader(served, in_place=in_place))
+    push = PushSync(ModuleWeightExtractor(trained, chunk_bytes=300), engine, dtype="bfloat16", transfer_timeout_s=10.0)
+    push.initialize()
+    over = threading.Event()
+    seen: list[Any] = []
+
+    def generate() -> None:
+        while not over.is_set():
+            try:
+                with engine.generation(timeout_s=10.0) as version:
+                    seen.append(None if version is None else version.number)
+            except WeightSyncError as error:
+                seen.append(error)
+
+    threads = [threading.Thread(target=generate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for version in range(1, 16):
+        push.sync_weights(version)
+    over.set()
+    for thread in threads:
+        thread.join(10)
+    push.close()
+    assert not [what for what in seen if isinstance(what, WeightSyncError)]
+    assert 15 in seen
+
+
+def test_initialize_tells_a_wrong_address_or_token_even_beside_a_good_engine(start: Any) -> None:
+    """One of two does not let the trainer in: that is told before step 1, unless asked otherwise."""
+    engine = Engine(start, "good")
+    wrong = HttpEngine(engine.url, engine_id="bad", token="not-the-token-at-all")
+    client = EngineFanout([HttpEngine(engine.url, engine_id="good", token=TOKEN), wrong])
+    push = PushSync(ModuleWeightExtractor(build(3)), client, dtype="bfloat16", join_timeout_s=5.0)
+    with pytest.raises(SyncFailedError, match="AuthError"):
+        push.initialize()
+    push.initialize(require_all=False)
+    report = push.sync_weights(1)
+    assert report.lost_engine_ids == ("bad",)
+    assert "token" in report.lost["bad"]
     push.close()
 
 

@@ -50,6 +50,14 @@ def test_what_is_not_there_is_refused_by_name() -> None:
         PushSync.from_config(ipc, extractor_for(ipc, torch.nn.Linear(1, 1)))
 
 
+@pytest.mark.parametrize("asked", [{"sync_method": "pull"}, {"sync_mode": "fully-async"}, {"validate_freq": 5}])
+def test_settings_that_nothing_would_read_are_refused(asked: dict[str, object]) -> None:
+    """Silence would be taken for obedience."""
+    config = WeightSyncConfig.load(asked)
+    with pytest.raises(UnsupportedError, match=next(iter(asked))):
+        PushSync.from_config(config, extractor_for(config, torch.nn.Linear(1, 1)))
+
+
 def test_an_engine_comes_back_at_its_address() -> None:
     """Killed and restarted on the same port: the next sync takes it in again, without a new PushSync."""
     port = free_port()

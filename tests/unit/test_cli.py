@@ -31,5 +31,5 @@ def test_version() -> None:
 def test_bad_options_are_refused_before_anything_starts() -> None:
     assert run("demo", "--steps", "0")[0] == 2
     code, text = run("demo", "--size", "huge")
-    assert code == 1
+    assert code == 2
     assert "small, tiny" in text

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError
 
 app = typer.Typer(
     help="Moves updated weights from a trainer to rollout engines, and proves what they serve.",
@@ -39,7 +39,7 @@ def demo(
     engines: Annotated[int, typer.Option(min=1, max=16, help="Engine processes.")] = 1,
     size: Annotated[str, typer.Option(help="Of the model: small or tiny.")] = "small",
     out: Annotated[Path, typer.Option(help="Folder for timeline.json and timeline.png.")] = Path("demo-output"),
-    json: Annotated[Path | None, typer.Option(help="Write the summary to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the summary to this file.")] = None,
     deadline_s: Annotated[float, typer.Option(min=1.0, help="Seconds that one sync may take.")] = 30.0,
     timeout_s: Annotated[float, typer.Option(min=10.0, help="Seconds that the whole demo may take.")] = 300.0,
 ) -> None:
@@ -71,7 +71,7 @@ def demo(
         problems = run_demo(options)
     except WeightSyncError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     raise typer.Exit(1 if problems else 0)
 
 

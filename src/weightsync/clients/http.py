@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from weightsync.errors import (
+    ConfigError,
     DeadlineExceededError,
     EngineError,
     EngineUnreachableError,
@@ -47,6 +48,8 @@ class HttpEngine:
         connect_timeout_s: float = 3.0,
         verify: bool | str = True,
     ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"an engine's URL starts with http:// or https://, not {url!r}")
         self.url = url.rstrip("/")
         self._engine_id = engine_id or self.url
         self._connect_timeout_s = connect_timeout_s
@@ -77,7 +80,9 @@ class HttpEngine:
             ) as response:
                 body = self._read(response, op, deadline)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise EngineUnreachableError(f"can't connect to {self.url}: {error}", peer=self._engine_id) from error
+            raise EngineUnreachableError(
+                f"can't connect to {self.url}: {error}; does the engine run there?", peer=self._engine_id
+            ) from error
         except httpx.TimeoutException as error:
             raise DeadlineExceededError(
                 f"{self.url} did not answer {op} within {timeout_s:g} s", peer=self._engine_id

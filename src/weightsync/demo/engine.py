@@ -45,6 +45,7 @@ class DemoEngine:
         self._batch = ByteText().held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=model_size(size).row_length)
         self._recorder = Recorder(f"{engine_id}/rollout")
         self._served: dict[str, int] = {}
+        self._num_refused = 0
         self.engine = EmbeddedEngine.of(ModuleWeightLoader(self._model), engine_id=engine_id)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._generate_all_the_time, name="rollout", daemon=True)
@@ -68,6 +69,7 @@ class DemoEngine:
             "loss": loss,
             "sample": _PROMPT + text,
             "num_generations": dict(self._served),
+            "num_refused": self._num_refused,
             "phases": msgspec.to_builtins(self._recorder.drain()),
         }
 
@@ -77,6 +79,7 @@ class DemoEngine:
                 with self.engine.generation(timeout_s=60.0) as version, self._recorder.phase("generate"):
                     sample(self._model, _PROMPT, _SAMPLE_BYTES)
             except NotServingError:
+                self._num_refused += 1
                 continue
             key = "none" if version is None else str(version.number)
             self._served[key] = self._served.get(key, 0) + 1

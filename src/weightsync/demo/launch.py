@@ -124,8 +124,11 @@ def _show_end(
             f"{summary['loss_gap_max']:.4f}. A sync took {sync_ms:.0f} ms, and for {paused_ms:.0f} ms of it no new "
             "generation could start (means).",
             highlight=False,
+            soft_wrap=True,
         )
-    console.print(f"Timeline: {files[1]} (picture), {files[0]} (open in ui.perfetto.dev)", highlight=False)
+    console.print(
+        f"Timeline: {files[1]} (picture), {files[0]} (open in ui.perfetto.dev)", highlight=False, soft_wrap=True
+    )
     for problem in problems:
         console.print(f"PROBLEM: {problem}", style="bold red", highlight=False)
 

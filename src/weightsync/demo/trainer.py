@@ -87,6 +87,8 @@ def _rows(
         response.raise_for_status()
         said: dict[str, Any] = response.json()
         recorder.extend(msgspec.convert(said["phases"], tuple[PhaseRecord, ...]))
+        if said["num_refused"]:
+            raise WeightSyncError(f"an engine refused {said['num_refused']} generations of healthy syncs")
         if said["version"] != report.version.number:
             raise WeightSyncError("an engine serves another version than it committed", version=str(report.version))
         rows.append(

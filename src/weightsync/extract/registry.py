@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from weightsync.config import WeightSyncConfig
-from weightsync.errors import UnsupportedError
+from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
@@ -24,6 +24,8 @@ def extractor_for(
         UnsupportedError: this build has none for that backend.
         WeightSyncError: as for the extractor's constructor.
     """
+    if not isinstance(config, WeightSyncConfig):
+        raise ConfigError(f"extractor_for takes the config first, then the model; got a {type(config).__name__} first")
     backend = config.transfer.training_backend
     if backend not in _KINDS:
         raise UnsupportedError(f"no extractor for training_backend {backend!r}; there are: {', '.join(_KINDS)}")

@@ -229,6 +229,7 @@ def _check_spec(spec: TensorSpec, tensor: torch.Tensor) -> None:
         raise ManifestMismatchError("a part of a tensor can't be loaded here", parameter=spec.name)
     if (spec.dtype, spec.shape) != (has.dtype, has.shape):
         raise ManifestMismatchError(
-            f"the trainer sends {spec.dtype} {spec.shape}, the engine's model has {has.dtype} {has.shape}",
+            f"the trainer sends {spec.dtype} {spec.shape}, the engine's model has {has.dtype} {has.shape}"
+            + ("; see dtype of PushSync and dtype_overrides of the extractor" if spec.dtype != has.dtype else ""),
             parameter=spec.name,
         )

@@ -14,19 +14,22 @@ the next sync, and every training rank raises.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
+from weightsync.clients.fanout import EngineFanout
 from weightsync.codec.base import Codec
 from weightsync.codec.digest import ShardSum, model_digest, shard_sum, warm_up
 from weightsync.codec.full import FullCodec
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import (
     ConfigError,
+    DeadlineExceededError,
     DigestMismatchError,
     EngineError,
     ExtractError,
@@ -37,6 +40,7 @@ from weightsync.errors import (
     SyncFailedError,
     SyncInProgressError,
     TransferError,
+    UnsupportedError,
     VersionError,
     WeightSyncError,
     as_weightsync_error,
@@ -55,6 +59,7 @@ from weightsync.types import (
     BeginRequest,
     CommitRequest,
     Deadline,
+    EngineHandle,
     EngineReply,
     HeldTensor,
     InferenceEngineClient,
@@ -70,11 +75,14 @@ from weightsync.types import (
 )
 from weightsync.types.deadline import check_wait_s
 
+_logger = logging.getLogger(__name__)
+
 _ABORT_TIMEOUT_S = 2.0
 _DESCRIBE_TIMEOUT_S = 3.0
 _SHUN_S, _SHUN_LONGEST_S = 30.0, 600.0  # how long an engine that did not join is left out
 _SHUN_BUSY_S = 5.0  # how long one is left out that is still busy with an earlier sync
 _COMMIT_LEASE_S = 10.0  # how long a commit may take before paused engines go on without it
+_AFTER_A_FAILURE = "engines serve their old version or refuse to serve; the next sync goes on with those that answer"
 _SETTLE_MARGIN_S = 5.0  # how much longer than a sync ranks wait for each other to say how it ended
 
 
@@ -83,7 +91,7 @@ class PushSync:
 
     Args:
         extractor: of this rank's model.
-        client: the engines; rank 0 alone needs one, other ranks' are ignored.
+        client: the engines, or a single one; rank 0 alone needs it, other ranks' is ignored.
         strategy: how bytes move; a gloo broadcast on loopback where not given.
         codec: how weights are encoded; the engines use the same.
         dtype: the engine's dtype; None keeps the trainer's.
@@ -100,7 +108,7 @@ class PushSync:
     def __init__(
         self,
         extractor: WeightExtractor,
-        client: InferenceEngineClient | None = None,
+        client: InferenceEngineClient | EngineHandle | None = None,
         *,
         strategy: WeightTransferStrategy | None = None,
         codec: Codec | None = None,
@@ -114,7 +122,7 @@ class PushSync:
         recorder: Recorder | None = None,
     ) -> None:
         self._extractor = extractor
-        self._all_engines = client
+        self._all_engines = _as_client(client)
         for name, seconds in (("transfer", transfer_timeout_s), ("join", join_timeout_s), ("pause", pause_timeout_s)):
             check_wait_s(f"{name}_timeout_s", seconds)
         self._strategy = strategy or BroadcastTransferStrategy(
@@ -137,6 +145,7 @@ class PushSync:
         self._sender_group: str | None = None
         self._client: InferenceEngineClient | None = None
         self._shunned: dict[str, _Shunned] = {}
+        self._lost_before: set[str] = set()
         self.recorder = recorder or Recorder("trainer/rank-0")
 
     @classmethod
@@ -144,7 +153,7 @@ class PushSync:
         cls,
         config: WeightSyncConfig,
         extractor: WeightExtractor,
-        client: InferenceEngineClient | None = None,
+        client: InferenceEngineClient | EngineHandle | None = None,
         **options: Any,
     ) -> PushSync:
         """A push as `config` says; `extract.registry.extractor_for` makes the extractor from the same config.
@@ -156,8 +165,10 @@ class PushSync:
             options: further arguments of the constructor.
 
         Raises:
-            UnsupportedError: the config selects a strategy that this build has not.
+            UnsupportedError: the config asks for what a push is not or this build has not: another sync_method, a
+                sync_mode that a controller would have to keep, validation, a strategy.
         """
+        _refuse_what_is_not_read(config)
         transfer = config.transfer
         return cls(
             extractor,
@@ -170,13 +181,18 @@ class PushSync:
             **options,
         )
 
-    def initialize(self) -> None:
+    def initialize(self, *, require_all: bool = True) -> None:
         """Meets the engines and builds the transfer group. Every training rank calls it once, first.
 
         From here on this run is the engines' current one; they refuse a trainer of a run that they had before.
 
+        Args:
+            require_all: fail where an engine does not answer: its address or token may be wrong. With False the
+                trainer starts without it, as a restarted one may have to.
+
         Raises:
             NoEnginesError: no engine answers.
+            SyncFailedError: some do not, and `require_all`; `causes` says why.
             GroupJoinError: an engine did not join. `initialize` may be called again.
             WeightSyncError: another rank failed.
         """
@@ -187,7 +203,8 @@ class PushSync:
                 warm_up()
                 if ranks.rank == 0:
                     self.run_id = self.run_id or f"run-{uuid.uuid4().hex[:12]}"
-                    self._ready_sender(Deadline(self._join_timeout_s + _DESCRIBE_TIMEOUT_S))
+                    deadline = Deadline(self._join_timeout_s + _DESCRIBE_TIMEOUT_S)
+                    self._ready_sender(deadline, require_all=require_all)
             except Exception as caught:
                 error = as_weightsync_error(caught, TransferError, "initialising failed")
             said = ranks.settle(error, run_id=self.run_id)
@@ -212,6 +229,8 @@ class PushSync:
                     "the extraction of an earlier sync still hangs in a collective: restart the training job",
                     rank=ranks.rank,
                 )
+            if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+                raise InvalidRequestError(f"a version is a whole number from 0 on, not {version!r}")
             deadline = Deadline(self._transfer_timeout_s)
             self._agree_on_start(ranks, version)
             run = _Sync(self, ranks, version, deadline)
@@ -221,6 +240,8 @@ class PushSync:
                 report = run.run()
             except BaseException as caught:
                 error = as_weightsync_error(caught, SyncFailedError, "the sync failed")
+                error.version = error.version or str(run.version)
+                error.state_left = error.state_left or _AFTER_A_FAILURE
                 run.fail(error)
                 if error is ranks.agreed_error or not isinstance(caught, Exception):
                     raise  # every rank knows already and settles no more; or this process was told to end
@@ -277,22 +298,35 @@ class PushSync:
 
     # Rank 0 alone, below.
 
-    def _ready_sender(self, deadline: Deadline) -> tuple[InferenceEngineClient, dict[str, WeightSyncError]]:
+    def _ready_sender(
+        self, deadline: Deadline, *, require_all: bool
+    ) -> tuple[InferenceEngineClient, dict[str, WeightSyncError]]:
         """A client of the engines that answer, all in one transfer group with a usable sender."""
         if self._all_engines is None:
             raise NoEnginesError("training rank 0 needs a client of the engines")
-        replies, errors = self._all_engines.describe(
-            timeout_s=min(_DESCRIBE_TIMEOUT_S, deadline.check("time to ask the engines"))
-        )
-        lost = {**errors, **{who: shunned.error for who, shunned in self._shunned.items() if shunned.now}}
-        here = [who for who in self._all_engines.engine_ids if who in replies and who not in lost]
+        lost = {who: shunned.error for who, shunned in self._shunned.items() if shunned.now}
+        asked = self._all_engines.only([who for who in self._all_engines.engine_ids if who not in lost])
+        replies, errors = asked.describe(timeout_s=min(_DESCRIBE_TIMEOUT_S, deadline.check("time to ask the engines")))
+        for who, error in errors.items():
+            if isinstance(error, DeadlineExceededError):  # a hung engine would cost every sync that time
+                self._shun(who, error, _SHUN_BUSY_S)
+        lost.update(errors)
+        here = [who for who in asked.engine_ids if who in replies]
         if not here:
             why = "; ".join(f"{who}: {error}" for who, error in lost.items())
             raise NoEnginesError(f"no engine answers: {why or 'none is known'}")
-        if lost and self._require_all_engines:
-            raise SyncFailedError(f"{sorted(lost)} do not answer", causes=lost, state_left="nothing was changed")
+        if lost and require_all:
+            raise SyncFailedError(
+                f"{', '.join(sorted(lost))} can't take part: check address and token, or go on without "
+                "(require_all=False)",
+                causes=lost,
+                state_left="nothing was changed",
+            )
         for who in lost:
+            if who not in self._lost_before:
+                _logger.warning("syncing without engine %s: %s", who, lost[who])
             self.recorder.add(PhaseRecord(name="engine lost", start_s=now_s(), end_s=now_s(), track=who))
+        self._lost_before = set(lost)
         client = self._all_engines.only(here)
         same = self._client is not None and list(self._client.engine_ids) == here
         joined = all(replies[who].group == self._sender_group for who in here)
@@ -317,12 +351,12 @@ class PushSync:
                 raise
         except BaseException as error:
             typed = as_weightsync_error(error, GroupJoinError, "engines did not join")
-            self._shun(typed, requests, world_sizes)
+            self._shun_missing(typed, requests, world_sizes)
             raise typed from error
         self._sender = sender
         self._sender_group = info.group_name
 
-    def _shun(
+    def _shun_missing(
         self, error: WeightSyncError, requests: Mapping[str, InitRequest], world_sizes: Mapping[str, int]
     ) -> None:
         """Leaves engines that did not join out of the next syncs, for a time that doubles."""
@@ -331,13 +365,16 @@ class PushSync:
             ranks = range(request.rank_offset, request.rank_offset + world_sizes[who])
             causes = error.causes if isinstance(error, SyncFailedError) else {}
             if missing.intersection(ranks) or (who in causes and not is_consequence(causes[who])):
-                self._shunned[who] = _Shunned(error=error, before=self._shunned.get(who), for_s=_SHUN_S)
+                self._shun(who, error, _SHUN_S)
 
     def _shun_busy(self, error: WeightSyncError) -> None:
         """Leaves engines out whose loader still sits in an earlier sync: one of them must not fail every sync."""
         for who, cause in (error.causes if isinstance(error, SyncFailedError) else {}).items():
             if isinstance(cause, (SyncInProgressError, StateError)):
-                self._shunned[who] = _Shunned(error=cause, before=self._shunned.get(who), for_s=_SHUN_BUSY_S)
+                self._shun(who, cause, _SHUN_BUSY_S)
+
+    def _shun(self, who: str, error: WeightSyncError, for_s: float) -> None:
+        self._shunned[who] = _Shunned(error=error, before=self._shunned.get(who), for_s=for_s)
 
     def _drop_sender(self) -> None:
         if self._sender is not None:
@@ -412,7 +449,7 @@ class _Sync:
         error: WeightSyncError | None = None
         lost: dict[str, WeightSyncError] = {}
         try:
-            client, lost = push._ready_sender(deadline)
+            client, lost = push._ready_sender(deadline, require_all=push._require_all_engines)
             manifest = Manifest(
                 version=self.version,
                 model_id=push._model_id,
@@ -452,7 +489,7 @@ class _Sync:
         return SyncReport(
             version=self.version,
             engine_ids=tuple(staged),
-            lost_engine_ids=tuple(lost),
+            lost={who: str(cause) for who, cause in lost.items()},
             total_bytes=manifest.total_bytes,
             num_chunks=num_chunks,
             seconds=deadline.timeout_s - deadline.remaining_s,
@@ -515,6 +552,28 @@ class _Sync:
             self._of_engines.extend(reply.phases)
             self._recorder.extend(reply.phases)
         return replies
+
+
+def _as_client(client: InferenceEngineClient | EngineHandle | None) -> InferenceEngineClient | None:
+    """A single engine is a fan-out of one."""
+    if client is not None and not hasattr(client, "describe"):
+        return EngineFanout([client])
+    return cast("InferenceEngineClient | None", client)
+
+
+def _refuse_what_is_not_read(config: WeightSyncConfig) -> None:
+    """A setting that nothing would read is refused: silence would be taken for obedience."""
+    asked = {
+        "sync_method": (config.sync_method, config.sync_method in (None, "push")),
+        "sync_mode": (config.sync_mode, config.sync_mode == "sync"),
+        "validate_freq": (config.validate_freq, not config.validate_freq),
+    }
+    unread = [f"{key}: {value!r}" for key, (value, fine) in asked.items() if not fine]
+    if unread:
+        raise UnsupportedError(
+            f"a push does not do {', '.join(unread)}: that needs a controller or a method that this build has not. "
+            "A PushSync syncs whenever sync_weights is called (sync_method push, sync_mode sync, validate_freq 0)"
+        )
 
 
 def _check_proofs(staged: Mapping[str, EngineReply], manifest: Manifest) -> None:

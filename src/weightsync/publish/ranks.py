@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import TrainerRankError, WeightSyncError, error_from_dict
+from weightsync.errors import TrainerRankError, WeightSyncError, error_from_dict, is_consequence
 
 
 class TrainingRanks:
@@ -87,15 +87,17 @@ class TrainingRanks:
         except TrainerRankError as lost:
             self.agreed_error = error or lost
             raise self.agreed_error from None
-        self.agreed_error = error
-        if error is not None:
-            raise error
-        for rank, what in enumerate(said):
-            if what["error"] is not None:
-                self.agreed_error = error_from_dict(what["error"])
-                self.agreed_error.message += f" (told by training rank {rank})"
-                raise self.agreed_error
-        return said
+        told = [(rank, error_from_dict(what["error"])) for rank, what in enumerate(said) if what["error"] is not None]
+        causes = [(rank, other) for rank, other in told if not is_consequence(other)]
+        if error is not None and (not is_consequence(error) or not causes):
+            self.agreed_error = error
+        elif told:
+            rank, self.agreed_error = (causes or told)[0]
+            self.agreed_error.message += f" (told by training rank {rank})"
+        else:
+            self.agreed_error = None
+            return said
+        raise self.agreed_error
 
     def give_up(self, why: str) -> None:
         """A thread is left inside an exchange: from here on every exchange fails at once instead of pairing with it."""
@@ -107,7 +109,7 @@ class TrainingRanks:
         self._group = None
 
     def _lost(self, error: RuntimeError) -> TrainerRankError:
-        words = str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
+        words = str(error).strip().splitlines()[0][:200] if str(error).strip() else "connection lost"
         self._lost_error = TrainerRankError(
             f"another training rank is gone or does not answer: {words}",
             rank=self.rank,

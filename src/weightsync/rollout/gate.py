@@ -24,6 +24,7 @@ class ServingGate:
         self._paused_by: str | None = None
         self._lease_end = 0.0
         self._fenced: str | None = None
+        self._in_pause = False  # whether the fence was put up inside a pause that still holds
         self._dead: str | None = None
         self._version: Version | None = None
 
@@ -37,7 +38,7 @@ class ServingGate:
     def serving(self) -> bool:
         """Whether a generation would pass now."""
         with self._changed:
-            return self._reason() is None and not self._is_paused()
+            return self._dead is None and self._fenced is None and not self._is_paused()
 
     @contextlib.contextmanager
     def generation(self, *, timeout_s: float = 30.0) -> Iterator[Version | None]:
@@ -48,9 +49,9 @@ class ServingGate:
         """
         deadline = Deadline(timeout_s)
         with self._changed:
-            while self._reason() is not None or self._is_paused():
-                if (reason := self._reason()) is not None:
-                    raise NotServingError(f"this engine refuses to serve: {reason}", state_left="fenced")
+            while (refused := self._refusal()) is not None or self._fenced is not None or self._is_paused():
+                if refused is not None:
+                    raise NotServingError(f"this engine refuses to serve: {refused}", state_left="fenced")
                 if deadline.expired:
                     raise NotServingError(f"this engine has been paused for over {timeout_s:g} s", state_left="paused")
                 self._changed.wait(min(deadline.remaining_s, max(0.001, self._lease_end - time.monotonic())))
@@ -87,7 +88,9 @@ class ServingGate:
                     self._paused_by = None
                     self._changed.notify_all()
                     raise DeadlineExceededError(
-                        f"{self._running} generations still ran after {timeout_s:g} s", state_left="serving again"
+                        f"running generations did not end within {timeout_s:g} s ({self._running} left): raise "
+                        "pause_timeout_s, or put shorter units into generation()",
+                        state_left="serving again",
                     )
                 self._changed.wait(deadline.remaining_s)
 
@@ -98,7 +101,7 @@ class ServingGate:
             StateError: fenced: half-loaded weights are never served.
         """
         with self._changed:
-            if (reason := self._reason()) is not None:
+            if (reason := self._dead or self._fenced) is not None:
                 raise StateError(f"can't resume: {reason}", state_left="fenced")
         self.release(session)
 
@@ -123,6 +126,7 @@ class ServingGate:
             holds = self._is_paused() and self._paused_by == session and self._running == 0
             if holds:
                 self._fenced = reason
+                self._in_pause = True
                 self._changed.notify_all()
             return holds
 
@@ -130,6 +134,7 @@ class ServingGate:
         """Nobody passes until `serve`."""
         with self._changed:
             self._fenced = reason
+            self._in_pause = False
             self._changed.notify_all()
 
     def die(self, reason: str) -> None:
@@ -151,8 +156,12 @@ class ServingGate:
             self._fenced = None
             self._changed.notify_all()
 
-    def _reason(self) -> str | None:
-        return self._dead or self._fenced
+    def _refusal(self) -> str | None:
+        """Why nobody may pass, and nobody should wait either. A fence inside its session's own pause is part of an
+        orderly update: whoever waits for that pause goes on waiting."""
+        if self._dead is not None:
+            return self._dead
+        return self._fenced if self._fenced is not None and not (self._in_pause and self._is_paused()) else None
 
     def _is_paused(self) -> bool:
         if self._paused_by is not None and time.monotonic() >= self._lease_end:

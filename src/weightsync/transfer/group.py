@@ -239,4 +239,4 @@ def _wait_for_nccl(work: Any, group: Any, deadline: Deadline) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WeightChunk:
     """Parameters that an extractor hands out together: a module's group, or up to a byte threshold.
 

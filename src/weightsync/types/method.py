@@ -16,7 +16,7 @@ class SyncReport:
     Attributes:
         version: what every engine listed serves now.
         engine_ids: the engines that committed.
-        lost_engine_ids: engines that did not answer before the sync began and were left out.
+        lost: engines that were left out, and why: they did not answer before the sync began, or did not join.
         total_bytes: bytes of the model, once.
         num_chunks: chunks announced.
         seconds: from call to return.
@@ -29,7 +29,7 @@ class SyncReport:
 
     version: Version
     engine_ids: tuple[str, ...]
-    lost_engine_ids: tuple[str, ...]
+    lost: Mapping[str, str]
     total_bytes: int
     num_chunks: int
     seconds: float
@@ -37,6 +37,11 @@ class SyncReport:
     phases_s: Mapping[str, float]
     digests_equal: bool | None
     unprovable: Mapping[str, str]
+
+    @property
+    def lost_engine_ids(self) -> tuple[str, ...]:
+        """The engines of `lost`."""
+        return tuple(self.lost)
 
 
 class SyncMethod(Protocol):

@@ -13,7 +13,7 @@ from weightsync.types import PhaseRecord, SyncReport, Version
 REPORT = SyncReport(
     version=Version(run_id="run", number=7),
     engine_ids=("engine-0",),
-    lost_engine_ids=("engine-1",),
+    lost={"engine-1": "it is gone"},
     total_bytes=1000,
     num_chunks=3,
     seconds=0.4,

@@ -192,7 +192,7 @@ def test_nobody_fences_for_a_write_after_the_lease_ended(monkeypatch: pytest.Mon
 def test_a_pause_that_can_not_have_it_lets_everybody_go_on() -> None:
     gate = ServingGate()
     with gate.generation():
-        with pytest.raises(DeadlineExceededError, match="1 generations"):
+        with pytest.raises(DeadlineExceededError, match="1 left"):
             gate.pause("s", timeout_s=0.05, lease_s=10)
         assert gate.serving
     gate.pause("t", timeout_s=1, lease_s=10)
