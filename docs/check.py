@@ -58,6 +58,8 @@ def problems(page: Path) -> Iterator[str]:
             yield f"the link {target} leads nowhere"
         elif anchor and there.suffix == ".md" and anchor not in _anchors(there):
             yield f"the link {target} names no heading of that page"
+    for placeholder in re.findall(r"\b(?:R_[A-Z]+|RESULTS_DATE)\b", text):
+        yield f"the placeholder {placeholder} was never filled in"
     for language, block in _FENCE.findall(text):
         if language == "python":
             yield from _python_problems(block)
