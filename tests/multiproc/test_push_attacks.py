@@ -151,13 +151,13 @@ def test_interrupting_a_sync_stays_an_interrupt(start: Any) -> None:
     push = PushSync(extractor, client_of({"e": engine.url}), dtype="bfloat16", transfer_timeout_s=8.0)
     push.initialize()
     push.sync_weights(1)
-    send = push._sender.send_chunks  # type: ignore[union-attr]
+    send = push._engines.sender.send_chunks  # type: ignore[union-attr]
 
     def interrupted(*args: Any, **options: Any) -> int:
         threading.Event().wait(0.01)
         raise KeyboardInterrupt
 
-    push._sender.send_chunks = interrupted  # type: ignore[union-attr,method-assign]
+    push._engines.sender.send_chunks = interrupted  # type: ignore[union-attr,method-assign]
     with pytest.raises(KeyboardInterrupt):
         push.sync_weights(2)
     assert send is not None

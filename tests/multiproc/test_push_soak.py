@@ -128,7 +128,7 @@ def storm(seed: int, versions: int) -> None:
         end = time.monotonic() + 60
         while time.monotonic() < end:
             versions += 1
-            weather.push._shunned.clear()  # the back-off is longer than this test
+            weather.push._engines._shunned.clear()  # the back-off is longer than this test
             weather.sync(versions)
             weather.check()
             served = [engine.generate()[2] for engine in weather.engines.values()]

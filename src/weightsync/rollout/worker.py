@@ -10,14 +10,13 @@ session are told why.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from weightsync.clients.fanout import in_thread
-from weightsync.codec.base import Codec, Decoder
+from weightsync.codec.base import Codec
 from weightsync.codec.digest import digest_of, warm_up
 from weightsync.codec.full import FullCodec
 from weightsync.errors import (
@@ -25,7 +24,6 @@ from weightsync.errors import (
     DigestMismatchError,
     InvalidRequestError,
     LoadError,
-    ManifestMismatchError,
     StateError,
     SyncInProgressError,
     TransferAbortedError,
@@ -36,12 +34,12 @@ from weightsync.errors import (
 )
 from weightsync.load.base import WeightLoader
 from weightsync.observe import Recorder
+from weightsync.rollout.session import Session
 from weightsync.transfer.base import WeightTransferReceiver, WeightTransferStrategy
 from weightsync.transfer.registry import strategy_named
 from weightsync.types import (
     AnyUpdateRequest,
     BeginRequest,
-    Deadline,
     EngineReply,
     InitRequest,
     Manifest,
@@ -52,7 +50,6 @@ from weightsync.types import (
 from weightsync.types.deadline import MAX_WAIT_S
 
 _STUCK_LOADER_S = 30.0
-_MAX_AHEAD = 8  # chunks that may wait for their turn; each holds a thread of the server
 _MAX_SUPERSEDED = 1000
 
 
@@ -91,8 +88,8 @@ class EngineWorker:
         self._receiver: WeightTransferReceiver | None = None
         self._group: str | None = None
         self._num_inits = 0
-        self._session: _Session | None = None
-        self._ended: _Session | None = None  # the latest, for whoever asks late why it ended
+        self._session: Session | None = None
+        self._ended: Session | None = None  # the latest, for whoever asks late why it ended
         self._served: tuple[Version, str | None] | None = None
         self._stuck: str | None = None
 
@@ -183,7 +180,7 @@ class EngineWorker:
             served = self._served[0] if self._served else None
             if served and served.run_id == version.run_id and served.is_newer_than(version):
                 raise VersionError(f"{served} is served already; versions rise within a run", version=str(version))
-            session = _Session(request, self._codec.decoder(), self._receiver)
+            session = Session(request, self._codec.decoder(), self._receiver)
             session.watchdog = threading.Timer(request.deadline_s, self._expire, (session,))
             session.watchdog.daemon = True
             self.loader.begin(request.manifest)
@@ -283,7 +280,7 @@ class EngineWorker:
         if self._stuck is not None:
             raise StateError(f"this worker is stuck and has to be restarted: {self._stuck}")
 
-    def _open_session(self, name: str) -> _Session:
+    def _open_session(self, name: str) -> Session:
         with self._lock:
             session = self._session
             if session is None or session.name != name:
@@ -317,7 +314,7 @@ class EngineWorker:
                 version=str(manifest.version),
             )
 
-    def _expire(self, session: _Session) -> None:
+    def _expire(self, session: Session) -> None:
         self._fail(
             session,
             DeadlineExceededError(
@@ -327,7 +324,7 @@ class EngineWorker:
             ),
         )
 
-    def _fail(self, session: _Session, error: WeightSyncError) -> WeightSyncError:
+    def _fail(self, session: Session, error: WeightSyncError) -> WeightSyncError:
         """Ends `session` for the first error alone; returns the error that ended it."""
         with self._lock:
             error = session.note(error)
@@ -342,14 +339,14 @@ class EngineWorker:
             in_thread(lambda: self._abort_load(session, error, MAX_WAIT_S), name="weightsync-stuck-loader")
         return error
 
-    def _abort_load(self, session: _Session, error: WeightSyncError, patience_s: float) -> None:
+    def _abort_load(self, session: Session, error: WeightSyncError, patience_s: float) -> None:
         with session.loading.idle(None, patience_s):  # never abort under a load that is running
             self.loader.abort(str(error))
         with self._lock:
             self._close(session)
             self._stuck = None
 
-    def _close(self, session: _Session) -> None:
+    def _close(self, session: Session) -> None:
         session.ended = True
         self._ended = session
         if session.watchdog is not None:
@@ -357,127 +354,10 @@ class EngineWorker:
         if self._session is session:
             self._session = None
 
-    def _drop_receiver(self, of: _Session | None = None) -> None:
+    def _drop_receiver(self, of: Session | None = None) -> None:
         receiver = self._receiver if of is None else of.receiver
         if receiver is not None:
             receiver.close()
         if receiver is self._receiver:
             self._receiver = None
             self._group = None
-
-
-class _Session:
-    """What one sync is, here."""
-
-    def __init__(self, request: BeginRequest, decoder: Decoder, receiver: WeightTransferReceiver) -> None:
-        self.name = request.session
-        self.manifest = request.manifest
-        self.deadline = Deadline(request.deadline_s)
-        self.decoder = decoder
-        self.receiver = receiver
-        self.receiving = _Turns()
-        self.loading = _Turns()
-        self.staged: Manifest | None = None
-        self.error: WeightSyncError | None = None
-        self.ended = False
-        self.watchdog: threading.Timer | None = None
-        self._expected = {spec.name: (spec.dtype, spec.shape) for spec in request.manifest.tensors}
-
-        self._lock = threading.Lock()
-
-    def note(self, error: WeightSyncError) -> WeightSyncError:
-        """Keeps the first error, which is the cause of all others, and makes waiters look; returns it."""
-        with self._lock:
-            if self.error is None:
-                self.error = error
-            first = self.error
-        self.receiving.wake()
-        self.loading.wake()
-        return first
-
-    def check(self) -> None:
-        """Raises what ended the session."""
-        if self.error is not None:
-            raise self.error
-        self.deadline.check("turn in the session", version=str(self.manifest.version))
-
-    def check_announced(self, request: AnyUpdateRequest) -> None:
-        """Refuses a chunk that the manifest does not have, before anything is allocated or received."""
-        for name, dtype, shape in zip(request.names, request.dtypes, request.shapes, strict=True):
-            expected = self._expected.get(name)
-            if expected is None:
-                raise ManifestMismatchError("a chunk has a tensor that the manifest has not", parameter=name)
-            if expected != (dtype, shape):
-                raise ManifestMismatchError(
-                    f"a chunk has {dtype} {shape}, the manifest {expected[0]} {expected[1]}", parameter=name
-                )
-
-    def check_same_tensors(self, manifest: Manifest) -> None:
-        """Refuses to stage another manifest than the session began with."""
-        same = manifest.version == self.manifest.version and self._expected == {
-            spec.name: (spec.dtype, spec.shape) for spec in manifest.tensors
-        }
-        if not same:
-            raise ManifestMismatchError("stage names another manifest than begin", version=str(manifest.version))
-
-
-class _Turns:
-    """Chunks take turns in the order of their numbers, whatever order their calls come in."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._next = 0
-        self._busy = False
-
-    @contextlib.contextmanager
-    def turn(self, seq: int, session: _Session) -> Iterator[None]:
-        """The turn of chunk `seq`. A failure in it is noted before the next chunk has its turn."""
-        with self._changed:
-            while self._busy or seq != self._next:
-                session.check()
-                if seq < self._next:
-                    raise InvalidRequestError(f"chunk {seq} was announced twice")
-                if seq > self._next + _MAX_AHEAD:
-                    raise InvalidRequestError(f"chunk {seq} was announced while {self._next} is under way")
-                self._changed.wait(session.deadline.remaining_s)
-            session.check()
-            self._busy = True
-        failure: WeightSyncError | None = None
-        try:
-            yield
-        except BaseException as error:
-            failure = as_weightsync_error(error, LoadError, f"chunk {seq} failed")
-            raise failure from error
-        finally:
-            if failure is not None:
-                session.note(failure)
-            with self._changed:
-                self._busy = False
-                self._next = seq + 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def idle(self, session: _Session | None, patience_s: float = 0.0) -> Iterator[None]:
-        """Holds off all turns; waits for the one that is under way.
-
-        Without a session, which would end it, the wait ends after `patience_s` in DeadlineExceededError: a loader
-        that never returns must not hang its worker.
-        """
-        deadline = Deadline(patience_s) if session is None else session.deadline
-        with self._changed:
-            while self._busy:
-                if session is not None:
-                    session.check()
-                self._changed.wait(deadline.check("return of the engine's loader"))
-            self._busy = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Whoever waits looks at the session again."""
-        with self._changed:
-            self._changed.notify_all()

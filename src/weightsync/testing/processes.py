@@ -6,6 +6,7 @@ Functions and arguments cross by pickle between a test and its own children, nev
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -177,6 +178,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], result: Connection, conn: Connection | None) -> None:
+    faulthandler.enable()  # a crash in native code says where
     try:
         value = function(*args) if conn is None else function(*args, conn=conn)
         result.send((True, value))

@@ -16,7 +16,7 @@ from weightsync.codec.full import FullCodec
 from weightsync.errors import DeadlineExceededError, ExtractError, LoadError, TransferAbortedError, WeightSyncError
 from weightsync.observe import Recorder
 from weightsync.publish.extraction import LockstepExtraction
-from weightsync.publish.push import _Summed
+from weightsync.publish.one_sync import _Summed
 from weightsync.publish.ranks import TrainingRanks
 from weightsync.testing.processes import run_ranks
 from weightsync.types import Deadline, WeightChunk
