@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
+import msgspec
+
 from weightsync.types.manifest import Version
 
 
@@ -42,6 +44,9 @@ class SyncReport:
     def lost_engine_ids(self) -> tuple[str, ...]:
         """The engines of `lost`."""
         return tuple(self.lost)
+
+
+msgspec.json.Decoder(SyncReport)  # as for the messages in types/engine.py: learnt once, under the import lock
 
 
 class SyncMethod(Protocol):
