@@ -226,7 +226,8 @@ class EngineReply(_Message, frozen=True, kw_only=True):
 
 
 # msgspec learns what a type is made of at its first use, and two threads that use it for the first time at the same
-# moment end the process with a segmentation fault (seen with 0.22). So it learns all of them here, under the import lock.
+# moment end the process with a segmentation fault (seen with 0.22). So it learns all of them here, under the import
+# lock.
 for _kind in (*REQUEST_TYPES.values(), EngineReply):
     msgspec.json.Decoder(_kind)
 
