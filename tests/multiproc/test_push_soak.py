@@ -14,7 +14,7 @@ import pytest
 from tests.multiproc.spine import Engine, build, cast_bytes, client_of, fingerprint_of, step
 from weightsync import ModuleWeightExtractor, PushSync
 from weightsync.errors import WeightSyncError
-from weightsync.testing.processes import children, free_port
+from weightsync.testing.processes import ChildFailedError, children, free_port
 
 DEADLINE_S = 3.0
 SLACK_S = 5.0  # describing (3 s) and aborting (2 s) come on top of a sync's deadline
@@ -49,7 +49,16 @@ class Storm:
         self.synced = 0
 
     def launch(self, name: str) -> Engine:
-        return Engine(self.start, name, self.sizes[name], **self.options[name])
+        """Starts an engine at its address; tries again where some connection happens to use that port just now."""
+        for _ in range(20):
+            try:
+                return Engine(self.start, name, self.sizes[name], **self.options[name])
+            except ChildFailedError as error:
+                if "Address already in use" not in str(error):
+                    raise
+                if not hasattr(self, "push"):  # nobody knows the address yet
+                    self.options[name]["port"] = free_port()
+        raise AssertionError(f"the port of {name} never came free")
 
     def break_something(self) -> None:
         name = self.random.choice(sorted(set(self.engines) - self.stopped) or [""])
