@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.multiproc.spine import TOKEN, Engine, build, client_of
+from tests.multiproc.spine import TOKEN, Engine, build, client_of, make_worker
 from tests.multiproc.test_push_faults import OPTIONS, Trainer, _wait_until_stopped, check_serving, setup
 from weightsync import EmbeddedEngine, ModuleWeightExtractor, ModuleWeightLoader, PushSync
 from weightsync.clients.fanout import EngineFanout
 from weightsync.clients.http import HttpEngine
-from weightsync.errors import DigestMismatchError, SyncFailedError, UnsupportedError, WeightSyncError
+from weightsync.errors import (
+    DeadlineExceededError,
+    DigestMismatchError,
+    SyncFailedError,
+    UnsupportedError,
+    WeightSyncError,
+)
+from weightsync.rollout.processes import ProcessWorker
 from weightsync.testing.processes import children
-from weightsync.types import EngineOp, EngineReply, EngineRequest
+from weightsync.types import AbortRequest, DescribeRequest, EngineOp, EngineReply, EngineRequest
 
 
 @pytest.fixture
@@ -108,6 +117,23 @@ def test_a_world_size_that_nobody_has_costs_the_join_deadline_and_no_more() -> N
     assert len(str(caught.value)) < 2000
     with pytest.raises(WeightSyncError, match="world_size"):
         EngineReply(engine_id="e", world_size=3_000_000)
+
+
+def test_a_stopped_worker_holds_up_no_answer() -> None:
+    """abort, describe and close of an engine with a stopped worker process end in time, though its pipe is full.
+
+    Seen to fail (no end): with `close` waiting for the pipe, and with phases drained from the worker without a limit.
+    """
+    stopped = ProcessWorker(make_worker, args=({},), start_method="fork", track="e/worker-0")
+    engine = EmbeddedEngine([stopped])
+    os.kill(stopped.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with contextlib.suppress(WeightSyncError):
+        engine.call(EngineOp.ABORT, AbortRequest(session="s", reason="x" * 500_000), timeout_s=1.0)
+    with pytest.raises(DeadlineExceededError):
+        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=1.0)
+    engine.close()
+    assert time.monotonic() - started < 20
 
 
 class Fused(nn.Module):

@@ -49,6 +49,7 @@ from weightsync.types import (
 _T = TypeVar("_T")
 _DESCRIBE_TIMEOUT_S = 3.0
 _ABORT_TIMEOUT_S = 3.0
+_DRAIN_TIMEOUT_S = 1.0
 
 
 class Worker(Protocol):
@@ -88,9 +89,16 @@ class EmbeddedEngine:
         self._open: str | None = None  # the session that the workers have open
 
     @classmethod
-    def of(cls, loader: WeightLoader, *, engine_id: str = "engine-0", codec: Codec | None = None) -> EmbeddedEngine:
-        """An engine of one worker in this process."""
-        return cls([EngineWorker(loader, track=engine_id, codec=codec)], engine_id=engine_id)
+    def of(
+        cls,
+        loader: WeightLoader,
+        *,
+        engine_id: str = "engine-0",
+        model_id: str | None = None,
+        codec: Codec | None = None,
+    ) -> EmbeddedEngine:
+        """An engine of one worker in this process; see `EngineWorker` for the arguments."""
+        return cls([EngineWorker(loader, track=engine_id, model_id=model_id, codec=codec)], engine_id=engine_id)
 
     @property
     def engine_id(self) -> str:
@@ -295,8 +303,9 @@ class EmbeddedEngine:
         phases: list[PhaseRecord] = []
         if drain:
             phases = list(self._recorder.drain())
-            for worker in self._workers:
-                phases.extend(worker.drain_phases())
+            with contextlib.suppress(WeightSyncError):  # a worker that hangs must not hold up an answer for its timings
+                for drained in self._all(lambda worker: worker.drain_phases(), Deadline(_DRAIN_TIMEOUT_S)):
+                    phases.extend(drained)
         return EngineReply(
             engine_id=self._engine_id,
             world_size=len(self._workers),

@@ -18,7 +18,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from weightsync.clients.fanout import in_thread
 from weightsync.errors import (
+    DeadlineExceededError,
     EngineError,
     EngineUnreachableError,
     StateError,
@@ -38,6 +40,7 @@ from weightsync.types import (
     UpdateRequest,
     Version,
 )
+from weightsync.types.deadline import MAX_WAIT_S
 
 Asks = Mapping[str, Callable[[Any], Any]]
 """What else a worker can be asked (e.g. "generate"), from JSON-able to JSON-able."""
@@ -146,8 +149,9 @@ class ProcessWorker:
     def close(self) -> None:
         """Ends the child. Idempotent."""
         self._closing = True
-        with contextlib.suppress(OSError), self._send_lock:
-            self._conn.send_bytes(msgspec.json.encode([0, "end", None]))
+        in_thread(
+            lambda: self._send([0, "end", None]), name=f"{self._track}-end"
+        )  # blocks where a stopped child's pipe is full
         self._process.join(2)
         if self._process.is_alive():
             self._process.kill()
@@ -160,13 +164,20 @@ class ProcessWorker:
                 raise EngineUnreachableError(self._dead, peer=self._track)
             number = next(self._ids)
             self._waiting[number] = future
-        message = msgspec.json.encode([number, op, body])
         try:
-            with self._send_lock:
-                self._conn.send_bytes(message)
+            self._send([number, op, body])
         except OSError:
             self._died()
-        return future.result()  # ends with the call's own deadline in the child, or with the child
+        try:
+            # Ends with the call's own deadline in the child, or with the child. The engine itself waits no longer
+            # than its caller does.
+            return future.result(MAX_WAIT_S)
+        except TimeoutError:
+            raise DeadlineExceededError(f"{self._track} did not answer {op}", peer=self._track) from None
+
+    def _send(self, message: list[Any]) -> None:
+        with self._send_lock:
+            self._conn.send_bytes(msgspec.json.encode(message))
 
     def _listen(self) -> None:
         try:
