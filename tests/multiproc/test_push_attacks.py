@@ -46,6 +46,7 @@ def test_a_trainer_killed_inside_the_pause_has_a_successor(start: Any) -> None:
     os.kill(two.worker_pids[0], signal.SIGCONT)
     fresh = Trainer(start, {"one": one.url, "two": two.url})
     assert fresh.sync("initialize")["type"] == "ok"
+    assert one.generate()[0] == "ok", "the take-over ends the dead trainer's pause, long before its lease would"
     assert fresh.sync(1)["engines"] == ("one", "two")
     check_serving(one, 1, 1)
     check_serving(two, 1, 1)
