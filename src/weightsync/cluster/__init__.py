@@ -1,0 +1,1 @@
+"""Ray: training and engine actors, their clients, and where they are placed."""

@@ -1,0 +1,1 @@
+"""Named shared memory: names, lifecycle, clean-up. No torch."""
