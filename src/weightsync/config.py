@@ -130,8 +130,10 @@ class ExtractConfig(_Section):
     dtype: FloatDtype | None = Field(
         default="bfloat16", description="the engine's dtype, for floating-point weights; null: as they are"
     )
-    group_by_module: bool = Field(
-        default=False, description="a chunk holds whole modules: q, k, v together, a layer's experts together"
+    group_by_module: bool | None = Field(
+        default=None,
+        description="a chunk holds whole modules: q, k, v together, a layer's experts together; "
+        "null: with CUDA IPC it does, with a broadcast or Megatron's buckets it does not",
     )
     chunk_bytes: int | None = Field(
         default=64 << 20,
@@ -255,6 +257,16 @@ def select_strategy(config: WeightSyncConfig) -> Strategy:
     return "packed_cuda_ipc" if transfer.pack_weights or transfer.training_backend == "megatron" else "cuda_ipc"
 
 
+def select_grouping(config: WeightSyncConfig) -> bool:
+    """Whether chunks hold whole modules. Said explicitly it holds; otherwise it follows the strategy: an engine beside
+    the trainer opens the tensors of a fused module together, and a bucket of Megatron's is no module.
+    """
+    asked = config.extract.group_by_module
+    if asked is not None:
+        return asked
+    return select_strategy(config) != "broadcast" and config.transfer.training_backend != "megatron"
+
+
 def choices_of(annotation: object) -> list[str]:
     """The literal values that a field of this type may have; "null" last where None is one of them."""
     if annotation is types.NoneType:
@@ -268,7 +280,7 @@ def must_be(key: str, annotation: object) -> str:
     """What a key may hold where it isn't a choice, in words and units."""
     if key in _MUST:
         text = _MUST[key]
-    elif annotation is bool:
+    elif bool in (annotation, *get_args(annotation)):
         text = "true or false"
     elif annotation is float:
         text = "a finite number of seconds above 0"

@@ -154,6 +154,10 @@ class TransferAbortedError(TransferError):
     http_status = 409
 
 
+class SharedMemoryError(WeightSyncError):
+    """Named shared memory can't be had or mapped: it is full, gone, or not this user's."""
+
+
 class LoadError(WeightSyncError):
     """The engine's loader failed on an update."""
 

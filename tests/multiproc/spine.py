@@ -21,6 +21,7 @@ from weightsync.clients.http import HttpEngine
 from weightsync.errors import WeightSyncError
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.memory import folder as memory_folder
 from weightsync.publish.push import PushSync
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.processes import ProcessWorker
@@ -28,6 +29,7 @@ from weightsync.rollout.server import EngineServer
 from weightsync.rollout.worker import EngineWorker
 from weightsync.tensors import byte_array
 from weightsync.testing.faults import FaultyLoader
+from weightsync.transfer.registry import strategy_named
 
 TOKEN = "a-token-for-tests-only"
 
@@ -176,6 +178,8 @@ class InProcess:
 def engine_main(engine_id: str, world_size: int, options: dict[str, Any], conn: Any) -> None:
     """Serves until told to stop; answers questions about its workers on `conn`."""
     torch.set_num_threads(1)
+    if "shared_memory" in options:  # of another host, so to say
+        memory_folder._path = options["shared_memory"]
     holder: list[EmbeddedEngine] = []
     if world_size == 1:
         workers: list[Any] = [InProcess(options, engine_id)]
@@ -267,6 +271,8 @@ def push_of(model: nn.Module, urls: dict[str, str], *, fsdp: bool = True, **opti
     settings: dict[str, Any] = {"chunk_bytes": options.pop("chunk_bytes", 300)}
     if "name_map" in options:
         settings["name_map"] = options.pop("name_map")
+    if "strategy" in options:
+        options["strategy"] = strategy_named(options["strategy"])
     extractor = (FSDPWeightExtractor if fsdp else ModuleWeightExtractor)(model, **settings)
     rank = dist.get_rank() if dist.is_initialized() else 0
     return PushSync(

@@ -113,7 +113,7 @@ def count_in_flight(urls: dict[str, str], conn: Any) -> int:
     push = push_of(model, urls, fsdp=False)
     taken = 0
     quiet = threading.Event()
-    extract = push._extractor.extract_weights
+    extract = push._parts.extractor.extract_weights
 
     def counted(dtype: str | None) -> Any:
         nonlocal taken
@@ -122,7 +122,7 @@ def count_in_flight(urls: dict[str, str], conn: Any) -> int:
             quiet.clear()
             yield chunk
 
-    push._extractor.extract_weights = counted  # type: ignore[method-assign]
+    push._parts.extractor.extract_weights = counted  # type: ignore[method-assign]
     push.initialize()
     thread = threading.Thread(target=push.sync_weights, args=(1,))
     thread.start()

@@ -244,16 +244,16 @@ def untyped(rank: int, world_size: int, url: str) -> list[str]:
 
     push = push_of(build(3), {"e": url}, fsdp=False, transfer_timeout_s=5.0)
     push.initialize()
-    good = push._extractor.metadata
+    good = push._parts.extractor.metadata
     if rank == 1:
-        push._extractor.metadata = lambda dtype: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        push._parts.extractor.metadata = lambda dtype: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     outcomes = []
     for version in (1, 2):
         try:
             outcomes.append(str(push.sync_weights(version).digests_equal))
         except WeightSyncError as error:
             outcomes.append(type(error).__name__)
-        push._extractor.metadata = good  # type: ignore[method-assign]
+        push._parts.extractor.metadata = good  # type: ignore[method-assign]
     push.close()
     return outcomes
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
 import time
 from typing import Any
@@ -17,18 +18,22 @@ from torch import nn
 
 from tests.multiproc.spine import Engine, build, cast_bytes, error_facts, push_of, shard, step
 from weightsync.errors import WeightSyncError
+from weightsync.memory import folder as memory_folder
 from weightsync.testing.processes import Child, children, free_port, in_gloo_world
 
 DEADLINE_S = 10.0
 OPTIONS = {"transfer_timeout_s": 6.0, "join_timeout_s": 3.0, "pause_timeout_s": 2.0}
 
 
-def trainer_main(rank: int, world_size: int, urls: dict[str, str], conn: Any) -> None:
+def trainer_main(rank: int, world_size: int, urls: dict[str, str], options: dict[str, Any], conn: Any) -> None:
     """Syncs when told to, and says how it went and how long it took."""
     model: nn.Module = build(5, blocks=6)
     if world_size > 1:
         model = shard(model, "shard0", world_size)
-    push = push_of(model, urls, fsdp=world_size > 1, **OPTIONS)
+    options = dict(options)
+    if rank in (elsewhere := options.pop("shared_memory", {})):  # of another host, so to say
+        memory_folder._path = elsewhere[rank]
+    push = push_of(model, urls, fsdp=world_size > 1, **{**OPTIONS, **options})
     outcome: dict[str, Any] = {}
     while (order := conn.recv()) is not None:
         started = time.monotonic()
@@ -38,6 +43,15 @@ def trainer_main(rank: int, world_size: int, urls: dict[str, str], conn: Any) ->
                 outcome = {"type": "ok"}
             elif order == "die in extraction":
                 _die_at_chunk(push, 3)
+                outcome = {"type": "ok"}
+            elif order == "no room":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+                outcome = {"type": "ok"}
+            elif order == "room":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                outcome = {"type": "ok"}
+            elif order == "close":
+                push.close()
                 outcome = {"type": "ok"}
             elif isinstance(order, tuple):
                 outcome = _two_at_once(push, *order)
@@ -53,7 +67,7 @@ def trainer_main(rank: int, world_size: int, urls: dict[str, str], conn: Any) ->
 
 
 def _die_at_chunk(push: Any, number: int) -> None:
-    extract = push._extractor.extract_weights
+    extract = push._parts.extractor.extract_weights
 
     def dying(dtype: str | None) -> Any:
         for count, chunk in enumerate(extract(dtype)):
@@ -61,20 +75,20 @@ def _die_at_chunk(push: Any, number: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield chunk
 
-    push._extractor.extract_weights = dying
+    push._parts.extractor.extract_weights = dying
 
 
 def _two_at_once(push: Any, version: int) -> dict[str, Any]:
     import threading
 
     entered = threading.Event()
-    extract = push._extractor.extract_weights
+    extract = push._parts.extractor.extract_weights
 
     def announced(dtype: str | None) -> Any:
         entered.set()
         yield from extract(dtype)
 
-    push._extractor.extract_weights = announced
+    push._parts.extractor.extract_weights = announced
     results: list[Any] = []
     first = threading.Thread(target=lambda: results.append(push.sync_weights(version)))
     first.start()
@@ -91,13 +105,14 @@ def _two_at_once(push: Any, version: int) -> dict[str, Any]:
 class Trainer:
     """One or several training ranks that take orders together."""
 
-    def __init__(self, start: Any, urls: dict[str, str], ranks: int = 1) -> None:
+    def __init__(self, start: Any, urls: dict[str, str], ranks: int = 1, **options: Any) -> None:
         if ranks == 1:
-            self.ranks: list[Child] = [start(trainer_main, 0, 1, urls, talk=True, name="rank0")]
+            self.ranks: list[Child] = [start(trainer_main, 0, 1, urls, options, talk=True, name="rank0")]
         else:
             port = free_port()
             self.ranks = [
-                start(_rank_main, rank, ranks, port, urls, talk=True, name=f"rank{rank}") for rank in range(ranks)
+                start(_rank_main, rank, ranks, port, urls, options, talk=True, name=f"rank{rank}")
+                for rank in range(ranks)
             ]
 
     def order(self, what: Any, ranks: list[int] | None = None) -> list[dict[str, Any]]:
@@ -110,8 +125,8 @@ class Trainer:
         return self.order(what)[0]
 
 
-def _rank_main(rank: int, world_size: int, port: int, urls: dict[str, str], conn: Any) -> None:
-    in_gloo_world(rank, world_size, port, trainer_main, (urls,), conn=conn)
+def _rank_main(rank: int, world_size: int, port: int, urls: dict[str, str], options: dict[str, Any], conn: Any) -> None:
+    in_gloo_world(rank, world_size, port, trainer_main, (urls, options), conn=conn)
 
 
 def expected(steps: int) -> dict[str, bytes]:
@@ -127,10 +142,13 @@ def start() -> Any:
         yield starter
 
 
-def setup(start: Any, *, ranks: int = 1, **options: Any) -> tuple[Engine, Engine, Trainer]:
+def setup(
+    start: Any, *, ranks: int = 1, push: dict[str, Any] | None = None, **options: Any
+) -> tuple[Engine, Engine, Trainer]:
+    """Two engines (made with `options`) and a trainer (with `push`) that have synced version 1."""
     one = Engine(start, "one", 1, blocks=6, **options)
     two = Engine(start, "two", 2, blocks=6, **options)
-    trainer = Trainer(start, {"one": one.url, "two": two.url}, ranks)
+    trainer = Trainer(start, {"one": one.url, "two": two.url}, ranks, **(push or {}))
     assert all(said["type"] == "ok" for said in trainer.order("initialize"))
     assert trainer.sync(1)["type"] == "ok"
     return one, two, trainer

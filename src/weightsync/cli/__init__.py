@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -32,11 +33,31 @@ def root(
         raise typer.Exit(2)
 
 
+class Engine(enum.StrEnum):
+    """What generates in the demo."""
+
+    EMBEDDED = "embedded"
+    VLLM = "vllm"
+
+
+class Strategy(enum.StrEnum):
+    """How weights are pushed in the demo."""
+
+    BROADCAST = "broadcast"
+    CUDA_IPC = "cuda_ipc"
+    PACKED_CUDA_IPC = "packed_cuda_ipc"
+
+
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="How often to train and push.")] = 10,
     ranks: Annotated[int, typer.Option(min=1, max=16, help="Training processes (FSDP2).")] = 2,
     engines: Annotated[int, typer.Option(min=1, max=16, help="Engine processes.")] = 1,
+    engine: Annotated[Engine, typer.Option(help="A torch module of ours, or a real vLLM server.")] = Engine.EMBEDDED,
+    strategy: Annotated[
+        Strategy, typer.Option(help="How bytes move. On a CPU the two IPC strategies use shared memory.")
+    ] = Strategy.BROADCAST,
+    ray: Annotated[bool, typer.Option("--ray", help="Trainers and engines are Ray actors.")] = False,
     size: Annotated[str, typer.Option(help="Of the model: small or tiny.")] = "small",
     out: Annotated[Path, typer.Option(help="Folder for timeline.json and timeline.png.")] = Path("demo-output"),
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the summary to this file.")] = None,
@@ -46,8 +67,11 @@ def demo(
     """Trains a small language model on this machine and pushes every version into an engine.
 
     Two processes train a Qwen3-architecture model with FSDP2 and AdamW on Python's own library sources. After each
-    step the new weights are broadcast to an engine in a third process, which generates all the time. The engine proves
-    by digest that it serves what was trained, and reports its own loss on text that nobody trained on.
+    step the new weights go to an engine in a third process, which generates all the time. The engine proves by digest
+    what it got, and reports its own loss on text that nobody trained on.
+
+    The engine is a torch module by default; --engine vllm starts a vLLM server and syncs it through vLLM's own
+    weight-update routes. --strategy chooses how bytes move, and --ray runs everything as Ray actors. All combine.
 
     The table shows, for each version, both losses, bytes, milliseconds of each phase and how long generation was
     paused. The command exits with 1 on any mismatch. It needs no GPU.
@@ -61,6 +85,9 @@ def demo(
         steps=steps,
         ranks=ranks,
         engines=engines,
+        engine=engine,
+        strategy=strategy,
+        ray=ray,
         size=size,
         out=out,
         json=json,

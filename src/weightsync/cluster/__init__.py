@@ -1,1 +1,5 @@
-"""Ray: training and engine actors, their clients, and where they are placed."""
+"""Ray: training ranks and engines as actors, the controller in the driver, and where they are placed.
+
+`launch` starts a whole job; `RayEngine` alone puts an engine actor behind any client. Ray is imported at first use,
+in `ray_calls` alone.
+"""

@@ -13,6 +13,9 @@ import torch
 from weightsync.errors import ConfigError
 
 VOCAB_SIZE = 256
+NUM_HELD_OUT_ROWS = 16
+PROMPT = "def "
+SAMPLE_BYTES = 24
 _HELD_OUT_EVERY = 10
 _NO_SOURCES_HINT = "the demo reads Python's own library sources; point it at any folder of .py files instead"
 

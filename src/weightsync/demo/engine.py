@@ -1,6 +1,6 @@
 """The demo's engine process: generates all the time, takes weights when they come, reports on held-out text.
 
-Started by `demo.launch`; prints one JSON line with its URL and ends when its standard input closes.
+Started by `demo.launch`; prints one JSON line with its URLs and ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
-from weightsync.demo.data import ByteText
+from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, SAMPLE_BYTES, ByteText
 from weightsync.demo.model import build_model, held_out_loss, model_size, sample
+from weightsync.demo.vllm_engine import VllmDemoEngine
 from weightsync.errors import NotServingError
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.observe import Recorder
@@ -25,9 +26,7 @@ from weightsync.rollout.server import EngineServer
 
 TOKEN_VARIABLE = "WEIGHTSYNC_DEMO_TOKEN"
 REPORT_PATH = "/demo/report"
-NUM_HELD_OUT_ROWS = 16
-_PROMPT = "def "
-_SAMPLE_BYTES = 24
+KINDS = ("embedded", "vllm")
 _REST_S = 0.05
 
 
@@ -63,11 +62,11 @@ class DemoEngine:
         """Loss on the held-out text and a sample, both under one version; what was generated since the last report."""
         with self.engine.generation() as version, self._recorder.phase("evaluate"):
             loss = held_out_loss(self._model, self._batch)
-            text = sample(self._model, _PROMPT, _SAMPLE_BYTES)
+            text = sample(self._model, PROMPT, SAMPLE_BYTES)
         return {
             "version": None if version is None else version.number,
             "loss": loss,
-            "sample": _PROMPT + text,
+            "sample": PROMPT + text,
             "num_generations": dict(self._served),
             "num_refused": self._num_refused,
             "phases": msgspec.to_builtins(self._recorder.drain()),
@@ -77,7 +76,7 @@ class DemoEngine:
         while not self._ended.wait(_REST_S):
             try:
                 with self.engine.generation(timeout_s=60.0) as version, self._recorder.phase("generate"):
-                    sample(self._model, _PROMPT, _SAMPLE_BYTES)
+                    sample(self._model, PROMPT, SAMPLE_BYTES)
             except NotServingError:
                 self._num_refused += 1
                 continue
@@ -85,24 +84,33 @@ class DemoEngine:
             self._served[key] = self._served.get(key, 0) + 1
 
 
+def start_engine(kind: str, engine_id: str, size: str) -> DemoEngine | VllmDemoEngine:
+    """An engine of the demo in this process ("embedded"), or a vLLM server beside it ("vllm")."""
+    torch.set_num_threads(1)
+    return VllmDemoEngine(engine_id, size) if kind == "vllm" else DemoEngine(engine_id, size)
+
+
 def main() -> None:
     """Runs until standard input closes."""
     parser = argparse.ArgumentParser(description="The demo's engine process; `weightsync demo` starts it.")
+    parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--engine-id", required=True)
     parser.add_argument("--size", required=True)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    demo = DemoEngine(options.engine_id, options.size)
+    demo = start_engine(options.kind, options.engine_id, options.size)
     server = EngineServer(demo.engine, token=os.environ[TOKEN_VARIABLE])
     server.app.add_api_route(REPORT_PATH, demo.report, methods=["GET"])
     url = server.start()
     demo.start()
-    sys.stdout.write(json.dumps({"url": url}) + "\n")
+    # Trainers speak to a vLLM server itself; the server here then only reports.
+    told = {"url": demo.url if isinstance(demo, VllmDemoEngine) else url, "report_url": url + REPORT_PATH}
+    sys.stdout.write(json.dumps({"kind": options.kind, "engine_id": options.engine_id, **told}) + "\n")
     sys.stdout.flush()
     sys.stdin.read()
     demo.close()
     server.close()
-    demo.engine.close()
+    if isinstance(demo, DemoEngine):
+        demo.engine.close()
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ from rich.console import Console
 
 from weightsync.demo.engine import TOKEN_VARIABLE
 from weightsync.demo.model import model_size
+from weightsync.demo.ray_job import RayJob
 from weightsync.demo.summary import StepRow, summarize, verdict, write_summary
 from weightsync.demo.table import StepTable
+from weightsync.demo.trainer import TrainerOptions
 from weightsync.errors import WeightSyncError, error_from_dict
 from weightsync.observe import write_chrome_trace, write_timeline_png
 from weightsync.types import Deadline, PhaseRecord
@@ -36,6 +38,9 @@ class DemoOptions:
         steps: how often it trains and pushes.
         ranks: training processes.
         engines: engine processes.
+        engine: what generates: "embedded" (a torch module of ours) or "vllm" (a vLLM server).
+        strategy: how bytes move: "broadcast", "cuda_ipc" or "packed_cuda_ipc".
+        ray: whether trainers and engines are Ray actors.
         size: "small" (2.8 million parameters) or "tiny".
         out: folder for timeline.json and timeline.png.
         json: where to write the summary; None writes none.
@@ -46,11 +51,24 @@ class DemoOptions:
     steps: int = 10
     ranks: int = 2
     engines: int = 1
+    engine: str = "embedded"
+    strategy: str = "broadcast"
+    ray: bool = False
     size: str = "small"
     out: Path = Path("demo-output")
     json: Path | None = None
     deadline_s: float = 30.0
     timeout_s: float = 300.0
+
+    def of_trainer(self, rank: int) -> TrainerOptions:
+        """What one rank is told."""
+        return TrainerOptions(
+            rank=rank,
+            world_size=self.ranks,
+            size=self.size,
+            strategy=self.strategy,
+            deadline_s=self.deadline_s,
+        )
 
 
 class DemoError(WeightSyncError):
@@ -71,9 +89,9 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
     rows: list[StepRow] = []
     phases: tuple[PhaseRecord, ...] = ()
     options.out.mkdir(parents=True, exist_ok=True)
-    with StepTable(console) as table, _Processes(options) as processes:
-        table.status(f"starting {options.engines} engine and {options.ranks} trainer processes")
-        for message in processes.messages():
+    with StepTable(console) as table, (RayJob if options.ray else _Processes)(options) as job:
+        table.status(f"starting {options.engines} {options.engine} engine and {options.ranks} trainer processes")
+        for message in job.messages():
             if "row" in message:
                 rows.append(StepRow(**message["row"]))
                 table.add(rows[-1])
@@ -164,16 +182,16 @@ class _Processes:
         options = self._options
         engines = [f"engine-{index}" for index in range(options.engines)]
         for name in engines:
-            self._start(name, "weightsync.demo.engine", ["--engine-id", name, "--size", options.size])
-        urls: dict[str, str] = {}
-        while len(urls) < len(engines):
+            arguments = ["--kind", options.engine, "--engine-id", name, "--size", options.size]
+            self._start(name, "weightsync.demo.engine", arguments)
+        told: dict[str, str] = {}
+        while len(told) < len(engines):
             name, message = self._next("an engine's URL")
-            urls[name] = message["url"]
+            told[name] = json.dumps(message)
         for rank in range(options.ranks):
-            arguments = ["--rank", str(rank), "--world-size", str(options.ranks), "--size", options.size]
+            arguments = ["--options", json.dumps(dataclasses.asdict(options.of_trainer(rank)))]
             arguments += ["--rendezvous", str(self._folder / "rendezvous"), "--steps", str(options.steps)]
-            arguments += ["--deadline-s", str(options.deadline_s)]
-            arguments += [word for name in engines for word in ("--engine-url", urls[name])]
+            arguments += [word for name in engines for word in ("--engine", told[name])]
             self._start(f"trainer-{rank}", "weightsync.demo.trainer", arguments)
         trainers = {f"trainer-{rank}" for rank in range(options.ranks)}
         while trainers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,6 +99,21 @@ def build_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer of one token a byte, so that an engine which wants text can serve the model from `folder`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # ByteLevel writes bytes that don't print as the characters from 256 on, in their order.
+    printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    characters = [chr(byte if byte in printing else next(others)) for byte in range(VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def apply_fsdp2(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,94 +24,162 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from weightsync.clients.fanout import EngineFanout
 from weightsync.clients.http import HttpEngine
-from weightsync.demo.data import ByteText
-from weightsync.demo.engine import NUM_HELD_OUT_ROWS, REPORT_PATH, TOKEN_VARIABLE
+from weightsync.config import WeightSyncConfig
+from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
+from weightsync.demo.engine import TOKEN_VARIABLE
 from weightsync.demo.model import TrainLoop, apply_fsdp2, build_model, held_out_loss, model_size
 from weightsync.demo.summary import StepRow
+from weightsync.demo.vllm_engine import vllm_handle
 from weightsync.errors import WeightSyncError
+from weightsync.extract.base import WeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.net.auth import bearer_headers
 from weightsync.observe import Recorder
 from weightsync.publish.push import PushSync
-from weightsync.types import PhaseRecord, SyncReport
+from weightsync.types import EngineHandle, PhaseRecord, SyncReport
 
 _CHUNK_BYTES = 1 << 20
 _REPORT_TIMEOUT_S = 60.0
 
 
-def train(options: argparse.Namespace) -> None:
-    """Runs all steps on this rank; all ranks run it together."""
-    token = os.environ[TOKEN_VARIABLE]
-    text = ByteText()
-    size = model_size(options.size)
-    mesh = init_device_mesh("cpu", (options.world_size,))
-    model = apply_fsdp2(build_model(options.size), mesh)
-    loop = TrainLoop(model, text, size, rank=options.rank)
-    held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
-    engines = EngineFanout([HttpEngine(url, engine_id=name, token=token) for name, url in _engines(options).items()])
-    recorder = Recorder(f"trainer/rank-{options.rank}")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """How one rank trains and pushes; the same on every rank but for `rank`.
 
-    push = PushSync(
-        FSDPWeightExtractor(model, chunk_bytes=_CHUNK_BYTES),
-        engines,
-        dtype="bfloat16",
-        transfer_timeout_s=options.deadline_s,
-        recorder=recorder,
-    )
-    push.initialize()
-    for step in range(options.steps):
+    Attributes:
+        rank: of the trainer's job.
+        world_size: ranks of the job.
+        size: name of the model's size.
+        strategy: how bytes move.
+        deadline_s: of one sync.
+    """
+
+    rank: int
+    world_size: int
+    size: str
+    strategy: str
+    deadline_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One engine as rank 0 sees it: the handle that takes weights, and a way to ask what it makes of them."""
+
+    handle: EngineHandle
+    report: Callable[[], dict[str, Any]]
+
+
+class DemoTrainer:
+    """One rank: model, optimizer and `PushSync`. The default process group is there already.
+
+    Args:
+        options: see `TrainerOptions`.
+        push: makes the `PushSync` from an extractor.
+    """
+
+    def __init__(self, options: TrainerOptions, push: Callable[[WeightExtractor, Recorder], PushSync]) -> None:
+        torch.set_num_threads(1)
+        text, size = ByteText(), model_size(options.size)
+        mesh = init_device_mesh("cpu", (options.world_size,))
+        self._model = apply_fsdp2(build_model(options.size), mesh)
+        self._loop = TrainLoop(self._model, text, size, rank=options.rank)
+        self._held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
+        self.recorder = Recorder(f"trainer/rank-{options.rank}")
+        self.push = push(FSDPWeightExtractor(self._model, chunk_bytes=_CHUNK_BYTES), self.recorder)
+
+    def train(self, step: int) -> float:
+        """One step of every rank; the seconds it took."""
         started = time.monotonic()
-        with recorder.phase("train"):
-            loop.step(step)
-        trained = time.monotonic()
-        report = push.sync_weights(step + 1)
-        with recorder.phase("evaluate"):
-            loss = held_out_loss(model, held_out)
-        if options.rank == 0:
-            for row in _rows(options, token, report, loss, trained - started, recorder):
-                _tell({"row": dataclasses.asdict(row)})
-    if options.rank == 0:
-        _tell({"phases": msgspec.to_builtins(recorder.records())})
-    push.close()
+        with self.recorder.phase("train"):
+            self._loop.step(step)
+        return time.monotonic() - started
+
+    def evaluate(self) -> float:
+        """Loss on the held-out text. A collective of all ranks."""
+        with self.recorder.phase("evaluate"):
+            return held_out_loss(self._model, self._held_out)
+
+    def phases(self) -> list[dict[str, Any]]:
+        """All that this rank timed, as plain data."""
+        phases: list[dict[str, Any]] = msgspec.to_builtins(self.recorder.records())
+        return phases
 
 
-def _rows(
-    options: argparse.Namespace, token: str, report: SyncReport, loss: float, train_s: float, recorder: Recorder
-) -> list[StepRow]:
-    """What each engine says of itself, beside what the trainer knows."""
-    rows = []
-    for url in _engines(options).values():
-        with recorder.phase("wait for engine's report"):
-            response = httpx.get(
-                f"{url}{REPORT_PATH}", headers=bearer_headers(token), timeout=_REPORT_TIMEOUT_S, trust_env=False
-            )
+def config_of(options: TrainerOptions) -> WeightSyncConfig:
+    """How the demo's weights move."""
+    return WeightSyncConfig.load(
+        {
+            "transfer": {"strategy": options.strategy, "transfer_timeout_s": options.deadline_s},
+            "extract": {"dtype": "bfloat16"},
+        }
+    )
+
+
+def row_of(report: SyncReport, said: Mapping[str, Any], *, trainer_loss: float, train_s: float) -> StepRow:
+    """What an engine says of itself, beside what the trainer knows.
+
+    Raises:
+        WeightSyncError: the engine refused generations, or serves another version than was pushed.
+    """
+    if said["num_refused"]:
+        raise WeightSyncError(f"an engine refused {said['num_refused']} generations of healthy syncs")
+    if said["version"] != report.version.number:
+        raise WeightSyncError("an engine serves another version than it committed", version=str(report.version))
+    return StepRow(
+        version=said["version"],
+        trainer_loss=trainer_loss,
+        engine_loss=said["loss"],
+        total_bytes=report.total_bytes,
+        phases_s=dict(report.phases_s),
+        paused_s=report.paused_s,
+        digests_equal=report.digests_equal,
+        sample=said["sample"],
+        train_s=train_s,
+        sync_s=report.seconds,
+        unprovable="; ".join(sorted(set(report.unprovable.values()))),
+    )
+
+
+def seat_over_http(told: Mapping[str, str], token: str) -> Seat:
+    """The engine that said where it is; see `demo.engine.main`."""
+
+    def report() -> dict[str, Any]:
+        response = httpx.get(
+            told["report_url"], headers=bearer_headers(token), timeout=_REPORT_TIMEOUT_S, trust_env=False
+        )
         response.raise_for_status()
         said: dict[str, Any] = response.json()
-        recorder.extend(msgspec.convert(said["phases"], tuple[PhaseRecord, ...]))
-        if said["num_refused"]:
-            raise WeightSyncError(f"an engine refused {said['num_refused']} generations of healthy syncs")
-        if said["version"] != report.version.number:
-            raise WeightSyncError("an engine serves another version than it committed", version=str(report.version))
-        rows.append(
-            StepRow(
-                version=said["version"],
-                trainer_loss=loss,
-                engine_loss=said["loss"],
-                total_bytes=report.total_bytes,
-                phases_s=dict(report.phases_s),
-                paused_s=report.paused_s,
-                digests_equal=report.digests_equal,
-                sample=said["sample"],
-                train_s=train_s,
-                sync_s=report.seconds,
-                unprovable="; ".join(report.unprovable.values()),
-            )
-        )
-    return rows[:1]
+        return said
+
+    if told["kind"] == "vllm":
+        return Seat(handle=vllm_handle(told["url"], told["engine_id"]), report=report)
+    return Seat(handle=HttpEngine(told["url"], engine_id=told["engine_id"], token=token), report=report)
 
 
-def _engines(options: argparse.Namespace) -> dict[str, str]:
-    return {f"engine-{index}": url for index, url in enumerate(options.engine_url)}
+def _run(options: TrainerOptions, seats: Sequence[Seat], num_steps: int) -> None:
+    """All steps of this rank; rank 0 tells what came of each."""
+
+    def push(extractor: WeightExtractor, recorder: Recorder) -> PushSync:
+        engines = EngineFanout([seat.handle for seat in seats]) if options.rank == 0 else None
+        return PushSync.from_config(config_of(options), extractor, engines, recorder=recorder)
+
+    trainer = DemoTrainer(options, push)
+    trainer.push.initialize()
+    for step in range(num_steps):
+        train_s = trainer.train(step)
+        report = trainer.push.sync_weights(step + 1)
+        loss = trainer.evaluate()
+        if options.rank == 0:
+            rows = []
+            for seat in seats:
+                with trainer.recorder.phase("wait for engine's report"):
+                    said = seat.report()
+                trainer.recorder.extend(msgspec.convert(said["phases"], tuple[PhaseRecord, ...]))
+                rows.append(row_of(report, said, trainer_loss=loss, train_s=train_s))
+            _tell({"row": dataclasses.asdict(rows[0])})
+    if options.rank == 0:
+        _tell({"phases": trainer.phases()})
+    trainer.push.close()
 
 
 def _tell(message: dict[str, Any]) -> None:
@@ -119,26 +188,24 @@ def _tell(message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Runs one rank."""
+    """Runs one rank: all steps, then what it timed."""
     parser = argparse.ArgumentParser(description="One training rank of the demo; `weightsync demo` starts it.")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--options", required=True, help="TrainerOptions as JSON")
     parser.add_argument("--rendezvous", required=True)
-    parser.add_argument("--engine-url", action="append", required=True)
-    parser.add_argument("--size", required=True)
+    parser.add_argument("--engine", action="append", required=True, help="what an engine's process said, as JSON")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--deadline-s", type=float, required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = parser.parse_args()
+    options = TrainerOptions(**json.loads(arguments.options))
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{options.rendezvous}",
+        init_method=f"file://{arguments.rendezvous}",
         rank=options.rank,
         world_size=options.world_size,
         timeout=timedelta(seconds=60),
     )
     try:
-        train(options)
+        seats = [seat_over_http(json.loads(told), os.environ[TOKEN_VARIABLE]) for told in arguments.engine]
+        _run(options, seats, arguments.steps)
     except WeightSyncError as error:
         _tell({"error": error.to_dict(), "rank": options.rank})
         os._exit(1)  # a broken process group must not hang the exit

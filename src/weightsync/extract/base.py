@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -180,6 +181,14 @@ class WeightExtractor(abc.ABC):
         """The group of an engine-side name."""
         return group_name(name)
 
+    def _gathered(self, tensors: Sequence[tuple[torch.Tensor, torch.dtype]]) -> AbstractContextManager[None]:
+        """What holds while the tensors of one chunk go through `_gather`: for trainers that gather several at once.
+
+        Args:
+            tensors: the chunk's, each with the dtype that it is asked in.
+        """
+        return contextlib.nullcontext()
+
     @abc.abstractmethod
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The whole tensor in `dtype`, contiguous and detached. A collective of all ranks; grad mode is off."""
@@ -238,23 +247,21 @@ class WeightExtractor(abc.ABC):
         return target_dtype(spec.dtype, wanted)
 
     def _stream(self, plan: tuple[PlannedChunk, ...], live: Mapping[str, torch.Tensor]) -> Iterator[WeightChunk]:
+        """The chunks, one after the other; trainers that can't choose the order of what they gather override it."""
         for planned in plan:
             # No local name for the chunk: whoever took it is then the only one that holds it.
             yield self._build(planned, live)
 
     @torch.no_grad()
     def _build(self, planned: PlannedChunk, live: Mapping[str, torch.Tensor]) -> WeightChunk:
+        asked = [(live[spec.name], torch_dtype(spec.dtype)) for spec in planned.specs]
         tensors = []
-        for spec in planned.specs:
-            with _translated(spec.name):
-                tensors.append(self._gather(live[spec.name], torch_dtype(spec.dtype)))
-        return WeightChunk(
-            names=tuple(spec.name for spec in planned.specs),
-            tensors=tuple(tensors),
-            dtypes=tuple(spec.dtype for spec in planned.specs),
-            shapes=tuple(spec.shape for spec in planned.specs),
-            module_name=planned.module_name,
-        )
+        first = planned.specs[0].name
+        with translated(first, "the chunk that starts here could not be gathered"), self._gathered(asked):
+            for spec, (tensor, dtype) in zip(planned.specs, asked, strict=True):
+                with translated(spec.name):
+                    tensors.append(self._gather(tensor, dtype))
+        return chunk_of(planned, tensors)
 
     def _shards(self, specs: tuple[TensorSpec, ...], live: Mapping[str, torch.Tensor]) -> Iterator[HeldTensor]:
         for spec in specs:
@@ -265,7 +272,7 @@ class WeightExtractor(abc.ABC):
 
     @torch.no_grad()
     def _held(self, spec: TensorSpec, tensor: torch.Tensor) -> HeldTensor | None:
-        with _translated(spec.name):
+        with translated(spec.name):
             part = self._local_part(tensor)
             if part is None:
                 return None
@@ -288,13 +295,24 @@ def _castable(dtype: str) -> str:
     return name
 
 
+def chunk_of(planned: PlannedChunk, tensors: Sequence[torch.Tensor]) -> WeightChunk:
+    """The chunk that was planned, with its tensors."""
+    return WeightChunk(
+        names=tuple(spec.name for spec in planned.specs),
+        tensors=tuple(tensors),
+        dtypes=tuple(spec.dtype for spec in planned.specs),
+        shapes=tuple(spec.shape for spec in planned.specs),
+        module_name=planned.module_name,
+    )
+
+
 @contextlib.contextmanager
-def _translated(name: str) -> Iterator[None]:
+def translated(name: str | None, what: str = "a tensor could not be extracted") -> Iterator[None]:
     """The one place where torch's errors become ours."""
     try:
         yield
     except (RuntimeError, ValueError, WeightSyncError) as error:
-        typed = as_weightsync_error(error, ExtractError, "a tensor could not be extracted")
+        typed = as_weightsync_error(error, ExtractError, what)
         typed.parameter = typed.parameter or name
         typed.rank = training_rank() if typed.rank is None else typed.rank
         raise typed from error.__cause__ if typed is error else error

@@ -30,6 +30,8 @@ class ModuleWeightExtractor(WeightExtractor):
         super()._check(name, tensor)
         if isinstance(tensor, DTensor):
             raise UnsupportedError("this parameter is sharded (a DTensor): use FSDPWeightExtractor", parameter=name)
+        if hasattr(tensor, "ds_shape"):
+            raise UnsupportedError("this parameter is sharded by ZeRO-3: use DeepSpeedWeightExtractor", parameter=name)
         if name.endswith("_flat_param"):
             raise UnsupportedError("FSDP1's flat parameters can't be extracted: use fully_shard", parameter=name)
 

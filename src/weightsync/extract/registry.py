@@ -2,38 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from weightsync.config import WeightSyncConfig
-from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.config import WeightSyncConfig, select_grouping
+from weightsync.errors import ConfigError
 from weightsync.extract.base import WeightExtractor
+from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
+from weightsync.extract.megatron import MegatronWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
 
-_KINDS: dict[str, type[WeightExtractor]] = {"module": ModuleWeightExtractor, "fsdp": FSDPWeightExtractor}
+_KINDS: dict[str, Callable[..., WeightExtractor]] = {
+    "module": ModuleWeightExtractor,
+    "fsdp": FSDPWeightExtractor,
+    "deepspeed": DeepSpeedWeightExtractor,
+    "megatron": MegatronWeightExtractor,
+}
 
 
 def extractor_for(
-    config: WeightSyncConfig, model: torch.nn.Module, *, name_map: Callable[[str], str | None] | None = None
+    config: WeightSyncConfig,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    *,
+    name_map: Callable[[str], str | None] | None = None,
+    bridge: Any = None,
 ) -> WeightExtractor:
     """The extractor that `config.transfer.training_backend` names, with the grouping and chunks of `config.extract`.
 
+    Args:
+        config: the whole configuration.
+        model: as that extractor takes it: an engine for DeepSpeed, the list of model chunks for Megatron.
+        name_map: from the trainer's name to the engine's.
+        bridge: Megatron alone, and needed there: what exports the model under Hugging Face's names.
+
     Raises:
-        UnsupportedError: this build has none for that backend.
+        ConfigError: arguments in the wrong order, or a bridge that is missing or that nobody reads.
         WeightSyncError: as for the extractor's constructor.
     """
     if not isinstance(config, WeightSyncConfig):
         raise ConfigError(f"extractor_for takes the config first, then the model; got a {type(config).__name__} first")
-    backend = config.transfer.training_backend
-    if backend not in _KINDS:
-        raise UnsupportedError(f"no extractor for training_backend {backend!r}; there are: {', '.join(_KINDS)}")
-    settings = config.extract
+    backend, settings = config.transfer.training_backend, config.extract
+    options: dict[str, Any] = {}
+    if backend == "megatron":
+        if bridge is None:
+            raise ConfigError(
+                "training_backend 'megatron' needs bridge=: Megatron-Bridge's AutoBridge, or a MegatronCoreExporter"
+            )
+        options["bridge"] = bridge
+    elif bridge is not None:
+        raise ConfigError(f"bridge= is for training_backend 'megatron', this one is {backend!r}: leave it out")
     return _KINDS[backend](
         model,
-        group_by_module=settings.group_by_module,
+        group_by_module=select_grouping(config),
         chunk_bytes=settings.chunk_bytes,
         name_map=name_map,
         dtype_overrides=settings.dtype_overrides,
+        **options,
     )

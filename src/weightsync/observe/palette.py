@@ -30,6 +30,7 @@ _KNOWN = {
     "extract": Style(color="#E69F00"),
     "digest": Style(color="#CC79A7", hatch="..."),
     "pack": Style(color="#F0E442"),
+    "share": Style(color="#F0E442", hatch="..."),
     "transfer": Style(color="#0072B2", text_color="#FFFFFF"),
     "load": Style(color="#009E73", text_color="#FFFFFF"),
     "verify": Style(color="#CC79A7"),

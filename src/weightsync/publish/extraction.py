@@ -2,6 +2,9 @@
 
 At most two chunks exist: the one being built here, and the one the sender packs. The caller waits with a
 deadline, so a rank that hangs inside a collective costs the caller its deadline and no more.
+
+Where chunks are lent instead of sent, they are lent here, by every rank that has engines beside it. A chunk takes the
+memory of the one `num_slots` before it, so rank 0 does not agree to build it until the engines have let go of that one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from weightsync.errors import (
 from weightsync.extract.base import WeightExtractor
 from weightsync.observe import Recorder
 from weightsync.publish.ranks import TrainingRanks
+from weightsync.publish.sharing import RankSharing
 from weightsync.types import Deadline, WeightChunk
 
 _TELL_S = 2.0  # how long after the deadline the other ranks' word of it may take
@@ -37,6 +41,7 @@ class LockstepExtraction:
         deadline: of the sync.
         recorder: where the phases "extract" and "digest" go.
         keep: whether chunks are handed over (rank 0) or dropped (the others).
+        sharing: lends each chunk before it is handed over or dropped; None: chunks are sent.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class LockstepExtraction:
         deadline: Deadline,
         recorder: Recorder,
         keep: bool,
+        sharing: RankSharing | None = None,
     ) -> None:
         self._extractor = extractor
         self._dtype = dtype
@@ -55,6 +61,8 @@ class LockstepExtraction:
         self._deadline = deadline
         self._recorder = recorder
         self._keep = keep
+        self._sharing = sharing
+        self._num_let_go = 0
         self._late = Deadline(deadline.remaining_s + _TELL_S)
         self._changed = threading.Condition()
         self._chunk: WeightChunk | None = None
@@ -136,7 +144,7 @@ class LockstepExtraction:
         stream: Iterator[WeightChunk] | None = None
         number = 0
         while True:
-            self._agree(None)
+            self._agree(self._await_slot(number))
             try:
                 if stream is None:
                     stream = iter(self._extractor.extract_weights(self._dtype))
@@ -147,6 +155,13 @@ class LockstepExtraction:
                 raise
             if chunk is None:
                 break
+            if self._sharing is not None:
+                try:
+                    with self._recorder.phase("share", detail=f"chunk {number}"):
+                        chunk = self._sharing.share(chunk, number, let_go=self._let_go)
+                except WeightSyncError as error:
+                    self._agree(error)
+                    raise
             if self._keep:
                 try:
                     self._hand_over(chunk)
@@ -161,6 +176,24 @@ class LockstepExtraction:
                 for held in self._extractor.local_shards(self._dtype):
                     total = total + shard_sum(held)
                 self._sum = total
+
+    def _await_slot(self, number: int) -> WeightSyncError | None:
+        """Rank 0: waits until chunk `number` may take an earlier one's memory, or this is told to stop."""
+        if self._sharing is None or not self._keep:
+            return None
+        try:
+            with self._changed:
+                while number - self._sharing.num_slots >= self._num_let_go and self._stop is None:
+                    self._changed.wait(self._deadline.check("engines to let go of a chunk", rank=self._ranks.rank))
+        except DeadlineExceededError as error:
+            return error
+        return None
+
+    def _let_go(self) -> None:
+        """Called by the sender, chunk after chunk in order."""
+        with self._changed:
+            self._num_let_go += 1
+            self._changed.notify_all()
 
     def _agree(self, error: WeightSyncError | None) -> None:
         """Every rank stops here if any has to; a rank's own error is raised by its caller."""

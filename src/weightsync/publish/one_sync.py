@@ -15,7 +15,9 @@ from weightsync.observe import Recorder, paused_s, phases_s
 from weightsync.publish.engines import JoinedEngines
 from weightsync.publish.extraction import LockstepExtraction
 from weightsync.publish.ranks import TrainingRanks
+from weightsync.publish.sharing import RankSharing
 from weightsync.tensors import spec_of
+from weightsync.transfer.base import ChunkSharer
 from weightsync.types import (
     AbortRequest,
     BeginRequest,
@@ -50,6 +52,7 @@ class SyncParts:
     pause_timeout_s: float
     require_all_engines: bool
     recorder: Recorder
+    sharer: ChunkSharer | None
 
 
 class OneSync:
@@ -85,6 +88,11 @@ class OneSync:
         extraction = self._start_extraction(keep=False)
         self._exchange_sums(extraction.finish())
         return None
+
+    def end(self, *, failed: bool) -> None:
+        """Lets go of what was lent; after a failure `fail` comes first."""
+        if self._parts.sharer is not None:
+            self._parts.sharer.end_sync(failed=failed)
 
     def fail(self, error: WeightSyncError) -> None:
         """Leaves everything as it was before: engines abort, the group goes, the extraction stops."""
@@ -178,6 +186,7 @@ class OneSync:
         return num_chunks, dict(encoder.digests()), summed.total if total is None else total
 
     def _start_extraction(self, *, keep: bool) -> LockstepExtraction:
+        sharer = self._parts.sharer
         extraction = LockstepExtraction(
             self._parts.extractor,
             dtype=self._parts.dtype,
@@ -185,6 +194,7 @@ class OneSync:
             deadline=self._deadline,
             recorder=self._recorder,
             keep=keep,
+            sharing=None if sharer is None else RankSharing(sharer, self._ranks),
         )
         self.extraction = extraction
         extraction.start()

@@ -61,7 +61,8 @@ class PushSync:
     Args:
         extractor: of this rank's model.
         client: the engines, or a single one; rank 0 alone needs it, other ranks' is ignored.
-        strategy: how bytes move; a gloo broadcast on loopback where not given.
+        strategy: how bytes move; a gloo broadcast on loopback where not given. Every rank names the same one:
+            `CudaIpcTransferStrategy` and `PackedCudaIpcTransferStrategy` lend each rank's own memory.
         codec: how weights are encoded; the engines use the same.
         dtype: the engine's dtype; None keeps the trainer's.
         run_id: name of this trainer's run; rank 0 makes one where not given.
@@ -90,17 +91,18 @@ class PushSync:
         require_all_engines: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
-        self._extractor = extractor
         for name, seconds in (("transfer", transfer_timeout_s), ("join", join_timeout_s), ("pause", pause_timeout_s)):
             check_wait_s(f"{name}_timeout_s", seconds)
-        self._dtype = dtype
         self.run_id = run_id
         self._transfer_timeout_s = transfer_timeout_s
         self._join_timeout_s = join_timeout_s
         self.recorder = recorder or Recorder("trainer/rank-0")
+        strategy = strategy or BroadcastTransferStrategy(
+            join_timeout_s=join_timeout_s, transfer_timeout_s=transfer_timeout_s
+        )
         self._engines = JoinedEngines(
             _as_client(client),
-            strategy or BroadcastTransferStrategy(join_timeout_s=join_timeout_s, transfer_timeout_s=transfer_timeout_s),
+            strategy,
             model_id=model_id,
             join_timeout_s=join_timeout_s,
             recorder=self.recorder,
@@ -114,6 +116,7 @@ class PushSync:
             pause_timeout_s=pause_timeout_s,
             require_all_engines=require_all_engines,
             recorder=self.recorder,
+            sharer=strategy.create_sharer(),
         )
         self._busy = threading.Lock()
         self._ranks: TrainingRanks | None = None
@@ -219,18 +222,21 @@ class PushSync:
                     raise  # every rank knows already and settles no more; or this process was told to end
             finally:
                 self._extraction = run.extraction
+                run.end(failed=error is not None)
             told = ranks.settle(error, report=None if report is None else msgspec.to_builtins(report))
             self._last = run.version
             return msgspec.convert(told[0]["report"], SyncReport)
 
     def close(self) -> None:
-        """Leaves the transfer group. Idempotent; engines go on serving.
+        """Leaves the transfer group and gives shared memory back. Idempotent; engines go on serving.
 
         Raises:
             SyncInProgressError: a sync is running; it goes on.
         """
         with self._exclusive():
             self._engines.drop_sender()
+            if self._parts.sharer is not None:
+                self._parts.sharer.close()
             if self._ranks is not None:
                 self._ranks.close()
 
@@ -257,7 +263,9 @@ class PushSync:
                 raise StateError("call initialize() on every rank first")
             if self._last is not None and version < self._last.number:
                 raise VersionError(f"{self._last} was synced already; versions rise within a run", version=version)
-            names = [f"{spec.name}:{spec.dtype}:{spec.shape}" for spec in self._extractor.metadata(self._dtype)]
+            names = [
+                f"{spec.name}:{spec.dtype}:{spec.shape}" for spec in self._parts.extractor.metadata(self._parts.dtype)
+            ]
             if not names:
                 raise InvalidRequestError("the model has no weights to sync")
         except Exception as caught:

@@ -93,6 +93,12 @@ class EngineWorker:
         self._served: tuple[Version, str | None] | None = None
         self._stuck: str | None = None
 
+    @property
+    def session(self) -> str | None:
+        """Name of the open session; None where none is."""
+        with self._lock:
+            return None if self._session is None else self._session.name
+
     def describe(self) -> EngineReply:
         """What this worker is and serves.
 
@@ -139,9 +145,7 @@ class EngineWorker:
         if self._device is not None:
             torch.cuda.set_device(self._device)  # the current device is the thread's own, and this is a server's
         strategy = self._strategies(request.info.strategy)
-        receiver = strategy.create_receiver(
-            request.info, rank=request.rank_offset + self.index, record=self.recorder.add
-        )
+        receiver = strategy.create_receiver(request.info, rank=request.rank_offset + self.index)
         with self._lock:
             if mine != self._num_inits:
                 receiver.close()

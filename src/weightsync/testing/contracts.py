@@ -39,6 +39,8 @@ from weightsync.errors import (
 from weightsync.load.base import WeightLoader
 from weightsync.tensors import byte_array, spec_of
 from weightsync.transfer.base import (
+    ChunkSharer,
+    SharedChunk,
     WeightTransferReceiver,
     WeightTransferSender,
     WeightTransferStrategy,
@@ -654,9 +656,7 @@ class ReceiverEngine:
         match request:
             case InitRequest():
                 self.receivers = _at_once(
-                    lambda i: self._strategy.create_receiver(
-                        request.info, rank=request.rank_offset + i, record=lambda record: None
-                    ),
+                    lambda i: self._strategy.create_receiver(request.info, rank=request.rank_offset + i),
                     self.world_size,
                 )
             case UpdateRequest(update=update):
@@ -702,18 +702,36 @@ def _at_once(function: Callable[[int], Any], count: int) -> list[Any]:
 class WeightTransferContract(abc.ABC):
     """What every pair of `WeightTransferSender` and `WeightTransferReceiver` keeps, both ends in one process."""
 
-    supports_absent_members = True
-    """Whether ends meet when they are created, so that one that stays away is noticed then."""
+    ends_meet = True
+    """Whether ends meet each other when they are created, so that one that stays away is named on both sides."""
 
     @abc.abstractmethod
     def make_strategy(self, *, join_timeout_s: float) -> WeightTransferStrategy:
         """A strategy whose both ends can be made in this process."""
+
+    def ready(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
+        """The chunks as the sender gets them: lent first, where the strategy lends, as a lone training rank does it."""
+        sharer = self.make_strategy(join_timeout_s=LONG_S).create_sharer()
+        if sharer is None:
+            yield from chunks
+            return
+        self._sharers.append(sharer)  # it outlives the generator: the last chunks are read after it has ended
+        num_let_go = 0
+
+        def let_go() -> None:
+            nonlocal num_let_go
+            num_let_go += 1
+
+        for seq, chunk in enumerate(chunks):
+            assert num_let_go > seq - sharer.num_slots, "asked for a chunk whose memory is still read"
+            yield SharedChunk.of(chunk, (sharer.share(chunk, seq),), let_go=let_go)
 
     @contextlib.contextmanager
     def meet(
         self, *world_sizes: int, join_timeout_s: float = LONG_S
     ) -> Iterator[tuple[WeightTransferSender, EngineFanout, list[ReceiverEngine], WeightSyncInitInfo]]:
         """A sender and engines of these world sizes that have met."""
+        self._sharers: list[ChunkSharer] = []
         strategy = self.make_strategy(join_timeout_s=join_timeout_s)
         engines = [ReceiverEngine(f"e{i}", strategy, world_size=size) for i, size in enumerate(world_sizes)]
         client = EngineFanout(engines)
@@ -725,9 +743,8 @@ class WeightTransferContract(abc.ABC):
         try:
             yield sender, client, engines, info
         finally:
-            for engine in engines:
-                engine.close()
-            sender.close()
+            for end in (*engines, sender, *self._sharers):
+                end.close()
 
     @staticmethod
     def chunks(count: int, *, seed: int = 0, numel: int = 1000) -> list[WeightChunk]:
@@ -766,7 +783,7 @@ class WeightTransferContract(abc.ABC):
         with self.meet(1, 2) as (sender, client, engines, _):
             for turn in range(3):
                 chunks = self.chunks(5, seed=turn)
-                sent = sender.send_chunks(iter(chunks), client, session=f"s{turn}", deadline=Deadline(LONG_S))
+                sent = sender.send_chunks(self.ready(chunks), client, session=f"s{turn}", deadline=Deadline(LONG_S))
                 assert sent == len(chunks)
                 assert sender.usable
                 for engine in engines:
@@ -796,7 +813,7 @@ class WeightTransferContract(abc.ABC):
 
             engines[0].before_load = hold
             sending = in_thread(
-                lambda: sender.send_chunks(counted(), client, session="s", deadline=Deadline(LONG_S)),
+                lambda: sender.send_chunks(self.ready(counted()), client, session="s", deadline=Deadline(LONG_S)),
                 name="contract-send",
             )
             try:
@@ -812,7 +829,7 @@ class WeightTransferContract(abc.ABC):
     def test_nothing_to_send_is_nothing_sent(self) -> None:
         """And the ends stay usable."""
         with self.meet(1) as (sender, client, _, __):
-            assert sender.send_chunks(iter(()), client, session="s", deadline=Deadline(LONG_S)) == 0
+            assert sender.send_chunks(self.ready(()), client, session="s", deadline=Deadline(LONG_S)) == 0
             assert sender.usable
 
     def test_an_engines_error_ends_the_transfer_at_once(self) -> None:
@@ -827,12 +844,12 @@ class WeightTransferContract(abc.ABC):
             engines[1].before_load = fail
             started = time.monotonic()
             with pytest.raises(SyncFailedError) as caught:
-                sender.send_chunks(iter(self.chunks(20)), client, session="s", deadline=Deadline(LONG_S))
+                sender.send_chunks(self.ready(self.chunks(20)), client, session="s", deadline=Deadline(LONG_S))
             assert time.monotonic() - started < LONG_S / 2
             assert type(caught.value.causes["e1"]) is LoadError
             assert not sender.usable
             with pytest.raises(WeightSyncError):
-                sender.send_chunks(iter(self.chunks(1)), client, session="s", deadline=Deadline(LONG_S))
+                sender.send_chunks(self.ready(self.chunks(1)), client, session="s", deadline=Deadline(LONG_S))
 
     def test_a_failing_source_of_chunks_is_told_as_it_is(self) -> None:
         """The trainer's own error, not one of the transport's."""
@@ -843,7 +860,7 @@ class WeightTransferContract(abc.ABC):
 
         with self.meet(1) as (sender, client, _, __):
             with pytest.raises(LoadError, match="extraction stopped here"):
-                sender.send_chunks(source(), client, session="s", deadline=Deadline(LONG_S))
+                sender.send_chunks(self.ready(source()), client, session="s", deadline=Deadline(LONG_S))
             assert not sender.usable
 
     def test_a_member_that_does_not_take_part_costs_the_deadline_and_no_more(self) -> None:
@@ -859,7 +876,7 @@ class WeightTransferContract(abc.ABC):
             started = time.monotonic()
             try:
                 with pytest.raises(WeightSyncError):
-                    sender.send_chunks(iter(self.chunks(5)), client, session="s", deadline=Deadline(0.5))
+                    sender.send_chunks(self.ready(self.chunks(5)), client, session="s", deadline=Deadline(0.5))
             finally:
                 never.set()
             assert time.monotonic() - started < LONG_S / 2
@@ -875,7 +892,7 @@ class WeightTransferContract(abc.ABC):
             with pytest.raises(InvalidRequestError):
                 engines[0].receivers[0].receive_weights(foreign, deadline=Deadline(LONG_S))
             chunks = self.chunks(2)
-            sender.send_chunks(iter(chunks), client, session="s", deadline=Deadline(LONG_S))
+            sender.send_chunks(self.ready(chunks), client, session="s", deadline=Deadline(LONG_S))
             assert engines[0].got() == self.expected(chunks), "and it goes on working"
 
     def test_closing_is_quick_and_can_be_repeated(self) -> None:
@@ -888,28 +905,24 @@ class WeightTransferContract(abc.ABC):
             assert time.monotonic() - started < 3
             assert not sender.usable
 
-    def test_a_member_that_stays_away_is_named(self) -> None:
-        """Both sides say which ranks are missing, within the join timeout."""
-        if not self.supports_absent_members:
-            pytest.skip("the ends of this transport do not meet beforehand")
+    def test_a_member_that_stays_away_costs_the_join_timeout_and_no_more(self) -> None:
+        """Where ends meet each other, both sides say which ranks are missing."""
         strategy = self.make_strategy(join_timeout_s=0.5)
         info, token = strategy.create_init_info({"e0": 1, "e1": 2})
         joined: Future[Mapping[str, EngineReply]] = Future()
-        receiver = in_thread(
-            lambda: strategy.create_receiver(info, rank=2, record=lambda record: None), name="contract-receiver"
-        )
+        receiver = in_thread(lambda: strategy.create_receiver(info, rank=2), name="contract-receiver")
         started = time.monotonic()
         with pytest.raises(GroupJoinError) as caught:
             strategy.create_sender(info, token, joined=joined, record=lambda record: None)
-        assert caught.value.details["missing_ranks"] == [1, 3]
-        error = receiver.exception(LONG_S)
-        assert isinstance(error, GroupJoinError)
+        if self.ends_meet:
+            assert caught.value.details["missing_ranks"] == [1, 3]
+            assert isinstance(receiver.exception(LONG_S), GroupJoinError)
+        else:
+            receiver.result(LONG_S).close()
         assert time.monotonic() - started < LONG_S / 2
 
     def test_an_engine_that_can_not_join_ends_the_join_at_once(self) -> None:
         """Its own error, long before the join timeout."""
-        if not self.supports_absent_members:
-            pytest.skip("the ends of this transport do not meet beforehand")
         strategy = self.make_strategy(join_timeout_s=LONG_S)
         info, token = strategy.create_init_info({"e0": 1})
         joined: Future[Mapping[str, EngineReply]] = Future()

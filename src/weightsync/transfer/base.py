@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
@@ -12,6 +13,7 @@ from weightsync.types import (
     EngineReply,
     InferenceEngineClient,
     InitRequest,
+    MemoryHandle,
     PhaseRecord,
     Update,
     WeightChunk,
@@ -20,7 +22,84 @@ from weightsync.types import (
 )
 
 RecordPhase = Callable[[PhaseRecord], None]
-"""Where a sender or receiver reports each phase it timed."""
+"""Where a sender reports each phase it timed."""
+
+
+class ChunkSharer(abc.ABC):
+    """Lends chunks of one training rank, where they lie, to engines that can reach that memory. Every rank has one.
+
+    Driven by the thread that extracts, in lockstep on all ranks. Of the ranks that have the same `place` one shares.
+
+    Attributes:
+        num_slots: how many chunks are lent at once; chunk `seq` takes the memory of chunk `seq - num_slots`.
+    """
+
+    num_slots: int
+
+    @abc.abstractmethod
+    def place(self, chunk: WeightChunk) -> str:
+        """Who can reach the chunk's memory: equal on ranks that would serve the same engines."""
+
+    @abc.abstractmethod
+    def share(self, chunk: WeightChunk, seq: int) -> tuple[MemoryHandle, ...]:
+        """Makes the chunk's bytes readable for others; they are complete when this returns.
+
+        Called only when every engine has let go of chunk `seq - num_slots`.
+
+        Returns:
+            What engines open them by.
+
+        Raises:
+            SharedMemoryError: there is no room for them.
+            UnsupportedError: this memory can't be lent; says why.
+        """
+
+    @abc.abstractmethod
+    def end_sync(self, *, failed: bool) -> None:
+        """Drops references to chunks. Idempotent.
+
+        Args:
+            failed: an engine may be reading still. Its session is aborted, so it never serves what it reads.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Gives the memory back. Whoever still has it open reads the old bytes on. Idempotent."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SharedChunk(WeightChunk):
+    """A chunk that training ranks have lent.
+
+    Attributes:
+        handles: for each rank that lends, by rank, what its `ChunkSharer.share` returned.
+        lent: where the lent tensors lay (`memory_of`).
+        let_go: called by the sender, once every engine's loader has let go of the chunk.
+    """
+
+    handles: tuple[tuple[MemoryHandle, ...], ...] = ()
+    lent: tuple[tuple[int, int], ...] = ()
+    let_go: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(
+        cls, chunk: WeightChunk, handles: tuple[tuple[MemoryHandle, ...], ...], *, let_go: Callable[[], None]
+    ) -> SharedChunk:
+        """`chunk`, lent by these handles."""
+        return cls(
+            names=chunk.names,
+            tensors=chunk.tensors,
+            module_name=chunk.module_name,
+            packed=chunk.packed,
+            handles=handles,
+            lent=memory_of(chunk),
+            let_go=let_go,
+        )
+
+
+def memory_of(chunk: WeightChunk) -> tuple[tuple[int, int], ...]:
+    """Address and bytes of each tensor: a tensor that was replaced has another."""
+    return tuple((tensor.data_ptr(), tensor.nbytes) for tensor in chunk.tensors)
 
 
 class WeightTransferSender(abc.ABC):
@@ -37,11 +116,11 @@ class WeightTransferSender(abc.ABC):
     ) -> int:
         """For each chunk announces the request, then moves the bytes, and watches both.
 
-        A chunk is let go of as soon as its bytes are packed or, where they are sent in place, when the last
+        A chunk is let go of as soon as its bytes are packed or, where they are lent in place, when the last
         receiver's loader has let go of it; the window of chunks in flight is bounded.
 
         Args:
-            chunks: whole tensors in stream order; consumed lazily.
+            chunks: whole tensors in stream order; consumed lazily. `SharedChunk`s where the strategy has a sharer.
             client: tells the engines what comes.
             session: the open session on every engine.
             deadline: of the whole sync.
@@ -51,6 +130,7 @@ class WeightTransferSender(abc.ABC):
 
         Raises:
             SyncFailedError: an engine answered an announcement with an error; raised at once.
+            UnsupportedError: a chunk is not the one that was lent: some codec made another.
             TransferError: the bytes could not be moved. In both cases the sender is broken: close it and
                 make a new one. Engines are left in their session: abort it.
             DeadlineExceededError: as above.
@@ -123,12 +203,18 @@ class WeightTransferStrategy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def create_receiver(self, info: WeightSyncInitInfo, *, rank: int, record: RecordPhase) -> WeightTransferReceiver:
+    def create_receiver(self, info: WeightSyncInitInfo, *, rank: int) -> WeightTransferReceiver:
         """Engine worker: joins as `rank`.
 
         Raises:
             GroupJoinError: not everybody came in time. Nothing is left open.
         """
+
+    def create_sharer(self) -> ChunkSharer | None:
+        """Every training rank: what lends this rank's copy of each chunk to engines beside it; None where bytes
+        are sent. Its sender then takes nothing but `SharedChunk`s.
+        """
+        return None
 
 
 def init_requests(

@@ -14,8 +14,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -27,7 +26,6 @@ from weightsync.errors import (
     TransferAbortedError,
     TransferError,
     as_weightsync_error,
-    is_consequence,
 )
 from weightsync.observe import now_s
 from weightsync.plan.buckets import BucketLayout, plan_bucket
@@ -39,6 +37,7 @@ from weightsync.transfer.base import (
     WeightTransferStrategy,
 )
 from weightsync.transfer.group import TransferGroup, join_group, open_store
+from weightsync.transfer.window import settle
 from weightsync.types import (
     BroadcastWeightUpdateRequest,
     Deadline,
@@ -54,7 +53,6 @@ from weightsync.types import (
 )
 
 NUM_BUCKETS = 2
-_WORDS_GRACE_S = 1.0  # how long to wait for an engine to say why its connection broke
 
 
 class BroadcastTransferStrategy(WeightTransferStrategy):
@@ -117,9 +115,9 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         group = join_group(_group_info(info), rank=0, store=token, interface=self.interface, watch=give_up_early)  # type: ignore[arg-type]
         return BroadcastTransferSender(group, record=record, track=self.track)
 
-    def create_receiver(self, info: WeightSyncInitInfo, *, rank: int, record: RecordPhase) -> BroadcastTransferReceiver:
+    def create_receiver(self, info: WeightSyncInitInfo, *, rank: int) -> BroadcastTransferReceiver:
         """Joins as `rank`; see the base class."""
-        return BroadcastTransferReceiver(join_group(_group_info(info), rank=rank), record=record)
+        return BroadcastTransferReceiver(join_group(_group_info(info), rank=rank))
 
 
 class BroadcastTransferSender(WeightTransferSender):
@@ -169,7 +167,7 @@ class BroadcastTransferSender(WeightTransferSender):
         stream = iter(chunks)
         seq = 0
         while True:
-            _settle(in_flight, upto=seq - NUM_BUCKETS, deadline=deadline)  # before the next chunk is asked for
+            settle(in_flight, upto=seq - NUM_BUCKETS, deadline=deadline)  # before the next chunk is asked for
             chunk = next(stream, None)
             if chunk is None:
                 break
@@ -184,7 +182,7 @@ class BroadcastTransferSender(WeightTransferSender):
             in_flight[seq] = (loaded, moved)
             seq += 1
         started = now_s()
-        _settle(in_flight, upto=seq, deadline=deadline)
+        settle(in_flight, upto=seq, deadline=deadline)
         self._phase("wait for engines", started, seq - 1)
         self._usable = True
         return seq
@@ -213,12 +211,10 @@ class BroadcastTransferReceiver(WeightTransferReceiver):
 
     Args:
         group: joined; owned from here on.
-        record: unused so far: the worker that drives this times the transfer.
     """
 
-    def __init__(self, group: TransferGroup, *, record: RecordPhase) -> None:
+    def __init__(self, group: TransferGroup) -> None:
         self._group = group
-        self._record = record
         self._buckets: list[torch.Tensor | None] = [None] * NUM_BUCKETS
         self._free = [threading.Event() for _ in range(NUM_BUCKETS)]
         for free in self._free:
@@ -298,35 +294,6 @@ class _Mover:
         while (job := self._jobs.get()) is not None:
             job()
             del job
-
-
-def _settle(in_flight: dict[int, tuple[Future[Any], ...]], *, upto: int, deadline: Deadline) -> None:
-    """Waits until chunks up to `upto` are moved and loaded; a failure of any chunk in flight ends the wait at once."""
-    while True:
-        _raise_first(in_flight, deadline)
-        pending = {future for futures in in_flight.values() for future in futures if not future.done()}
-        if not any(future in pending for seq, futures in in_flight.items() if seq <= upto for future in futures):
-            break
-        left = deadline.check("answer of the engines to an announced chunk", state_left="the sync has failed")
-        wait_for(pending, timeout=left, return_when=FIRST_COMPLETED)
-    for seq in [seq for seq in in_flight if seq <= upto]:
-        del in_flight[seq]
-
-
-def _raise_first(in_flight: dict[int, tuple[Future[Any], ...]], deadline: Deadline) -> None:
-    """Raises a failure, preferring an engine's own words to the broken connection that follows from them."""
-    futures = {future for both in in_flight.values() for future in both}
-    failed = _failures(futures)
-    if failed and all(is_consequence(error) for error in failed):
-        answers = {loaded for loaded, _ in in_flight.values()}
-        wait_for(answers, timeout=min(_WORDS_GRACE_S, deadline.remaining_s))
-        failed = _failures(futures)
-    if failed:
-        raise min(failed, key=is_consequence)
-
-
-def _failures(futures: Iterable[Future[Any]]) -> list[BaseException]:
-    return [error for future in futures if future.done() and (error := future.exception()) is not None]
 
 
 def _grown(buckets: list[torch.Tensor | None], index: int, nbytes: int, device: torch.device) -> torch.Tensor:

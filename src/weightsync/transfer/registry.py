@@ -6,6 +6,9 @@ from weightsync.config import WeightSyncConfig, select_strategy
 from weightsync.errors import UnsupportedError
 from weightsync.transfer.base import WeightTransferStrategy
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
+from weightsync.transfer.ipc import CudaIpcTransferStrategy, PackedCudaIpcTransferStrategy
+
+_IPC = {kind.name: kind for kind in (CudaIpcTransferStrategy, PackedCudaIpcTransferStrategy)}
 
 
 def strategy_named(name: str) -> WeightTransferStrategy:
@@ -16,7 +19,11 @@ def strategy_named(name: str) -> WeightTransferStrategy:
     """
     if name == BroadcastTransferStrategy.name:
         return BroadcastTransferStrategy()
-    raise UnsupportedError(f"transfer strategy {name!r} is not there; there is: broadcast")
+    if name in _IPC:
+        return _IPC[name]()
+    raise UnsupportedError(
+        f"transfer strategy {name!r} is not there; there are: {', '.join((BroadcastTransferStrategy.name, *_IPC))}"
+    )
 
 
 def strategy_for(config: WeightSyncConfig) -> WeightTransferStrategy:
@@ -25,10 +32,11 @@ def strategy_for(config: WeightSyncConfig) -> WeightTransferStrategy:
     Raises:
         UnsupportedError: this build has no such strategy.
     """
-    name = select_strategy(config)
+    name, transfer = select_strategy(config), config.transfer
+    if name in _IPC:
+        return _IPC[name](join_timeout_s=transfer.join_timeout_s)
     if name != BroadcastTransferStrategy.name:
         return strategy_named(name)
-    transfer = config.transfer
     return BroadcastTransferStrategy(
         backend="nccl" if transfer.backend == "nccl" else "gloo",
         master_addr=transfer.master_addr,

@@ -143,16 +143,16 @@ def diverging(rank: int, world_size: int) -> list[Any]:
     attempt(1)
     attempt(2 + rank)
     attempt(4)
-    original = push._extractor.metadata
+    original = push._parts.extractor.metadata
     if rank == 1:
-        push._extractor.metadata = lambda dtype=None: original(dtype)[:1]  # type: ignore[method-assign]
+        push._parts.extractor.metadata = lambda dtype=None: original(dtype)[:1]  # type: ignore[method-assign]
     attempt(5)
-    push._extractor.metadata = original  # type: ignore[method-assign]
+    push._parts.extractor.metadata = original  # type: ignore[method-assign]
     attempt(6)
     if rank == 1:
-        push._extractor.metadata = lambda dtype=None: {}["a hook that fails"]  # type: ignore[method-assign]
+        push._parts.extractor.metadata = lambda dtype=None: {}["a hook that fails"]  # type: ignore[method-assign]
     attempt(7)
-    push._extractor.metadata = original  # type: ignore[method-assign]
+    push._parts.extractor.metadata = original  # type: ignore[method-assign]
     attempt(8)
     attempt(7)
     attempt(9)

@@ -154,7 +154,7 @@ class MemoryStrategy(WeightTransferStrategy):
     def create_sender(self, info: Any, token: object, *, joined: Any, record: Any) -> Any:
         raise NotImplementedError
 
-    def create_receiver(self, info: Any, *, rank: int, record: Any) -> MemoryReceiver:
+    def create_receiver(self, info: Any, *, rank: int) -> MemoryReceiver:
         self.may_join()
         self.receivers.append(MemoryReceiver(self.seed))
         return self.receivers[-1]

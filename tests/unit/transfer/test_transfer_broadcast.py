@@ -64,7 +64,7 @@ class FakeGroup:
 
 def receiver(data: bytes = bytes(range(256)) * 8) -> tuple[Any, FakeGroup]:
     group = FakeGroup(data)
-    return BroadcastTransferReceiver(group, record=lambda record: None), group  # type: ignore[arg-type]
+    return BroadcastTransferReceiver(group), group  # type: ignore[arg-type]
 
 
 def request(seq: int, *, nbytes: int = 8, offset: int = 0, bucket: int = 512) -> BroadcastWeightUpdateRequest:
@@ -333,7 +333,7 @@ def test_a_member_that_leaves_ends_the_others_wait_at_once() -> None:
 def test_a_receiver_that_is_alone_ends_with_its_deadline() -> None:
     strategy = BroadcastTransferStrategy(join_timeout_s=10)
     made, token = strategy.create_init_info({"e": 1})
-    joining = in_thread(lambda: strategy.create_receiver(made, rank=1, record=lambda r: None), name="join")
+    joining = in_thread(lambda: strategy.create_receiver(made, rank=1), name="join")
     joined: Future[Any] = Future()
     end = strategy.create_sender(made, token, joined=joined, record=lambda r: None)
     started = time.monotonic()
@@ -364,14 +364,14 @@ def test_the_world_is_everybody() -> None:
 def test_an_init_info_of_another_strategy_is_refused() -> None:
     other = EmptyWeightSyncInitInfo(strategy="broadcast", group_name="g")
     with pytest.raises(InvalidRequestError, match="EmptyWeightSyncInitInfo"):
-        BroadcastTransferStrategy().create_receiver(other, rank=1, record=lambda r: None)
+        BroadcastTransferStrategy().create_receiver(other, rank=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_nccl_without_a_gpu_is_refused_in_words() -> None:
     strategy = BroadcastTransferStrategy(backend="nccl", join_timeout_s=5)
     made, token = strategy.create_init_info({"e": 1})
-    other = in_thread(lambda: strategy.create_receiver(made, rank=1, record=lambda r: None), name="join")
+    other = in_thread(lambda: strategy.create_receiver(made, rank=1), name="join")
     with pytest.raises(UnsupportedError, match="gloo"):
         strategy.create_sender(made, token, joined=Future(), record=lambda r: None)
     assert isinstance(other.exception(5), UnsupportedError)

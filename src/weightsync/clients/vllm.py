@@ -1,0 +1,400 @@
+"""VllmEngine: an `EngineHandle` for a vLLM server or an offline `LLM` whose weight-transfer backend is ours.
+
+What each step becomes, in vLLM's own calls (design/0006-vllm.md has the reasons):
+
+    init    init_weight_transfer_engine {init}; a pause that a dead trainer left behind ends
+    begin   start_weight_update, update_weights {begin}
+    update  update_weights {update}, one after the other in the order of seq
+    stage   update_weights {stage}
+    pause   pause(mode, clear_cache)
+    commit  update_weights {commit}, finish_weight_update(version), reset_prefix_cache
+    resume  resume
+    abort   init_weight_transfer_engine {abort}, finish_weight_update where vLLM still holds an update for active
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from weightsync.clients.vllm_api import OfflineVllmApi, VllmApi, VllmHttpApi
+from weightsync.clients.vllm_messages import (
+    UNPROVABLE,
+    VllmInitMessage,
+    VllmState,
+    VllmUpdateMessage,
+    as_info,
+    version_in,
+)
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    StateError,
+    SyncInProgressError,
+    TransferAbortedError,
+    WeightSyncError,
+    as_weightsync_error,
+)
+from weightsync.observe import now_s
+from weightsync.types import (
+    AbortRequest,
+    AnyUpdateRequest,
+    BeginRequest,
+    CommitRequest,
+    Deadline,
+    DescribeRequest,
+    EngineOp,
+    EngineReply,
+    EngineRequest,
+    InitRequest,
+    PauseRequest,
+    PhaseRecord,
+    ResumeRequest,
+    StageRequest,
+    UpdateRequest,
+    Version,
+)
+
+__all__ = ["OfflineVllmApi", "VllmEngine", "VllmHttpApi"]
+
+PauseMode = Literal["keep", "wait", "abort"]
+KvCachePolicy = Literal["clear", "keep"]
+
+
+class VllmEngine:
+    """Thread-safe. One handle a trainer; others may describe at any time.
+
+    Args:
+        api: a `VllmHttpApi` or an `OfflineVllmApi`.
+        engine_id: name for messages; the api's where not given.
+        pause_mode: what vLLM does with running requests at a pause. "keep": they stand still and go on afterwards, on
+            the new weights; "wait": they finish first, within `pause_timeout_s`; "abort": they end with what they have.
+        kv_cache: "clear": nothing computed on old weights is ever used after a commit; requests that were kept are
+            computed anew. "keep": prefixes and kept requests go on with keys and values of the old weights: cheaper,
+            and no longer what the new weights would have said.
+        in_place: load into live weights: no staging memory, but vLLM is paused for the whole transfer, and an abort
+            leaves it out of service until the next sync. By default updates are staged beside them.
+
+    Raises:
+        ConfigError: an unknown pause_mode or kv_cache.
+    """
+
+    def __init__(
+        self,
+        api: VllmApi,
+        *,
+        engine_id: str | None = None,
+        pause_mode: PauseMode = "keep",
+        kv_cache: KvCachePolicy = "clear",
+        in_place: bool = False,
+    ) -> None:
+        for name, value, allowed in (
+            ("pause_mode", pause_mode, get_args(PauseMode)),
+            ("kv_cache", kv_cache, get_args(KvCachePolicy)),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name} is one of {', '.join(allowed)}, not {value!r}")
+        self._api = api
+        self._engine_id = engine_id or api.name
+        self._pause_mode = pause_mode
+        self._clear = kv_cache == "clear"
+        self._in_place = in_place
+        self._lock = threading.Lock()
+        self._session: _Chunks | None = None
+        self._state = VllmState()
+        self._joined: str | None = None  # group of the latest init; None since a call to the engine was lost
+        self._paused_by: str | None = None
+        self._stale_cache = False  # what is cached may be of other weights than those that serve
+        self._world_size = 1
+        self._phases: list[PhaseRecord] = []
+
+    @property
+    def engine_id(self) -> str:
+        """Name of the engine."""
+        return self._engine_id
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        """Runs one step; see `EngineHandle.call`."""
+        deadline = Deadline(timeout_s)
+        try:
+            match request:
+                case DescribeRequest():
+                    return self._describe(deadline)
+                case InitRequest():
+                    self._init(request, deadline)
+                case BeginRequest():
+                    self._begin(request, deadline)
+                case UpdateRequest(update=update):
+                    self._update(update, deadline)
+                    return self._reply(drain=False)
+                case StageRequest():
+                    return self._stage(request, deadline)
+                case PauseRequest():
+                    self._pause(request, deadline)
+                case CommitRequest():
+                    return self._commit(request, deadline)
+                case ResumeRequest():
+                    self._resume_of(request.session, deadline)
+                case AbortRequest():
+                    self._abort(request, deadline)
+                case _:
+                    raise StateError(f"an engine has no step {op}")
+        except WeightSyncError as error:
+            if isinstance(error, (EngineUnreachableError, DeadlineExceededError)):
+                self._joined = None
+            if error.peer in (None, self._api.name):
+                error.peer = self._engine_id
+            raise
+        return self._reply()
+
+    def close(self) -> None:
+        """Closes connections; changes nothing on the engine. Idempotent."""
+        self._api.close()
+
+    # --- the steps ---
+
+    def _describe(self, deadline: Deadline) -> EngineReply:
+        self._world_size = self._api.world_size(timeout_s=deadline.check("answer"))
+        paused = self._api.is_paused(timeout_s=deadline.check("answer"))
+        state = self._look(deadline)
+        return msgspec.structs.replace(
+            self._reply(drain=False),
+            serving=state.healthy and not paused,
+            group=state.group if state.group == self._joined else None,
+            run_id=state.run_id,
+        )
+
+    def _init(self, request: InitRequest, deadline: Deadline) -> None:
+        self._joined = None
+        self._end_session(TransferAbortedError("a trainer joins anew"))
+        self._send_init(VllmInitMessage(init=request, in_place=self._in_place), deadline)
+        self._believe(group=request.info.group_name, run_id=request.run_id, session=None, writes_live=self._in_place)
+        state = self._look(deadline)
+        if state.version is not None:  # whoever committed it may have died before it said so
+            told = self._api.weight_version(timeout_s=deadline.check("answer"))
+            if told is not None and version_in(told) != state.version:
+                self._api.set_weight_version(str(state.version), timeout_s=deadline.check("answer"))
+        if state.healthy and self._api.is_paused(timeout_s=deadline.check("answer")):
+            self._stale_cache = self._clear
+            self._resume(deadline)
+        self._joined = request.info.group_name
+
+    def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
+        state = self._look(deadline)
+        if state.session is not None:
+            raise SyncInProgressError(f"session {state.session} is open", version=str(request.manifest.version))
+        self._end_update(state, deadline)
+        self._api.start_update(timeout_s=deadline.check("answer"))
+        self._believe(updating=True)
+        try:
+            self._send_update(VllmUpdateMessage(begin=request), deadline)
+            self._believe(session=request.session)
+        except WeightSyncError:
+            with contextlib.suppress(WeightSyncError):
+                self._end_update(self._look(deadline), deadline)
+            raise
+        with self._lock:
+            self._session = _Chunks(request.session, request.manifest.version)
+
+    def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
+        session = self._open(update.session)
+        with session.turn(update.seq, deadline), self._phase("load", f"chunk {update.seq}"):
+            self._send_update(VllmUpdateMessage(update=update), deadline)
+
+    def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
+        self._open(request.session)
+        with self._phase("verify"):
+            self._send_update(VllmUpdateMessage(stage=request), deadline)
+        return msgspec.structs.replace(self._reply(), unprovable=UNPROVABLE)
+
+    def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
+        self._open(request.session)
+        patience_s = min(request.timeout_s, deadline.check("answer"))
+        with self._phase("pause"):
+            try:
+                self._paused_by = request.session
+                self._api.pause(self._pause_mode, clear_cache=self._clear, timeout_s=patience_s)
+            except WeightSyncError as error:
+                with contextlib.suppress(WeightSyncError):
+                    self._api.resume(timeout_s=max(1.0, deadline.remaining_s))
+                    self._paused_by = None
+                if isinstance(error, DeadlineExceededError):
+                    raise DeadlineExceededError(
+                        f"vLLM did not stand still within {patience_s:g} s (pause_mode {self._pause_mode}): raise "
+                        "pause_timeout_s, or keep running requests instead of waiting for them",
+                        state_left="told to go on" if self._paused_by is None else "paused, perhaps",
+                    ) from error
+                raise
+
+    def _commit(self, request: CommitRequest, deadline: Deadline) -> EngineReply:
+        session = self._open(request.session)
+        if self._paused_by != request.session or not self._api.is_paused(timeout_s=deadline.check("answer")):
+            raise StateError("commit comes while the session holds the pause; it does not", state_left="not committed")
+        with self._phase("commit"):
+            self._stale_cache = self._clear
+            self._send_update(VllmUpdateMessage(commit=request), deadline)
+            self._believe(version=session.version, session=None, healthy=True)
+            self._api.finish_update(str(session.version), timeout_s=deadline.check("answer"))
+            self._believe(updating=False)
+            self._drop_stale_cache(deadline)
+        self._end_session(None)
+        return self._reply()
+
+    def _resume_of(self, session: str, deadline: Deadline) -> None:
+        if not self._look(deadline).healthy:
+            raise StateError(
+                "can't resume: the weights are half-loaded, or differ between workers", state_left="paused"
+            )
+        if self._paused_by in (None, session):
+            with self._phase("resume"):
+                self._resume(deadline)
+
+    def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
+        with self._lock:
+            ours = self._session is not None and self._session.name == request.session
+        if ours:
+            self._end_session(TransferAbortedError(f"aborted: {request.reason}"))
+        self._send_init(VllmInitMessage(abort=request), deadline)
+        if ours:
+            self._believe(session=None, group=None)
+        state = self._look(deadline)
+        if state.session is None:
+            self._end_update(state, deadline)
+        if self._paused_by == request.session and state.healthy:
+            self._resume(deadline)
+
+    # --- what the steps share ---
+
+    def _look(self, deadline: Deadline) -> VllmState:
+        """The workers' state: vLLM returns no data, so they are told what we believe, and object with the truth."""
+        expected = self._state
+        try:
+            self._send_init(VllmInitMessage(expect=expected), deadline)
+        except StateError as error:
+            if "state" not in error.details:
+                raise
+            try:
+                self._state = expected = msgspec.convert(error.details["state"], VllmState)
+            except (msgspec.ValidationError, InvalidRequestError) as odd:
+                raise EngineError(f"the engine told an odd state: {odd}", peer=self._engine_id) from odd
+        return expected
+
+    def _believe(self, **changes: Any) -> None:
+        """Notes what a step has changed. Whatever is wrong in it the next `_look` corrects, at the price of an error in
+        vLLM's log."""
+        self._state = msgspec.structs.replace(self._state, **changes)
+
+    def _end_update(self, state: VllmState, deadline: Deadline) -> None:
+        """Clears vLLM's "update already active", which a failed sync leaves behind."""
+        if not state.updating:
+            return
+        with contextlib.suppress(WeightSyncError):  # workers that had ended it already object; the others end it
+            self._api.finish_update(None, timeout_s=deadline.check("answer"))
+        self._believe(updating=False)
+
+    def _resume(self, deadline: Deadline) -> None:
+        self._drop_stale_cache(deadline)
+        self._api.resume(timeout_s=deadline.check("answer"))
+        self._paused_by = None
+
+    def _drop_stale_cache(self, deadline: Deadline) -> None:
+        if not self._stale_cache:
+            return
+        if not self._api.reset_prefix_cache(timeout_s=deadline.check("answer")):
+            raise EngineError(
+                "vLLM could not drop its prefix cache: it would answer from keys and values of the old weights",
+                state_left="paused",
+            )
+        self._stale_cache = False
+
+    def _send_init(self, message: VllmInitMessage, deadline: Deadline) -> None:
+        self._api.init_engine(as_info(message), timeout_s=deadline.check("answer"))
+
+    def _send_update(self, message: VllmUpdateMessage, deadline: Deadline) -> None:
+        self._api.update(as_info(message), timeout_s=deadline.check("answer"))
+
+    def _open(self, name: str) -> _Chunks:
+        with self._lock:
+            if self._session is None or self._session.name != name:
+                raise TransferAbortedError(f"session {name} is not open here: it was aborted, or has ended")
+            return self._session
+
+    def _end_session(self, error: WeightSyncError | None) -> None:
+        with self._lock:
+            session, self._session = self._session, None
+        if session is not None and error is not None:
+            session.fail(error)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, detail: str = "") -> Iterator[None]:
+        start_s = now_s()
+        try:
+            yield
+        finally:
+            record = PhaseRecord(name=name, start_s=start_s, end_s=now_s(), track=self._engine_id, detail=detail)
+            with self._lock:
+                self._phases.append(record)
+
+    def _reply(self, *, drain: bool = True) -> EngineReply:
+        phases: tuple[PhaseRecord, ...] = ()
+        if drain:
+            with self._lock:
+                phases, self._phases = tuple(self._phases), []
+        return EngineReply(
+            engine_id=self._engine_id,
+            world_size=self._world_size,
+            serving=self._state.healthy and self._paused_by is None,
+            version=self._state.version,
+            writes_live=self._in_place,
+            phases=phases,
+        )
+
+
+class _Chunks:
+    """A session's chunks take turns in the order of their numbers: a vLLM worker has one thread, and one that waits
+    for chunk k + 1 would never be told of chunk k."""
+
+    def __init__(self, name: str, version: Version) -> None:
+        self.name = name
+        self.version = version
+        self._changed = threading.Condition()
+        self._next = 0
+        self._busy = False
+        self._error: WeightSyncError | None = None
+
+    @contextlib.contextmanager
+    def turn(self, seq: int, deadline: Deadline) -> Iterator[None]:
+        with self._changed:
+            while self._busy or seq != self._next:
+                self._check()
+                if seq < self._next or (self._busy and seq == self._next):
+                    raise InvalidRequestError(f"chunk {seq} was announced twice")
+                self._changed.wait(deadline.check(f"turn of chunk {seq}"))
+            self._check()
+            self._busy = True
+        try:
+            yield
+        except BaseException as error:
+            self.fail(as_weightsync_error(error, EngineError, f"chunk {seq} failed"))
+            raise
+        finally:
+            with self._changed:
+                self._busy = False
+                self._next = seq + 1
+                self._changed.notify_all()
+
+    def fail(self, error: WeightSyncError) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise TransferAbortedError(f"the session has failed: {self._error.message}") from self._error

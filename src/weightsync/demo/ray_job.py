@@ -1,0 +1,116 @@
+"""The main job on Ray: the same trainers and engines as actors, driven by the controller's calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from weightsync.cluster.engine_actor import EngineContext
+from weightsync.cluster.launch import launch
+from weightsync.cluster.trainer_actor import RankContext
+from weightsync.demo.engine import DemoEngine, start_engine
+from weightsync.demo.trainer import DemoTrainer, TrainerOptions, config_of, row_of
+from weightsync.demo.vllm_engine import VllmDemoEngine
+from weightsync.errors import MissingDependencyError
+from weightsync.types import Deadline
+
+if TYPE_CHECKING:
+    from weightsync.demo.launch import DemoOptions
+
+_OBJECT_STORE_BYTES = 200 << 20
+
+
+class RayJob:
+    """Starts Ray on this machine, the actors on it, and says what rank 0 of the processes would say.
+
+    Args:
+        options: of the demo.
+    """
+
+    def __init__(self, options: DemoOptions) -> None:
+        self._options = options
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> RayJob:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingDependencyError("--ray needs Ray: pip install weightsync[ray]") from error
+        options = self._options
+        ray.init(
+            address="local",
+            num_cpus=options.ranks + options.engines,  # bookkeeping: the demo's actors share what there is
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}},
+        )
+        self._stack.callback(ray.shutdown)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """A row for each step, then what rank 0 and the engines timed."""
+        options, deadline = self._options, Deadline(self._options.timeout_s)
+        phases: list[dict[str, Any]] = []
+        sync = self._stack.enter_context(
+            launch(
+                _TrainerFactory(options.of_trainer(0)),
+                _EngineFactory(kind=options.engine, size=options.size),
+                num_ranks=options.ranks,
+                num_engines=options.engines,
+                config=config_of(options.of_trainer(0)),
+                start_timeout_s=options.timeout_s,
+            )
+        )
+        sync.initialize()
+        for engine in sync.engines.values():
+            engine.ask("start", timeout_s=deadline.check("start of an engine"))
+        for step in range(options.steps):
+            train_s = sync.run("train", step, timeout_s=deadline.check("training step"))[0]
+            report = sync.sync_weights(step + 1)
+            loss = sync.run("evaluate", timeout_s=deadline.check("evaluation"))[0]
+            said = [engine.ask("report", timeout_s=deadline.check("report")) for engine in sync.engines.values()]
+            rows = [row_of(report, each, trainer_loss=loss, train_s=train_s) for each in said]
+            phases += [phase for each in said for phase in each["phases"]]
+            yield {"row": dataclasses.asdict(rows[0])}
+        phases += sync.run("phases", timeout_s=deadline.check("timings"))[0]
+        yield {"phases": msgspec.to_builtins(phases)}
+        for engine in sync.engines.values():
+            engine.ask("close", timeout_s=deadline.check("end of an engine"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _EngineFactory:
+    """Builds an engine in its actor; sent there by Ray."""
+
+    kind: str
+    size: str
+
+    def __call__(self, context: EngineContext) -> DemoEngine | VllmDemoEngine:
+        return start_engine(self.kind, context.engine_id, self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TrainerFactory:
+    """Builds a rank's trainer in its actor; sent there by Ray."""
+
+    options: TrainerOptions
+
+    def __call__(self, context: RankContext) -> DemoTrainer:
+        return DemoTrainer(
+            dataclasses.replace(self.options, rank=context.rank, world_size=context.world_size),
+            lambda extractor, recorder: context.push(extractor, recorder=recorder),
+        )

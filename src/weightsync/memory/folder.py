@@ -1,0 +1,65 @@
+"""The folder that named shared memory lies in, and how its files are opened: no links, no other user's files."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+
+from weightsync.errors import SharedMemoryError, UnsupportedError
+
+PREFIX = "weightsync-"
+_NAME = re.compile(r"weightsync-[0-9A-Za-z][0-9A-Za-z-]{0,200}")
+
+_path = "/dev/shm"
+
+
+def folder() -> str:
+    """The folder.
+
+    Raises:
+        UnsupportedError: this system has none.
+    """
+    if not os.path.isdir(_path):
+        raise UnsupportedError(f"named shared memory needs {_path}, which this system has not: use strategy broadcast")
+    return _path
+
+
+def path_of(name: str) -> str:
+    """Where the file of that name lies.
+
+    Raises:
+        SharedMemoryError: it is no name of ours. Nothing was opened.
+    """
+    if not _NAME.fullmatch(name):
+        raise SharedMemoryError(f"{name!r} is no name of a shared-memory file of weightsync: nothing was opened")
+    return f"{folder()}/{name}"
+
+
+def free_bytes() -> int:
+    """Bytes that are left for shared memory."""
+    facts = os.statvfs(folder())
+    return facts.f_bavail * facts.f_frsize
+
+
+def open_own(name: str, flags: int) -> int:
+    """Opens an existing file of this user; never follows a link, never waits on a pipe.
+
+    Returns:
+        A descriptor, closed on exec; the caller's.
+
+    Raises:
+        SharedMemoryError: it is not there, no regular file, or another user's.
+    """
+    path = path_of(name)
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise SharedMemoryError(
+            f"{path} can't be opened ({error.strerror}): its owner has closed it or is gone, or it is another user's"
+        ) from error
+    facts = os.fstat(fd)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        os.close(fd)
+        raise SharedMemoryError(f"{path} is not a regular file that this user (uid {os.geteuid()}) alone can open")
+    return fd

@@ -1,0 +1,75 @@
+"""MappedSegment: another process's shared memory, to be read."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from types import TracebackType
+
+from weightsync.errors import SharedMemoryError
+from weightsync.memory.folder import folder, open_own
+
+_POPULATE_READ = 22  # Linux 5.14; older kernels refuse it and fault page by page
+
+
+class MappedSegment:
+    """A mapping of a segment by name. What its owner writes is seen here; what is written here is seen by nobody.
+
+    The mapping is private: a write, which readers have no business to do, makes a copy of the page here instead of
+    killing this process, and the owner and the other readers don't see it. This reader then goes on to see the
+    copied page's old content.
+
+    The memory lives as long as this mapping, also after its owner unlinked it or died.
+
+    Args:
+        name: as in a handle.
+        need_bytes: how many bytes must be there.
+
+    Raises:
+        SharedMemoryError: no such segment of this user, or a shorter one. Nothing was mapped.
+    """
+
+    def __init__(self, name: str, *, need_bytes: int) -> None:
+        self.name = name
+        self._fd = open_own(name, os.O_RDONLY)
+        try:
+            self.size_bytes = os.fstat(self._fd).st_size
+            if not 0 < need_bytes <= self.size_bytes:
+                raise SharedMemoryError(
+                    f"{folder()}/{name} has {self.size_bytes} bytes, {need_bytes} were announced: nothing was mapped"
+                )
+            self._map = mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_COPY)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._closed = False
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(_POPULATE_READ)
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes. Views of it keep the memory mapped after `close`."""
+        return memoryview(self._map)
+
+    @property
+    def unlinked(self) -> bool:
+        """Whether the owner has given it up, or somebody reclaimed it: nothing new will come by it."""
+        return os.fstat(self._fd).st_nlink == 0
+
+    def close(self) -> None:
+        """Unmaps, or lets the last view do so. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._fd)
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def __enter__(self) -> MappedSegment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

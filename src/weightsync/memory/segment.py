@@ -1,0 +1,162 @@
+"""Segment: a piece of named shared memory that its owner writes and others map.
+
+The owner holds a lock (`flock`) on the file as long as it lives; the kernel drops it when the owner ends, however it
+ends. So whoever finds a file without a lock knows that nobody will unlink it any more, and does so. A forked
+child inherits the descriptor and with it the lock, so it closes its copy at once; it never unlinks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import weakref
+from types import TracebackType
+
+from weightsync.errors import SharedMemoryError
+from weightsync.memory.folder import PREFIX, folder, free_bytes, open_own, path_of
+
+_OWNED = re.compile(PREFIX + r"[0-9]+-[0-9a-f]{16}")
+_ROOM = "raise the size of /dev/shm (a container's --shm-size) or lower chunk_bytes"
+
+_live: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+class Segment:
+    """Shared memory that this process owns. Allocated whole when it is made, gone from the folder when it is closed.
+
+    Closing unlinks the name; the memory itself lives until the last process that mapped it lets go of it. Files of
+    processes that died are unlinked whenever a segment is made.
+
+    Args:
+        size_bytes: above 0.
+
+    Raises:
+        SharedMemoryError: there is no room; says how much is left. Nothing was allocated.
+        UnsupportedError: the system has no named shared memory.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        if size_bytes < 1:
+            raise SharedMemoryError(f"a segment has at least one byte, not {size_bytes}")
+        reclaim_dead()
+        self.size_bytes = size_bytes
+        self.name, self._lock_fd = locked_file()
+        self._pid = os.getpid()
+        self._closed = False
+        _live.add(self)
+        self._unlink_at_exit = weakref.finalize(self, _unlink, self.name, self._pid)
+        try:
+            self._map = self._allocated()
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocated(self) -> mmap.mmap:
+        left = free_bytes()
+        if self.size_bytes > left:
+            raise SharedMemoryError(
+                f"a shared-memory segment of {self.size_bytes} bytes has no room: {folder()} has {left} left; {_ROOM}",
+                state_left="nothing was allocated",
+            )
+        try:
+            os.posix_fallocate(self._lock_fd, 0, self.size_bytes)  # without it a write could end in SIGBUS
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.ENOMEM)
+            raise SharedMemoryError(
+                f"a shared-memory segment of {self.size_bytes} bytes could not be allocated ({error.strerror}): "
+                f"{folder()} has {free_bytes()} left{f'; {_ROOM}' if full else ''}",
+                state_left="nothing was allocated",
+            ) from error
+        # A mapping keeps a copy of its descriptor. One of the locked descriptor would keep the lock in forked children.
+        fd = open_own(self.name, os.O_RDWR)
+        try:
+            return mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        finally:
+            os.close(fd)
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes, to be written. Views of it keep the memory mapped after `close`."""
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        """Unlinks the name and gives up the lock. Idempotent; in a forked child it only forgets."""
+        if self._closed:
+            return
+        self._closed = True
+        self._unlink_at_exit()
+        if os.getpid() == self._pid:
+            os.close(self._lock_fd)
+        if hasattr(self, "_map"):
+            with contextlib.suppress(BufferError):  # views are alive: it is unmapped with the last of them
+                self._map.close()
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def reclaim_dead() -> tuple[str, ...]:
+    """Unlinks this user's segments whose owner is gone.
+
+    Returns:
+        Their names.
+    """
+    dead = []
+    for name in os.listdir(folder()):
+        if not _OWNED.fullmatch(name):
+            continue
+        with contextlib.suppress(SharedMemoryError, OSError):  # another user's, or somebody was faster
+            fd = open_own(name, os.O_RDONLY)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+                os.unlink(path_of(name))
+                dead.append(name)
+            finally:
+                os.close(fd)
+    return tuple(dead)
+
+
+def locked_file() -> tuple[str, int]:
+    """A new, empty file that `reclaim_dead` leaves alone while its descriptor is open: its name and descriptor."""
+    while True:
+        name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        fd = os.open(path_of(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return name, fd
+        except BlockingIOError:
+            pass
+        except BaseException:
+            os.close(fd)
+            _unlink(name, os.getpid())
+            raise
+        os.close(fd)  # another process took it for a dead one's in between: it has unlinked it, or is about to
+
+
+def _unlink(name: str, pid: int) -> None:
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError, SharedMemoryError):
+            os.unlink(path_of(name))
+
+
+def _after_fork() -> None:
+    """The child has a copy of every locked descriptor; the lock must end with the parent."""
+    for segment in list(_live):
+        if not segment._closed:
+            os.close(segment._lock_fd)
+            segment._closed = True
+            segment._unlink_at_exit.detach()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,409 @@
+"""The weight-transfer backend "weightsync" inside vLLM's workers, and the plugin that registers it.
+
+vLLM's loader of plugins calls `register` in every process; `--weight-transfer-config '{"backend":"weightsync"}'` then
+makes every worker build a `WeightSyncTransferEngine`, which is an `EngineWorker` behind vLLM's method names. Nothing of
+vLLM is patched or subclassed: vLLM looks for methods, and their names have lasted longer than its base class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from weightsync.clients.vllm_messages import (
+    BACKEND,
+    VllmInitMessage,
+    VllmState,
+    VllmUpdateMessage,
+    error_in_text,
+    error_text,
+    init_message,
+    update_message,
+)
+from weightsync.errors import (
+    EngineError,
+    StateError,
+    UnsupportedError,
+    WeightSyncError,
+    as_weightsync_error,
+    is_consequence,
+)
+from weightsync.net.messages import decode, encode
+from weightsync.types import Deadline
+
+if TYPE_CHECKING:
+    from weightsync.load.vllm import VLLMWeightLoader
+    from weightsync.rollout.worker import EngineWorker
+
+_logger = logging.getLogger(__name__)
+_AGREE_MARGIN_S = 30.0
+_AGREE_S = 120.0  # for steps outside of a session; joining ends by its own deadline
+
+
+def register() -> None:
+    """Tells vLLM of the backend. Idempotent and cheap: vLLM calls it in every process, and imports the class later."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError as error:
+        _logger.warning("this vLLM has no weight-transfer backends, so %r is not registered: %s", BACKEND, error)
+        return
+    with contextlib.suppress(ValueError):  # registered already
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "WeightSyncTransferEngine")
+
+
+class BackendError(RuntimeError):
+    """What vLLM is given to raise: a text in which the other side finds the typed error again."""
+
+    def __init__(self, error: WeightSyncError) -> None:
+        super().__init__(error_text(error))
+
+
+class WeightSyncTransferEngine:
+    """One vLLM worker's end. vLLM calls its methods one at a time, on all workers of an engine at once.
+
+    All workers agree on how a call went before anyone answers: they exchange outcomes, each undoes its own part where
+    another failed, and the last worker alone raises. vLLM's executor reads the workers' answers in order and stops
+    at the first failure; what it has not read then stands in for the answers of the next call, for good.
+
+    Args:
+        config: vLLM's weight-transfer config; unused.
+        args: what this release of vLLM gives: `(vllm_config, device, model)` from 0.26, `(parallel_config)` or
+            `(parallel_config, model)` before. Told apart by what they are.
+        kwargs: the same by name.
+    """
+
+    init_info_cls = VllmInitMessage
+    update_info_cls = VllmUpdateMessage
+    supports_draft_weight_update = False
+    defers_processing = False
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        given = _Given(*args, *kwargs.values())
+        self._vllm_config = given.vllm_config
+        self._model_config = given.model_config
+        self._parallel_config = given.parallel_config
+        world_size = int(getattr(self._parallel_config, "world_size", 1))
+        self._peers = _Peers(world_size)
+        self._index = self._peers.rank + world_size * int(getattr(self._parallel_config, "data_parallel_index", 0) or 0)
+        self._updating = False
+        self._committed = False
+        self._worker: EngineWorker | None = None
+        self._loader: VLLMWeightLoader | None = None
+        self._session: tuple[str, Deadline] | None = None
+        if given.model is not None:
+            self._bind(given.model)
+
+    def _bind(self, model: Any) -> None:
+        """Takes the model, which releases before 0.26 only show when weights are to be loaded."""
+        if self._worker is not None:
+            return
+        from weightsync.load.vllm import VLLMWeightLoader
+        from weightsync.rollout.worker import EngineWorker
+
+        model_config = self._model_config or SimpleNamespace(
+            hf_config=getattr(model, "config", None), dtype=next(model.parameters()).dtype, quantization=None
+        )
+        self._loader = VLLMWeightLoader(model, model_config=model_config, vllm_config=self._vllm_config)
+        self._worker = EngineWorker(self._loader, index=self._index, track=f"vllm/worker-{self._index}")
+
+    # --- what vLLM calls ---
+
+    def parse_init_info(self, info: dict[str, Any]) -> VllmInitMessage:
+        """Reads an `init_info`. Pure: every worker is given the same."""
+        return self._parsed(init_message, info)
+
+    def parse_update_info(self, info: dict[str, Any]) -> VllmUpdateMessage:
+        """Reads an `update_info`."""
+        return self._parsed(update_message, info)
+
+    def init_transfer_engine(self, message: VllmInitMessage) -> None:
+        """Joins a group, aborts a session, or tells the state. Called in any state.
+
+        Raises:
+            BackendError: with the typed error; on the last worker alone.
+        """
+        if message.init is not None:
+            request = message.init
+            self._together(lambda: self._join(request, in_place=message.in_place), wait_s=_join_s(request.info))
+        elif message.abort is not None:
+            abort = message.abort
+            self._together(lambda: self._bound.abort(abort.session, abort.reason) if self._worker else None)
+        else:
+            assert message.expect is not None
+            self._compare(message.expect)
+
+    def start_weight_update(self, *_: Any, **__: Any) -> None:
+        """Does nothing: the update that follows says what begins. Notes that vLLM holds an update for active."""
+        self._updating = True
+        self._committed = False
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        """One step of a session; see `VllmUpdateMessage`."""
+        self.receive_weights(self.parse_update_info(info))
+
+    def receive_weights(self, message: VllmUpdateMessage, load_weights: Callable[..., Any] | None = None) -> None:
+        """The same, as releases before 0.26 call it; `load_weights` shows the model.
+
+        Raises:
+            BackendError: with the typed error; on the last worker alone. The session has failed on all.
+        """
+        if load_weights is not None and self._worker is None:
+            self._bind(_model_behind(load_weights))
+        try:
+            self._together(lambda: self._step(message), wait_s=self._patience_s(message), undo=True)
+        except BaseException:
+            self._updating = False  # vLLM holds it for ended now, on this worker
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Ends what vLLM holds for an update.
+
+        Raises:
+            BackendError: a session is open and has not committed: nobody's clean-up cuts somebody else's sync.
+        """
+        state = self._state()
+        if state.session is not None and not self._committed:
+            raise BackendError(StateError(f"session {state.session} is open and has not committed"))
+        self._updating = False
+
+    def drain_pending(self) -> None:
+        """Nothing is ever deferred."""
+
+    def set_weight_update_target(self, *_: Any) -> None:
+        """Refused: a draft model has no manifest of its own yet.
+
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError(UnsupportedError("weightsync does not load draft models"))
+
+    def reset_weight_update_target(self) -> None:
+        """Nothing to reset."""
+
+    def shutdown(self) -> None:
+        """Leaves the group and aborts an open session. Idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+
+    @staticmethod
+    def trainer_send_weights(*_: Any, **__: Any) -> None:
+        """Refused: the sending side is `PushSync`.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("send with weightsync.PushSync over a VllmEngine")
+
+    # --- the steps ---
+
+    @property
+    def _bound(self) -> EngineWorker:
+        if self._worker is None:
+            raise UnsupportedError("this release of vLLM has not shown its model yet: send an update first")
+        return self._worker
+
+    def _join(self, request: Any, *, in_place: bool) -> None:
+        worker = self._bound
+        worker.abort(None, f"run {request.run_id} took over")
+        assert self._loader is not None
+        self._loader.set_in_place(in_place)
+        worker.init(request)
+
+    def _step(self, message: VllmUpdateMessage) -> None:
+        worker = self._bound
+        if message.begin is not None:
+            worker.begin(message.begin)
+            self._session = (message.begin.session, Deadline(message.begin.deadline_s))
+        elif message.update is not None:
+            worker.update(message.update)
+        elif message.stage is not None:
+            worker.stage(message.stage)
+        else:
+            assert message.commit is not None
+            worker.commit(message.commit.session)
+            self._committed = True
+            for phase in worker.drain_phases():
+                _logger.debug("%s %s: %.3f s", phase.name, phase.detail, phase.end_s - phase.start_s)
+
+    def _patience_s(self, message: VllmUpdateMessage) -> float:
+        """How long the other workers may take: each ends by the session's own deadline."""
+        if message.begin is not None:
+            return message.begin.deadline_s
+        return self._session[1].remaining_s if self._session is not None else 0.0
+
+    def _state(self) -> VllmState:
+        if self._worker is None:
+            return VllmState(updating=self._updating)
+        reply = self._worker.describe()
+        return VllmState(
+            group=reply.group,
+            run_id=reply.run_id,
+            version=reply.version,
+            healthy=reply.serving,
+            updating=self._updating,
+            session=self._worker.session,
+            writes_live=reply.writes_live,
+        )
+
+    def _compare(self, expected: VllmState) -> None:
+        mine: VllmState | WeightSyncError
+        try:
+            mine = self._state()
+        except WeightSyncError as error:
+            mine = error
+        told = [_read(said) for said in self._peers.exchange(_said(mine), wait_s=_AGREE_S)]
+        if not self._peers.speaks:
+            return
+        errors = [each for each in told if isinstance(each, WeightSyncError)]
+        if errors:
+            raise BackendError(errors[0])
+        state = _merged([each for each in told if isinstance(each, VllmState)])
+        if state != expected:
+            raise BackendError(StateError("the engine's state is another", state=msgspec.to_builtins(state)))
+
+    def _together(self, step: Callable[[], None], *, wait_s: float = 0.0, undo: bool = False) -> None:
+        """Runs `step` here, hears how it went on the other workers, and raises on the last one where any failed."""
+        error: WeightSyncError | None = None
+        try:
+            step()
+        except Exception as caught:
+            error = as_weightsync_error(caught, EngineError, "the worker failed", rank=self._index)
+        told = [_read(said) for said in self._peers.exchange(_said(error), wait_s=wait_s + _AGREE_MARGIN_S)]
+        errors = [each for each in told if isinstance(each, WeightSyncError)]
+        if not errors:
+            return
+        first = min(errors, key=is_consequence)
+        if undo and error is None and self._worker is not None:
+            self._worker.abort(None, f"another worker failed: {first.message}")
+        if self._peers.speaks:
+            raise BackendError(first)
+        if error is not None:
+            _logger.error("worker %d failed; the last worker tells: %s", self._index, error)
+
+    def _parsed(self, read: Callable[[dict[str, Any]], Any], info: dict[str, Any]) -> Any:
+        try:
+            return read(info)
+        except WeightSyncError as error:
+            raise BackendError(error) from error
+
+
+class _Given:
+    """What a release of vLLM gives to a backend's constructor, told apart by what it is and not by its place."""
+
+    def __init__(self, *values: Any) -> None:
+        from torch import nn
+
+        models = [value for value in values if isinstance(value, nn.Module)]
+        configs = [value for value in values if hasattr(value, "parallel_config")]
+        parallels = [value for value in values if hasattr(value, "world_size") and value not in configs]
+        self.model = models[0] if models else None
+        self.vllm_config = configs[0] if configs else None
+        self.parallel_config = self.vllm_config.parallel_config if configs else (parallels[0] if parallels else None)
+        self.model_config = getattr(self.vllm_config, "model_config", None)
+
+
+class _Peers:
+    """The workers of one engine, who tell each other how a step went. Small JSON over vLLM's own CPU group."""
+
+    def __init__(self, world_size: int) -> None:
+        self._size = world_size
+        self._group: Any = None
+        self.rank = 0
+        if world_size > 1:
+            from vllm.distributed import parallel_state
+
+            group_of = getattr(parallel_state, "get_inner_dp_world_group", parallel_state.get_world_group)
+            group = group_of()
+            if group.world_size != world_size:
+                raise UnsupportedError(f"this engine has {world_size} workers, its group {group.world_size}")
+            self._group = group.cpu_group
+            self.rank = int(group.rank_in_group)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the worker that raises."""
+        return self.rank == self._size - 1
+
+    def exchange(self, said: bytes, *, wait_s: float) -> list[bytes]:
+        """What every worker said, by rank; all call it.
+
+        Raises:
+            EngineError: not every worker answered in time. vLLM's own group is of no use then, so neither is vLLM.
+        """
+        if self._group is None:
+            return [said]
+        import torch
+
+        wait_s += _AGREE_MARGIN_S
+        sizes = self._gather(torch.tensor([len(said)], dtype=torch.int64), wait_s)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        told = self._gather(padded, wait_s)
+        return [bytes(each[: int(size)].tolist()) for each, size in zip(told, sizes, strict=True)]
+
+    def _gather(self, mine: Any, wait_s: float) -> list[Any]:
+        import torch
+        import torch.distributed as dist
+
+        out = [torch.empty_like(mine) for _ in range(self._size)]
+        try:
+            work = dist.all_gather(out, mine, group=self._group, async_op=True)
+            work.wait(timedelta(seconds=wait_s))
+        except RuntimeError as error:
+            raise BackendError(EngineError(f"the workers of this engine lost each other: {error}")) from error
+        return out
+
+
+def _said(outcome: VllmState | WeightSyncError | None) -> bytes:
+    if isinstance(outcome, WeightSyncError):
+        return encode({"error": error_text(outcome)})
+    return encode({} if outcome is None else {"state": outcome})
+
+
+def _read(said: bytes) -> VllmState | WeightSyncError | None:
+    told = decode(said, dict[str, Any], what="another worker's outcome")
+    if "error" in told:
+        return error_in_text(told["error"]) or EngineError(str(told["error"]))
+    return msgspec.convert(told["state"], VllmState) if "state" in told else None
+
+
+def _merged(states: list[VllmState]) -> VllmState:
+    """What all agree on; what they don't is nobody's."""
+    groups = {state.group for state in states}
+    versions = {state.version for state in states}
+    return VllmState(
+        group=groups.pop() if len(groups) == 1 else None,
+        run_id=states[0].run_id,
+        healthy=all(state.healthy for state in states) and len(versions) == 1,
+        version=versions.pop() if len(versions) == 1 else None,
+        updating=any(state.updating for state in states),
+        session=next((state.session for state in states if state.session is not None), None),
+        writes_live=any(state.writes_live for state in states),
+    )
+
+
+def _model_behind(load_weights: Callable[..., Any]) -> Any:
+    """The model whose loader this is: its bound method, or a function that vLLM made around the model."""
+    from torch import nn
+
+    def candidates() -> Iterator[Any]:
+        yield getattr(load_weights, "__self__", None)
+        if inspect.isfunction(load_weights):
+            yield from inspect.getclosurevars(load_weights).nonlocals.values()
+
+    for value in candidates():
+        if isinstance(value, nn.Module):
+            return value
+    raise BackendError(UnsupportedError("this release of vLLM does not show its model to a weight-transfer backend"))
+
+
+def _join_s(info: Any) -> float:
+    return float(getattr(info, "join_timeout_s", 0.0))

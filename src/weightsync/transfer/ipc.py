@@ -1,0 +1,410 @@
+"""CUDA IPC and packed CUDA IPC: engines open the trainer's memory beside them, and no byte is sent.
+
+The kind of handle follows the tensors: CUDA tensors are opened through the driver, CPU tensors through named shared
+memory. Where each byte goes, and how often it is copied (counted in `docs/copies.md`):
+
+    cuda_ipc, CUDA:          chunk's own memory ---------------- opened by the engine -load-> engine's weights
+    cuda_ipc, CPU; packed:   chunk -share-> bucket of the rank - opened by the engine -load-> engine's weights
+
+Every training rank has the whole chunk, so each device's copy is lent by one rank of that device, and each engine
+worker takes the handles of its own device. Handles are typed data; none is ever a pickle.
+
+Two chunks are announced while a third is being built, so a rank has three buckets. One is written again when every
+engine's loader has let go of its chunk: on rank 0 the sender says so, the other ranks learn it by agreeing on the next.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from weightsync.errors import (
+    GroupJoinError,
+    InvalidRequestError,
+    TransferAbortedError,
+    UnsupportedError,
+)
+from weightsync.observe import now_s
+from weightsync.plan.buckets import plan_bucket
+from weightsync.tensors import byte_view, tensor_from_bytes
+from weightsync.transfer.base import (
+    ChunkSharer,
+    RecordPhase,
+    SharedChunk,
+    WeightTransferReceiver,
+    WeightTransferSender,
+    WeightTransferStrategy,
+    memory_of,
+)
+from weightsync.transfer.ipc_copy import Copier
+from weightsync.transfer.ipc_cuda import CudaBorrower, CudaLender
+from weightsync.transfer.ipc_handles import MemoryBorrower, MemoryLender, ShmBorrower, ShmLender
+from weightsync.transfer.window import settle
+from weightsync.types import (
+    CudaIpcWeightUpdateRequest,
+    CudaMemoryHandle,
+    Deadline,
+    EmptyWeightSyncInitInfo,
+    EngineReply,
+    Full,
+    InferenceEngineClient,
+    MemoryHandle,
+    PackedCudaIpcWeightUpdateRequest,
+    PhaseRecord,
+    Update,
+    WeightChunk,
+    WeightSyncInitInfo,
+    WeightUpdateRequest,
+)
+from weightsync.types.dtypes import itemsize_bytes
+
+_NUM_ANNOUNCED = 2
+_NUM_SLOTS = _NUM_ANNOUNCED + 1
+_JOIN_GRACE_S = 2.0  # engines are given the join timeout and one second; their answer should be heard
+
+
+class _IpcTransferStrategy(WeightTransferStrategy):
+    """What both strategies share.
+
+    Args:
+        join_timeout_s: how long engines may take to get ready.
+        track: name of the sender in recorded phases.
+    """
+
+    packed: bool
+
+    def __init__(self, *, join_timeout_s: float = 30.0, track: str = "trainer/sender") -> None:
+        self.join_timeout_s = join_timeout_s
+        self.track = track
+
+    def create_init_info(self, world_sizes: Mapping[str, int]) -> tuple[EmptyWeightSyncInitInfo, object]:
+        """Nothing to open: each request carries its handles. See the base class."""
+        return EmptyWeightSyncInitInfo(strategy=self.name, group_name=f"weightsync-{uuid.uuid4().hex[:12]}"), None
+
+    def create_sender(
+        self, info: WeightSyncInitInfo, token: object, *, joined: Future[Mapping[str, EngineReply]], record: RecordPhase
+    ) -> IpcTransferSender:
+        """Waits until every engine is ready. See the base class."""
+        try:
+            joined.result(self.join_timeout_s + _JOIN_GRACE_S)
+        except TimeoutError:
+            raise GroupJoinError(f"not every engine was ready within {self.join_timeout_s:g} s") from None
+        return IpcTransferSender(packed=self.packed, record=record, track=self.track)
+
+    def create_receiver(self, info: WeightSyncInitInfo, *, rank: int) -> IpcTransferReceiver:
+        """Finds out what memory this process can reach; see the base class."""
+        if not isinstance(info, EmptyWeightSyncInitInfo):
+            raise InvalidRequestError(f"{self.name} needs an empty init info, got {type(info).__name__}")
+        return IpcTransferReceiver(self.request_type, borrowers())
+
+    def create_sharer(self) -> IpcSharer:
+        """See the base class."""
+        return IpcSharer(packed=self.packed)
+
+
+class CudaIpcTransferStrategy(_IpcTransferStrategy):
+    """One handle a tensor. CUDA tensors are opened where they lie, CPU tensors are copied once."""
+
+    name = "cuda_ipc"
+    request_type = CudaIpcWeightUpdateRequest
+    packed = False
+
+
+class PackedCudaIpcTransferStrategy(_IpcTransferStrategy):
+    """One handle a chunk: its tensors are copied once into a bucket that is allocated once."""
+
+    name = "packed_cuda_ipc"
+    request_type = PackedCudaIpcWeightUpdateRequest
+    packed = True
+
+
+class IpcSharer(ChunkSharer):
+    """Lends one training rank's chunks. The kind of memory follows the first chunk's tensors.
+
+    Args:
+        packed: one handle a chunk, for its bucket; else one a tensor.
+    """
+
+    num_slots = _NUM_SLOTS
+
+    def __init__(self, *, packed: bool) -> None:
+        self._packed = packed
+        self._lenders: dict[torch.device, MemoryLender] = {}
+        self._lent: list[tuple[torch.Tensor, ...]] = [()] * _NUM_SLOTS
+        self._copier = Copier()
+
+    def place(self, chunk: WeightChunk) -> str:
+        """See the base class."""
+        return self._lender(chunk)[0].place
+
+    def share(self, chunk: WeightChunk, seq: int) -> tuple[MemoryHandle, ...]:
+        """See the base class. Keeps the chunk's tensors where they are lent in place, else nothing of the chunk."""
+        slot = seq % _NUM_SLOTS
+        self._lent[slot] = ()
+        lender, device = self._lender(chunk)
+        if lender.lends_in_place and not self._packed:
+            self._lent[slot] = tuple(tensor.to(device).contiguous() for tensor in chunk.tensors)
+            return tuple(lender.in_place(tensor) for tensor in self._lent[slot])
+        sizes = [tensor.nbytes for tensor in chunk.tensors]
+        layout = plan_bucket(sizes)
+        bucket = lender.bucket(slot, layout.total_bytes)
+        if device.type == "cpu":
+            self._copier.copy(chunk.tensors, layout.offsets, bucket)
+        else:
+            for tensor, offset in zip(chunk.tensors, layout.offsets, strict=True):
+                bucket[offset : offset + tensor.nbytes].copy_(byte_view(tensor.contiguous()), non_blocking=True)
+        if self._packed:
+            return (lender.handle(slot, 0, layout.total_bytes),)
+        return tuple(lender.handle(slot, offset, size) for offset, size in zip(layout.offsets, sizes, strict=True))
+
+    def end_sync(self, *, failed: bool) -> None:
+        """See the base class."""
+        self._lent = [()] * _NUM_SLOTS
+        if failed:
+            for lender in self._lenders.values():
+                lender.after_failure()
+
+    def close(self) -> None:
+        """See the base class."""
+        self.end_sync(failed=False)
+        self._copier.close()
+        while self._lenders:
+            self._lenders.popitem()[1].close()
+
+    def _lender(self, chunk: WeightChunk) -> tuple[MemoryLender, torch.device]:
+        device = next((tensor.device for tensor in chunk.tensors if tensor.is_cuda), torch.device("cpu"))
+        lender = self._lenders.get(device)
+        if lender is None:
+            lender = CudaLender(device, _NUM_SLOTS) if device.type == "cuda" else ShmLender(_NUM_SLOTS)
+            self._lenders[device] = lender
+        return lender, device
+
+
+class IpcTransferSender(WeightTransferSender):
+    """Announces what the training ranks have lent.
+
+    Args:
+        packed: as for the sharer.
+        record: where the phase "wait for engines" goes.
+        track: name of this process in it.
+    """
+
+    def __init__(self, *, packed: bool, record: RecordPhase, track: str) -> None:
+        self._packed = packed
+        self._record = record
+        self._track = track
+        self._usable = True
+
+    @property
+    def usable(self) -> bool:
+        """See the base class."""
+        return self._usable
+
+    def create_request(self, chunk: SharedChunk, *, session: str, seq: int) -> WeightUpdateRequest:
+        """The header that announces a lent chunk."""
+        common: dict[str, Any] = {
+            "session": session,
+            "seq": seq,
+            "names": chunk.names,
+            "dtypes": chunk.dtypes,
+            "shapes": chunk.shapes,
+        }
+        if not self._packed:
+            return CudaIpcWeightUpdateRequest(**common, handles=chunk.handles)
+        sizes = tuple(tensor.nbytes for tensor in chunk.tensors)
+        return PackedCudaIpcWeightUpdateRequest(
+            **common, sizes=sizes, offsets=plan_bucket(sizes).offsets, handles=tuple(one for (one,) in chunk.handles)
+        )
+
+    def send_chunks(
+        self, chunks: Iterable[WeightChunk], client: InferenceEngineClient, *, session: str, deadline: Deadline
+    ) -> int:
+        """Announces each chunk and tells when it is let go of; see the base class."""
+        if not self._usable:
+            raise TransferAbortedError("this sender is broken; build a new one", state_left="nothing was sent")
+        self._usable = False  # until everything went well
+        in_flight: dict[int, tuple[Future[Any], ...]] = {}
+        lent: dict[int, SharedChunk] = {}
+        stream = iter(chunks)
+        seq = 0
+        while True:
+            self._settle(in_flight, lent, upto=seq - _NUM_ANNOUNCED, deadline=deadline)
+            chunk = next(stream, None)
+            if chunk is None:
+                break
+            lent[seq] = _as_lent(chunk)
+            del chunk
+            request: Any = self.create_request(lent[seq], session=session, seq=seq)
+            left = deadline.check("time to announce a chunk")
+            in_flight[seq] = (client.update_weights(request, timeout_s=left),)
+            seq += 1
+        started = now_s()
+        self._settle(in_flight, lent, upto=seq, deadline=deadline)
+        detail = f"chunk {seq - 1}"
+        self._record(
+            PhaseRecord(name="wait for engines", start_s=started, end_s=now_s(), track=self._track, detail=detail)
+        )
+        self._usable = True
+        return seq
+
+    @staticmethod
+    def _settle(
+        in_flight: dict[int, tuple[Future[Any], ...]],
+        lent: dict[int, SharedChunk],
+        *,
+        upto: int,
+        deadline: Deadline,
+    ) -> None:
+        settle(in_flight, upto=upto, deadline=deadline)
+        for seq in [seq for seq in lent if seq <= upto]:
+            lent.pop(seq).let_go()
+
+    def close(self) -> None:
+        """See the base class."""
+        self._usable = False
+
+
+class IpcTransferReceiver(WeightTransferReceiver):
+    """Opens what is announced for this worker's device or host.
+
+    Args:
+        request_type: the one kind of request that it takes.
+        reach: the kinds of memory that this process can open; owned from here on.
+    """
+
+    def __init__(self, request_type: type[WeightUpdateRequest], reach: Sequence[MemoryBorrower]) -> None:
+        self._request_type = request_type
+        self._borrowers = reach
+        self._lock = threading.Lock()
+        self._lent: dict[int, MemoryBorrower] = {}  # by number of the chunk
+        self._closed = False
+        self._given_back = False
+
+    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterator[Update]:
+        """See the base class. The updates are views of the trainer's memory: they must not be written.
+
+        Raises:
+            UnsupportedError: nobody lends memory that this process can reach.
+            SharedMemoryError: the memory is gone: the trainer died, or gave up this sync.
+        """
+        if type(request) is not self._request_type:
+            raise InvalidRequestError(
+                f"this receiver takes a {self._request_type.__name__} and was sent a {type(request).__name__}",
+                state_left="nothing was received",
+            )
+        deadline.check("time to open a chunk")
+        offers = _offers(request)
+        borrower, handles = self._reachable(offers)
+        with self._lock:
+            if self._closed:
+                raise TransferAbortedError("this receiver was closed")
+            self._lent[request.seq] = borrower
+        try:
+            parts = self._open(request, borrower, handles)
+        except BaseException:
+            self.release(request)
+            raise
+        return _updates(request, parts)
+
+    def release(self, request: WeightUpdateRequest) -> None:
+        """See the base class. Returns when what the loader began to copy has been copied."""
+        with self._lock:
+            borrower = self._lent.get(request.seq)
+        if borrower is None:
+            return
+        try:
+            borrower.finish_reading()
+        finally:
+            with self._lock:
+                self._lent.pop(request.seq, None)
+            self._give_back()
+
+    def close(self) -> None:
+        """Lets go of the memory, as soon as no loader reads it any more. See the base class."""
+        with self._lock:
+            self._closed = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        with self._lock:
+            if not self._closed or self._lent or self._given_back:
+                return
+            self._given_back = True
+        for borrower in self._borrowers:
+            borrower.close()
+
+    def _reachable(self, offers: Sequence[Sequence[MemoryHandle]]) -> tuple[MemoryBorrower, Sequence[MemoryHandle]]:
+        for borrower in self._borrowers:
+            for handles in offers:
+                if all(borrower.can_open(handle) for handle in handles):
+                    return borrower, handles
+        here = " and ".join(borrower.place for borrower in self._borrowers)
+        there = ", ".join(sorted({_place_of(handles[0]) for handles in offers}))
+        raise UnsupportedError(
+            f"the trainer lends memory of {there}, this worker can open that of {here}: run them on the same device "
+            "(for CPU tensors: on one host, as one user, with one /dev/shm), or use strategy broadcast",
+            state_left="nothing was received",
+        )
+
+    @staticmethod
+    def _open(
+        request: WeightUpdateRequest, borrower: MemoryBorrower, handles: Sequence[MemoryHandle]
+    ) -> list[torch.Tensor]:
+        if isinstance(request, PackedCudaIpcWeightUpdateRequest):
+            at = [handles[0].offset_bytes + offset for offset in request.offsets]
+        else:
+            at = [handle.offset_bytes for handle in handles]
+        for name, dtype, offset in zip(request.names, request.dtypes, at, strict=True):
+            if offset % itemsize_bytes(dtype):
+                raise InvalidRequestError(f"a {dtype} at byte {offset} of its memory is not aligned", parameter=name)
+        opened = [borrower.open(handle) for handle in handles]
+        if not isinstance(request, PackedCudaIpcWeightUpdateRequest):
+            return opened
+        (bucket,) = opened
+        return [bucket[offset : offset + size] for offset, size in zip(request.offsets, request.sizes, strict=True)]
+
+
+def borrowers() -> list[MemoryBorrower]:
+    """What this process can open: the memory of its current GPU, where it has one, and of its host."""
+    found: list[MemoryBorrower] = [ShmBorrower()]
+    if torch.cuda.is_available():
+        found.insert(0, CudaBorrower(torch.device("cuda", torch.cuda.current_device())))
+    return found
+
+
+def _as_lent(chunk: WeightChunk) -> SharedChunk:
+    """The chunk, which must be the one that was lent, tensor by tensor."""
+    if not isinstance(chunk, SharedChunk):
+        raise UnsupportedError(
+            "the chunk to be announced is not one that training ranks have lent: a codec made another one. Engines "
+            "open the trainer's own tensors here; a codec that changes them needs strategy broadcast"
+        )
+    if chunk.lent != (now := memory_of(chunk)):
+        changed = next((name for name, was, is_now in zip(chunk.names, chunk.lent, now) if was != is_now), None)  # noqa: B905
+        raise UnsupportedError(
+            "the tensor to be announced is not the one that training ranks have lent: a codec that changes tensors "
+            "needs strategy broadcast",
+            parameter=changed,
+        )
+    return chunk
+
+
+def _offers(request: WeightUpdateRequest) -> tuple[tuple[MemoryHandle, ...], ...]:
+    if isinstance(request, PackedCudaIpcWeightUpdateRequest):
+        return tuple((handle,) for handle in request.handles)
+    assert isinstance(request, CudaIpcWeightUpdateRequest)
+    return request.handles
+
+
+def _place_of(handle: MemoryHandle) -> str:
+    return f"GPU {handle.device_uuid}" if isinstance(handle, CudaMemoryHandle) else f"host {handle.host_nonce}"
+
+
+def _updates(request: WeightUpdateRequest, parts: Sequence[torch.Tensor]) -> Iterator[Update]:
+    for name, dtype, shape, part in zip(request.names, request.dtypes, request.shapes, parts, strict=True):
+        yield Full(name=name, tensor=tensor_from_bytes(part, dtype=dtype, shape=shape))

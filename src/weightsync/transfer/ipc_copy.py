@@ -1,0 +1,68 @@
+"""Copies tensors into a bucket of CPU memory, on all cores.
+
+Why not torch's `copy_`: its threads meet at a barrier after every tensor, so that one core which something else uses
+(the engine's loader, above all) holds up all of them. Here threads take pieces of 8 MiB as they come to them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.tensors import byte_array
+
+_PIECE_BYTES = 8 << 20
+_MAX_THREADS = 8  # memory is as fast as that on any host
+
+_Copy = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
+
+
+class Copier:
+    """A few threads that copy. Closed by its owner; one thread at a time calls it."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def copy(self, tensors: Sequence[torch.Tensor], offsets: Sequence[int], bucket: torch.Tensor) -> None:
+        """Writes each tensor's bytes at its offset; all are there when this returns.
+
+        Args:
+            tensors: on the CPU, any dtype and layout.
+            offsets: bytes, one a tensor; the ranges do not overlap.
+            bucket: 1-D uint8, on the CPU.
+        """
+        target = bucket.numpy()
+        batches: list[list[_Copy]] = []
+        room = 0
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            source = byte_array(tensor.detach().contiguous())
+            for start in range(0, source.size, _PIECE_BYTES):
+                piece = source[start : start + _PIECE_BYTES]
+                if piece.size > room:
+                    batches.append([])
+                    room = _PIECE_BYTES
+                batches[-1].append((target[offset + start : offset + start + piece.size], piece))
+                room -= piece.size
+        if len(batches) > 1:
+            if self._pool is None:
+                cores = len(os.sched_getaffinity(0))
+                self._pool = ThreadPoolExecutor(min(cores, _MAX_THREADS), thread_name_prefix="weightsync-share")
+            list(self._pool.map(_run, batches))
+        elif batches:
+            _run(batches[0])
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent; it works again afterwards."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False)
+
+
+def _run(batch: Sequence[_Copy]) -> None:
+    for target, source in batch:
+        np.copyto(target, source)  # lets go of the GIL

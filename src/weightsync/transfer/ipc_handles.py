@@ -1,0 +1,172 @@
+"""What `ipc` lends and borrows memory through: one lender and one borrower for each kind of memory.
+
+This file has the kind for CPU tensors, named shared memory; `ipc_cuda` has CUDA's. Neither knows chunks or requests.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+
+import torch
+
+from weightsync.errors import InvalidRequestError, TransferAbortedError, UnsupportedError
+from weightsync.memory import MappedSegment, Segment, host_nonce
+from weightsync.types import MemoryHandle, SharedMemoryHandle
+
+BLOCK_BYTES = 1 << 21
+"""Buckets are multiples of this: a huge page, and what a CUDA driver shares at least."""
+
+
+class MemoryLender(abc.ABC):
+    """The lending end of one training rank: rotating buckets that others can open. One thread at a time.
+
+    Attributes:
+        place: who can reach this memory.
+        lends_in_place: whether `in_place` works; else every tensor goes through a bucket.
+    """
+
+    place: str
+    lends_in_place: bool = False
+
+    @abc.abstractmethod
+    def bucket(self, slot: int, nbytes: int) -> torch.Tensor:
+        """The bucket of a slot, 1-D uint8, of `nbytes`. It keeps its memory from call to call and grows where it must.
+
+        Raises:
+            SharedMemoryError: no room.
+        """
+
+    @abc.abstractmethod
+    def handle(self, slot: int, offset_bytes: int, size_bytes: int) -> MemoryHandle:
+        """What opens a part of a slot's bucket. Its bytes are complete when this returns."""
+
+    def in_place(self, tensor: torch.Tensor) -> MemoryHandle:
+        """What opens a contiguous tensor's own memory. Its bytes are complete when this returns.
+
+        Raises:
+            UnsupportedError: this memory can't be lent; says why.
+        """
+        raise UnsupportedError(f"memory of {self.place} is lent through buckets alone")
+
+    def after_failure(self) -> None:  # noqa: B027  (a hook with a default)
+        """A sync failed: somebody may still read the buckets, though nothing will come of it."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Gives the buckets back. Idempotent."""
+
+
+class MemoryBorrower(abc.ABC):
+    """The borrowing end of one engine worker. Thread-safe as its receiver is: chunks are opened one after the other.
+
+    Attributes:
+        place: whose memory it can reach.
+    """
+
+    place: str
+
+    @abc.abstractmethod
+    def can_open(self, handle: MemoryHandle) -> bool:
+        """Whether the handle's memory can be reached from here."""
+
+    @abc.abstractmethod
+    def open(self, handle: MemoryHandle) -> torch.Tensor:
+        """The bytes, 1-D uint8: a view, to be read alone. What was opened stays open for the next chunks.
+
+        Raises:
+            SharedMemoryError: it is gone, or smaller than the handle says.
+            TransferError: the driver does not open it.
+        """
+
+    def finish_reading(self) -> None:  # noqa: B027  (CPU reads are over when they return)
+        """Returns when what this thread has begun to read has been read."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Lets go of everything; views that are alive stay readable. Idempotent."""
+
+
+class ShmLender(MemoryLender):
+    """Buckets in named shared memory, one segment a slot.
+
+    Args:
+        num_slots: how many.
+
+    Raises:
+        UnsupportedError: the system has no named shared memory.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._nonce = host_nonce()
+        self.place = f"host {self._nonce}"
+        self._segments: list[Segment | None] = [None] * num_slots
+
+    def bucket(self, slot: int, nbytes: int) -> torch.Tensor:
+        """See the base class."""
+        segment = self._segments[slot]
+        if segment is None or segment.size_bytes < nbytes:
+            if segment is not None:
+                self._segments[slot] = None
+                segment.close()  # first: both at once may have no room
+            segment = self._segments[slot] = Segment(-(-nbytes // BLOCK_BYTES) * BLOCK_BYTES)
+        return torch.frombuffer(segment.memory, dtype=torch.uint8)[:nbytes]
+
+    def handle(self, slot: int, offset_bytes: int, size_bytes: int) -> SharedMemoryHandle:
+        """See the base class."""
+        segment = self._segments[slot]
+        assert segment is not None
+        return SharedMemoryHandle(
+            host_nonce=self._nonce, name=segment.name, offset_bytes=offset_bytes, size_bytes=size_bytes
+        )
+
+    def after_failure(self) -> None:
+        """Makes the next buckets new ones: a late reader keeps the old bytes, and lets go of them in its own time."""
+        self.close()
+
+    def close(self) -> None:
+        """See the base class."""
+        segments, self._segments = self._segments, [None] * len(self._segments)
+        for segment in segments:
+            if segment is not None:
+                segment.close()
+
+
+class ShmBorrower(MemoryBorrower):
+    """Maps segments of this host and user, each once."""
+
+    def __init__(self) -> None:
+        self._nonce = host_nonce()
+        self.place = f"host {self._nonce}"
+        self._mapped: dict[str, MappedSegment] = {}
+        self._closed = False
+
+    def can_open(self, handle: MemoryHandle) -> bool:
+        """See the base class."""
+        return isinstance(handle, SharedMemoryHandle) and handle.host_nonce == self._nonce
+
+    def open(self, handle: MemoryHandle) -> torch.Tensor:
+        """See the base class."""
+        assert isinstance(handle, SharedMemoryHandle)
+        if self._closed:
+            raise TransferAbortedError("this receiver was closed")
+        if handle.size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        end = handle.offset_bytes + handle.size_bytes
+        mapped = self._mapped.get(handle.name)
+        if mapped is None:
+            for name in [name for name, old in self._mapped.items() if old.unlinked]:
+                self._mapped.pop(name).close()  # a bucket that the trainer has replaced
+            mapped = self._mapped[handle.name] = MappedSegment(handle.name, need_bytes=end)
+        if end > mapped.size_bytes:
+            raise InvalidRequestError(
+                f"a handle ends at byte {end} of segment {handle.name}, which has {mapped.size_bytes}"
+            )
+        return torch.frombuffer(mapped.memory, dtype=torch.uint8)[handle.offset_bytes : end]
+
+    def close(self) -> None:
+        """See the base class."""
+        self._closed = True
+        while self._mapped:
+            with contextlib.suppress(KeyError):  # closed from two threads
+                self._mapped.popitem()[1].close()

@@ -1,0 +1,41 @@
+"""One Ray cluster of two nodes on this machine for all tests of this folder, and nothing of it left behind."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+NUM_GPUS_A_NODE = 2  # Ray's bookkeeping alone: nothing here touches a GPU
+STORE_BYTES = 80 << 20
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """The cluster; this process is connected as a driver."""
+    patch = pytest.MonkeyPatch()
+    for name, value in {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # Ray would write one into the home folder
+        "RAY_memory_monitor_refresh_ms": "0",  # a machine that is busy with other tests is no reason to kill actors
+        "RAY_enable_metrics_collection": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }.items():
+        patch.setenv(name, value)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 4, "num_gpus": NUM_GPUS_A_NODE, "object_store_memory": STORE_BYTES}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        cluster.add_node(**node)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        patch.undo()

@@ -1,0 +1,154 @@
+"""RayEngine over real actors: what is answered, what is garbage, who is dead, who is slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.actors import Rollout
+from tests.cluster.conftest import STORE_BYTES
+from tests.cluster.strangers import Garbler, Stranger, mute_engine
+from weightsync.clients.fanout import EngineFanout, in_thread
+from weightsync.cluster.client import RayEngine
+from weightsync.cluster.engine_actor import EngineContext, start_engine
+from weightsync.cluster.ray_calls import get, kill, start_actor, submit
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    LoadError,
+    StateError,
+    UnsupportedError,
+)
+from weightsync.types import CommitRequest, Deadline, DescribeRequest, EngineOp
+
+GROUPS = {"steps": 1, "urgent": 1, "asks": 1}
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster: Any) -> Iterator[RayEngine]:
+    """An engine that Ray restarts once."""
+    actor = start_engine(EngineContext(engine_id="e", index=0), Rollout, max_restarts=1)
+    engine = RayEngine(actor, engine_id="e")
+    engine.ready(timeout_s=30)
+    yield engine
+    kill(engine.actor)
+
+
+def test_a_step_is_answered_and_a_refusal_is_typed(engine: RayEngine) -> None:
+    reply = engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    assert (reply.engine_id, reply.version, reply.world_size) == ("e", None, 1)
+    with pytest.raises(StateError, match="commit comes while the session holds the pause"):
+        engine.call(EngineOp.COMMIT, CommitRequest(session="nobody's"), timeout_s=5)
+
+
+def test_the_users_own_methods(engine: RayEngine) -> None:
+    """Typed errors stay what they were; others keep their words; what is private stays so."""
+    assert engine.ask("wait", 0.0, timeout_s=5) is False
+    with pytest.raises(LoadError, match="typed") as caught:
+        engine.ask("fail", True, timeout_s=5)
+    assert caught.value.parameter == "p"
+    with pytest.raises(EngineError, match="ValueError: plain") as plain:
+        engine.ask("fail", typed=False, timeout_s=5)
+    assert plain.value.peer == "e"
+    for name in ("_hidden", "nothing", "__init__"):
+        with pytest.raises(InvalidRequestError, match="no public method"):
+            engine.ask(name, timeout_s=5)
+
+
+def test_a_slow_answer_costs_its_timeout(engine: RayEngine) -> None:
+    slow = in_thread(lambda: engine.ask("wait", 20.0, timeout_s=20), name="slow")
+    with pytest.raises(DeadlineExceededError, match=r"e did not answer wait within 0\.2 s"):
+        engine.ask("wait", 20.0, timeout_s=0.2)
+    engine.ask("let_go", timeout_s=5)
+    assert slow.result(5) is True
+
+
+def test_a_handle_can_be_sent_on(engine: RayEngine) -> None:
+    """As rank 0's actor gets it: by Ray's own framing."""
+    import ray
+
+    copy: RayEngine = ray.get(ray.put(engine), timeout=5)
+    assert copy.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).engine_id == "e"
+
+
+def test_a_process_that_is_killed_is_unreachable_until_ray_has_restarted_it(engine: RayEngine) -> None:
+    """kill -9 during a call; then the same handle reaches a new process; after the last restart it stays dead."""
+    pid = engine.ask("where", timeout_s=5)[0]
+    under_way = in_thread(lambda: engine.ask("wait", 20.0, timeout_s=20), name="under way")
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineUnreachableError, match="the actor of e is gone"):
+        under_way.result(10)
+    deadline = Deadline(30)
+    while True:
+        deadline.check("restart by Ray")
+        try:
+            fresh = engine.ready(timeout_s=10)
+            break
+        except EngineUnreachableError:
+            continue
+    assert fresh.pid != pid
+    os.kill(fresh.pid, signal.SIGKILL)
+    deadline = Deadline(10)
+    while True:
+        _, errors = EngineFanout([engine]).describe(timeout_s=5)
+        if isinstance(errors.get("e"), EngineUnreachableError):
+            break
+        deadline.check("word of the death")
+
+
+@pytest.fixture(scope="module")
+def garbler(ray_cluster: Any) -> Iterator[RayEngine]:
+    actor = start_actor(Garbler, groups=GROUPS, num_cpus=0)
+    yield RayEngine(actor, engine_id="g")
+    kill(actor)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"\xff\xfe no JSON", b'{"value": {"engine_id": 7}}', b'{"value": null, "pickle": "gAN9"}', "text", None, 7],
+)
+def test_garbage_is_no_answer(garbler: RayEngine, said: object) -> None:
+    """To a step and to a method; one typed error that names the engine."""
+    get(
+        submit(garbler.actor, "say", said, group="steps", peer="g"),
+        timeout_s=20,
+        peer="g",
+        what="say",
+        lost=EngineError,
+    )
+    for ask in (
+        lambda: garbler.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=20),
+        lambda: garbler.ask("generate", timeout_s=20),
+    ):
+        with pytest.raises(EngineError) as caught:
+            ask()
+        assert type(caught.value) is EngineError
+        assert caught.value.peer == "g"
+
+
+def test_an_actor_of_another_kind_is_told_as_such(ray_cluster: Any) -> None:
+    stranger = RayEngine(start_actor(Stranger, groups=GROUPS, num_cpus=0), engine_id="s")
+    with pytest.raises(UnsupportedError, match="s can't"):
+        stranger.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=20)
+    with pytest.raises(UnsupportedError, match="s can't be asked for ready"):
+        stranger.ready(timeout_s=5)
+    kill(stranger.actor)
+
+
+def test_a_node_that_dies_takes_its_engine_with_it(ray_cluster: Any) -> None:
+    """The node's raylet is killed, and so is everything on it."""
+    node = ray_cluster.add_node(num_cpus=1, resources={"third": 1}, object_store_memory=STORE_BYTES)
+    actor = start_engine(EngineContext(engine_id="far", index=0), mute_engine, resources={"third": 1})
+    engine = RayEngine(actor, engine_id="far")
+    engine.ready(timeout_s=30)
+    with pytest.raises(EngineError, match="mute"):
+        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    ray_cluster.remove_node(node, allow_graceful=False)
+    with pytest.raises(EngineUnreachableError, match="the actor of far is gone"):
+        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=20)

@@ -1,0 +1,217 @@
+"""A job on Ray, real actors on a cluster of two nodes: every sync is proved, every death is told to the driver.
+
+Seen red: with the driver's wait left without its look at dead actors, with `init` sent straight to the actors, with
+loopback as the meeting address whatever the nodes, with one concurrency group for all of an engine's calls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.actors import Rollout, Trainer, expected
+from weightsync.clients.fanout import in_thread
+from weightsync.cluster.launch import launch
+from weightsync.cluster.manager import RayWeightSync
+from weightsync.cluster.placement import Placement
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineUnreachableError,
+    SyncFailedError,
+    SyncInProgressError,
+    TrainerRankError,
+    UnsupportedError,
+    WeightSyncError,
+)
+from weightsync.transfer.registry import strategy_named
+from weightsync.types import SyncReport
+
+TRANSFER = {"transfer_timeout_s": 6.0, "join_timeout_s": 4.0, "pause_timeout_s": 2.0}
+CONFIG = {"transfer": TRANSFER, "extract": {"dtype": "bfloat16"}}
+SPREAD = Placement(rank_cpus=0.01, engine_cpus=0.01, spread="SPREAD")
+CALL_S = 10.0
+LATE_S = 15.0  # how much later than the ranks' deadline the driver raises: its margin, and the grace of a first failure
+
+
+class Job:
+    """A launched job and what its trainer has done so far."""
+
+    def __init__(self, sync: RayWeightSync) -> None:
+        self.sync = sync
+        self.version = 0
+
+    def next(self) -> SyncReport:
+        """One step and one sync."""
+        self.version += 1
+        self.sync.run("step", timeout_s=CALL_S)
+        return self.sync.sync_weights(self.version)
+
+    def ask(self, engine: int, method: str, *args: Any) -> Any:
+        return self.sync.engines[f"engine-{engine}"].ask(method, *args, timeout_s=CALL_S)
+
+    def served(self, engine: int) -> int | None:
+        """The version that an engine serves, once its bytes are seen to be that version's."""
+        live, version, _ = self.ask(engine, "fingerprint")
+        if version is not None:
+            assert live == expected(version), "what it serves is what the trainer published"
+        return version  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def job(ray_cluster: Any) -> Iterator[Job]:
+    """Two training ranks and two engines, one of each on either node."""
+    with launch(Trainer, Rollout, num_ranks=2, num_engines=2, config=CONFIG, placement=SPREAD) as sync:
+        sync.initialize()
+        yield Job(sync)
+
+
+def test_engines_on_two_nodes_hold_the_trainers_bytes(job: Job) -> None:
+    """Several versions; the group meets at the node's address, since not everybody is on one node."""
+    places = [engine.ready(timeout_s=CALL_S) for engine in job.sync.engines.values()]
+    ranks = [rank.where(timeout_s=CALL_S) for rank in job.sync.ranks]
+    assert len({place.node_id for place in places}) == 2
+    assert len({place.node_id for place in ranks}) == 2
+    assert job.sync.run("master_addr", timeout_s=CALL_S) == [ranks[0].node_ip] * 2
+    for _ in range(3):
+        report = job.next()
+        assert (report.version.number, report.engine_ids, report.lost) == (job.version, ("engine-0", "engine-1"), {})
+        assert report.digests_equal is True
+        assert report.num_chunks >= 3
+        assert [job.served(engine) for engine in (0, 1)] == [job.version, job.version]
+        digests = {job.ask(engine, "fingerprint")[2] for engine in (0, 1)}
+        assert len(digests) == 1
+
+
+def test_init_infos_travel_by_the_controller(job: Job) -> None:
+    """Rank 0 made them, the driver handed them on, and the engines are in the group that they name."""
+    job.next()
+    handed_on = job.sync.init_requests
+    assert set(handed_on) == {"engine-0", "engine-1"}
+    assert sorted(request.rank_offset for request in handed_on.values()) == [1, 2]
+    replies, errors = job.sync.describe(timeout_s=CALL_S)
+    assert not errors
+    assert {reply.group for reply in replies.values()} == {request.info.group_name for request in handed_on.values()}
+
+
+def test_generation_and_syncs_do_not_wait_for_each_other(job: Job) -> None:
+    """All threads for the user's calls are taken, and a sync goes through: it has threads of its own."""
+    waits = [in_thread(lambda: job.ask(1, "wait", 1.5), name="generation") for _ in range(8)]
+    while job.ask(0, "where") is None or sum(not wait.done() for wait in waits) < 8:
+        assert not any(wait.done() for wait in waits)
+    report = job.next()
+    assert report.digests_equal is True
+    assert not any(wait.done() for wait in waits), "the generations were still running"
+    assert [wait.result(CALL_S) for wait in waits] == [False] * 8
+
+
+@pytest.mark.parametrize("phase", ["begin", "update_weights", "stage", "pause", "commit"])
+def test_an_engine_is_killed_in_each_phase(job: Job, phase: str) -> None:
+    """The driver is told who died, at once; the survivor goes on; the engine comes back as another actor."""
+    before = job.version
+    if phase == "update_weights":
+        job.ask(1, "arm", {"at": "load", "chunk": 3, "do": "kill"})
+    else:
+        job.ask(1, "die_at", phase)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError) as caught:
+        job.next()
+    assert time.monotonic() - started < TRANSFER["transfer_timeout_s"]
+    assert isinstance(caught.value, SyncFailedError)
+    assert isinstance(caught.value.causes["engine-1"], EngineUnreachableError)
+    assert job.served(0) == (job.version if phase == "commit" else before)
+    report = job.next()
+    assert (report.engine_ids, report.lost_engine_ids) == (("engine-0",), ("engine-1",))
+    assert job.served(0) == job.version
+    job.sync.restart_engine("engine-1", timeout_s=30)
+    assert job.ask(1, "fingerprint")[1] is None, "it serves what its factory built"
+    assert job.next().engine_ids == ("engine-0", "engine-1")
+    assert job.served(1) == job.version
+
+
+def test_one_call_at_a_time(job: Job) -> None:
+    with job.sync._exclusive(), pytest.raises(SyncInProgressError):
+        job.next()
+    job.version -= 1
+
+
+def test_a_step_that_fails_on_one_rank_is_told_with_the_rank(job: Job) -> None:
+    with pytest.raises(WeightSyncError, match="a step that fails") as caught:
+        job.sync.run("fail", 1, timeout_s=CALL_S)
+    assert caught.value.rank == 1
+    with pytest.raises(WeightSyncError, match="no public method '_hidden'"):
+        job.sync.run("_hidden", timeout_s=CALL_S)
+    assert job.next().digests_equal is True
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_training_rank_is_killed(ray_cluster: Any, rank: int) -> None:
+    """The driver is told which rank died, within the deadline; later calls say so at once; the engine goes on."""
+    with launch(Trainer, Rollout, num_ranks=2, num_engines=1, config=CONFIG, placement=SPREAD) as sync:
+        job = Job(sync)
+        sync.initialize()
+        job.next()
+        sync.run("signal_in_extraction", rank, 3, signal.SIGKILL, timeout_s=CALL_S)
+        started = time.monotonic()
+        with pytest.raises(TrainerRankError, match=f"training rank {rank} is gone") as caught:
+            sync.sync_weights(2)
+        assert time.monotonic() - started < TRANSFER["transfer_timeout_s"]
+        assert caught.value.rank == rank
+        started = time.monotonic()
+        with pytest.raises(TrainerRankError, match="is gone"):
+            sync.sync_weights(3)
+        with pytest.raises(TrainerRankError, match="is gone"):
+            sync.run("step", timeout_s=CALL_S)
+        assert time.monotonic() - started < 1
+        assert job.served(0) == 1
+
+
+def test_a_training_rank_that_hangs_costs_the_deadline(ray_cluster: Any) -> None:
+    """SIGSTOP: no connection breaks, and the driver is told who is silent; then the rank dies between syncs."""
+    config = {**CONFIG, "transfer": {**TRANSFER, "transfer_timeout_s": 1.0}}
+    with launch(Trainer, Rollout, num_ranks=2, num_engines=1, config=config, placement=SPREAD) as sync:
+        sync.initialize()
+        pids = [pid for pid, _ in sync.run("where", timeout_s=CALL_S)]
+        sync.run("signal_in_extraction", 1, 2, signal.SIGSTOP, timeout_s=CALL_S)
+        started = time.monotonic()
+        with pytest.raises((DeadlineExceededError, TrainerRankError)) as caught:
+            sync.sync_weights(1)
+        assert time.monotonic() - started < 1.0 + LATE_S
+        assert caught.value.details["silent_ranks"] == [1]
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(TrainerRankError, match="training rank 1 is gone"):
+            sync.sync_weights(2)
+
+
+def strategies() -> Iterator[str]:
+    for name in ("cuda_ipc", "packed_cuda_ipc"):
+        try:
+            strategy_named(name)
+        except UnsupportedError:
+            continue
+        yield name
+
+
+@pytest.mark.parametrize("strategy", list(strategies()))
+def test_colocated_actors_share_a_bundle(ray_cluster: Any, strategy: str) -> None:
+    """Rank i and engine i see the same GPU by Ray's books, and another one than rank 1 - i; all meet on loopback."""
+    placement = Placement(
+        colocated=True, rank_cpus=0.01, engine_cpus=0.01, rank_gpus=0.5, engine_gpus=0.5, spread="STRICT_PACK"
+    )
+    config = {**CONFIG, "transfer": {**TRANSFER, "colocated": True, "strategy": strategy}}
+    with launch(Trainer, Rollout, num_ranks=2, num_engines=2, config=config, placement=placement) as sync:
+        job = Job(sync)
+        ranks = sync.run("where", timeout_s=CALL_S)
+        engines = [job.ask(engine, "where") for engine in (0, 1)]
+        assert [gpu for _, gpu in ranks] == [gpu for _, gpu in engines]
+        assert len({gpu for _, gpu in ranks}) == 2
+        assert sync.run("master_addr", timeout_s=CALL_S) == ["127.0.0.1"] * 2
+        sync.initialize()
+        for _ in range(2):
+            report = job.next()
+            assert (report.digests_equal, report.lost) == (True, {})
+            assert [job.served(engine) for engine in (0, 1)] == [job.version, job.version]

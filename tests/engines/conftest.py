@@ -1,0 +1,68 @@
+"""One vLLM server and one oracle for all tests of this folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.vllm_support import (
+    NEEDS_VLLM,
+    Oracle,
+    Server,
+    build_model,
+    cast_weights,
+    save_checkpoint,
+    train_step,
+    vllm_is_there,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Versions:
+    """What a model is after 0, 1 and 2 training steps: a checkpoint's folder and the cast weights of each."""
+
+    checkpoints: tuple[Path, ...]
+    weights: tuple[dict[str, torch.Tensor], ...]
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    """Made by the same steps as the tests' trainers make, without any of the library."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = build_model()
+    checkpoints, weights = [], []
+    for number in range(3):
+        if number:
+            train_step(model, number)
+        weights.append(cast_weights(model))
+        checkpoints.append(save_checkpoint(folder / f"v{number}", model, weights[-1]))
+    torch.set_num_threads(threads)
+    return Versions(checkpoints=tuple(checkpoints), weights=tuple(weights))
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    """Answers of fresh engines, remembered."""
+    return Oracle()
+
+
+@pytest.fixture(scope="session")
+def vllm_server(versions: Versions, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A running server of the tiny model; a test that kills it starts it again."""
+    if not vllm_is_there:
+        pytest.skip(NEEDS_VLLM)
+    server = Server(versions.checkpoints[0], tmp_path_factory.mktemp("server"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.kill)
+        stack.callback(server.http.close)
+        server.start()
+        oracle.learn(versions.checkpoints)
+        server.wait_until_ready()
+        yield server

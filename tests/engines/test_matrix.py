@@ -1,0 +1,177 @@
+"""Every trainer over every strategy into every engine: {module, FSDP2, DeepSpeed, Megatron} x {broadcast, cuda_ipc,
+packed_cuda_ipc} x {module, vLLM}, real processes, real optimizer steps.
+
+A trainer takes a step for each strategy and pushes it to both engines in one sync, so one job makes six cells. In the
+module engine every live byte has to be the trainer's cast weight; for vLLM the oracle has to hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.engines.conftest import Versions
+from tests.engines.vllm_support import DIFFERENT, SAME, Oracle, Server, distance, save_checkpoint
+from tests.multiproc.spine import TOKEN
+from tests.multiproc.trainers import KINDS, build_trainer, cast_bytes_of, hf_engine, hf_model
+from weightsync.clients.fanout import EngineFanout
+from weightsync.clients.http import HttpEngine
+from weightsync.clients.vllm import VllmEngine, VllmHttpApi
+from weightsync.publish.push import PushSync
+from weightsync.testing.processes import children, free_port, in_gloo_world
+from weightsync.transfer.registry import strategy_named
+
+STRATEGIES = ("broadcast", "cuda_ipc", "packed_cuda_ipc")
+LOADERS = ("module", "vllm")
+RANKS = {"module": 1, "fsdp": 2, "deepspeed": 2, "megatron": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Synced:
+    """What one sync left in both engines.
+
+    Attributes:
+        report: `version`, `digests_equal`, `unprovable`, `num_chunks` of the trainer's report.
+        held: every byte of the module engine, by name.
+        expected: every byte that it had to be, made without the library.
+        logprobs: the vLLM server's.
+        checkpoint: folder with the weights of this version.
+    """
+
+    report: dict[str, Any]
+    held: dict[str, bytes]
+    expected: dict[str, bytes]
+    logprobs: list[list[float]]
+    checkpoint: Path
+
+
+def rank_main(rank: int, world_size: int, kind: str, urls: dict[str, str], folder: str, conn: Any = None) -> None:
+    """Takes strategies from `conn` (rank 0 tells the others): steps, syncs, saves the truth, says how it went."""
+    trainer = build_trainer(kind, rank, world_size)
+    engines = [
+        HttpEngine(urls["module"], engine_id="module", token=TOKEN),
+        VllmEngine(VllmHttpApi(urls["vllm"]), engine_id="vllm"),
+    ]
+    for number, strategy in enumerate(STRATEGIES, 1):
+        trainer.step(number)
+        push = PushSync(
+            trainer.extractor,
+            EngineFanout(engines) if rank == 0 else None,
+            strategy=strategy_named(strategy),
+            dtype="bfloat16",
+            transfer_timeout_s=30.0,
+            join_timeout_s=15.0,
+        )
+        push.initialize()
+        report = push.sync_weights(number)
+        truth = trainer.truth()
+        push.close()
+        if rank == 0:
+            path = Path(folder) / f"{kind}-{strategy}.safetensors"
+            save_file({name: t.to(torch.bfloat16).contiguous() for name, t in truth.items()}, path)
+            facts = {
+                "version": report.version.number,
+                "digests_equal": report.digests_equal,
+                "unprovable": dict(report.unprovable),
+                "num_chunks": report.num_chunks,
+            }
+            conn.send((strategy, facts, cast_bytes_of(truth), str(path)))
+        if conn.recv() != "go on":
+            break
+    os._exit(0)  # Megatron's and DeepSpeed's groups have nothing left to say
+
+
+def run_job(kind: str, server: Server, folder: Path) -> dict[str, Synced]:
+    """All strategies of one trainer."""
+    done: dict[str, Synced] = {}
+    world_size = RANKS[kind]
+    with children() as start:
+        module = start(hf_engine, False, talk=True, name="module")
+        urls = {"module": module.recv(60), "vllm": server.url}
+        port = free_port()
+        ranks = [
+            start(
+                in_gloo_world, rank, world_size, port, rank_main, (kind, urls, str(folder)), talk=True,
+                name=f"{kind}-{rank}",
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        for _ in STRATEGIES:
+            strategy, report, expected, path = ranks[0].recv(90)
+            module.conn.send("weights")
+            weights = _load(path)
+            done[strategy] = Synced(
+                report=report,
+                held=module.recv(30),
+                expected=expected,
+                logprobs=server.logprobs(),
+                checkpoint=save_checkpoint(folder / f"{kind}-{strategy}", hf_model(), weights),
+            )
+            for rank in ranks:
+                rank.conn.send("go on")
+        for rank in ranks:
+            rank.process.join(30)
+    return done
+
+
+def _load(path: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    weights: dict[str, torch.Tensor] = load_file(path)
+    return weights
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    vllm_server: Server, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], dict[str, Synced]]]:
+    """A trainer's job, run once when its first cell asks."""
+    folder = tmp_path_factory.mktemp("matrix")
+    known: dict[str, dict[str, Synced]] = {}
+
+    def job(kind: str) -> dict[str, Synced]:
+        if kind not in known:
+            known[kind] = run_job(kind, vllm_server, folder)
+            oracle.learn([each.checkpoint for each in known[kind].values()])
+        return known[kind]
+
+    yield job
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "strategy", "loader"), list(itertools.product(KINDS, STRATEGIES, LOADERS)), ids="-".join
+)
+def test_cell(
+    jobs: Callable[[str], dict[str, Synced]],
+    oracle: Oracle,
+    versions: Versions,
+    kind: str,
+    strategy: str,
+    loader: str,
+) -> None:
+    """What the engine holds is what the trainer has, after a step that shows."""
+    done = jobs(kind)
+    synced = done[strategy]
+    number = STRATEGIES.index(strategy)
+    assert synced.report["version"] == number + 1
+    assert synced.report["num_chunks"] >= 3
+    if loader == "module":
+        assert synced.held == synced.expected
+        if number:
+            assert synced.held != done[STRATEGIES[number - 1]].held
+        assert "module" not in synced.report["unprovable"]
+        return
+    assert distance(synced.logprobs, oracle.logprobs(synced.checkpoint)) <= SAME
+    if number:
+        before = oracle.logprobs(done[STRATEGIES[number - 1]].checkpoint)
+        assert distance(synced.logprobs, before) >= DIFFERENT
+    assert list(synced.report["unprovable"]) == ["vllm"]

@@ -1,0 +1,127 @@
+"""A vLLM plugin for tests: makes a worker's real loader fail where a file says so. Each fault fires once.
+
+The file, JSON: {"at": "begin" | "load" | "commit" | "reload", "chunk": k, "do": "raise" | "corrupt" | "kill", "worker":
+index}. "reload" is in the middle of vLLM's own reload, when live weights are gone in part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FILE_VARIABLE = "WEIGHTSYNC_TEST_FAULT"
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Environment of an engine whose processes have this plugin; the fault's file is `folder / "fault.json"`."""
+    info = folder / "weightsync_faults-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weightsync-faults\nVersion: 0\n", encoding="utf-8")
+    entry = "[vllm.general_plugins]\nweightsync_faults = tests.engines.vllm_faults:register\n"
+    (info / "entry_points.txt").write_text(entry, encoding="utf-8")
+    root = Path(__file__).parents[2]
+    paths = [str(folder), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), FILE_VARIABLE: str(folder / "fault.json")}
+
+
+def arm(folder: Path, fault: Mapping[str, Any]) -> None:
+    """Arms a fault, as one step."""
+    fresh = folder / "fault.new"
+    fresh.write_text(json.dumps(fault), encoding="utf-8")
+    fresh.rename(folder / "fault.json")
+
+
+def armed(folder: Path) -> bool:
+    """Whether a fault waits to fire."""
+    return (folder / "fault.json").exists()
+
+
+def disarm(folder: Path) -> None:
+    """Takes back what has not fired."""
+    (folder / "fault.json").unlink(missing_ok=True)
+
+
+def register() -> None:
+    """vLLM calls it in each of its processes; it wraps weightsync's loader, nothing of vLLM."""
+    from weightsync.load import vllm as loader
+
+    kind: Any = loader.VLLMWeightLoader
+    if getattr(kind, "has_faults", False):
+        return
+    kind.has_faults = True
+    begin, load, commit, reload = kind.begin, kind.load_weights, kind.commit, loader._Reload.load
+    chunks: dict[int, int] = {}
+
+    def faulty_begin(self: Any, manifest: Any) -> None:
+        chunks[id(self)] = 0
+        _fire("begin")
+        begin(self, manifest)
+
+    def faulty_load(self: Any, updates: Iterable[Any]) -> None:
+        chunk = chunks[id(self)]
+        chunks[id(self)] += 1
+        _fire("load", chunk)
+        load(self, _corrupted(updates) if _take("load", chunk, "corrupt") else updates)
+
+    def faulty_commit(self: Any, version: Any) -> None:
+        _fire("commit")
+        commit(self, version)
+
+    def faulty_reload(self: Any, weights: Iterable[tuple[str, Any]]) -> None:
+        def some() -> Iterator[tuple[str, Any]]:
+            for count, pair in enumerate(weights):
+                if count == 6:
+                    _fire("reload")
+                yield pair
+
+        reload(self, list(some()) if not _pending("reload") else some())
+
+    kind.begin, kind.load_weights, kind.commit = faulty_begin, faulty_load, faulty_commit
+    loader._Reload.load = faulty_reload  # type: ignore[method-assign]
+
+
+def _corrupted(updates: Iterable[Any]) -> Iterator[Any]:
+    for count, update in enumerate(updates):
+        if count == 0:
+            update.tensor.view(-1)[0] += 1
+        yield update
+
+
+def _read() -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        fault: dict[str, Any] = json.loads(Path(os.environ[FILE_VARIABLE]).read_text(encoding="utf-8"))
+        return fault
+    return {}
+
+
+def _pending(at: str) -> bool:
+    return _read().get("at") == at
+
+
+def _take(at: str, chunk: int, do: str) -> bool:
+    """Whether the armed fault is this one; then it is used up."""
+    fault = _read()
+    if (fault.get("at"), fault.get("do")) != (at, do) or fault.get("chunk", chunk) != chunk:
+        return False
+    if "worker" in fault and fault["worker"] != _worker():
+        return False
+    Path(os.environ[FILE_VARIABLE]).unlink(missing_ok=True)
+    return True
+
+
+def _worker() -> int:
+    from vllm.distributed.parallel_state import get_world_group
+
+    return int(get_world_group().rank_in_group)
+
+
+def _fire(at: str, chunk: int = -1) -> None:
+    if _take(at, chunk, "raise"):
+        raise RuntimeError(f"planted at {at}")
+    if _take(at, chunk, "kill"):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,321 @@
+"""Real vLLM engines for tests: a tiny model, a server, and the oracle that says what an engine has to answer.
+
+The oracle: an engine's log-probabilities of fixed prompts, against those of a fresh engine that has loaded the same
+version from a checkpoint. Trainers of any kind can be compared; `save_checkpoint` takes plain name -> tensor pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.engines import vllm_faults
+from weightsync.testing.processes import free_port
+
+MODEL_NAME = "tiny"
+VOCAB = 128
+MAX_LEN = 512
+PROMPTS: tuple[tuple[int, ...], ...] = (
+    tuple((7 * i + 3) % VOCAB for i in range(24)),
+    tuple((11 * i + 5) % VOCAB for i in range(40)),
+)
+SAME, DIFFERENT = 1e-6, 1e-4
+START_S = 150.0
+RESULT = "RESULT "
+NUM_NEXT = 20
+LONG_PROMPT: tuple[int, ...] = tuple((5 * i + i // 9) % VOCAB for i in range(300))
+
+vllm_is_there = importlib.util.find_spec("vllm") is not None
+NEEDS_VLLM = "vLLM is not installed: pip install weightsync[engines-cpu]"
+
+
+def build_model(seed: int = 0, *, tied: bool = False) -> nn.Module:
+    """A Qwen3 of 2 layers, in float32; its head dimension and head counts are such that vLLM runs it at TP 1 and 2."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LEN,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def train_step(model: nn.Module, seed: int, *, lr: float = 0.02) -> None:
+    """One real AdamW step on random text."""
+    torch.manual_seed(1000 + seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    tokens = torch.randint(0, VOCAB, (2, 16))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, cast, made without any of the library's extraction."""
+    return {name: p.detach().to(dtype).clone() for name, p in model.named_parameters()}
+
+
+def save_checkpoint(folder: Path, model: nn.Module, weights: Mapping[str, torch.Tensor] | None = None) -> Path:
+    """A checkpoint that vLLM loads: the model's config, and `weights` (its own in bfloat16 where not given)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.config.to_dict()  # type: ignore[union-attr,operator]
+    config.update(architectures=[type(model).__name__], dtype="bfloat16", torch_dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
+    tensors = cast_weights(model) if weights is None else dict(weights)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+# --- a server ---
+
+
+class Server:
+    """A vLLM server in a process group of its own, on a port that stays the same when it is started again.
+
+    Args:
+        checkpoint: what it serves at first.
+        folder: for its log, and for the file of planted faults (`vllm_faults`).
+        tp: tensor-parallel size.
+        env: further environment.
+    """
+
+    def __init__(self, checkpoint: Path, folder: Path, *, tp: int = 1, env: Mapping[str, str] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.checkpoint = checkpoint
+        self._port = free_port()
+        self._tp = tp
+        self._env = {**engine_env(tp), **vllm_faults.install(folder), **(env or {})}
+        self._log = folder / "vllm.log"
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.http = httpx.Client(
+            base_url=self.url, timeout=60.0, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+        )
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Id of the process, and of its group."""
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        """Starts it; `wait_until_ready` waits."""
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.checkpoint)),
+            *("--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", MODEL_NAME),
+            *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--disable-log-stats"),
+            *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "8", "--tensor-parallel-size", str(self._tp)),
+            *("--weight-transfer-config", json.dumps({"backend": "weightsync"})),
+        ]
+        with self._log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=Path(__file__).parents[2],
+                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **self._env},
+            )
+
+    def wait_until_ready(self) -> None:
+        """Returns when the server answers."""
+        assert self.process is not None
+        end = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if self.http.get("/health", timeout=2.0).status_code == 200:
+                    return
+            assert self.process.poll() is None, f"vLLM ended:\n{self.tail()}"
+            assert time.monotonic() < end, f"vLLM did not start within {START_S} s:\n{self.tail()}"
+            time.sleep(0.1)  # between two looks
+
+    def kill(self) -> None:
+        """kill -9 of the server and everything it started. Idempotent."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(20)
+
+    def logprobs(self, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[float]]:
+        """Log-probability of every prompt token but the first. vLLM reads no prefix cache for these."""
+        return [_scores(self.complete(prompt, prompt_logprobs=0)["prompt_logprobs"]) for prompt in prompts]
+
+    def next_token(self, prompt: Sequence[int]) -> dict[str, float]:
+        """Log-probabilities of the likeliest next tokens. vLLM uses its prefix cache for these."""
+        told = self.complete(prompt, logprobs=NUM_NEXT)["logprobs"]["top_logprobs"][0]
+        return {str(token): float(score) for token, score in told.items()}
+
+    def complete(self, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
+        """One completion's choice; see vLLM's /v1/completions for the options."""
+        response = self.http.post("/v1/completions", json=completion(prompt, **options))
+        assert response.status_code == 200, response.text
+        choice: dict[str, Any] = response.json()["choices"][0]
+        return choice
+
+    def get(self, path: str, **params: Any) -> dict[str, Any]:
+        """A GET's answer."""
+        response = self.http.get(path, params=params)
+        assert response.status_code == 200, response.text
+        body: dict[str, Any] = response.json()
+        return body
+
+    def tail(self, chars: int = 6000) -> str:
+        """The end of its log."""
+        return self._log.read_text(errors="replace")[-chars:]
+
+
+def completion(prompt: Sequence[int], **options: Any) -> dict[str, Any]:
+    """The body of a /v1/completions request."""
+    return {
+        "model": MODEL_NAME,
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "return_tokens_as_token_ids": True,
+        **options,
+    }
+
+
+def engine_env(tp: int = 1) -> dict[str, str]:
+    """Settings for a small engine on a CPU."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(i % (os.cpu_count() or 1)) for i in range(tp)) if tp > 1 else "auto",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+# --- the oracle ---
+
+
+class Oracle:
+    """Fresh engines on demand, in a process of their own; what they answered is remembered by folder."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def learn(self, checkpoints: Sequence[Path]) -> None:
+        """Starts a fresh engine for each of them, one after the other, in one process."""
+        new = [str(each) for each in checkpoints if str(each) not in self._known]
+        if new:
+            told = run_script("oracle", [new, [list(prompt) for prompt in PROMPTS], list(LONG_PROMPT)])
+            self._known.update(zip(new, told, strict=True))
+
+    def logprobs(self, checkpoint: Path) -> list[list[float]]:
+        """What a fresh engine that has loaded this checkpoint says of `PROMPTS`, as `Server.logprobs` does."""
+        self.learn([checkpoint])
+        scores: list[list[float]] = self._known[str(checkpoint)]["prompts"]
+        return scores
+
+    def next_token(self, checkpoint: Path) -> dict[str, float]:
+        """What it says after `LONG_PROMPT`, as `Server.next_token` does."""
+        self.learn([checkpoint])
+        scores: dict[str, float] = self._known[str(checkpoint)]["next"]
+        return scores
+
+
+def run_script(name: str, argument: Any, *, env: Mapping[str, str] | None = None, timeout_s: float = START_S) -> Any:
+    """Runs a function of `SCRIPTS` in an interpreter of its own (vLLM keeps process-wide state) and gives its result.
+
+    Raises:
+        AssertionError: it failed, or took too long; with what it wrote.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.engines.vllm_scripts", name, json.dumps(argument)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+        env={**os.environ, **engine_env(), **(env or {})},
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"{name} took over {timeout_s} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+    last = output.strip().rpartition("\n")[2]
+    assert process.returncode == 0, f"{name} failed:\n{output[-6000:]}"
+    assert last.startswith(RESULT), f"{name} gave no result:\n{output[-6000:]}"
+    return json.loads(last.removeprefix(RESULT))
+
+
+def llm_options(checkpoint: Path | str, tp: int = 1, **options: Any) -> dict[str, Any]:
+    """Arguments of an offline `LLM` of the tiny model."""
+    return {
+        "model": str(checkpoint),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": 8,
+        "dtype": "bfloat16",
+        "tensor_parallel_size": tp,
+        **options,
+    }
+
+
+def llm_logprobs(llm: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[float]]:
+    """Log-probability of every prompt token but the first."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    outs = [llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)[0] for prompt in prompts]
+    return [[next(iter(scored.values())).logprob for scored in out.prompt_logprobs[1:]] for out in outs]
+
+
+def llm_next_token(llm: Any, prompt: Sequence[int]) -> dict[str, float]:
+    """Log-probabilities of the likeliest next tokens, by name as the server gives it."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=NUM_NEXT, detokenize=False)
+    out = llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)[0]
+    return {f"token_id:{token}": scored.logprob for token, scored in out.outputs[0].logprobs[0].items()}
+
+
+def distance(one: list[list[float]], other: list[list[float]]) -> float:
+    """The greatest difference of any token's log-probability."""
+    assert [len(row) for row in one] == [len(row) for row in other]
+    return max(abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def next_distance(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """The greatest difference among the tokens that both name; infinite where they name no common one."""
+    return max((abs(one[token] - other[token]) for token in one.keys() & other.keys()), default=float("inf"))
+
+
+def _scores(told: list[dict[str, Any] | None]) -> list[float]:
+    return [float(next(iter(scored.values()))["logprob"]) for scored in told[1:] if scored]

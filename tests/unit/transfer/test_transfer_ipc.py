@@ -1,0 +1,309 @@
+"""IPC: what the transfer contract does not say: whose handles are taken, what is refused, who may still read."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weightsync.config import WeightSyncConfig
+from weightsync.errors import (
+    InvalidRequestError,
+    SharedMemoryError,
+    SyncFailedError,
+    TransferAbortedError,
+    UnsupportedError,
+    WeightSyncError,
+)
+from weightsync.memory import folder
+from weightsync.transfer.base import SharedChunk
+from weightsync.transfer.ipc import (
+    CudaIpcTransferStrategy,
+    IpcSharer,
+    IpcTransferSender,
+    PackedCudaIpcTransferStrategy,
+    borrowers,
+)
+from weightsync.transfer.ipc_cuda import CudaDriver, _Opened
+from weightsync.transfer.registry import strategy_for, strategy_named
+from weightsync.types import (
+    CudaMemoryHandle,
+    Deadline,
+    EmptyWeightSyncInitInfo,
+    PackedCudaIpcWeightUpdateRequest,
+    SharedMemoryHandle,
+    TorchDistributedWeightSyncInitInfo,
+    WeightChunk,
+)
+
+BOTH = pytest.mark.parametrize("packed", [False, True])
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(folder, "_path", str(tmp_path))
+    yield tmp_path
+    gc.collect()
+    assert [name for name in os.listdir(tmp_path) if not name.startswith("weightsync-host-")] == []
+
+
+def strategy(packed: bool) -> Any:
+    return PackedCudaIpcTransferStrategy() if packed else CudaIpcTransferStrategy()
+
+
+def chunk_of(fill: int, numel: int = 1000) -> WeightChunk:
+    tensors = (torch.full((numel,), fill, dtype=torch.int32), torch.empty(0, 3), torch.tensor(fill))
+    return WeightChunk(names=("w", "none", "step"), tensors=tensors)
+
+
+class Ends:
+    """A sharer, and a receiver that gets what a sender would announce of it."""
+
+    def __init__(self, packed: bool) -> None:
+        self.sharer = IpcSharer(packed=packed)
+        self.sender = IpcTransferSender(packed=packed, record=lambda record: None, track="t")
+        self.receiver = self.new_receiver(packed)
+
+    def new_receiver(self, packed: bool) -> Any:
+        return strategy(packed).create_receiver(EmptyWeightSyncInitInfo(strategy="cuda_ipc", group_name="g"), rank=1)
+
+    def request(self, chunk: WeightChunk, seq: int, *, others: tuple[Any, ...] = ()) -> Any:
+        """The announcement; `others` are handles of other ranks, which come first."""
+        lists = (*others, self.sharer.share(chunk, seq))
+        return self.sender.create_request(SharedChunk.of(chunk, lists, let_go=lambda: None), session="s", seq=seq)
+
+    def receive(self, request: Any) -> list[torch.Tensor]:
+        return [update.tensor for update in self.receiver.receive_weights(request, deadline=Deadline(5))]  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sharer.close()
+
+
+@pytest.fixture
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    made = Ends(request.param)
+    yield made
+    made.close()
+
+
+both_ends = pytest.mark.parametrize("ends", [False, True], indirect=True, ids=["each", "packed"])
+
+
+@both_ends
+def test_a_late_reader_keeps_the_old_bytes_after_a_failure(ends: Ends) -> None:
+    """Seen to fail: with the segments kept after a failure, the view had the next sync's bytes."""
+    late = ends.receive(ends.request(chunk_of(1), 0))[0]
+    ends.sharer.end_sync(failed=True)
+    again = ends.receive(ends.request(chunk_of(2), 0))[0]
+    assert (late[0], again[0]) == (1, 2)
+    assert bool((late == 1).all())
+
+
+@both_ends
+def test_buckets_stay_from_sync_to_sync_and_are_mapped_once(ends: Ends, own_folder: Path) -> None:
+    names = set()
+    for turn in range(3):
+        for seq in range(5):
+            (got, none, step) = ends.receive(ends.request(chunk_of(10 * turn + seq), seq))
+            assert int(got[0]) == int(step) == 10 * turn + seq
+            assert none.shape == (0, 3)
+        ends.sharer.end_sync(failed=False)
+        names.add(tuple(sorted(name for name in os.listdir(own_folder) if "host" not in name)))
+    (kept,) = names
+    assert len(kept) == 3
+
+
+@both_ends
+def test_a_bucket_that_has_become_too_small_is_replaced_on_both_ends(ends: Ends) -> None:
+    """And the old one's memory is given back: nobody maps what nobody writes."""
+    ends.receiver.release(ends.request(chunk_of(1), 0))
+    ends.receive(ends.request(chunk_of(1), 0))
+    gc.collect()
+    for numel in (1_000_000, 3_000_000):
+        (got, _, _) = ends.receive(ends.request(chunk_of(2, numel), 0))
+        assert bool((got == 2).all())
+        del got
+    gc.collect()
+    maps = {
+        line.split()[-2 if "deleted" in line else -1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if folder._path in line
+    }
+    assert len(maps) == 1, maps
+
+
+@both_ends
+def test_a_worker_takes_the_handles_of_its_own_host_wherever_they_stand(ends: Ends) -> None:
+    packed = isinstance(ends.request(chunk_of(1), 0), PackedCudaIpcWeightUpdateRequest)
+    mine = ends.sharer.share(chunk_of(4), 1)
+    far = tuple(
+        SharedMemoryHandle(host_nonce="0" * 32, name="weightsync-1-x", offset_bytes=0, size_bytes=h.size_bytes)
+        for h in mine
+    )
+    gpu = tuple(
+        CudaMemoryHandle(device_uuid="a-b", handle="ab" * 64, offset_bytes=0, size_bytes=h.size_bytes) for h in mine
+    )
+    (got, _, _) = ends.receive(ends.request(chunk_of(4), 1, others=(far, gpu)))
+    assert int(got[0]) == 4
+    request = ends.sender.create_request(
+        SharedChunk.of(chunk_of(4), (far, gpu), let_go=lambda: None), session="s", seq=2
+    )
+    with pytest.raises(UnsupportedError, match="broadcast") as caught:
+        ends.receive(request)
+    for word in ("GPU a-b", "host " + "0" * 32, borrowers()[-1].place):
+        assert word in caught.value.message
+    assert packed == (len(mine) == 1)
+
+
+def test_a_list_of_two_hosts_is_nobodys() -> None:
+    """All of a chunk comes from one place, or nothing."""
+    ends = Ends(packed=False)
+    mine = ends.sharer.share(chunk_of(4), 1)
+    far = SharedMemoryHandle(host_nonce="0" * 32, name="weightsync-1-x", offset_bytes=0, size_bytes=mine[0].size_bytes)
+    request = ends.sender.create_request(
+        SharedChunk.of(chunk_of(4), ((far, *mine[1:]),), let_go=lambda: None), session="s", seq=1
+    )
+    with pytest.raises(UnsupportedError):
+        ends.receive(request)
+    ends.close()
+
+
+@both_ends
+def test_after_the_close_nothing_is_opened_and_what_is_read_stays_until_it_is_released(ends: Ends) -> None:
+    request = ends.request(chunk_of(3), 0)
+    (got, _, _) = ends.receive(request)
+    ends.receiver.close()
+    with pytest.raises(TransferAbortedError):
+        ends.receive(ends.request(chunk_of(4), 1))
+    assert ends.receiver._given_back is False, "a loader still reads"
+    assert bool((got == 3).all())
+    ends.receiver.release(request)
+    assert ends.receiver._given_back is True
+    ends.receiver.release(request)
+
+
+@both_ends
+def test_memory_that_is_gone_is_told_as_such(ends: Ends) -> None:
+    request = ends.request(chunk_of(3), 0)
+    ends.sharer.close()
+    with pytest.raises(SharedMemoryError, match="gone"):
+        ends.receive(request)
+
+
+quiet = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@quiet
+@given(offset=st.integers(0, 3 << 20), packed=st.booleans(), name=st.sampled_from(["", "weightsync-1-gone", "a"]))
+def test_no_announcement_reads_beyond_its_segment(offset: int, packed: bool, name: str) -> None:
+    """Hostile offsets and names: a typed error, or exactly the bytes that lie there."""
+    ends = Ends(packed)
+    chunk = WeightChunk(names=("w",), tensors=(torch.arange(64, dtype=torch.int64),))
+    (handle,) = ends.sharer.share(chunk, 0)
+    wrong = SharedMemoryHandle(
+        host_nonce=handle.host_nonce,  # type: ignore[union-attr]
+        name=name or handle.name,  # type: ignore[union-attr]
+        offset_bytes=offset,
+        size_bytes=handle.size_bytes,
+    )
+    request = ends.sender.create_request(SharedChunk.of(chunk, ((wrong,),), let_go=lambda: None), session="s", seq=0)
+    try:
+        (got,) = ends.receive(request)
+    except WeightSyncError:
+        assert name or offset % 8 or offset + 512 > (2 << 20)
+    else:
+        assert got.shape == (64,)
+        assert offset % 8 == 0
+        assert offset + 512 <= 2 << 20
+        del got
+    ends.close()
+
+
+@BOTH
+def test_what_a_codec_changed_is_not_announced(packed: bool) -> None:
+    """In words: engines would open something else than what the digests are of."""
+    ends = Ends(packed)
+    lent = SharedChunk.of(chunk_of(1), (ends.sharer.share(chunk_of(1), 0),), let_go=lambda: None)
+    changed = dataclasses.replace(lent, tensors=(lent.tensors[0] + 1, *lent.tensors[1:]))
+    for chunk, words in ((chunk_of(1), "codec"), (changed, "codec")):
+        sender = IpcTransferSender(packed=packed, record=lambda record: None, track="t")
+        with pytest.raises(UnsupportedError, match=words):
+            sender.send_chunks([chunk], None, session="s", deadline=Deadline(5))  # type: ignore[arg-type]
+        assert not sender.usable
+    ends.close()
+
+
+@BOTH
+def test_ends_that_can_not_be_made_say_why(packed: bool) -> None:
+    group = TorchDistributedWeightSyncInitInfo(
+        strategy="x", group_name="g", master_addr="a", master_port=1, world_size=2, backend="gloo",
+        join_timeout_s=1.0, transfer_timeout_s=1.0,
+    )  # fmt: skip
+    with pytest.raises(InvalidRequestError, match="empty init info"):
+        strategy(packed).create_receiver(group, rank=1)
+    quick = type(strategy(packed))(join_timeout_s=0.01)
+    info, token = quick.create_init_info({"e": 1})
+    failed: Future[Any] = Future()
+    failed.set_exception(SyncFailedError("busy"))
+    with pytest.raises(SyncFailedError):
+        quick.create_sender(info, token, joined=failed, record=lambda record: None)
+    assert info.group_name != quick.create_init_info({"e": 1})[0].group_name
+
+
+def test_the_registry_knows_all_three_and_takes_their_settings_from_the_config() -> None:
+    for name in ("broadcast", "cuda_ipc", "packed_cuda_ipc"):
+        assert strategy_named(name).name == name
+        made = strategy_for(WeightSyncConfig.load({"transfer": {"strategy": name, "join_timeout_s": 7.0}}))
+        assert (made.name, made.join_timeout_s) == (name, 7.0)  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match="broadcast, cuda_ipc, packed_cuda_ipc"):
+        strategy_named("nvlink")
+
+
+class FakeDriver:
+    """Counts what is open."""
+
+    def __init__(self) -> None:
+        self.open_now: list[int] = []
+
+    def open(self, handle: str) -> int:
+        address = int(handle[:4], 16)
+        assert address not in self.open_now, "the driver opens a handle once in a process"
+        self.open_now.append(address)
+        return address
+
+    def extent_of(self, address: int) -> tuple[int, int]:
+        return address, 512
+
+    def close(self, address: int) -> None:
+        self.open_now.remove(address)
+
+
+def test_an_allocation_is_opened_once_and_closed_by_the_last_of_its_borrowers() -> None:
+    opened, driver = _Opened(), FakeDriver()
+    one, two = "00ab" + "0" * 124, "00cd" + "0" * 124
+    for handle in (one, one, two):
+        opened.take(driver, handle)  # type: ignore[arg-type]
+    assert opened.extent(one) == (0xAB, 512)
+    opened.give_back(driver, one)  # type: ignore[arg-type]
+    assert driver.open_now == [0xAB, 0xCD]
+    opened.give_back(driver, one)  # type: ignore[arg-type]
+    opened.give_back(driver, two)  # type: ignore[arg-type]
+    assert driver.open_now == []
+    opened.take(driver, one)  # type: ignore[arg-type]
+    assert driver.open_now == [0xAB]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA GPU, and with it a driver")
+def test_no_driver_is_told_in_words() -> None:
+    with pytest.raises(UnsupportedError, match="driver"):
+        CudaDriver()
