@@ -159,7 +159,11 @@ def _measure(strategy: str, args: BenchArgs) -> Row:
 
 
 def _engine(conn: Connection, num_bytes: int, codec: str) -> None:
-    """The engine's process: serves; between syncs it times its loader on bytes of its own."""
+    """The engine's process: serves; between syncs it times its loader on bytes of its own.
+
+    One torch thread: trainer and engine share the machine's cores, and loads of chunks overlap with their copies.
+    """
+    torch.set_num_threads(1)
     loader = ModuleWeightLoader(_model(num_bytes))
     server = EngineServer(EmbeddedEngine.of(loader, codec=FullCodec() if codec == FullCodec.name else _NoDigests()))
     conn.send(server.start())

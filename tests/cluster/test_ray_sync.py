@@ -25,10 +25,8 @@ from weightsync.errors import (
     SyncFailedError,
     SyncInProgressError,
     TrainerRankError,
-    UnsupportedError,
     WeightSyncError,
 )
-from weightsync.transfer.registry import strategy_named
 from weightsync.types import SyncReport
 
 TRANSFER = {"transfer_timeout_s": 6.0, "join_timeout_s": 4.0, "pause_timeout_s": 2.0}
@@ -148,26 +146,27 @@ def test_a_step_that_fails_on_one_rank_is_told_with_the_rank(job: Job) -> None:
     assert job.next().digests_equal is True
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_training_rank_is_killed(ray_cluster: Any, rank: int) -> None:
-    """The driver is told which rank died, within the deadline; later calls say so at once; the engine goes on."""
-    with launch(Trainer, Rollout, num_ranks=2, num_engines=1, config=CONFIG, placement=SPREAD) as sync:
-        job = Job(sync)
-        sync.initialize()
+def check_death_in_extraction(job: Job, rank: int) -> None:
+    """A training rank is killed: the driver is told which, in time; later calls say so at once; engines go on."""
+    served = [job.served(engine) for engine in (0, 1)]
+    job.sync.run("signal_in_extraction", rank, 3, signal.SIGKILL, timeout_s=CALL_S)
+    started = time.monotonic()
+    with pytest.raises(TrainerRankError, match=f"training rank {rank} is gone") as caught:
         job.next()
-        sync.run("signal_in_extraction", rank, 3, signal.SIGKILL, timeout_s=CALL_S)
-        started = time.monotonic()
-        with pytest.raises(TrainerRankError, match=f"training rank {rank} is gone") as caught:
-            sync.sync_weights(2)
-        assert time.monotonic() - started < TRANSFER["transfer_timeout_s"]
-        assert caught.value.rank == rank
-        started = time.monotonic()
-        with pytest.raises(TrainerRankError, match="is gone"):
-            sync.sync_weights(3)
-        with pytest.raises(TrainerRankError, match="is gone"):
-            sync.run("step", timeout_s=CALL_S)
-        assert time.monotonic() - started < 1
-        assert job.served(0) == 1
+    assert time.monotonic() - started < TRANSFER["transfer_timeout_s"]
+    assert caught.value.rank == rank
+    started = time.monotonic()
+    with pytest.raises(TrainerRankError, match="is gone"):
+        job.sync.sync_weights(job.version + 1)
+    with pytest.raises(TrainerRankError, match="is gone"):
+        job.sync.run("step", timeout_s=CALL_S)
+    assert time.monotonic() - started < 1
+    assert [job.served(engine) for engine in (0, 1)] == served
+
+
+def test_training_rank_0_is_killed(job: Job) -> None:
+    """The last test with this job: nothing comes after it."""
+    check_death_in_extraction(job, 0)
 
 
 def test_a_training_rank_that_hangs_costs_the_deadline(ray_cluster: Any) -> None:
@@ -187,17 +186,8 @@ def test_a_training_rank_that_hangs_costs_the_deadline(ray_cluster: Any) -> None
             sync.sync_weights(2)
 
 
-def strategies() -> Iterator[str]:
-    for name in ("cuda_ipc", "packed_cuda_ipc"):
-        try:
-            strategy_named(name)
-        except UnsupportedError:
-            continue
-        yield name
-
-
-@pytest.mark.parametrize("strategy", list(strategies()))
-def test_colocated_actors_share_a_bundle(ray_cluster: Any, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "dies"), [("cuda_ipc", 1), ("packed_cuda_ipc", 0)])
+def test_colocated_actors_share_a_bundle(ray_cluster: Any, strategy: str, dies: int) -> None:
     """Rank i and engine i see the same GPU by Ray's books, and another one than rank 1 - i; all meet on loopback."""
     placement = Placement(
         colocated=True, rank_cpus=0.01, engine_cpus=0.01, rank_gpus=0.5, engine_gpus=0.5, spread="STRICT_PACK"
@@ -215,3 +205,10 @@ def test_colocated_actors_share_a_bundle(ray_cluster: Any, strategy: str) -> Non
             report = job.next()
             assert (report.digests_equal, report.lost) == (True, {})
             assert [job.served(engine) for engine in (0, 1)] == [job.version, job.version]
+        job.ask(1, "arm", {"at": "load", "chunk": 3, "do": "kill"})
+        with pytest.raises(SyncFailedError) as caught:
+            job.next()
+        assert isinstance(caught.value.causes["engine-1"], EngineUnreachableError)
+        sync.restart_engine("engine-1", timeout_s=30)
+        assert job.next().engine_ids == ("engine-0", "engine-1")
+        check_death_in_extraction(job, dies)

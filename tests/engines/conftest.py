@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.engines.vllm_faults import disarm
 from tests.engines.vllm_support import (
+    DIFFERENT,
     NEEDS_VLLM,
+    SAME,
     Oracle,
     Server,
     build_model,
     cast_weights,
+    distance,
     save_checkpoint,
     train_step,
     vllm_is_there,
 )
+from tests.engines.vllm_trainers import Trainers
+from weightsync.testing.processes import children
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,3 +72,31 @@ def vllm_server(versions: Versions, oracle: Oracle, tmp_path_factory: pytest.Tem
         oracle.learn(versions.checkpoints)
         server.wait_until_ready()
         yield server
+
+
+@pytest.fixture(scope="session")
+def trainers(vllm_server: Server) -> Iterator[Trainers]:
+    """A training process that syncs to the server when told to."""
+    with children() as start:
+        yield Trainers(start, vllm_server.url)
+
+
+@pytest.fixture
+def whole(vllm_server: Server, trainers: Trainers) -> Trainers:
+    """The trainers, after a good sync of the weights after one step, and no fault armed."""
+    disarm(vllm_server.folder)
+    trainers.good(1)
+    return trainers
+
+
+@pytest.fixture
+def serves(vllm_server: Server, oracle: Oracle, versions: Versions) -> Callable[[int], None]:
+    """Asserts that the server answers as a fresh engine with so many training steps, and as no other."""
+
+    def check(steps: int) -> None:
+        told = vllm_server.logprobs()
+        distances = [distance(told, oracle.logprobs(checkpoint)) for checkpoint in versions.checkpoints]
+        assert distances[steps] <= SAME, distances
+        assert all(far >= DIFFERENT for number, far in enumerate(distances) if number != steps), distances
+
+    return check

@@ -1,7 +1,7 @@
 """A vLLM plugin for tests: makes a worker's real loader fail where a file says so. Each fault fires once.
 
-The file, JSON: {"at": "begin" | "load" | "commit" | "reload", "chunk": k, "do": "raise" | "corrupt" | "kill", "worker":
-index}. "reload" is in the middle of vLLM's own reload, when live weights are gone in part.
+The file, JSON: {"at": "begin" | "receive" | "load" | "commit" | "reload", "chunk": k, "do": "raise" | "corrupt" |
+"kill", "worker": index}. "receive" is where bytes have come and nobody has looked at them, "reload" in the middle of vLLM's own reload, when live weights are gone in part.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def disarm(folder: Path) -> None:
 
 def register() -> None:
     """vLLM calls it in each of its processes; it wraps weightsync's loader, nothing of vLLM."""
+    from weightsync.codec.full import FullDecoder
     from weightsync.load import vllm as loader
 
     kind: Any = loader.VLLMWeightLoader
@@ -55,6 +56,7 @@ def register() -> None:
         return
     kind.has_faults = True
     begin, load, commit, reload = kind.begin, kind.load_weights, kind.commit, loader._Reload.load
+    decode = FullDecoder.decode
     chunks: dict[int, int] = {}
 
     def faulty_begin(self: Any, manifest: Any) -> None:
@@ -66,7 +68,10 @@ def register() -> None:
         chunk = chunks[id(self)]
         chunks[id(self)] += 1
         _fire("load", chunk)
-        load(self, _corrupted(updates) if _take("load", chunk, "corrupt") else updates)
+        load(self, updates)
+
+    def faulty_decode(self: Any, updates: Iterable[Any]) -> Any:
+        return decode(self, _corrupted(updates) if _take("receive", 0, "corrupt") else updates)
 
     def faulty_commit(self: Any, version: Any) -> None:
         _fire("commit")
@@ -83,6 +88,7 @@ def register() -> None:
 
     kind.begin, kind.load_weights, kind.commit = faulty_begin, faulty_load, faulty_commit
     loader._Reload.load = faulty_reload  # type: ignore[method-assign]
+    FullDecoder.decode = faulty_decode  # type: ignore[method-assign]
 
 
 def _corrupted(updates: Iterable[Any]) -> Iterator[Any]:

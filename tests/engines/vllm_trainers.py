@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from tests.engines.vllm_support import build_model, train_step
@@ -17,7 +18,7 @@ from weightsync.clients.vllm import VllmEngine, VllmHttpApi
 from weightsync.errors import WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.publish.push import PushSync
-from weightsync.testing.processes import Child
+from weightsync.testing.processes import Child, ChildFailedError
 
 SECONDS = {"transfer_timeout_s": 10.0, "join_timeout_s": 6.0, "pause_timeout_s": 6.0}
 CHUNK_BYTES = 20_000  # some 14 chunks
@@ -44,44 +45,46 @@ class Mortal:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def trainer_main(url: str, options: dict[str, Any], conn: Any) -> None:
-    """Takes orders: {"version": n, "steps": k} syncs the model after k training steps as version n."""
+def trainer_main(url: str, conn: Any) -> None:
+    """Takes orders: {"version": n, "steps": k} syncs the model after k training steps as version n.
+
+    Further keys: "setup", see `_setup` (another one than before begins a new run); "dies_after", see `Mortal`; and those
+    of `_at_chunk`.
+    """
     torch.set_num_threads(1)
-    handle = options.get("handle", {})
-    api = Mortal(VllmHttpApi(url))
-    engine = VllmEngine(api, engine_id="vllm", **handle)  # type: ignore[arg-type]
     model, steps = build_model(), 0
     extractor = ModuleWeightExtractor(model, chunk_bytes=CHUNK_BYTES)
-    push = PushSync(
-        extractor,
-        engine,
-        dtype=options.get("dtype", "bfloat16"),
-        **{**SECONDS, **options.get("push", {})},
-    )
+    api = Mortal(VllmHttpApi(url))
+    setup: dict[str, Any] | None = None
+    push: PushSync | None = None
     while (order := conn.recv()) is not None:
         started = time.monotonic()
         try:
-            if order == "initialize":
+            if push is None or order.get("setup", {}) != setup:
+                setup = order.get("setup", {})
+                push = _setup(api, extractor, **setup)
                 push.initialize()
-                outcome: dict[str, Any] = {"type": "ok"}
-            else:
-                if order["steps"] < steps:
-                    model.load_state_dict(build_model().state_dict())
-                    steps = 0
-                while steps < order["steps"]:
-                    steps += 1
-                    train_step(model, steps)
-                api.dies_after = order.get("dies_after")
-                with _at_chunk(extractor, order, conn):
-                    report = push.sync_weights(order["version"])
-                outcome = {
-                    "type": "ok", "version": str(report.version), "paused_s": report.paused_s,
-                    "unprovable": dict(report.unprovable), "num_chunks": report.num_chunks,
-                }  # fmt: skip
+            if order["steps"] < steps:
+                model.load_state_dict(build_model().state_dict())
+                steps = 0
+            while steps < order["steps"]:
+                steps += 1
+                train_step(model, steps)
+            api.dies_after = order.get("dies_after")
+            with _at_chunk(extractor, order, conn):
+                report = push.sync_weights(order["version"])
+            outcome: dict[str, Any] = {
+                "type": "ok", "version": str(report.version), "paused_s": report.paused_s,
+                "unprovable": dict(report.unprovable), "num_chunks": report.num_chunks,
+            }  # fmt: skip
         except WeightSyncError as error:
             outcome = error_facts(error)
         conn.send({**outcome, "seconds": time.monotonic() - started})
     os._exit(0)
+
+
+def _setup(api: Any, extractor: ModuleWeightExtractor, *, dtype: str | None = "bfloat16", **handle: Any) -> PushSync:
+    return PushSync(extractor, VllmEngine(api, engine_id="vllm", **handle), dtype=dtype, **SECONDS)
 
 
 @contextlib.contextmanager
@@ -108,20 +111,42 @@ def _at_chunk(extractor: ModuleWeightExtractor, order: dict[str, Any], conn: Any
         extractor.extract_weights = extract  # type: ignore[method-assign]
 
 
-class Trainer:
-    """A test's view of a training process."""
+class Trainers:
+    """A test's view of the training process; when one is killed, the next order starts its heir."""
 
-    def __init__(self, start: Any, url: str, **options: Any) -> None:
-        self.child: Child = start(trainer_main, url, options, talk=True, name="trainer")
-        self.child.conn.send("initialize")
-        self.started = self.child.recv(30)
+    def __init__(self, start: Any, url: str) -> None:
+        self._start = start
+        self._url = url
+        self._child: Child | None = None
+        self._version = 0
 
-    def sync(self, version: int, steps: int, **order: Any) -> dict[str, Any]:
-        """Syncs, and says how it went."""
-        self.send(version, steps, **order)
+    @property
+    def child(self) -> Child:
+        """The process that lives now."""
+        if self._child is None:
+            self._child = self._start(trainer_main, self._url, talk=True, name="trainer")
+        return self._child
+
+    def sync(self, steps: int, **order: Any) -> dict[str, Any]:
+        """Syncs the weights after so many steps as the next version, and says how it went."""
+        self.send(steps, **order)
         outcome: dict[str, Any] = self.child.recv(40)
         return outcome
 
-    def send(self, version: int, steps: int, **order: Any) -> None:
+    def good(self, steps: int, **order: Any) -> dict[str, Any]:
+        """The same, and it has to go well."""
+        outcome = self.sync(steps, **order)
+        assert outcome["type"] == "ok", outcome
+        return outcome
+
+    def send(self, steps: int, **order: Any) -> None:
         """Tells it to sync."""
-        self.child.conn.send({"version": version, "steps": steps, **order})
+        self._version += 1
+        self.child.conn.send({"version": self._version, "steps": steps, **order})
+
+    def dies(self, steps: int, **order: Any) -> None:
+        """Tells it to sync and to die on the way; returns when it is gone."""
+        self.send(steps, **order)
+        with pytest.raises(ChildFailedError, match="-9"):
+            self.child.recv(20)
+        self._child = None

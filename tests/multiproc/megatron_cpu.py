@@ -1,4 +1,4 @@
-"""megatron-core on the CPU, and a cutter of Hugging Face weights into its tensor-parallel layout, made without the library.
+"""megatron-core on the CPU, and a cutter of Hugging Face weights into its layout, made without the library.
 
 Megatron asks for a CUDA device in two places of a forward pass: `_on_cpu` answers with the CPU.
 """

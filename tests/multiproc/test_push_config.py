@@ -40,11 +40,28 @@ def test_a_config_file_drives_a_sync(tmp_path: Path) -> None:
         assert engine.weights() == cast_bytes(model)
 
 
-def test_what_is_not_there_is_refused_by_name() -> None:
-    """Strategies that other parts will bring are named, not guessed."""
-    ipc = WeightSyncConfig.load({"transfer": {"backend": "cuda_ipc", "colocated": True}})
-    with pytest.raises(UnsupportedError, match="cuda_ipc"):
-        PushSync.from_config(ipc, extractor_for(ipc, torch.nn.Linear(1, 1)))
+@pytest.mark.parametrize(
+    ("transfer", "chunks"),
+    [
+        ({"backend": "cuda_ipc", "colocated": True}, "modules"),
+        ({"use_cuda_ipc": True, "pack_weights": True}, "modules"),
+        ({"strategy": "broadcast"}, "tensors"),
+    ],
+)
+def test_the_strategy_and_its_chunks_follow_from_the_config(transfer: dict[str, object], chunks: str) -> None:
+    """Colocated: the engine opens whole modules. Nothing but the config differs."""
+    config = WeightSyncConfig.load({"transfer": transfer, "extract": {"chunk_bytes": None}})
+    with children() as start:
+        engine = Engine(start, "e")
+        model = build(3)
+        extractor = extractor_for(config, model)
+        push = PushSync.from_config(config, extractor, client_of({"e": engine.url}))
+        push.initialize()
+        assert push.sync_weights(1).num_chunks == len(extractor.chunk_plan())
+        push.close()
+        assert engine.weights() == cast_bytes(model)
+    grouped = any(len(chunk.specs) > 1 for chunk in extractor.chunk_plan())
+    assert grouped == (chunks == "modules")
 
 
 @pytest.mark.parametrize("asked", [{"sync_method": "pull"}, {"sync_mode": "fully-async"}, {"validate_freq": 5}])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.multiproc.spine import Engine, build, cast_bytes, push_of, shard, step
+from weightsync.memory import folder as memory_folder
 from weightsync.testing.processes import children, run_ranks
 
 STRATEGIES = ("cuda_ipc", "packed_cuda_ipc")
@@ -78,3 +80,26 @@ def test_engines_hold_the_trainers_bytes(start: Any, strategy: str, ranks: int) 
         for worker in range(engine.world_size):
             assert engine.weights(worker) == cast_bytes(model)
         assert engine.generate()[2].endswith("/3")
+
+
+def push_from_two_hosts(rank: int, world_size: int, strategy: str, urls: dict[str, str], other: str) -> Any:
+    """Rank 1 sees other shared memory than rank 0."""
+    if rank == 1:
+        memory_folder._path = other
+    push = push_of(shard(build(5), "shard0", world_size), urls, strategy=strategy)
+    push.initialize()
+    report = push.sync_weights(1)
+    push.close()
+    return report.digests_equal, report.engine_ids
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_engine_opens_the_memory_of_the_rank_beside_it(start: Any, strategy: str, tmp_path: Path) -> None:
+    """Two hosts, so to say, each with a training rank and an engine: every rank lends, every engine finds its own."""
+    here = Engine(start, "here", 1)
+    there = Engine(start, "there", 2, shared_memory=str(tmp_path))
+    urls = {engine.id: engine.url for engine in (here, there)}
+    assert run_ranks(push_from_two_hosts, 2, strategy, urls, str(tmp_path)) == [(True, ("here", "there"))] * 2
+    for engine in (here, there):
+        assert engine.weights(engine.world_size - 1) == cast_bytes(build(5))
+    assert [name for name in os.listdir(tmp_path) if not name.startswith("weightsync-host-")] == []

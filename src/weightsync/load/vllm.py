@@ -266,7 +266,7 @@ class _Expected:
     """
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
-        self._dtypes = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
+        self._dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self._dtype: torch.dtype | None = getattr(model_config, "dtype", None)
         if isinstance(self._dtype, torch.dtype):
             self._dtypes.add(self._dtype)

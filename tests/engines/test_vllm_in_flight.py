@@ -1,0 +1,142 @@
+"""What happens to generations that are under way when a sync comes, and to what vLLM has cached."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.engines.conftest import Versions
+from tests.engines.vllm_support import DIFFERENT, LONG_PROMPT, PROMPTS, SAME, Oracle, Server, completion, next_distance
+from tests.engines.vllm_trainers import Trainers
+
+pytestmark = pytest.mark.timeout(240)
+NUM_TOKENS = 450
+CLOSE = 0.05
+"""Log-probabilities of the same token and weights, once decoded one by one and once in a single pass; bfloat16."""
+
+
+class Generation:
+    """A streamed completion in a thread."""
+
+    def __init__(self, server: Server, prompt: Sequence[int]) -> None:
+        self._server = server
+        self._prompt = list(prompt)
+        self.tokens: list[int] = []
+        self.scores: list[float] = []
+        self.finish_reason: str | None = None
+        self.ended_s = 0.0
+        self._some = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def running(self, num_tokens: int) -> None:
+        """Returns when so many tokens have come."""
+        self._wanted = num_tokens
+        assert self._some.wait(30)
+
+    def result(self) -> str | None:
+        """Waits for the end; the finish reason."""
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self.finish_reason
+
+    _wanted = 20
+
+    def _run(self) -> None:
+        body = completion(self._prompt, max_tokens=NUM_TOKENS, logprobs=0, stream=True, ignore_eos=True)
+        with self._server.http.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                choice: dict[str, Any] = json.loads(line.removeprefix("data: "))["choices"][0]
+                told = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
+                self.tokens += [int(name.removeprefix("token_id:")) for name in told["tokens"]]
+                self.scores += told["token_logprobs"]
+                self.finish_reason = choice["finish_reason"] or self.finish_reason
+                if len(self.tokens) >= self._wanted:
+                    self._some.set()
+        self.ended_s = time.monotonic()
+
+
+def misfit(server: Server, generation: Generation) -> list[float]:
+    """How far each generated token's score is from what the present weights say of it in its place."""
+    whole = [*PROMPTS[0], *generation.tokens]
+    told = server.logprobs([whole])[0][len(PROMPTS[0]) - 1 :]
+    return [abs(a - b) for a, b in zip(told, generation.scores, strict=True)]
+
+
+def test_keep_spans_a_sync_and_goes_on_with_the_new_weights(whole: Trainers, vllm_server: Server) -> None:
+    """The first tokens are the old weights' and the last ones the new weights', in one answer that is complete."""
+    generation = Generation(vllm_server, PROMPTS[0])
+    generation.running(20)
+    whole.good(2, setup={"pause_mode": "keep"})
+    came = len(generation.tokens)
+    assert generation.result() == "length"
+    assert len(generation.tokens) == NUM_TOKENS
+    assert came < NUM_TOKENS - 20, "the sync came too late to see anything"
+    of_new = misfit(vllm_server, generation)
+    assert max(of_new[-20:]) < CLOSE, of_new[-20:]
+    assert max(of_new[:20]) > 4 * CLOSE, of_new[:20]
+    whole.good(1)
+    of_old = misfit(vllm_server, generation)
+    assert max(of_old[:20]) < CLOSE, of_old[:20]
+    assert max(of_old[-20:]) > 4 * CLOSE, of_old[-20:]
+
+
+def test_wait_lets_it_finish_before_the_commit(whole: Trainers, vllm_server: Server) -> None:
+    """All tokens are the old weights'."""
+    whole.good(1, setup={"pause_mode": "wait"})
+    generation = Generation(vllm_server, PROMPTS[0])
+    generation.running(20)
+    outcome = whole.good(2, setup={"pause_mode": "wait"})
+    back_s = time.monotonic()
+    assert generation.result() == "length"
+    assert generation.ended_s <= back_s + 0.2
+    assert len(generation.tokens) == NUM_TOKENS
+    assert outcome["paused_s"] > 0.05
+    assert max(misfit(vllm_server, generation)) > 4 * CLOSE
+    whole.good(1)
+    assert max(misfit(vllm_server, generation)) < CLOSE
+
+
+def test_abort_ends_it_with_what_it_has(whole: Trainers, vllm_server: Server) -> None:
+    generation = Generation(vllm_server, PROMPTS[0])
+    generation.running(20)
+    whole.good(2, setup={"pause_mode": "abort"})
+    assert generation.result() == "abort"
+    assert 20 <= len(generation.tokens) < NUM_TOKENS
+
+
+@pytest.mark.parametrize("pause_mode", ["keep", "wait", "abort"])
+def test_no_cached_prefix_survives_a_sync(
+    whole: Trainers, vllm_server: Server, oracle: Oracle, versions: Versions, pause_mode: str
+) -> None:
+    """A prompt of several cache blocks, cached under the old weights, is answered by the new ones alone.
+
+    Seen red with no reset, neither at the pause nor after the commit; the next test shows the same within one run.
+    """
+    old, new = (oracle.next_token(versions.checkpoints[steps]) for steps in (1, 2))
+    assert next_distance(old, new) >= DIFFERENT
+    vllm_server.next_token(LONG_PROMPT)
+    assert next_distance(vllm_server.next_token(LONG_PROMPT), old) < CLOSE, "from the cache"
+    whole.good(2, setup={"pause_mode": pause_mode})
+    assert next_distance(vllm_server.next_token(LONG_PROMPT), new) <= SAME
+
+
+def test_a_cached_prefix_survives_where_the_policy_says_so(
+    whole: Trainers, vllm_server: Server, oracle: Oracle, versions: Versions
+) -> None:
+    """kv_cache="keep" answers from old keys and values, which is neither the old model nor the new one."""
+    old, new = (oracle.next_token(versions.checkpoints[steps]) for steps in (1, 2))
+    vllm_server.next_token(LONG_PROMPT)
+    whole.good(2, setup={"kv_cache": "keep"})
+    told = vllm_server.next_token(LONG_PROMPT)
+    assert next_distance(told, new) >= DIFFERENT
+    assert next_distance(told, old) >= DIFFERENT
+    whole.good(2)  # the default drops it, whoever left it
+    assert next_distance(vllm_server.next_token(LONG_PROMPT), new) <= SAME
