@@ -13,17 +13,23 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from weightsync.clients.fanout import EngineFanout
     from weightsync.clients.http import HttpEngine
+    from weightsync.clients.vllm import OfflineVllmApi, VllmEngine, VllmHttpApi
     from weightsync.config import WeightSyncConfig, select_strategy
     from weightsync.errors import WeightSyncError
+    from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
     from weightsync.extract.fsdp import FSDPWeightExtractor
+    from weightsync.extract.megatron import MegatronWeightExtractor
+    from weightsync.extract.megatron_export import MegatronCoreExporter
     from weightsync.extract.module import ModuleWeightExtractor
     from weightsync.extract.registry import extractor_for
     from weightsync.load.module import ModuleWeightLoader
+    from weightsync.load.vllm import VLLMWeightLoader
     from weightsync.observe import Recorder
     from weightsync.publish.push import PushSync
     from weightsync.rollout.engine import EmbeddedEngine
     from weightsync.rollout.server import EngineServer
     from weightsync.transfer.broadcast import BroadcastTransferStrategy
+    from weightsync.transfer.ipc import CudaIpcTransferStrategy, PackedCudaIpcTransferStrategy
     from weightsync.types import (
         BroadcastWeightUpdateRequest,
         CudaIpcWeightUpdateRequest,
@@ -46,11 +52,12 @@ if TYPE_CHECKING:
     )
 
 _MODULE_OF = {
-    "BroadcastWeightUpdateRequest": "weightsync.types",
-    "CudaIpcWeightUpdateRequest": "weightsync.types",
     "BroadcastTransferStrategy": "weightsync.transfer.broadcast",
+    "BroadcastWeightUpdateRequest": "weightsync.types",
+    "CudaIpcTransferStrategy": "weightsync.transfer.ipc",
+    "CudaIpcWeightUpdateRequest": "weightsync.types",
+    "DeepSpeedWeightExtractor": "weightsync.extract.deepspeed",
     "EmbeddedEngine": "weightsync.rollout.engine",
-    "extractor_for": "weightsync.extract.registry",
     "EmptyWeightSyncInitInfo": "weightsync.types",
     "EngineFanout": "weightsync.clients.fanout",
     "EngineHandle": "weightsync.types",
@@ -60,8 +67,12 @@ _MODULE_OF = {
     "HttpEngine": "weightsync.clients.http",
     "InferenceEngineClient": "weightsync.types",
     "Manifest": "weightsync.types",
+    "MegatronCoreExporter": "weightsync.extract.megatron_export",
+    "MegatronWeightExtractor": "weightsync.extract.megatron",
     "ModuleWeightExtractor": "weightsync.extract.module",
     "ModuleWeightLoader": "weightsync.load.module",
+    "OfflineVllmApi": "weightsync.clients.vllm",
+    "PackedCudaIpcTransferStrategy": "weightsync.transfer.ipc",
     "PackedCudaIpcWeightUpdateRequest": "weightsync.types",
     "Patch": "weightsync.types",
     "PushSync": "weightsync.publish.push",
@@ -71,19 +82,25 @@ _MODULE_OF = {
     "TensorSpec": "weightsync.types",
     "TorchDistributedWeightSyncInitInfo": "weightsync.types",
     "Update": "weightsync.types",
+    "VLLMWeightLoader": "weightsync.load.vllm",
     "Version": "weightsync.types",
+    "VllmEngine": "weightsync.clients.vllm",
+    "VllmHttpApi": "weightsync.clients.vllm",
     "WeightChunk": "weightsync.types",
     "WeightSyncConfig": "weightsync.config",
     "WeightSyncError": "weightsync.errors",
     "WeightSyncInitInfo": "weightsync.types",
     "WeightUpdateRequest": "weightsync.types",
+    "extractor_for": "weightsync.extract.registry",
     "select_strategy": "weightsync.config",
 }
 
 __all__ = [
     "BroadcastTransferStrategy",
     "BroadcastWeightUpdateRequest",
+    "CudaIpcTransferStrategy",
     "CudaIpcWeightUpdateRequest",
+    "DeepSpeedWeightExtractor",
     "EmbeddedEngine",
     "EmptyWeightSyncInitInfo",
     "EngineFanout",
@@ -94,8 +111,12 @@ __all__ = [
     "HttpEngine",
     "InferenceEngineClient",
     "Manifest",
+    "MegatronCoreExporter",
+    "MegatronWeightExtractor",
     "ModuleWeightExtractor",
     "ModuleWeightLoader",
+    "OfflineVllmApi",
+    "PackedCudaIpcTransferStrategy",
     "PackedCudaIpcWeightUpdateRequest",
     "Patch",
     "PushSync",
@@ -105,7 +126,10 @@ __all__ = [
     "TensorSpec",
     "TorchDistributedWeightSyncInitInfo",
     "Update",
+    "VLLMWeightLoader",
     "Version",
+    "VllmEngine",
+    "VllmHttpApi",
     "WeightChunk",
     "WeightSyncConfig",
     "WeightSyncError",

@@ -226,7 +226,7 @@ class WeightSyncConfig(_Section):
                 "a hosted service takes weights by its own method alone: name the same in both, or the method 'mock'",
             ),
             (
-                self.extract.group_by_module and self.transfer.training_backend == "megatron",
+                bool(self.extract.group_by_module) and self.transfer.training_backend == "megatron",
                 ("extract.group_by_module", "transfer.training_backend"),
                 "Megatron's chunks are buckets up to chunk_bytes and not modules: set group_by_module to false, "
                 "or training_backend to one of 'module', 'fsdp', 'deepspeed'",

@@ -77,7 +77,18 @@ class Rollout:
     def let_go(self) -> None:
         self._let_go.set()
 
+    def unreadable(self, how: str) -> object:
+        """What can't be pickled here, or can't be unpickled there."""
+        return threading.Lock() if how == "here" else Unreadable()
+
     def _hidden(self) -> None: ...
+
+
+class Unreadable:
+    """Fails when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
 
 
 class Trainer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +31,9 @@ def ray_cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 4, "num_gpus": NUM_GPUS_A_NODE, "object_store_memory": STORE_BYTES}
+    # A folder of its own: a Ray that runs here already is left alone. A short name: sockets lie in it.
+    folder = tempfile.mkdtemp(prefix="ws-ray-")
+    node = {"num_cpus": 4, "num_gpus": NUM_GPUS_A_NODE, "object_store_memory": STORE_BYTES, "temp_dir": folder}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
         cluster.add_node(**node)
@@ -39,3 +43,4 @@ def ray_cluster() -> Iterator[Any]:
         ray.shutdown()
         cluster.shutdown()
         patch.undo()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -61,6 +61,13 @@ def test_the_users_own_methods(engine: RayEngine) -> None:
             engine.ask(name, timeout_s=5)
 
 
+@pytest.mark.parametrize("how", ["here", "there"])
+def test_a_result_that_ray_can_not_carry_is_no_death(engine: RayEngine, how: str) -> None:
+    with pytest.raises(UnsupportedError, match="unreadable"):
+        engine.ask("unreadable", how, timeout_s=10)
+    assert engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).engine_id == "e"
+
+
 def test_a_slow_answer_costs_its_timeout(engine: RayEngine) -> None:
     slow = in_thread(lambda: engine.ask("wait", 20.0, timeout_s=20), name="slow")
     with pytest.raises(DeadlineExceededError, match=r"e did not answer wait within 0\.2 s"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +18,14 @@ SMALL = Placement(rank_cpus=0.01, engine_cpus=0.01)
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(ray_cluster: Any) -> Any:
-    """Every bundle and every actor's share is given back."""
+def nothing_is_left(ray_cluster: Any) -> Iterator[None]:
+    """Every bundle and every actor's share is given back: all CPUs of the cluster are free."""
     import ray
 
-    before = ray.available_resources()
     yield
     deadline = Deadline(10)
-    while ray.available_resources().get("CPU") != before.get("CPU"):
-        deadline.check("resources given back")
+    while (free := ray.available_resources().get("CPU")) != (there := ray.cluster_resources().get("CPU")):
+        deadline.check(f"resources given back: {free} of {there} CPUs are free")
         time.sleep(0.05)
 
 

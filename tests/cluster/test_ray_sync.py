@@ -110,6 +110,7 @@ def test_generation_and_syncs_do_not_wait_for_each_other(job: Job) -> None:
 @pytest.mark.parametrize("phase", ["begin", "update_weights", "stage", "pause", "commit"])
 def test_an_engine_is_killed_in_each_phase(job: Job, phase: str) -> None:
     """The driver is told who died, at once; the survivor goes on; the engine comes back as another actor."""
+    job.next()
     before = job.version
     if phase == "update_weights":
         job.ask(1, "arm", {"at": "load", "chunk": 3, "do": "kill"})

@@ -30,22 +30,22 @@ class Generation:
         self.scores: list[float] = []
         self.finish_reason: str | None = None
         self.ended_s = 0.0
-        self._some = threading.Event()
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def running(self, num_tokens: int) -> None:
         """Returns when so many tokens have come."""
-        self._wanted = num_tokens
-        assert self._some.wait(30)
+        end = time.monotonic() + 30
+        with self._changed:
+            while len(self.tokens) < num_tokens:
+                assert self._changed.wait(end - time.monotonic())
 
     def result(self) -> str | None:
         """Waits for the end; the finish reason."""
         self._thread.join(60)
         assert not self._thread.is_alive()
         return self.finish_reason
-
-    _wanted = 20
 
     def _run(self) -> None:
         body = completion(self._prompt, max_tokens=NUM_TOKENS, logprobs=0, stream=True, ignore_eos=True)
@@ -58,9 +58,21 @@ class Generation:
                 self.tokens += [int(name.removeprefix("token_id:")) for name in told["tokens"]]
                 self.scores += told["token_logprobs"]
                 self.finish_reason = choice["finish_reason"] or self.finish_reason
-                if len(self.tokens) >= self._wanted:
-                    self._some.set()
+                with self._changed:
+                    self._changed.notify_all()
         self.ended_s = time.monotonic()
+
+
+def sync_amid(whole: Trainers, server: Server, pause_mode: str) -> tuple[Generation, dict[str, Any]]:
+    """A generation that starts when a sync has begun, and is under way when that goes on; how the sync went."""
+    whole.send(2, waits=True, setup={"pause_mode": pause_mode})
+    assert whole.child.recv(30) == "session is open"
+    generation = Generation(server, PROMPTS[0])
+    generation.running(20)
+    whole.child.conn.send("go on")
+    outcome: dict[str, Any] = whole.child.recv(30)
+    assert outcome["type"] == "ok", outcome
+    return generation, outcome
 
 
 def misfit(server: Server, generation: Generation) -> list[float]:
@@ -72,9 +84,7 @@ def misfit(server: Server, generation: Generation) -> list[float]:
 
 def test_keep_spans_a_sync_and_goes_on_with_the_new_weights(whole: Trainers, vllm_server: Server) -> None:
     """The first tokens are the old weights' and the last ones the new weights', in one answer that is complete."""
-    generation = Generation(vllm_server, PROMPTS[0])
-    generation.running(20)
-    whole.good(2, setup={"pause_mode": "keep"})
+    generation, _ = sync_amid(whole, vllm_server, "keep")
     came = len(generation.tokens)
     assert generation.result() == "length"
     assert len(generation.tokens) == NUM_TOKENS
@@ -90,10 +100,7 @@ def test_keep_spans_a_sync_and_goes_on_with_the_new_weights(whole: Trainers, vll
 
 def test_wait_lets_it_finish_before_the_commit(whole: Trainers, vllm_server: Server) -> None:
     """All tokens are the old weights'."""
-    whole.good(1, setup={"pause_mode": "wait"})
-    generation = Generation(vllm_server, PROMPTS[0])
-    generation.running(20)
-    outcome = whole.good(2, setup={"pause_mode": "wait"})
+    generation, outcome = sync_amid(whole, vllm_server, "wait")
     back_s = time.monotonic()
     assert generation.result() == "length"
     assert generation.ended_s <= back_s + 0.2
@@ -105,9 +112,7 @@ def test_wait_lets_it_finish_before_the_commit(whole: Trainers, vllm_server: Ser
 
 
 def test_abort_ends_it_with_what_it_has(whole: Trainers, vllm_server: Server) -> None:
-    generation = Generation(vllm_server, PROMPTS[0])
-    generation.running(20)
-    whole.good(2, setup={"pause_mode": "abort"})
+    generation, _ = sync_amid(whole, vllm_server, "abort")
     assert generation.result() == "abort"
     assert 20 <= len(generation.tokens) < NUM_TOKENS
 

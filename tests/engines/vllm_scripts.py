@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.engines.vllm_support import RESULT, llm_logprobs, llm_next_token, llm_options
+from tests.engines.vllm_support import RESULT, build_model, llm_logprobs, llm_next_token, llm_options, train_step
 
 
 def oracle(checkpoints: list[str], prompts: list[list[int]], long_prompt: list[int]) -> list[dict[str, Any]]:
@@ -27,7 +27,65 @@ def oracle(checkpoints: list[str], prompts: list[list[int]], long_prompt: list[i
     return told
 
 
-SCRIPTS: dict[str, Callable[..., Any]] = {"oracle": oracle}
+def offline(checkpoints: list[str], folder: str, tp: int) -> dict[str, Any]:
+    """An offline `LLM`, and a trainer beside it in the same process.
+
+    The engine starts from the checkpoint of step 1, so what it says at first is a fresh engine's answer. Then step 2 is
+    synced and step 1 again, with failures in between that hit one worker alone.
+    """
+    from pathlib import Path
+
+    import torch
+    from vllm import LLM
+
+    from tests.engines.vllm_faults import arm, armed
+    from tests.multiproc.spine import error_facts
+    from weightsync.clients.vllm import OfflineVllmApi, VllmEngine
+    from weightsync.errors import WeightSyncError
+    from weightsync.extract.module import ModuleWeightExtractor
+    from weightsync.publish.push import PushSync
+
+    llm = LLM(**llm_options(checkpoints[1], tp, weight_transfer_config={"backend": "weightsync"}))
+    torch.set_num_threads(1)
+    told: dict[str, Any] = {"fresh": llm_logprobs(llm), "faults": []}
+    model, version = build_model(), 0
+    push = PushSync(
+        ModuleWeightExtractor(model, chunk_bytes=20_000),
+        VllmEngine(OfflineVllmApi(llm), engine_id="vllm"),
+        dtype="bfloat16",
+        transfer_timeout_s=20.0,
+        join_timeout_s=15.0,
+        pause_timeout_s=5.0,
+    )
+
+    def sync(steps: int) -> dict[str, Any]:
+        nonlocal version
+        version += 1
+        model.load_state_dict(build_model().state_dict())
+        for step in range(1, steps + 1):
+            train_step(model, step)
+        try:
+            report = push.sync_weights(version)
+        except WeightSyncError as error:
+            return error_facts(error)
+        return {"type": "ok", "version": str(report.version), "weight_version": llm.get_weight_version()}
+
+    push.initialize()
+    told["first"] = sync(2)
+    told["other"] = llm_logprobs(llm)
+    told["second"] = sync(1)
+    told["same"] = llm_logprobs(llm)
+    for worker in range(tp):
+        for fault in ({"at": "load", "chunk": 3}, {"at": "receive", "do": "corrupt"}, {"at": "commit"}):
+            arm(Path(folder), {"do": "raise", "worker": worker, **fault})
+            failed = sync(2)
+            fired = not armed(Path(folder))
+            told["faults"].append({"fault": fault, "worker": worker, "fired": fired, "failed": failed, "next": sync(1)})
+    told["last"] = llm_logprobs(llm)
+    return told
+
+
+SCRIPTS: dict[str, Callable[..., Any]] = {"oracle": oracle, "offline": offline}
 
 
 def main() -> None:

@@ -48,8 +48,8 @@ class Mortal:
 def trainer_main(url: str, conn: Any) -> None:
     """Takes orders: {"version": n, "steps": k} syncs the model after k training steps as version n.
 
-    Further keys: "setup", see `_setup` (another one than before begins a new run); "dies_after", see `Mortal`; and those
-    of `_at_chunk`.
+    Further keys: "setup", see `_setup` (another one than before begins a new run); "dies_after", see `Mortal`; and
+    those of `_at_chunk`.
     """
     torch.set_num_threads(1)
     model, steps = build_model(), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -139,7 +140,7 @@ def test_bandwidth_is_near_that_of_a_copy_on_the_device(strategy: str, record_pr
 
 def allocate_expandable(conn: Any) -> None:
     """Runs with expandable segments; says what lending in place and lending a bucket end in."""
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first use of the GPU
     chunk = chunk_of(odd_tensors(1))
     for packed in (False, True):
         sharer = IpcSharer(packed=packed)

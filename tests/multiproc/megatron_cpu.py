@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 VOCAB_MULTIPLE = 96
-"""Of rows a tensor-parallel rank, to which Megatron pads the vocabulary: 256 tokens become 384 rows on two ranks."""
+"""Of rows a tensor-parallel rank, to which Megatron pads the vocabulary: 128 tokens become 192 rows on two ranks."""
 
 
 def megatron_model(config: Any, tensor_parallel: int) -> Any:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.multiproc.megatron_cpu import megatron_model, megatron_shard
-from tests.multiproc.trainers import build_trainer, cast_bytes_of, check_push, hf_config, hf_model, tokens_of
+from tests.multiproc.trainers import VOCAB, build_trainer, cast_bytes_of, check_push, hf_config, hf_model, tokens_of
 from weightsync.errors import UnsupportedError, WeightSyncError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.megatron import MegatronWeightExtractor
@@ -45,8 +45,8 @@ def _extract_one(rank: int, world_size: int, tied: bool) -> None:
     reference = hf_model(tied=tied)
     start = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
     assert ("lm_head.weight" in start) != tied
-    for settings in ({}, {"chunk_bytes": 100_000}, {"chunk_bytes": 1 << 30}):
-        extractor = MegatronWeightExtractor(trainer.model, bridge=MegatronCoreExporter(vocab_size=256), **settings)
+    for settings in ({}, {"chunk_bytes": 30_000}, {"chunk_bytes": 1 << 30}):
+        extractor = MegatronWeightExtractor(trainer.model, bridge=MegatronCoreExporter(vocab_size=VOCAB), **settings)
         for dtype in (torch.float32, torch.bfloat16):
             wanted = cast_bytes_of(start, dtype)
             name = str(dtype).removeprefix("torch.")
@@ -72,7 +72,7 @@ def _extract_one(rank: int, world_size: int, tied: bool) -> None:
 
 
 def test_tensor_parallel_weights_leave_under_hugging_faces_names() -> None:
-    """The vocabulary is padded from 256 to 384 rows. Seen to fail: with q, k and v cut one behind the other instead of
+    """The vocabulary is padded from 128 to 192 rows. Seen to fail: with q, k and v cut one behind the other instead of
     group by group, with gate and up halved after joining, and with the padding left on."""
     run_ranks(_extract, 2)
 
@@ -89,7 +89,7 @@ def _extract_replicas(rank: int, world_size: int) -> list[str]:
             model.get_parameter(name).copy_(tensor)
     wrapped = nn.Module()  # as Float16Module and Megatron's DDP wrap it
     wrapped.module = model
-    exporter = MegatronCoreExporter(vocab_size=256)
+    exporter = MegatronCoreExporter(vocab_size=VOCAB)
     assert _bytes_of(MegatronWeightExtractor([wrapped], bridge=exporter), None) == cast_bytes_of(whole, torch.float32)
     refused = []
 

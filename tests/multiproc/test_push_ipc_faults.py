@@ -228,18 +228,22 @@ def test_shared_memory_is_full(start: Any, tmp_path: Path, full: int) -> None:
     assert not [name for name in os.listdir(tmp_path) if not name.startswith("weightsync-host-")]
 
 
-def test_a_single_rank_is_told_that_shared_memory_is_full(start: Any) -> None:
-    """After a failure it needs new segments, and there are none."""
-    one, two, trainer = setup(start, push=push_with("cuda_ipc"))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shared_memory_is_full_where_one_rank_lends(start: Any, ranks: int) -> None:
+    """After a failure it needs new segments, and there are none; the other rank learns it by the next agreement.
+
+    Seen to fail: without that agreement the two ranks met in different collectives.
+    """
+    one, two, trainer = setup(start, ranks=ranks, push=push_with("cuda_ipc"))
     two.ask("arm", {"at": "load", "chunk": 0, "do": "raise"})
-    assert trainer.sync(2)["type"] == "SyncFailedError"
-    trainer.order("no room")
-    said = trainer.sync(3)
-    assert said["type"] == "SharedMemoryError"
-    assert said["seconds"] < 3
+    assert trainer.order(2)[0]["type"] == "SyncFailedError"
+    trainer.order("no room", [0])
+    for said in trainer.order(3):
+        assert said["type"] == "SharedMemoryError"
+        assert said["seconds"] < 3
     check_serving(one, 1, 1)
-    trainer.order("room")
-    assert trainer.sync(4)["engines"] == ("one", "two")
+    trainer.order("room", [0])
+    assert trainer.order(4)[0]["engines"] == ("one", "two")
     check_serving(two, 4, 4)
 
 

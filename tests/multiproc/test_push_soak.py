@@ -1,10 +1,11 @@
 """Random faults, many versions: whatever happens, an engine serves exactly a published version, or nothing.
 
-`make test` runs two short storms, `make soak` twelve long ones.
+`make test` runs four short storms, `make soak` twelve long ones for each strategy.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from typing import Any
@@ -15,6 +16,8 @@ from tests.multiproc.spine import Engine, build, cast_bytes, client_of, fingerpr
 from weightsync import ModuleWeightExtractor, PushSync
 from weightsync.errors import WeightSyncError
 from weightsync.testing.processes import ChildFailedError, children, free_port
+from weightsync.transfer.base import WeightTransferStrategy
+from weightsync.transfer.registry import strategy_named
 
 DEADLINE_S = 3.0
 SLACK_S = 5.0  # describing (3 s) and aborting (2 s) come on top of a sync's deadline
@@ -24,7 +27,7 @@ FAULTS = ["none", "none", "raise", "corrupt", "stop", "kill", "restart", "commit
 class Storm:
     """One trainer, engines that are broken at random, and a record of what was published."""
 
-    def __init__(self, start: Any, seed: int) -> None:
+    def __init__(self, start: Any, seed: int, strategy: str) -> None:
         self.random = random.Random(seed)
         self.start = start
         in_place = self.random.random() < 0.3
@@ -37,6 +40,7 @@ class Storm:
         self.push = PushSync(
             ModuleWeightExtractor(self.model, chunk_bytes=300),
             client_of({name: engine.url for name, engine in self.engines.items()}),
+            strategy=strategy_of(strategy),
             dtype="bfloat16",
             transfer_timeout_s=DEADLINE_S,
             join_timeout_s=2.0,
@@ -122,9 +126,16 @@ class Storm:
                 assert engine.weights(worker) == self.published[int(version.rsplit("/", 1)[1])], name
 
 
-def storm(seed: int, versions: int) -> None:
+def strategy_of(name: str) -> WeightTransferStrategy:
+    limits: dict[str, Any] = {"join_timeout_s": 2.0}
+    if name == "broadcast":
+        limits["transfer_timeout_s"] = DEADLINE_S
+    return type(strategy_named(name))(**limits)
+
+
+def storm(seed: int, versions: int, strategy: str = "broadcast") -> None:
     with children() as start:
-        weather = Storm(start, seed)
+        weather = Storm(start, seed, strategy)
         weather.push.initialize()
         for version in range(1, versions + 1):
             weather.break_something()
@@ -148,6 +159,8 @@ def storm(seed: int, versions: int) -> None:
         assert weather.synced > 0
         assert weather.num_answers > 0
         weather.push.close()
+        mine = f"weightsync-{os.getpid()}-"
+        assert [name for name in os.listdir("/dev/shm") if name.startswith(mine)] == []
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -155,8 +168,15 @@ def test_a_short_storm(seed: int) -> None:
     storm(seed, versions=8)
 
 
+@pytest.mark.parametrize(("seed", "strategy"), [(3, "cuda_ipc"), (4, "packed_cuda_ipc")])
+def test_a_short_storm_over_shared_memory(seed: int, strategy: str) -> None:
+    """The same weather; in the end no segment of the trainer is left."""
+    storm(seed, versions=6, strategy=strategy)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("strategy", ["broadcast", "cuda_ipc", "packed_cuda_ipc"])
 @pytest.mark.parametrize("seed", range(10, 22))
-def test_a_long_storm(seed: int) -> None:
-    storm(seed, versions=50)
+def test_a_long_storm(seed: int, strategy: str) -> None:
+    storm(seed, versions=50, strategy=strategy)

@@ -41,6 +41,7 @@ from weightsync.testing.processes import children, run_ranks
 KINDS = ("module", "fsdp", "deepspeed", "megatron")
 SEED = 11
 SEQUENCE = 16
+VOCAB = 128
 LEARNING_RATE = 1e-3
 
 
@@ -69,15 +70,17 @@ def hf_config(*, tied: bool = False, **changes: Any) -> Any:
     from transformers import Qwen3Config
 
     settings: dict[str, Any] = {
-        "hidden_size": 128,
+        "hidden_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "intermediate_size": 256,
-        "vocab_size": 256,
-        "max_position_embeddings": 128,
+        "intermediate_size": 96,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
         "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "attn_implementation": "eager",
         **changes,
     }
@@ -109,7 +112,7 @@ def build_trainer(kind: str, rank: int, world_size: int, *, tied: bool = False, 
         tied: whether the output layer is the embedding.
         options: `chunk_bytes` for the extractor; for DeepSpeed also `stage` and `bf16`.
     """
-    settings = {"chunk_bytes": options.pop("chunk_bytes", 100_000)}
+    settings = {"chunk_bytes": options.pop("chunk_bytes", 30_000)}
     builders = {"module": _module, "fsdp": _fsdp, "deepspeed": _deepspeed, "megatron": _megatron}
     return builders[kind](rank, world_size, tied, settings, **options)
 
@@ -117,7 +120,7 @@ def build_trainer(kind: str, rank: int, world_size: int, *, tied: bool = False, 
 def tokens_of(number: int, *, rank: int = 0, batch: int = 2) -> torch.Tensor:
     """Random token ids [batch, SEQUENCE]."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
-    return torch.randint(0, 256, (batch, SEQUENCE), generator=generator)
+    return torch.randint(0, VOCAB, (batch, SEQUENCE), generator=generator)
 
 
 def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -250,7 +253,7 @@ def _megatron(rank: int, world_size: int, tied: bool, settings: dict[str, Any]) 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         hidden = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool), 1)
-        return model(tokens, positions, hidden)[..., :256]
+        return model(tokens, positions, hidden)[..., :VOCAB]
 
     def step(number: int) -> None:
         tokens = tokens_of(number)  # all ranks see the same batch: they share one model
@@ -264,7 +267,7 @@ def _megatron(rank: int, world_size: int, tied: bool, settings: dict[str, Any]) 
     def truth() -> dict[str, torch.Tensor]:
         return megatron_whole(model, hf_config(tied=tied), world_size)
 
-    extractor = MegatronWeightExtractor([model], bridge=MegatronCoreExporter(vocab_size=256), **settings)
+    extractor = MegatronWeightExtractor([model], bridge=MegatronCoreExporter(vocab_size=VOCAB), **settings)
     return Trainer(extractor=extractor, step=step, truth=truth, logits=torch.no_grad()(logits), model=model)
 
 

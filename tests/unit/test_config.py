@@ -19,6 +19,7 @@ from weightsync.config import (
     InferenceServiceConfig,
     TransferConfig,
     WeightSyncConfig,
+    select_grouping,
     select_strategy,
 )
 from weightsync.errors import ConfigError
@@ -506,3 +507,19 @@ def test_a_page_that_is_wrong_is_told(tmp_path: Path) -> None:
     assert len(found) == 5
     for part, problem in zip(["missing.md", "#nowhere", "nope", "compile", "strategies"], found, strict=True):
         assert part in problem
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({}, False),
+        ({"transfer": {"colocated": True}}, True),
+        ({"transfer": {"strategy": "packed_cuda_ipc"}}, True),
+        ({"transfer": {"colocated": True, "training_backend": "megatron"}}, False),
+        ({"transfer": {"colocated": True}, "extract": {"group_by_module": False}}, False),
+        ({"extract": {"group_by_module": True}}, True),
+    ],
+)
+def test_grouping_follows_the_strategy_unless_it_is_said(tree: dict[str, Any], expected: bool) -> None:
+    """Documents 1 and 2: whole modules where engines open the trainer's memory, buckets with Megatron."""
+    assert select_grouping(WeightSyncConfig.load(tree)) is expected

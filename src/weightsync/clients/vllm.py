@@ -64,6 +64,8 @@ from weightsync.types import (
 
 __all__ = ["OfflineVllmApi", "VllmEngine", "VllmHttpApi"]
 
+_ALREADY = "already active"  # vLLM's words
+
 PauseMode = Literal["keep", "wait", "abort"]
 KvCachePolicy = Literal["clear", "keep"]
 
@@ -191,8 +193,7 @@ class VllmEngine:
         if state.session is not None:
             raise SyncInProgressError(f"session {state.session} is open", version=str(request.manifest.version))
         self._end_update(state, deadline)
-        self._api.start_update(timeout_s=deadline.check("answer"))
-        self._believe(updating=True)
+        self._start_update(deadline)
         try:
             self._send_update(VllmUpdateMessage(begin=request), deadline)
             self._believe(session=request.session)
@@ -290,6 +291,18 @@ class VllmEngine:
         """Notes what a step has changed. Whatever is wrong in it the next `_look` corrects, at the price of an error in
         vLLM's log."""
         self._state = msgspec.structs.replace(self._state, **changes)
+
+    def _start_update(self, deadline: Deadline) -> None:
+        try:
+            self._api.start_update(timeout_s=deadline.check("answer"))
+        except EngineError as error:
+            if _ALREADY not in error.message:
+                raise
+            # releases in which a failed update stays active; ours would know of any other
+            self._believe(updating=True)
+            self._end_update(self._state, deadline)
+            self._api.start_update(timeout_s=deadline.check("answer"))
+        self._believe(updating=True)
 
     def _end_update(self, state: VllmState, deadline: Deadline) -> None:
         """Clears vLLM's "update already active", which a failed sync leaves behind."""

@@ -20,6 +20,8 @@ from weightsync.cluster.wire import answer, read_answer, refusal
 from weightsync.errors import DeadlineExceededError, EngineUnreachableError, InvalidRequestError, WeightSyncError
 from weightsync.types import EngineHandle, EngineOp, InitRequest
 
+_CLOSE_S = 1.0
+
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An init request on its way.
@@ -135,8 +137,10 @@ class Postman:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops; a request under way is finished. Idempotent."""
+        """Stops, and waits a moment until the thread has left Ray; a request under way is finished. Idempotent."""
         self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while not self._closed.is_set():

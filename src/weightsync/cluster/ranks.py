@@ -117,9 +117,10 @@ def ask_all(
             rank = pending.pop(ref)
             try:
                 told = rank.get(ref, method, timeout_s=_ANSWER_S)
-            except WeightSyncError as error:  # Ray's word of this rank itself
+            except WeightSyncError as error:
                 errors[rank.rank] = error
-                gone.append(rank.rank)
+                if isinstance(error, TrainerRankError):  # Ray's word of this rank itself
+                    gone.append(rank.rank)
                 continue
             try:
                 values[rank.rank] = read(rank, told)

@@ -61,7 +61,7 @@ def get(ref: Any, *, timeout_s: float, peer: str, what: str, lost: Lost) -> Any:
 
     Raises:
         DeadlineExceededError: no value in time; the call goes on over there.
-        UnsupportedError: the actor has no such method, or can't take this call: it is an actor of another kind.
+        UnsupportedError: the actor has no such method, can't take this call, or returned what Ray can't carry.
         WeightSyncError: of `lost`: the actor, its worker process or its node is gone, or was never started.
     """
     ray = load_ray()
@@ -71,10 +71,10 @@ def get(ref: Any, *, timeout_s: float, peer: str, what: str, lost: Lost) -> Any:
         raise DeadlineExceededError(f"{peer} did not answer {what} within {timeout_s:g} s", peer=peer) from error
     except ray.exceptions.RayTaskError as error:  # our actors answer with typed errors and raise nothing
         raise UnsupportedError(f"{peer} can't answer {what}: {_words(error)}", peer=peer) from error
+    except ray.exceptions.RaySystemError as error:  # of values: what was returned can't be unpickled here
+        raise UnsupportedError(f"the answer of {peer} to {what} can't be read: {_words(error)}", peer=peer) from error
     except ray.exceptions.RayError as error:
         raise lost(f"during {what}: {_words(error)}") from error
-    except (AttributeError, ValueError, TypeError) as error:  # what was returned can't be read here
-        raise UnsupportedError(f"the answer of {peer} to {what} can't be read: {_words(error)}", peer=peer) from error
 
 
 def submit(actor: Any, method: str, *args: Any, group: str, peer: str) -> Any:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from weightsync.demo.summary import StepRow
 
-PHASES = ("extract", "pack", "transfer", "load", "verify", "commit")
+PHASES = ("extract", "pack", "share", "transfer", "load", "verify", "commit")
 _PHASES_FROM_COLUMNS = 118
 _NOTE = "Losses are of the same held-out text. Phases are summed over processes, and they overlap."
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,17 +43,17 @@ class VLLMWeightLoader(WeightLoader):
     paused from the first chunk on, and an abort leaves the model half-loaded (`healthy` is False) until a later commit.
 
     Args:
-        model: the worker's model, as vLLM built it.
+        model: the worker's model, as vLLM built it; None where it comes later (`bind`).
         model_config: vLLM's; its `hf_config` tells what a checkpoint holds, its `dtype` what it is served as.
         vllm_config: vLLM's; current while weights are loaded. None in releases that give a backend none.
         in_place: see above.
     """
 
-    def __init__(self, model: nn.Module, *, model_config: Any, vllm_config: Any = None, in_place: bool = False) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module | None, *, model_config: Any, vllm_config: Any = None, in_place: bool = False
+    ) -> None:
         self._model_config = model_config
         self._vllm_config = vllm_config
-        self._expected = _Expected(model, model_config)
         self._manifest: Manifest | None = None
         self._specs: dict[str, TensorSpec] = {}
         self._staging: dict[str, torch.Tensor] = {}
@@ -61,6 +62,22 @@ class VLLMWeightLoader(WeightLoader):
         self._reload: _Reload | None = None  # open: the live model is on the meta device, in part or whole
         self._broken: str | None = None
         self.writes_live = in_place
+        self._model: nn.Module | None = None
+        if model is not None:
+            self.bind(model)
+
+    def bind(self, model: nn.Module) -> None:
+        """Takes the model, where the constructor had none. Idempotent.
+
+        Without vLLM's own model config what is known of it is taken from the model.
+        """
+        if self._model is model:
+            return
+        self._model = model
+        if self._model_config is None:
+            dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+            self._model_config = SimpleNamespace(hf_config=getattr(model, "config", None), dtype=dtype)
+        self._expected = _Expected(model, self._model_config)
 
     @property
     def healthy(self) -> bool:
@@ -85,6 +102,8 @@ class VLLMWeightLoader(WeightLoader):
             raise StateError("a load is under way: commit or abort it first", version=str(self._manifest.version))
         if self._broken is not None:
             raise StateError(f"this engine has to be restarted: {self._broken}", state_left="half-loaded")
+        if self._model is None:
+            raise UnsupportedError("this release of vLLM has not shown its model yet", state_left="nothing was changed")
         self._expected.check(manifest)
         self._specs = manifest.by_name()
         if not self.writes_live:
@@ -113,7 +132,7 @@ class VLLMWeightLoader(WeightLoader):
             self._loaded.add(update.name)
         if self._reload is None:
             self._healthy = False
-            self._reload = _Reload(self._model, self._model_config, self._vllm_config)
+            self._reload = self._open_reload()
         self._reload.load(fresh)
 
     def verify(self) -> None:
@@ -142,7 +161,7 @@ class VLLMWeightLoader(WeightLoader):
         self._healthy = False
         try:
             if self._reload is None:
-                self._reload = _Reload(self._model, self._model_config, self._vllm_config)
+                self._reload = self._open_reload()
                 self._reload.load((self._expected.canonical(name), self._staging[name]) for name in self._specs)
             self._reload.check(strict=not self._expected.known)
             self._reload.finish()
@@ -169,6 +188,10 @@ class VLLMWeightLoader(WeightLoader):
         if self._manifest is None:
             raise StateError("no load is under way: begin first", state_left="nothing was changed")
         return self._manifest
+
+    def _open_reload(self) -> _Reload:
+        assert self._model is not None  # begin has looked
+        return _Reload(self._model, self._model_config, self._vllm_config)
 
     def _accept(self, update: Update) -> torch.Tensor:
         if not isinstance(update, Full):

@@ -12,8 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,10 +37,7 @@ from weightsync.errors import (
 from weightsync.net.messages import decode, encode
 from weightsync.types import Deadline
 
-if TYPE_CHECKING:
-    from weightsync.load.vllm import VLLMWeightLoader
-    from weightsync.rollout.worker import EngineWorker
-
+_T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 _AGREE_MARGIN_S = 30.0
 _AGREE_S = 120.0  # for steps outside of a session; joining ends by its own deadline
@@ -86,42 +82,28 @@ class WeightSyncTransferEngine:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         given = _Given(*args, *kwargs.values())
-        self._vllm_config = given.vllm_config
-        self._model_config = given.model_config
-        self._parallel_config = given.parallel_config
-        world_size = int(getattr(self._parallel_config, "world_size", 1))
+        parallel = given.parallel_config
+        world_size = int(getattr(parallel, "world_size", 1))
         self._peers = _Peers(world_size)
-        self._index = self._peers.rank + world_size * int(getattr(self._parallel_config, "data_parallel_index", 0) or 0)
+        self._index = self._peers.rank + world_size * int(getattr(parallel, "data_parallel_index", 0) or 0)
         self._updating = False
         self._committed = False
-        self._worker: EngineWorker | None = None
-        self._loader: VLLMWeightLoader | None = None
         self._session: tuple[str, Deadline] | None = None
-        if given.model is not None:
-            self._bind(given.model)
-
-    def _bind(self, model: Any) -> None:
-        """Takes the model, which releases before 0.26 only show when weights are to be loaded."""
-        if self._worker is not None:
-            return
         from weightsync.load.vllm import VLLMWeightLoader
         from weightsync.rollout.worker import EngineWorker
 
-        model_config = self._model_config or SimpleNamespace(
-            hf_config=getattr(model, "config", None), dtype=next(model.parameters()).dtype, quantization=None
-        )
-        self._loader = VLLMWeightLoader(model, model_config=model_config, vllm_config=self._vllm_config)
+        self._loader = VLLMWeightLoader(given.model, model_config=given.model_config, vllm_config=given.vllm_config)
         self._worker = EngineWorker(self._loader, index=self._index, track=f"vllm/worker-{self._index}")
 
     # --- what vLLM calls ---
 
     def parse_init_info(self, info: dict[str, Any]) -> VllmInitMessage:
         """Reads an `init_info`. Pure: every worker is given the same."""
-        return self._parsed(init_message, info)
+        return _parsed(init_message, info)
 
     def parse_update_info(self, info: dict[str, Any]) -> VllmUpdateMessage:
         """Reads an `update_info`."""
-        return self._parsed(update_message, info)
+        return _parsed(update_message, info)
 
     def init_transfer_engine(self, message: VllmInitMessage) -> None:
         """Joins a group, aborts a session, or tells the state. Called in any state.
@@ -134,7 +116,7 @@ class WeightSyncTransferEngine:
             self._together(lambda: self._join(request, in_place=message.in_place), wait_s=_join_s(request.info))
         elif message.abort is not None:
             abort = message.abort
-            self._together(lambda: self._bound.abort(abort.session, abort.reason) if self._worker else None)
+            self._together(lambda: self._worker.abort(abort.session, abort.reason))
         else:
             assert message.expect is not None
             self._compare(message.expect)
@@ -154,8 +136,8 @@ class WeightSyncTransferEngine:
         Raises:
             BackendError: with the typed error; on the last worker alone. The session has failed on all.
         """
-        if load_weights is not None and self._worker is None:
-            self._bind(_model_behind(load_weights))
+        if load_weights is not None:
+            self._loader.bind(_model_behind(load_weights))
         try:
             self._together(lambda: self._step(message), wait_s=self._patience_s(message), undo=True)
         except BaseException:
@@ -189,8 +171,7 @@ class WeightSyncTransferEngine:
 
     def shutdown(self) -> None:
         """Leaves the group and aborts an open session. Idempotent."""
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
@@ -203,21 +184,13 @@ class WeightSyncTransferEngine:
 
     # --- the steps ---
 
-    @property
-    def _bound(self) -> EngineWorker:
-        if self._worker is None:
-            raise UnsupportedError("this release of vLLM has not shown its model yet: send an update first")
-        return self._worker
-
     def _join(self, request: Any, *, in_place: bool) -> None:
-        worker = self._bound
-        worker.abort(None, f"run {request.run_id} took over")
-        assert self._loader is not None
+        self._worker.abort(None, f"run {request.run_id} took over")
         self._loader.set_in_place(in_place)
-        worker.init(request)
+        self._worker.init(request)
 
     def _step(self, message: VllmUpdateMessage) -> None:
-        worker = self._bound
+        worker = self._worker
         if message.begin is not None:
             worker.begin(message.begin)
             self._session = (message.begin.session, Deadline(message.begin.deadline_s))
@@ -239,8 +212,6 @@ class WeightSyncTransferEngine:
         return self._session[1].remaining_s if self._session is not None else 0.0
 
     def _state(self) -> VllmState:
-        if self._worker is None:
-            return VllmState(updating=self._updating)
         reply = self._worker.describe()
         return VllmState(
             group=reply.group,
@@ -280,18 +251,12 @@ class WeightSyncTransferEngine:
         if not errors:
             return
         first = min(errors, key=is_consequence)
-        if undo and error is None and self._worker is not None:
+        if undo and error is None:
             self._worker.abort(None, f"another worker failed: {first.message}")
         if self._peers.speaks:
             raise BackendError(first)
         if error is not None:
             _logger.error("worker %d failed; the last worker tells: %s", self._index, error)
-
-    def _parsed(self, read: Callable[[dict[str, Any]], Any], info: dict[str, Any]) -> Any:
-        try:
-            return read(info)
-        except WeightSyncError as error:
-            raise BackendError(error) from error
 
 
 class _Given:
@@ -304,8 +269,8 @@ class _Given:
         configs = [value for value in values if hasattr(value, "parallel_config")]
         parallels = [value for value in values if hasattr(value, "world_size") and value not in configs]
         self.model = models[0] if models else None
-        self.vllm_config = configs[0] if configs else None
-        self.parallel_config = self.vllm_config.parallel_config if configs else (parallels[0] if parallels else None)
+        self.vllm_config: Any = configs[0] if configs else None
+        self.parallel_config = getattr(self.vllm_config, "parallel_config", parallels[0] if parallels else None)
         self.model_config = getattr(self.vllm_config, "model_config", None)
 
 
@@ -317,12 +282,7 @@ class _Peers:
         self._group: Any = None
         self.rank = 0
         if world_size > 1:
-            from vllm.distributed import parallel_state
-
-            group_of = getattr(parallel_state, "get_inner_dp_world_group", parallel_state.get_world_group)
-            group = group_of()
-            if group.world_size != world_size:
-                raise UnsupportedError(f"this engine has {world_size} workers, its group {group.world_size}")
+            group = _group_of_workers(world_size)
             self._group = group.cpu_group
             self.rank = int(group.rank_in_group)
 
@@ -362,6 +322,18 @@ class _Peers:
         return out
 
 
+def _group_of_workers(world_size: int) -> Any:
+    """vLLM's group of this engine's workers: its world, or the part of it that belongs to one data-parallel replica."""
+    from vllm.distributed import parallel_state
+
+    for name in ("get_inner_dp_world_group", "get_world_group"):
+        with contextlib.suppress(AttributeError, AssertionError):  # not in this release; not made for this engine
+            group = getattr(parallel_state, name)()
+            if group.world_size == world_size:
+                return group
+    raise UnsupportedError(f"vLLM has no group of just this engine's {world_size} workers")
+
+
 def _said(outcome: VllmState | WeightSyncError | None) -> bytes:
     if isinstance(outcome, WeightSyncError):
         return encode({"error": error_text(outcome)})
@@ -388,6 +360,13 @@ def _merged(states: list[VllmState]) -> VllmState:
         session=next((state.session for state in states if state.session is not None), None),
         writes_live=any(state.writes_live for state in states),
     )
+
+
+def _parsed(read: Callable[[dict[str, Any]], _T], info: dict[str, Any]) -> _T:
+    try:
+        return read(info)
+    except WeightSyncError as error:
+        raise BackendError(error) from error
 
 
 def _model_behind(load_weights: Callable[..., Any]) -> Any:

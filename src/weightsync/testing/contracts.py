@@ -743,8 +743,11 @@ class WeightTransferContract(abc.ABC):
         try:
             yield sender, client, engines, info
         finally:
-            for end in (*engines, sender, *self._sharers):
-                end.close()
+            for engine in engines:
+                engine.close()
+            sender.close()
+            for sharer in self._sharers:
+                sharer.close()
 
     @staticmethod
     def chunks(count: int, *, seed: int = 0, numel: int = 1000) -> list[WeightChunk]:
