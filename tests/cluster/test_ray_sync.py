@@ -213,3 +213,5 @@ def test_colocated_actors_share_a_bundle(ray_cluster: Any, strategy: str, dies: 
         sync.restart_engine("engine-1", timeout_s=30)
         assert job.next().engine_ids == ("engine-0", "engine-1")
         check_death_in_extraction(job, dies)
+    left = [name for name in os.listdir("/dev/shm") if any(f"-{pid}-" in name for pid, _ in ranks)]
+    assert left == [], "shared memory of the rank that was closed, and of the one that was killed"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def _load(path: str) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def jobs(
     vllm_server: Server, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], dict[str, Synced]]]:
+) -> Callable[[str], dict[str, Synced]]:
     """A trainer's job, run once when its first cell asks."""
     folder = tmp_path_factory.mktemp("matrix")
     known: dict[str, dict[str, Synced]] = {}
@@ -143,7 +143,7 @@ def jobs(
             oracle.learn([each.checkpoint for each in known[kind].values()])
         return known[kind]
 
-    yield job
+    return job
 
 
 @pytest.mark.timeout(300)

@@ -12,10 +12,10 @@ import pytest
 
 from tests.engines.conftest import Versions
 from tests.engines.vllm_support import DIFFERENT, LONG_PROMPT, PROMPTS, SAME, Oracle, Server, completion, next_distance
-from tests.engines.vllm_trainers import Trainers
+from tests.engines.vllm_trainers import LAST_CHUNK, Trainers
 
 pytestmark = pytest.mark.timeout(240)
-NUM_TOKENS = 450
+NUM_TOKENS = 900
 CLOSE = 0.05
 """Log-probabilities of the same token and weights, once decoded one by one and once in a single pass; bfloat16."""
 
@@ -64,8 +64,8 @@ class Generation:
 
 
 def sync_amid(whole: Trainers, server: Server, pause_mode: str) -> tuple[Generation, dict[str, Any]]:
-    """A generation that starts when a sync has begun, and is under way when that goes on; how the sync went."""
-    whole.send(2, waits=True, setup={"pause_mode": pause_mode})
+    """A generation that starts when a sync has one chunk to go, and is under way when it comes; how the sync went."""
+    whole.send(2, waits_at=LAST_CHUNK, setup={"pause_mode": pause_mode})
     assert whole.child.recv(30) == "session is open"
     generation = Generation(server, PROMPTS[0])
     generation.running(20)

@@ -1,8 +1,8 @@
 """A vLLM plugin for tests: makes a worker's real loader fail where a file says so. Each fault fires once.
 
 The file, JSON: {"at": "begin" | "receive" | "load" | "commit" | "reload", "chunk": k, "do": "raise" | "corrupt" |
-"kill", "worker": index}. "receive" is where bytes have come and nobody has looked at them, "reload" the middle of vLLM's
-own reload, when live weights are gone in part.
+"kill", "worker": index}. "receive" is where bytes have come and nobody has looked at them, "reload" the middle of
+vLLM's own reload, when live weights are gone in part.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from weightsync.testing.processes import free_port
 
 MODEL_NAME = "tiny"
 VOCAB = 128
-MAX_LEN = 512
+MAX_LEN = 1024
 PROMPTS: tuple[tuple[int, ...], ...] = (
     tuple((7 * i + 3) % VOCAB for i in range(24)),
     tuple((11 * i + 5) % VOCAB for i in range(40)),
@@ -250,28 +251,30 @@ def run_script(name: str, argument: Any, *, env: Mapping[str, str] | None = None
     Raises:
         AssertionError: it failed, or took too long; with what it wrote.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.engines.vllm_scripts", name, json.dumps(argument)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        text=True,
-        env={**os.environ, **engine_env(), **(env or {})},
-        cwd=Path(__file__).parents[2],
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"{name} took over {timeout_s} s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
-    last = output.strip().rpartition("\n")[2]
-    assert process.returncode == 0, f"{name} failed:\n{output[-6000:]}"
-    assert last.startswith(RESULT), f"{name} gave no result:\n{output[-6000:]}"
-    return json.loads(last.removeprefix(RESULT))
+    with tempfile.TemporaryFile("w+") as output:  # no pipe: the engine's own processes would keep it open
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engines.vllm_scripts", name, json.dumps(argument)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **engine_env(), **(env or {})},
+            cwd=Path(__file__).parents[2],
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{name} took over {timeout_s} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+        output.seek(0)
+        told = output.read()
+    found = told.rpartition(RESULT)[2].partition("\n")[0] if RESULT in told else ""
+    assert process.returncode == 0, f"{name} failed:\n{told[-6000:]}"
+    assert found, f"{name} gave no result:\n{told[-6000:]}"
+    return json.loads(found)
 
 
 def llm_options(checkpoint: Path | str, tp: int = 1, **options: Any) -> dict[str, Any]:

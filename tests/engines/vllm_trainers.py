@@ -20,8 +20,9 @@ from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.publish.push import PushSync
 from weightsync.testing.processes import Child, ChildFailedError
 
-SECONDS = {"transfer_timeout_s": 10.0, "join_timeout_s": 6.0, "pause_timeout_s": 6.0}
-CHUNK_BYTES = 20_000  # some 14 chunks
+SECONDS = {"transfer_timeout_s": 10.0, "join_timeout_s": 6.0, "pause_timeout_s": 9.0}
+CHUNK_BYTES = 20_000
+LAST_CHUNK = 13
 
 
 class Mortal:
@@ -89,7 +90,8 @@ def _setup(api: Any, extractor: ModuleWeightExtractor, *, dtype: str | None = "b
 
 @contextlib.contextmanager
 def _at_chunk(extractor: ModuleWeightExtractor, order: dict[str, Any], conn: Any) -> Iterator[None]:
-    """Kills somebody ("kills": 0 is this process), or waits, when chunk 5 is asked for; earlier ones are in flight."""
+    """Kills somebody ("kills": 0 is this process), when chunk 5 is asked for; earlier ones are
+    in flight. Waits at chunk "waits_at" until told to go on."""
     victim: int | None = order.get("kills")
     extract = extractor.extract_weights
 
@@ -99,7 +101,7 @@ def _at_chunk(extractor: ModuleWeightExtractor, order: dict[str, Any], conn: Any
                 os.kill(os.getpid(), signal.SIGKILL)
             if count == 5 and victim:
                 os.killpg(victim, signal.SIGKILL)
-            if count == 5 and order.get("waits"):
+            if count == order.get("waits_at"):
                 conn.send("session is open")
                 assert conn.recv() == "go on"
             yield chunk

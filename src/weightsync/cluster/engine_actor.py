@@ -10,7 +10,8 @@ from typing import Any
 
 from weightsync.cluster.ray_calls import here, start_actor
 from weightsync.cluster.wire import answer, refusal
-from weightsync.errors import ConfigError, EngineError, InvalidRequestError, as_weightsync_error
+from weightsync.errors import ConfigError, EngineError, InvalidRequestError, WeightSyncError, as_weightsync_error
+from weightsync.memory.segment import reclaim_dead
 from weightsync.net.messages import decode
 from weightsync.types import REQUEST_TYPES, EngineHandle, EngineOp
 
@@ -108,11 +109,14 @@ class EngineActor:
             return refusal(as_weightsync_error(error, EngineError, f"{method} failed", **facts), ""), None
 
     def close(self) -> bytes:
-        """Closes what the factory built, where it can be closed. Idempotent."""
+        """Closes what the factory built, where it can be closed; gives back what dead processes of this host held in
+        shared memory (a colocated rank that was killed). Idempotent."""
         built, self._built, self._engine = self._built, None, None
         for part in (built, getattr(built, "engine", None)):
             with contextlib.suppress(Exception):  # the process is about to end
                 getattr(part, "close", lambda: None)()
+        with contextlib.suppress(OSError, WeightSyncError):
+            reclaim_dead()
         return answer()
 
 

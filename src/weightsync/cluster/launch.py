@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weightsync.cluster.client import RayEngine, Whereabouts
-from weightsync.cluster.engine_actor import EngineContext, EngineFactory, start_engine
+from weightsync.cluster.engine_actor import URGENT, EngineContext, EngineFactory, start_engine
 from weightsync.cluster.manager import RayWeightSync
 from weightsync.cluster.placement import Placement, reserved
 from weightsync.cluster.ranks import RanksFailedError, RayRank, ask_all
 from weightsync.cluster.ray_calls import get, kill, running_ray, submit
-from weightsync.cluster.trainer_actor import Meeting, TrainerFactory, start_trainer
+from weightsync.cluster.trainer_actor import POST, Meeting, TrainerFactory, start_trainer
 from weightsync.cluster.wire import read_answer
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError, WeightSyncError
@@ -155,15 +155,17 @@ def _join(
 
 
 def _end(ranks: list[RayRank], engines: Mapping[str, RayEngine]) -> None:
-    """Lets engines close (their workers may be processes of their own), then ends every actor."""
+    """Lets ranks and engines give back what outlives a process (segments, workers of their own), then ends them."""
+    actors = [(rank.name, rank.actor, POST) for rank in ranks]
+    actors += [(name, engine.actor, URGENT) for name, engine in engines.items()]
     closing = []
-    for name, engine in engines.items():
+    for name, actor, group in actors:
         with contextlib.suppress(WeightSyncError):
-            closing.append((name, submit(engine.actor, "close", group="urgent", peer=name)))
+            closing.append((name, submit(actor, "close", group=group, peer=name)))
     deadline = Deadline(_CLOSE_S)
     for name, ref in closing:
         with contextlib.suppress(WeightSyncError):
             get(ref, timeout_s=deadline.remaining_s, peer=name, what="close", lost=WeightSyncError)
-    for actor in [*(rank.actor for rank in ranks), *(engine.actor for engine in engines.values())]:
+    for _, actor, _ in actors:
         with contextlib.suppress(Exception):  # the cluster itself may be gone
             kill(actor)
