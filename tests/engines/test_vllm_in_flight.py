@@ -15,7 +15,7 @@ from tests.engines.vllm_support import DIFFERENT, LONG_PROMPT, PROMPTS, SAME, Or
 from tests.engines.vllm_trainers import LAST_CHUNK, Trainers
 
 pytestmark = pytest.mark.timeout(240)
-NUM_TOKENS = 900
+NUM_TOKENS = 1800
 CLOSE = 0.05
 """Log-probabilities of the same token and weights, once decoded one by one and once in a single pass; bfloat16."""
 
@@ -85,10 +85,8 @@ def misfit(server: Server, generation: Generation) -> list[float]:
 def test_keep_spans_a_sync_and_goes_on_with_the_new_weights(whole: Trainers, vllm_server: Server) -> None:
     """The first tokens are the old weights' and the last ones the new weights', in one answer that is complete."""
     generation, _ = sync_amid(whole, vllm_server, "keep")
-    came = len(generation.tokens)
     assert generation.result() == "length"
     assert len(generation.tokens) == NUM_TOKENS
-    assert came < NUM_TOKENS - 20, "the sync came too late to see anything"
     of_new = misfit(vllm_server, generation)
     assert max(of_new[-20:]) < CLOSE, of_new[-20:]
     assert max(of_new[:20]) > 4 * CLOSE, of_new[:20]

@@ -29,7 +29,7 @@ from weightsync.testing.processes import free_port
 
 MODEL_NAME = "tiny"
 VOCAB = 128
-MAX_LEN = 1024
+MAX_LEN = 2048
 PROMPTS: tuple[tuple[int, ...], ...] = (
     tuple((7 * i + 3) % VOCAB for i in range(24)),
     tuple((11 * i + 5) % VOCAB for i in range(40)),
@@ -133,6 +133,7 @@ class Server:
             *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--disable-log-stats"),
             *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "8", "--tensor-parallel-size", str(self._tp)),
             *("--weight-transfer-config", json.dumps({"backend": "weightsync"})),
+            *("--stream-interval", "20"),  # or its one event loop is busy streaming, and answers nothing else
         ]
         with self._log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -204,11 +205,12 @@ def completion(prompt: Sequence[int], **options: Any) -> dict[str, Any]:
     }
 
 
-def engine_env(tp: int = 1) -> dict[str, str]:
-    """Settings for a small engine on a CPU."""
+def engine_env(tp: int = 1, *, core: int = 0) -> dict[str, str]:
+    """Settings for a small engine on a CPU: one thread a worker, each on a core of its own, from `core` on."""
+    cores = [str((core + rank) % (os.cpu_count() or 1)) for rank in range(tp)]
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(i % (os.cpu_count() or 1)) for i in range(tp)) if tp > 1 else "auto",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
@@ -258,7 +260,7 @@ def run_script(name: str, argument: Any, *, env: Mapping[str, str] | None = None
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **engine_env(), **(env or {})},
+            env={**os.environ, **engine_env(core=1), **(env or {})},
             cwd=Path(__file__).parents[2],
         )
         try:

@@ -90,8 +90,8 @@ def _setup(api: Any, extractor: ModuleWeightExtractor, *, dtype: str | None = "b
 
 @contextlib.contextmanager
 def _at_chunk(extractor: ModuleWeightExtractor, order: dict[str, Any], conn: Any) -> Iterator[None]:
-    """Kills somebody ("kills": 0 is this process), when chunk 5 is asked for; earlier ones are
-    in flight. Waits at chunk "waits_at" until told to go on."""
+    """Kills somebody ("kills": 0 is this process) when chunk 5 is asked for, with earlier ones in flight. Waits at
+    chunk "waits_at" until told to go on."""
     victim: int | None = order.get("kills")
     extract = extractor.extract_weights
 
