@@ -217,9 +217,11 @@ class _Reload:
         self._model_config = model_config
         self._vllm_config = vllm_config
         self._told: set[str] | None = set()  # names that vLLM says it loaded; None where it doesn't say
+        # While a reload is open tied layers are not tied. The first one alone is loaded.
+        self._wanted = {name for name, _ in model.named_parameters()}
+        self._tied = _tied_layers(model)
         with self._context():
             _layerwise().initialize_layerwise_reload(model)
-        self._wanted = {name for name, _ in model.named_parameters()}
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gives checkpoint tensors to the model; it may keep references until `finish`."""
@@ -254,6 +256,20 @@ class _Reload:
         """Puts the loaded tensors into the live ones and closes the reload."""
         with self._context():
             _layerwise().finalize_layerwise_reload(self._model, self._model_config)
+            self._repack_tied()
+
+    def _repack_tied(self) -> None:
+        """On a CPU, layers keep a packed copy of their weights, and vLLM renews that of loaded layers alone: a tied
+        output layer would go on with the old weights (seen with 0.32)."""
+        if not self._tied:
+            return
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            for layer in self._tied:
+                method = getattr(layer, "quant_method", None)
+                if method is not None:
+                    method.process_weights_after_loading(layer)
 
     def _short_layers(self) -> Iterator[str]:
         info_of = getattr(_layerwise(), "get_layerwise_info", None)
@@ -279,6 +295,18 @@ class _Reload:
 
                 stack.enter_context(disable_mtp_completeness_check())
             yield
+
+
+def _tied_layers(model: nn.Module) -> list[nn.Module]:
+    """Modules that share a parameter of their own with a module before them."""
+    seen: set[int] = set()
+    tied = []
+    for layer in model.modules():
+        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        if own & seen:
+            tied.append(layer)
+        seen |= own
+    return tied
 
 
 class _Expected:
