@@ -66,7 +66,7 @@ def vllm_server(versions: Versions, oracle: Oracle, tmp_path_factory: pytest.Tem
         pytest.skip(NEEDS_VLLM)
     server = Server(versions.checkpoints[0], tmp_path_factory.mktemp("server"))
     with contextlib.ExitStack() as stack:
-        stack.callback(server.kill)
+        stack.callback(server.stop)
         stack.callback(server.http.close)
         server.start()
         oracle.learn(versions.checkpoints)

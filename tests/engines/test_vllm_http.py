@@ -65,10 +65,7 @@ def test_the_oracle_over_http(trainers: Trainers, vllm_server: Server, serves: S
 def test_a_failure_leaves_the_old_version_served_and_the_next_sync_works(
     whole: Trainers, vllm_server: Server, serves: Serves, fault: dict[str, Any], error: str
 ) -> None:
-    """The error comes typed through vLLM's executor and HTTP, and no "already updating" stays.
-
-    Seen red with the finish left out of abort and begin, and with errors raised as they are.
-    """
+    """The error comes typed through vLLM's executor and HTTP, and no "already updating" stays."""
     arm(vllm_server.folder, fault)
     outcome = whole.sync(2)
     assert not armed(vllm_server.folder)
@@ -92,9 +89,9 @@ def test_a_reload_that_breaks_half_way_is_never_served(whole: Trainers, vllm_ser
     assert outcome["causes"] == {"vllm": "LoadError"}, outcome
     assert vllm_server.get("/is_paused") == {"is_paused": True}
     assert describe(vllm_server).serving is False
-    whole.good(2)
+    whole.good(1)
     assert describe(vllm_server).serving is True
-    serves(2)
+    serves(1)
     idle(vllm_server)
 
 
@@ -104,7 +101,7 @@ def test_a_trainer_that_is_killed_leaves_an_engine_for_the_next(
 ) -> None:
     """kill -9 right after vLLM answered that step, or with chunks in flight. A new trainer's run takes over.
 
-    Seen red with a begin that does not end what vLLM still holds for active, and with an init that does not resume.
+    Seen red with a begin that does not end what vLLM still holds for active.
     """
     fate: dict[str, Any] = {"kills": 0} if phase == "update" else {"dies_after": phase}
     whole.dies(2, **fate)
@@ -122,7 +119,10 @@ def test_a_trainer_that_is_killed_leaves_an_engine_for_the_next(
 def test_a_new_run_ends_the_pause_of_a_dead_one_before_it_syncs(
     whole: Trainers, vllm_server: Server, serves: Serves
 ) -> None:
-    """The dead trainer had committed, and nobody had said so: the new one's init serves and names that version."""
+    """The dead trainer had committed, and nobody had said so: the new one's init serves and names that version.
+
+    Seen red with an init that does not resume.
+    """
     whole.dies(2, dies_after="commit")
     refused = whole.sync(2, setup={"dtype": None})  # a sync that gets as far as begin
     assert refused["causes"] == {"vllm": "ManifestMismatchError"}, refused

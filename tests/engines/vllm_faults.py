@@ -81,7 +81,7 @@ def register() -> None:
     def faulty_reload(self: Any, weights: Iterable[tuple[str, Any]]) -> None:
         def some() -> Iterator[tuple[str, Any]]:
             for count, pair in enumerate(weights):
-                if count == 6:
+                if count == 2:  # q_proj is given, k_proj not: a fused module is there in part
                     _fire("reload")
                 yield pair
 

@@ -82,6 +82,7 @@ def offline(checkpoints: list[str], folder: str, tp: int) -> dict[str, Any]:
             fired = not armed(Path(folder))
             told["faults"].append({"fault": fault, "worker": worker, "fired": fired, "failed": failed, "next": sync(1)})
     told["last"] = llm_logprobs(llm)
+    llm.llm_engine.engine_core.shutdown()
     return told
 
 

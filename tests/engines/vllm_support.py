@@ -158,6 +158,14 @@ class Server:
             assert time.monotonic() < end, f"vLLM did not start within {START_S} s:\n{self.tail()}"
             time.sleep(0.1)  # between two looks
 
+    def stop(self) -> None:
+        """Ends it in order, so that vLLM gives back its shared memory; kills what does not end."""
+        if self.process is not None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+        self.kill()
+
     def kill(self) -> None:
         """kill -9 of the server and everything it started. Idempotent."""
         if self.process is not None:

@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 COMMAND = [sys.executable, "-m", "weightsync.cli", "demo", "--size", "tiny"]
 
 
-def test_the_demo_proves_every_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["broadcast", "packed_cuda_ipc"])
+def test_the_demo_proves_every_version(tmp_path: Path, strategy: str) -> None:
     """Two ranks, two engines: digests equal, losses agree, the engine's loss falls, the files are there."""
+    files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
     ran = subprocess.run(
-        [*COMMAND, "--steps", "8", "--engines", "2", "--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)],
+        [*COMMAND, "--steps", "8", "--engines", "2", "--strategy", strategy, *files],
         capture_output=True,
         text=True,
         timeout=110,
@@ -32,11 +35,12 @@ def test_the_demo_proves_every_version(tmp_path: Path) -> None:
     for step in summary["steps"]:
         assert step["paused_s"] > 0
         assert step["bytes"] > 50_000
-        assert {"extract", "pack", "transfer", "load", "verify", "pause", "commit", "resume"} <= set(step["phases"])
+        packed = "pack" if strategy == "broadcast" else "share"
+        assert {"extract", packed, "transfer", "load", "verify", "pause", "commit", "resume"} <= set(step["phases"])
     trace = json.loads((tmp_path / "timeline.json").read_text())
     assert {"train", "generate", "transfer", "commit"} <= {event["name"] for event in trace["traceEvents"]}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(Path("/dev/shm").glob("*weightsync*"))
+    assert not list(Path("/dev/shm").glob("weightsync-[0-9]*"))
 
 
 def test_an_engine_that_dies_ends_the_demo_in_words(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def _show_end(
         paused_ms = 1e3 * sum(row.paused_s for row in rows) / len(rows)
         sync_ms = 1e3 * sum(row.sync_s or 0.0 for row in rows) / len(rows)
         console.print(
-            f"{len(rows)} versions served, each proved by its digest: {summary['digests_equal']}. Engine's loss "
+            f"{len(rows)} versions served, {_proof(rows, summary)}. Engine's loss "
             f"{rows[0].engine_loss:.3f} -> {rows[-1].engine_loss:.3f}, largest gap to the trainer's "
             f"{summary['loss_gap_max']:.4f}. A sync took {sync_ms:.0f} ms, and for {paused_ms:.0f} ms of it no new "
             "generation could start (means).",
@@ -149,6 +149,12 @@ def _show_end(
     )
     for problem in problems:
         console.print(f"PROBLEM: {problem}", style="bold red", highlight=False)
+
+
+def _proof(rows: list[StepRow], summary: dict[str, Any]) -> str:
+    if summary["digests_equal"] is None:
+        return f"every tensor proved by its digest as it came ({rows[-1].unprovable})"
+    return f"each proved by its digest: {summary['digests_equal']}"
 
 
 class _Processes:

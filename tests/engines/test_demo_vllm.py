@@ -1,0 +1,41 @@
+"""The demo with everything exchanged: Ray actors, a real vLLM server, shared memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.engines.vllm_support import NEEDS_VLLM, vllm_is_there
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
+def test_ray_actors_train_and_vllm_follows(tmp_path: Path) -> None:
+    """vLLM's own log-probabilities of unseen text agree with the trainer's, version by version, and improve.
+
+    The model's output layer is its embedding. Seen to fail: without repacking tied layers the losses differ by 3.
+    """
+    command = [sys.executable, "-m", "weightsync.cli", "demo", "--ray", "--engine", "vllm", "--strategy", "cuda_ipc"]
+    ran = subprocess.run(
+        [*command, "--steps", "3", "--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["versions"] == [1, 2, 3]
+    assert summary["loss_gap_max"] < 0.005
+    assert summary["steps"][-1]["engine_loss"] < summary["steps"][0]["engine_loss"] - 0.2
+    assert all("fuses" in step["unprovable"] for step in summary["steps"])
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    assert {"train", "share", "generate", "commit"} <= {event["name"] for event in trace["traceEvents"]}
+    assert not list(Path("/dev/shm").glob("weightsync-[0-9]*"))
+    servers = [each for each in psutil.process_iter(["cmdline"]) if "weightsync-vllm-" in str(each.info["cmdline"])]
+    assert not servers
