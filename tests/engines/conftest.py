@@ -39,10 +39,19 @@ class Versions:
 @pytest.fixture(scope="session")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
     """Made by the same steps as the tests' trainers make, without any of the library."""
-    folder = tmp_path_factory.mktemp("checkpoints")
+    return _versions(tmp_path_factory.mktemp("checkpoints"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied_versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    """The same of a model whose output layer is its embedding."""
+    return _versions(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+def _versions(folder: Path, *, tied: bool) -> Versions:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    model = build_model()
+    model = build_model(tied=tied)
     checkpoints, weights = [], []
     for number in range(3):
         if number:

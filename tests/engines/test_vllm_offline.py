@@ -13,16 +13,16 @@ from tests.engines.vllm_support import DIFFERENT, NEEDS_VLLM, SAME, distance, en
 pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
 
 
-def test_the_oracle_offline_with_two_workers(versions: Versions, tmp_path: Path) -> None:
+def test_the_oracle_offline_with_two_workers(tied_versions: Versions, tmp_path: Path) -> None:
     """The oracle, and failures of one worker alone: the first, whose error vLLM's executor stops to listen at, and the
     last. After each, the next sync works and what it synced is served.
 
     Seen red with every worker raising its own error: vLLM then takes each answer of the second worker for the next
-    call's.
+    call's. The output layer is the embedding: without repacking it after a reload it goes on with the old weights.
     """
     told = run_script(
         "offline",
-        [[str(each) for each in versions.checkpoints], str(tmp_path), 2],
+        [[str(each) for each in tied_versions.checkpoints], str(tmp_path), 2],
         env={**engine_env(2), **vllm_faults.install(tmp_path)},
         timeout_s=200,
     )

@@ -28,7 +28,7 @@ def oracle(checkpoints: list[str], prompts: list[list[int]], long_prompt: list[i
 
 
 def offline(checkpoints: list[str], folder: str, tp: int) -> dict[str, Any]:
-    """An offline `LLM`, and a trainer beside it in the same process.
+    """An offline `LLM`, and a trainer beside it in the same process. The model's output layer is its embedding.
 
     The engine starts from the checkpoint of step 1, so what it says at first is a fresh engine's answer. Then step 2 is
     synced and step 1 again, with failures in between that hit one worker alone.
@@ -48,7 +48,7 @@ def offline(checkpoints: list[str], folder: str, tp: int) -> dict[str, Any]:
     llm = LLM(**llm_options(checkpoints[1], tp, weight_transfer_config={"backend": "weightsync"}))
     torch.set_num_threads(1)
     told: dict[str, Any] = {"fresh": llm_logprobs(llm), "faults": []}
-    model, version = build_model(), 0
+    model, version = build_model(tied=True), 0
     push = PushSync(
         ModuleWeightExtractor(model, chunk_bytes=20_000),
         VllmEngine(OfflineVllmApi(llm), engine_id="vllm"),
@@ -61,7 +61,7 @@ def offline(checkpoints: list[str], folder: str, tp: int) -> dict[str, Any]:
     def sync(steps: int) -> dict[str, Any]:
         nonlocal version
         version += 1
-        model.load_state_dict(build_model().state_dict())
+        model.load_state_dict(build_model(tied=True).state_dict())
         for step in range(1, steps + 1):
             train_step(model, step)
         try:

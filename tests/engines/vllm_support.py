@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.engines import vllm_faults
+from tests.multiproc.trainers import VOCAB, hf_config
 from weightsync.testing.processes import free_port
 
 MODEL_NAME = "tiny"
-VOCAB = 128
 MAX_LEN = 2048
 PROMPTS: tuple[tuple[int, ...], ...] = (
     tuple((7 * i + 3) % VOCAB for i in range(24)),
@@ -45,25 +45,11 @@ NEEDS_VLLM = "vLLM is not installed: pip install weightsync[engines-cpu]"
 
 
 def build_model(seed: int = 0, *, tied: bool = False) -> nn.Module:
-    """A Qwen3 of 2 layers, in float32; its head dimension and head counts are such that vLLM runs it at TP 1 and 2."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """The model of the other tests' trainers, in float32; vLLM runs it at TP 1 and 2."""
+    from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_LEN,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM(hf_config(tied=tied))
 
 
 def train_step(model: nn.Module, seed: int, *, lr: float = 0.02) -> None:
