@@ -18,7 +18,7 @@ def test_the_oracle_offline_with_two_workers(tied_versions: Versions, tmp_path: 
     last. After each, the next sync works and what it synced is served.
 
     Seen red with every worker raising its own error: vLLM then takes each answer of the second worker for the next
-    call's. The output layer is the embedding: without repacking it after a reload it goes on with the old weights.
+    call's. The output layer is the embedding.
     """
     told = run_script(
         "offline",
