@@ -6,8 +6,8 @@ hands out the live weights and costs nothing. Measured is the span from the firs
 loaded, less the time that the engine's loader takes for the same bytes by itself, when nothing else runs. The load
 overlaps with the copy of the next chunks, so the difference says how much longer than a bare load a sync takes.
 
-Tensor digests are left out of this row, as they have one of their own; `detail` has the same span with them
-(`with_digests`) and the whole sync (begin, digests, stage, pause, commit), both as ratios to the memcpy.
+Digests, of tensors and of the model, are left out of this row, as they have rows of their own; `detail` has the same
+span with them (`with_digests`) and the whole sync (begin, digests, stage, pause, commit), both as ratios to the memcpy.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from weightsync.clients.fanout import EngineFanout
 from weightsync.clients.http import HttpEngine
 from weightsync.codec.base import Codec, Decoder, Encoder
 from weightsync.codec.full import FullCodec
+from weightsync.errors import UnsupportedError
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.publish.push import PushSync
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.server import EngineServer
 from weightsync.transfer.registry import strategy_named
-from weightsync.types import Full, Manifest, Update, Version, WeightChunk
+from weightsync.types import Full, HeldTensor, Manifest, Update, Version, WeightChunk
 
 ROWS = {
     "cuda_ipc": "cuda_ipc of CPU tensors, extraction to loaded less the load itself, over one memcpy",
@@ -62,6 +63,20 @@ class _Layer(torch.nn.Module):
 def _model(num_bytes: int) -> torch.nn.Module:
     layer_bytes = 2 * 15 * _HIDDEN * _HIDDEN
     return torch.nn.Sequential(*(_Layer(_HIDDEN) for _ in range(max(2, num_bytes // layer_bytes))))
+
+
+class _NoShardSums(ModuleWeightExtractor):
+    """Has nothing to sum: the model's digest, which trainer and engine compute on all cores, has a row of its own."""
+
+    def local_shards(self, dtype: str | None = None) -> Iterator[HeldTensor]:
+        return iter(())
+
+
+class _NotProved(ModuleWeightLoader):
+    """Its live tensors can't be read back."""
+
+    def live_tensors(self) -> Iterator[HeldTensor]:
+        raise UnsupportedError("this benchmark proves nothing")
 
 
 class _NoDigests(Codec, Encoder, Decoder):
@@ -112,7 +127,8 @@ def _measure(strategy: str, args: BenchArgs) -> Row:
         mine, theirs = context.Pipe()
         engine = context.Process(target=_engine, args=(theirs, args.num_bytes, codec.name), daemon=True)
         engine.start()
-        extractor = ModuleWeightExtractor(model, chunk_bytes=_CHUNK_BYTES)
+        extracts = ModuleWeightExtractor if isinstance(codec, FullCodec) else _NoShardSums
+        extractor = extracts(model, chunk_bytes=_CHUNK_BYTES)
         client = EngineFanout([HttpEngine(mine.recv(), engine_id="engine")])
         push = PushSync(extractor, client, strategy=strategy_named(strategy), codec=codec)
         try:
@@ -164,8 +180,9 @@ def _engine(conn: Connection, num_bytes: int, codec: str) -> None:
     One torch thread: trainer and engine share the machine's cores, and loads of chunks overlap with their copies.
     """
     torch.set_num_threads(1)
-    loader = ModuleWeightLoader(_model(num_bytes))
-    server = EngineServer(EmbeddedEngine.of(loader, codec=FullCodec() if codec == FullCodec.name else _NoDigests()))
+    proved = codec == FullCodec.name
+    loader = (ModuleWeightLoader if proved else _NotProved)(_model(num_bytes))
+    server = EngineServer(EmbeddedEngine.of(loader, codec=FullCodec() if proved else _NoDigests()))
     conn.send(server.start())
     source = _model(num_bytes)
     extractor = ModuleWeightExtractor(source, chunk_bytes=_CHUNK_BYTES)
