@@ -37,8 +37,6 @@ def idle(server: Server) -> None:
 def test_the_oracle_over_http(trainers: Trainers, vllm_server: Server, serves: Serves) -> None:
     """A trainer that takes real optimizer steps: after each sync the server's log-probabilities are those of a fresh
     engine that loaded the same step's checkpoint, and not those of the step before.
-
-    Seen red with the reload left out of commit, and with one tensor not copied into the staging.
     """
     serves(0)
     for steps in (1, 2, 1):

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(not vllm_is_there, re
 
 def test_the_oracle_offline_with_two_workers(tied_versions: Versions, tmp_path: Path) -> None:
     """The oracle, and failures of one worker alone: the first, whose error vLLM's executor stops to listen at, and the
-    last. After each, the next sync works and what it synced is served.
+    last; and strangers who speak while a session is open. After each, the next sync works and what it synced is served.
 
     Seen red with every worker raising its own error: vLLM then takes each answer of the second worker for the next
     call's. The output layer is the embedding.
@@ -38,4 +38,10 @@ def test_the_oracle_offline_with_two_workers(tied_versions: Versions, tmp_path: 
         expected = "DigestMismatchError" if each["fault"]["at"] == "receive" else "LoadError"
         assert each["failed"]["causes"] == {"vllm": expected}, each
         assert each["next"]["type"] == "ok", each
+    foreign, brackets = told["strangers"]
+    assert "InvalidRequestError" in foreign["told"]
+    assert brackets["told"] == "ok", brackets
+    for each in (foreign, brackets):
+        assert each["during"]["type"] == "ok", each
+        assert [sync["type"] for sync in each["after"]] == ["ok", "ok"], each
     assert distance(told["last"], told["fresh"]) <= SAME

@@ -56,7 +56,7 @@ def register() -> None:
     if getattr(kind, "has_faults", False):
         return
     kind.has_faults = True
-    begin, load, commit, reload = kind.begin, kind.load_weights, kind.commit, loader._Reload.load
+    begin, load, commit, reload = kind.begin, kind.load_weights, kind.commit, loader.LayerwiseReload.load
     decode = FullDecoder.decode
     chunks: dict[int, int] = {}
 
@@ -88,7 +88,7 @@ def register() -> None:
         reload(self, list(some()) if not _pending("reload") else some())
 
     kind.begin, kind.load_weights, kind.commit = faulty_begin, faulty_load, faulty_commit
-    loader._Reload.load = faulty_reload  # type: ignore[method-assign]
+    loader.LayerwiseReload.load = faulty_reload  # type: ignore[method-assign]
     FullDecoder.decode = faulty_decode  # type: ignore[method-assign]
 
 

@@ -49,9 +49,11 @@ def offline(checkpoints: list[str], folder: str, tp: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     told: dict[str, Any] = {"fresh": llm_logprobs(llm), "faults": []}
     model, version = build_model(tied=True), 0
+    extractor: Any = ModuleWeightExtractor(model, chunk_bytes=20_000)
+    extract, api = extractor.extract_weights, OfflineVllmApi(llm)
     push = PushSync(
-        ModuleWeightExtractor(model, chunk_bytes=20_000),
-        VllmEngine(OfflineVllmApi(llm), engine_id="vllm"),
+        extractor,
+        VllmEngine(api, engine_id="vllm"),
         dtype="bfloat16",
         transfer_timeout_s=20.0,
         join_timeout_s=15.0,
@@ -81,6 +83,28 @@ def offline(checkpoints: list[str], folder: str, tp: int) -> dict[str, Any]:
             failed = sync(2)
             fired = not armed(Path(folder))
             told["faults"].append({"fault": fault, "worker": worker, "fired": fired, "failed": failed, "next": sync(1)})
+    told["strangers"] = []
+    for call in (
+        lambda: llm.init_weight_transfer_engine({"init_info": {"master_address": "192.0.2.1", "world_size": 2}}),
+        lambda: (llm.start_weight_update(), llm.finish_weight_update()),
+    ):
+        strange: dict[str, str] = {}
+
+        def meddled(dtype: Any, call: Callable[[], Any] = call, strange: dict[str, str] = strange) -> Any:
+            for number, chunk in enumerate(extract(dtype)):
+                if number == 3:
+                    try:
+                        with api.lock:
+                            call()
+                        strange["told"] = "ok"
+                    except Exception as error:
+                        strange["told"] = str(error)
+                yield chunk
+
+        extractor.extract_weights = meddled
+        during = sync(2)
+        extractor.extract_weights = extract
+        told["strangers"].append({**strange, "during": during, "after": [sync(2), sync(1)]})
     told["last"] = llm_logprobs(llm)
     llm.llm_engine.engine_core.shutdown()
     return told

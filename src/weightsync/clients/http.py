@@ -78,7 +78,7 @@ class HttpEngine:
                 headers={TIMEOUT_HEADER: str(timeout_s)},
                 timeout=timeout,
             ) as response:
-                body = self._read(response, op, deadline)
+                body = read_body(response, deadline, what=f"{self.url}'s answer to {op}", peer=self._engine_id)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineUnreachableError(
                 f"can't connect to {self.url}: {error}; does the engine run there?", peer=self._engine_id
@@ -104,16 +104,6 @@ class HttpEngine:
         """Closes the connections. Idempotent."""
         self._client.close()
 
-    def _read(self, response: httpx.Response, op: EngineOp, deadline: Deadline) -> bytes:
-        """The body, as long as it is small and comes in time: httpx's own timeout starts anew with every byte."""
-        body = bytearray()
-        for part in response.iter_raw():
-            body += part
-            deadline.check(f"whole answer to {op}", peer=self._engine_id)
-            if len(body) > MAX_REPLY_BYTES:
-                raise EngineError(f"{self.url} answered {op} with over {MAX_REPLY_BYTES} bytes", peer=self._engine_id)
-        return bytes(body)
-
     def _error_in(self, status: int, body: bytes, op: EngineOp) -> WeightSyncError:
         with contextlib.suppress(InvalidRequestError):
             told = decode(body, dict[str, Any], what="the error")
@@ -123,3 +113,19 @@ class HttpEngine:
             f"{self.url} answered {op} with status {status}: {body[:200]!r}; is this a weightsync engine server?",
             peer=self._engine_id,
         )
+
+
+def read_body(response: httpx.Response, deadline: Deadline, *, what: str, peer: str) -> bytes:
+    """The body, as long as it is small and comes in time: httpx's own timeout starts anew with every byte.
+
+    Raises:
+        DeadlineExceededError: it is not whole in time.
+        EngineError: it is longer than `MAX_REPLY_BYTES`.
+    """
+    body = bytearray()
+    for part in response.iter_raw():
+        body += part
+        deadline.check(f"end of {what}", peer=peer)
+        if len(body) > MAX_REPLY_BYTES:
+            raise EngineError(f"{what} has over {MAX_REPLY_BYTES} bytes", peer=peer)
+    return bytes(body)

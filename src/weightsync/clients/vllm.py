@@ -3,7 +3,7 @@
 What each step becomes, in vLLM's own calls (design/0006-vllm.md has the reasons):
 
     init    init_weight_transfer_engine {init}; a pause that a dead trainer left behind ends
-    begin   start_weight_update, update_weights {begin}
+    begin   start_weight_update, update_weights {begin}  (with several workers all steps travel by init: `_several`)
     update  update_weights {update}, one after the other in the order of seq
     stage   update_weights {stage}
     pause   pause(mode, clear_cache)
@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from weightsync.clients.fanout import in_thread
 from weightsync.clients.vllm_api import OfflineVllmApi, VllmApi, VllmHttpApi
 from weightsync.clients.vllm_messages import (
     UNPROVABLE,
@@ -28,8 +29,10 @@ from weightsync.clients.vllm_messages import (
     VllmState,
     VllmUpdateMessage,
     as_info,
+    state_in,
     version_in,
 )
+from weightsync.clients.vllm_turns import ChunkTurns
 from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -40,7 +43,6 @@ from weightsync.errors import (
     SyncInProgressError,
     TransferAbortedError,
     WeightSyncError,
-    as_weightsync_error,
 )
 from weightsync.observe import now_s
 from weightsync.types import (
@@ -59,12 +61,14 @@ from weightsync.types import (
     ResumeRequest,
     StageRequest,
     UpdateRequest,
-    Version,
 )
 
 __all__ = ["OfflineVllmApi", "VllmEngine", "VllmHttpApi"]
 
 _ALREADY = "already active"  # vLLM's words
+_MEND_FIRST_S = 0.5
+_MEND_ATTEMPT_S = 20.0
+_MEND_MARGIN_S = 300.0  # beyond the pause's lease
 
 PauseMode = Literal["keep", "wait", "abort"]
 KvCachePolicy = Literal["clear", "keep"]
@@ -109,10 +113,13 @@ class VllmEngine:
         self._clear = kv_cache == "clear"
         self._in_place = in_place
         self._lock = threading.Lock()
-        self._session: _Chunks | None = None
+        self._session: ChunkTurns | None = None
         self._state = VllmState()
         self._joined: str | None = None  # group of the latest init; None since a call to the engine was lost
+        self._run_id: str | None = None  # of the latest init of this handle
         self._paused_by: str | None = None
+        self._pause_ends: Deadline | None = None  # until when to mend a pause of ours, if an abort could not
+        self._mending = threading.Event()  # set: stop
         self._stale_cache = False  # what is cached may be of other weights than those that serve
         self._world_size = 1
         self._phases: list[PhaseRecord] = []
@@ -145,7 +152,7 @@ class VllmEngine:
                 case ResumeRequest():
                     self._resume_of(request.session, deadline)
                 case AbortRequest():
-                    self._abort(request, deadline)
+                    self._abort_or_mend(request, deadline)
                 case _:
                     raise StateError(f"an engine has no step {op}")
         except WeightSyncError as error:
@@ -158,6 +165,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Closes connections; changes nothing on the engine. Idempotent."""
+        self._mending.set()
         self._api.close()
 
     # --- the steps ---
@@ -175,14 +183,14 @@ class VllmEngine:
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
         self._joined = None
+        self._mending.set()
         self._end_session(TransferAbortedError("a trainer joins anew"))
+        self._world_size = self._api.world_size(timeout_s=deadline.check("answer"))
         self._send_init(VllmInitMessage(init=request, in_place=self._in_place), deadline)
+        self._run_id = request.run_id
         self._believe(group=request.info.group_name, run_id=request.run_id, session=None, writes_live=self._in_place)
         state = self._look(deadline)
-        if state.version is not None:  # whoever committed it may have died before it said so
-            told = self._api.weight_version(timeout_s=deadline.check("answer"))
-            if told is not None and version_in(told) != state.version:
-                self._api.set_weight_version(str(state.version), timeout_s=deadline.check("answer"))
+        self._name_version(state, deadline)
         if state.healthy and self._api.is_paused(timeout_s=deadline.check("answer")):
             self._stale_cache = self._clear
             self._resume(deadline)
@@ -192,6 +200,13 @@ class VllmEngine:
         state = self._look(deadline)
         if state.session is not None:
             raise SyncInProgressError(f"session {state.session} is open", version=str(request.manifest.version))
+        if state.writes_live != self._in_place:
+            raise StateError(
+                f"the engine loads {'in place' if state.writes_live else 'beside live weights'}, in another way than "
+                "this handle asked for: join again",
+                version=str(request.manifest.version),
+                state_left="nothing was changed",
+            )
         self._end_update(state, deadline)
         self._start_update(deadline)
         try:
@@ -202,11 +217,16 @@ class VllmEngine:
                 self._end_update(self._look(deadline), deadline)
             raise
         with self._lock:
-            self._session = _Chunks(request.session, request.manifest.version)
+            self._session = ChunkTurns(request.session, request.manifest.version)
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
         session = self._open(update.session)
         with session.turn(update.seq, deadline), self._phase("load", f"chunk {update.seq}"):
+            if self._in_place and update.seq == 0 and not self._api.is_paused(timeout_s=deadline.check("answer")):
+                raise StateError(
+                    "chunks go into live weights while vLLM is paused, and somebody ended the pause",
+                    state_left="nothing was loaded",
+                )
             self._send_update(VllmUpdateMessage(update=update), deadline)
 
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
@@ -217,15 +237,19 @@ class VllmEngine:
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
         self._open(request.session)
+        self._mending.set()
         patience_s = min(request.timeout_s, deadline.check("answer"))
         with self._phase("pause"):
             try:
                 self._paused_by = request.session
+                self._pause_ends = Deadline(request.lease_s + _MEND_MARGIN_S)
                 self._api.pause(self._pause_mode, clear_cache=self._clear, timeout_s=patience_s)
             except WeightSyncError as error:
                 with contextlib.suppress(WeightSyncError):
-                    self._api.resume(timeout_s=max(1.0, deadline.remaining_s))
-                    self._paused_by = None
+                    patience = Deadline(max(1.0, deadline.remaining_s))
+                    if self._is_ours(self._look(patience), request.session):
+                        self._api.resume(timeout_s=patience.check("answer"))
+                        self._paused_by = None
                 if isinstance(error, DeadlineExceededError):
                     raise DeadlineExceededError(
                         f"vLLM did not stand still within {patience_s:g} s (pause_mode {self._pause_mode}): raise "
@@ -242,14 +266,23 @@ class VllmEngine:
             self._stale_cache = self._clear
             self._send_update(VllmUpdateMessage(commit=request), deadline)
             self._believe(version=session.version, session=None, healthy=True)
-            self._api.finish_update(str(session.version), timeout_s=deadline.check("answer"))
-            self._believe(updating=False)
+            if self._several:
+                self._name_version(self._state, deadline)
+            else:
+                self._api.finish_update(str(session.version), timeout_s=deadline.check("answer"))
+                self._believe(updating=False)
             self._drop_stale_cache(deadline)
         self._end_session(None)
         return self._reply()
 
     def _resume_of(self, session: str, deadline: Deadline) -> None:
-        if not self._look(deadline).healthy:
+        state = self._look(deadline)
+        if not self._is_ours(state):
+            raise StateError(
+                f"can't resume: run {state.run_id} or its session {state.session} has the engine now",
+                state_left="as whoever took over left it",
+            )
+        if not state.healthy:
             raise StateError(
                 "can't resume: the weights are half-loaded, or differ between workers", state_left="paused"
             )
@@ -257,7 +290,27 @@ class VllmEngine:
             with self._phase("resume"):
                 self._resume(deadline)
 
-    def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
+    def _abort_or_mend(self, request: AbortRequest, deadline: Deadline) -> None:
+        self._mending.set()
+        try:
+            self._abort(request, deadline)
+        except WeightSyncError:
+            if self._paused_by == request.session and self._pause_ends is not None:
+                self._mending = stop = threading.Event()
+                until = self._pause_ends
+                in_thread(lambda: self._mend(request, stop, until), name=f"weightsync-mend-{self._engine_id}")
+            raise
+
+    def _mend(self, request: AbortRequest, stop: threading.Event, until: Deadline) -> None:
+        """Ends a pause of ours that the abort could not end, e.g. because a commit kept vLLM busy: it has no lease."""
+        wait_s = _MEND_FIRST_S
+        while not until.expired and not stop.wait(wait_s):
+            with contextlib.suppress(WeightSyncError):
+                self._abort(request, Deadline(_MEND_ATTEMPT_S), stop)
+                return
+            wait_s = min(2 * wait_s, _MEND_ATTEMPT_S)
+
+    def _abort(self, request: AbortRequest, deadline: Deadline, stop: threading.Event | None = None) -> None:
         with self._lock:
             ours = self._session is not None and self._session.name == request.session
         if ours:
@@ -266,9 +319,11 @@ class VllmEngine:
         if ours:
             self._believe(session=None, group=None)
         state = self._look(deadline)
-        if state.session is None:
-            self._end_update(state, deadline)
+        if not self._is_ours(state) or (stop is not None and stop.is_set()):
+            return
+        self._end_update(state, deadline)
         if self._paused_by == request.session and state.healthy:
+            self._name_version(state, deadline)
             self._resume(deadline)
 
     # --- what the steps share ---
@@ -279,20 +334,45 @@ class VllmEngine:
         try:
             self._send_init(VllmInitMessage(expect=expected), deadline)
         except StateError as error:
-            if "state" not in error.details:
-                raise
             try:
-                self._state = expected = msgspec.convert(error.details["state"], VllmState)
-            except (msgspec.ValidationError, InvalidRequestError) as odd:
+                told = state_in(error)
+            except InvalidRequestError as odd:
                 raise EngineError(f"the engine told an odd state: {odd}", peer=self._engine_id) from odd
+            if told is None:
+                raise
+            self._state = expected = told
         return expected
+
+    def _is_ours(self, state: VllmState, session: str | None = None) -> bool:
+        """Whether the engine is in this handle's own run still, with no session open but `session`: only then are its
+        pause and its update this handle's to end."""
+        if state.run_id != self._run_id:
+            self._paused_by = None
+            return False
+        return state.session in (None, session)
+
+    def _name_version(self, state: VllmState, deadline: Deadline) -> None:
+        """Gives vLLM the name of what it serves: whoever committed it may not have come to that."""
+        if state.version is not None:
+            told = self._api.weight_version(timeout_s=deadline.check("answer"))
+            if told is not None and version_in(told) != state.version:
+                self._api.set_weight_version(str(state.version), timeout_s=deadline.check("answer"))
 
     def _believe(self, **changes: Any) -> None:
         """Notes what a step has changed. Whatever is wrong in it the next `_look` corrects, at the price of an error in
         vLLM's log."""
         self._state = msgspec.structs.replace(self._state, **changes)
 
+    @property
+    def _several(self) -> bool:
+        """Whether the engine has several workers. vLLM's own check of "an update is active" raises on each of them, and
+        its executor never recovers from two failures of one call. So their steps travel by init, which is served in
+        any state, and vLLM's start and finish stay out of it: nobody else's can come between."""
+        return self._world_size > 1
+
     def _start_update(self, deadline: Deadline) -> None:
+        if self._several:
+            return
         try:
             self._api.start_update(timeout_s=deadline.check("answer"))
         except EngineError as error:
@@ -306,7 +386,7 @@ class VllmEngine:
 
     def _end_update(self, state: VllmState, deadline: Deadline) -> None:
         """Clears vLLM's "update already active", which a failed sync leaves behind."""
-        if not state.updating:
+        if not state.updating or self._several:
             return
         with contextlib.suppress(WeightSyncError):  # workers that had ended it already object; the others end it
             self._api.finish_update(None, timeout_s=deadline.check("answer"))
@@ -331,9 +411,12 @@ class VllmEngine:
         self._api.init_engine(as_info(message), timeout_s=deadline.check("answer"))
 
     def _send_update(self, message: VllmUpdateMessage, deadline: Deadline) -> None:
+        if self._several:
+            self._send_init(VllmInitMessage(step=message), deadline)
+            return
         self._api.update(as_info(message), timeout_s=deadline.check("answer"))
 
-    def _open(self, name: str) -> _Chunks:
+    def _open(self, name: str) -> ChunkTurns:
         with self._lock:
             if self._session is None or self._session.name != name:
                 raise TransferAbortedError(f"session {name} is not open here: it was aborted, or has ended")
@@ -365,49 +448,6 @@ class VllmEngine:
             world_size=self._world_size,
             serving=self._state.healthy and self._paused_by is None,
             version=self._state.version,
-            writes_live=self._in_place,
+            writes_live=self._state.writes_live,
             phases=phases,
         )
-
-
-class _Chunks:
-    """A session's chunks take turns in the order of their numbers: a vLLM worker has one thread, and one that waits
-    for chunk k + 1 would never be told of chunk k."""
-
-    def __init__(self, name: str, version: Version) -> None:
-        self.name = name
-        self.version = version
-        self._changed = threading.Condition()
-        self._next = 0
-        self._busy = False
-        self._error: WeightSyncError | None = None
-
-    @contextlib.contextmanager
-    def turn(self, seq: int, deadline: Deadline) -> Iterator[None]:
-        with self._changed:
-            while self._busy or seq != self._next:
-                self._check()
-                if seq < self._next or (self._busy and seq == self._next):
-                    raise InvalidRequestError(f"chunk {seq} was announced twice")
-                self._changed.wait(deadline.check(f"turn of chunk {seq}"))
-            self._check()
-            self._busy = True
-        try:
-            yield
-        except BaseException as error:
-            self.fail(as_weightsync_error(error, EngineError, f"chunk {seq} failed"))
-            raise
-        finally:
-            with self._changed:
-                self._busy = False
-                self._next = seq + 1
-                self._changed.notify_all()
-
-    def fail(self, error: WeightSyncError) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise TransferAbortedError(f"the session has failed: {self._error.message}") from self._error

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import httpx
 import msgspec
 
 from weightsync.clients.fanout import in_thread
+from weightsync.clients.http import read_body
 from weightsync.clients.vllm_messages import BACKEND, error_in_text
 from weightsync.errors import (
     AuthError,
@@ -22,9 +24,11 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.net.auth import bearer_headers
+from weightsync.types import Deadline
 
 _T = TypeVar("_T")
 _HEAD = 1000  # characters of a foreign error's text that are kept
+_FIRST_ROUTES = ("/get_world_size", "/is_paused", "/start_weight_update")  # asked before anything is changed
 HOW_TO_START = (
     f'start vLLM with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{{"backend":"{BACKEND}"}}\', '
     "in an environment where weightsync is installed"
@@ -82,7 +86,7 @@ class VllmHttpApi:
         self._connect_timeout_s = connect_timeout_s
         self._client = httpx.Client(
             base_url=self.name,
-            headers=bearer_headers(token),
+            headers={**bearer_headers(token), "accept-encoding": "identity"},
             trust_env=False,
             # after an error vLLM's server drops the connection, and a call that comes on it then is lost
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
@@ -146,34 +150,74 @@ class VllmHttpApi:
 
     def _call(self, method: str, path: str, timeout_s: float, **options: Any) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
+        deadline = Deadline(timeout_s)
         try:
-            response = self._client.request(method, path, timeout=timeout, **options)
+            with (
+                _cut_at(deadline) as trace,
+                self._client.stream(method, path, timeout=timeout, extensions={"trace": trace}, **options) as response,
+            ):
+                content = read_body(response, deadline, what=f"{self.name}'s answer to {path}", peer=self.name)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineUnreachableError(
                 f"can't connect to {self.name}: {error}; does the server run there?", peer=self.name
             ) from error
-        except httpx.TimeoutException as error:
+        except httpx.HTTPError as error:
+            if not isinstance(error, httpx.TimeoutException) and not deadline.expired:
+                raise EngineUnreachableError(
+                    f"the connection to {self.name} broke during {path}: {type(error).__name__}: {error}",
+                    peer=self.name,
+                ) from error
             raise DeadlineExceededError(
                 f"{self.name} did not answer {path} within {timeout_s:g} s", peer=self.name
             ) from error
-        except httpx.HTTPError as error:
-            raise EngineUnreachableError(
-                f"the connection to {self.name} broke during {path}: {type(error).__name__}: {error}", peer=self.name
-            ) from error
         if response.status_code != 200:
-            raise self._error(path, response.status_code, response.text)
+            raise self._error(path, response.status_code, content.decode("utf-8", "replace"))
         with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.json.decode(response.content or b"{}", type=dict[str, Any])
+            return msgspec.json.decode(content or b"{}", type=dict[str, Any])
         raise EngineError(f"{self.name} answered {path} with 200 and no JSON", peer=self.name)
 
     def _error(self, path: str, status: int, text: str) -> WeightSyncError:
         if status in (404, 405):
             return UnsupportedError(
-                f"{self.name} has no route {path}: {HOW_TO_START}", peer=self.name, state_left="nothing was changed"
+                f"{self.name} has no route {path}: {HOW_TO_START}",
+                peer=self.name,
+                state_left="nothing was changed" if path in _FIRST_ROUTES else None,
             )
         if status in (401, 403):
             return AuthError(f"{self.name} refuses the token for {path}", peer=self.name)
         return error_of(text, f"{self.name} answered {path} with status {status}", peer=self.name)
+
+
+@contextlib.contextmanager
+def _cut_at(deadline: Deadline) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+    """Cuts the request's connection when its time is over, headers or body: httpx's timeouts start anew with every
+    byte, and a server may send one now and then for ever. Gives the `trace` extension that the request needs."""
+    lock = threading.Lock()
+    connections: list[socket.socket] = []
+    over = False
+
+    def cut() -> None:
+        nonlocal over
+        with lock:
+            over = True
+            for connection in connections:
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def trace(event: str, info: dict[str, Any]) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            with lock:
+                connections.append(info["return_value"].get_extra_info("socket"))
+            if over:
+                cut()
+
+    timer = threading.Timer(deadline.remaining_s, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield trace
+    finally:
+        timer.cancel()
 
 
 class OfflineVllmApi:

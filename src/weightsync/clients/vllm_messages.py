@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from weightsync.errors import InvalidRequestError, WeightSyncError, error_from_dict
+from weightsync.errors import InvalidRequestError, StateError, WeightSyncError, error_from_dict
 from weightsync.net.messages import decode, encode
 from weightsync.types import (
     AbortRequest,
@@ -32,7 +32,8 @@ BACKEND = "weightsync"
 UNPROVABLE = "vLLM fuses and repacks weights, so live bytes can't be read back in the manifest's coordinates"
 """Why a stage reply has no digest of live weights; each tensor's digest was checked as it arrived."""
 
-_MARK = re.compile(r"weightsync-error:([A-Za-z0-9_\-=]+):end")
+_MARK_WORD = "weightsync-error:"
+_MARK = re.compile(_MARK_WORD + r"([A-Za-z0-9_\-=]+):end")
 
 
 class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,26 +58,6 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     writes_live: bool = False
 
 
-class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The `init_info` of vLLM's `init_weight_transfer_engine`, which is served in any state. One of:
-
-    Attributes:
-        init: join a transfer group.
-        in_place: with `init`: load into live weights instead of beside them.
-        abort: end a session badly.
-        expect: answered well if this is the workers' state, and otherwise by a StateError that carries it: vLLM
-            returns no data.
-    """
-
-    init: InitRequest | None = None
-    in_place: bool = False
-    abort: AbortRequest | None = None
-    expect: VllmState | None = None
-
-    def __post_init__(self) -> None:
-        _check_one(init=self.init, abort=self.abort, expect=self.expect)
-
-
 class VllmUpdateMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The `update_info` of vLLM's `update_weights`, served between its start and finish. One of:
 
@@ -96,6 +77,28 @@ class VllmUpdateMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def __post_init__(self) -> None:
         _check_one(begin=self.begin, update=self.update, stage=self.stage, commit=self.commit)
+
+
+class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The `init_info` of vLLM's `init_weight_transfer_engine`, which is served in any state. One of:
+
+    Attributes:
+        init: join a transfer group.
+        in_place: with `init`: load into live weights instead of beside them.
+        abort: end a session badly.
+        expect: answered well if this is the workers' state, and otherwise by a StateError that carries it: vLLM
+            returns no data.
+        step: an update message, of a client whose engine has several workers.
+    """
+
+    init: InitRequest | None = None
+    in_place: bool = False
+    abort: AbortRequest | None = None
+    expect: VllmState | None = None
+    step: VllmUpdateMessage | None = None
+
+    def __post_init__(self) -> None:
+        _check_one(init=self.init, abort=self.abort, expect=self.expect, step=self.step)
 
 
 # See types.engine: two threads that decode a type for the first time at the same moment crash the process.
@@ -130,17 +133,37 @@ def update_message(info: dict[str, Any]) -> VllmUpdateMessage:
 def error_text(error: WeightSyncError) -> str:
     """The error in words, followed by itself in a form that no quoting changes."""
     packed = base64.urlsafe_b64encode(encode(error.to_dict())).decode("ascii")
-    return f"{type(error).__name__}: {error} weightsync-error:{packed}:end"
+    words = f"{type(error).__name__}: {error}".replace(_MARK_WORD, "weightsync-error ")  # it may quote another error
+    return f"{words} {_MARK_WORD}{packed}:end"
 
 
 def error_in_text(text: str, *, peer: str | None = None) -> WeightSyncError | None:
-    """The typed error that `error_text` wrote into `text`; None where there is none."""
-    found = _MARK.search(text)
-    if found is None:
+    """The last typed error that `error_text` wrote into `text` (others are quoted); None where there is none."""
+    found = _MARK.findall(text)
+    if not found:
         return None
     with contextlib.suppress(InvalidRequestError, binascii.Error, ValueError):
-        return error_from_dict(decode(base64.urlsafe_b64decode(found[1]), dict[str, Any], what="error"), peer=peer)
+        return error_from_dict(decode(base64.urlsafe_b64decode(found[-1]), dict[str, Any], what="error"), peer=peer)
     return None
+
+
+def other_state(state: VllmState) -> StateError:
+    """The answer to an `expect` that expected something else."""
+    return StateError("the engine's state is another", answers="expect", state=msgspec.to_builtins(state))
+
+
+def state_in(error: StateError) -> VllmState | None:
+    """The state that `other_state` told; None where the error is another one.
+
+    Raises:
+        InvalidRequestError: what it told is no state.
+    """
+    if error.details.get("answers") != "expect":
+        return None
+    try:
+        return msgspec.convert(error.details.get("state"), VllmState)
+    except msgspec.ValidationError as odd:
+        raise InvalidRequestError(f"the state does not fit: {odd}") from odd
 
 
 def version_in(text: str | None) -> Version | None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from weightsync.clients.fanout import EngineFanout
 from weightsync.cluster.client import RayEngine
 from weightsync.cluster.post import Postman
-from weightsync.cluster.ranks import RanksFailedError, RayRank, ask_all
+from weightsync.cluster.ranks import RanksFailedError, RayRank, ask_all, settle_owed
 from weightsync.cluster.trainer_actor import POST
 from weightsync.cluster.wire import read_answer
 from weightsync.config import WeightSyncConfig
@@ -72,6 +72,7 @@ class RayWeightSync:
         self._start_engine = start_engine
         self._busy = threading.Lock()
         self._broken: TrainerRankError | None = None
+        self._owed: dict[Any, RayRank] = {}  # answers to a call that raised before they came
         self._postman = Postman(self.ranks[0], self.engines)
         self._postman.start()
 
@@ -93,7 +94,7 @@ class RayWeightSync:
         """`PushSync.sync_weights` on every rank; returns or raises within `transfer_timeout_s` and a margin of 10 s.
 
         Raises:
-            SyncInProgressError: another call runs. It is not disturbed.
+            SyncInProgressError: another call runs, or a rank still works on one that has failed. It is not disturbed.
             TrainerRankError: a rank is gone or silent. Engines serve their old version (one whose pause was left
                 behind serves again when its lease ends); the job has to be restarted.
             WeightSyncError: as `PushSync.sync_weights`: the next call goes on with the engines that answer.
@@ -161,7 +162,11 @@ class RayWeightSync:
             if self._broken is not None:
                 raise self._broken
             try:
-                return ask_all(self.ranks, method, *args, deadline=Deadline(timeout_s), read=read)
+                settle_owed(self._owed)
+                return ask_all(self.ranks, method, *args, deadline=Deadline(timeout_s), read=read, owed=self._owed)
+            except TrainerRankError as error:
+                self._broken = error
+                raise
             except RanksFailedError as failed:
                 if failed.broken and isinstance(failed.error, TrainerRankError):
                     self._broken = failed.error

@@ -8,7 +8,9 @@ always the driver who calls.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Protocol
@@ -17,10 +19,19 @@ import msgspec
 
 from weightsync.clients.fanout import in_thread
 from weightsync.cluster.wire import answer, read_answer, refusal
-from weightsync.errors import DeadlineExceededError, EngineUnreachableError, InvalidRequestError, WeightSyncError
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    StateError,
+    TrainerRankError,
+)
 from weightsync.types import EngineHandle, EngineOp, InitRequest
 
 _CLOSE_S = 1.0
+_RETRY_S = 1.0
+
+_logger = logging.getLogger(__name__)
 
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +58,8 @@ class Mailbox:
         self._numbers = itertools.count(1)
         self._outgoing: list[Letter] = []
         self._waiting: dict[int, Future[bytes]] = {}
+        self._controllers: list[str] = []  # the last one that came is the one that is served
+        self._num_takes = 0
         self._closed = False
 
     def send(self, engine_id: str, request: InitRequest, *, timeout_s: float) -> bytes:
@@ -71,16 +84,35 @@ class Mailbox:
                 fetched = letter not in self._outgoing
                 if not fetched:
                     self._outgoing.remove(letter)
-            who = "the engine did not answer the controller" if fetched else "the controller did not fetch it"
+            who = "it was fetched, and no answer came back" if fetched else "the controller did not fetch it"
             raise DeadlineExceededError(f"no answer to init within {timeout_s:g} s: {who}", peer=engine_id) from None
         finally:
             with self._changed:
                 self._waiting.pop(letter.number, None)
 
-    def take(self, timeout_s: float) -> bytes:
-        """The letters that lie there, as soon as there is one; none where none comes in time, or after `close`."""
+    def take(self, timeout_s: float, *, controller: str) -> bytes:
+        """The letters that lie there, as soon as there is one; none where none comes in time, or after `close`.
+
+        A newer take ends older ones, whose callers may be gone: they would swallow letters.
+
+        Args:
+            timeout_s: how long to wait.
+            controller: who asks. The latest to come takes over from those before it.
+
+        Raises:
+            StateError: another controller has taken over.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._outgoing or self._closed, timeout_s)
+            if controller not in self._controllers:
+                self._controllers.append(controller)
+            if controller != self._controllers[-1]:
+                raise StateError("another controller of these ranks has taken over their init requests")
+            self._num_takes += 1
+            mine = self._num_takes
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._outgoing or self._closed or self._num_takes != mine, timeout_s)
+            if self._num_takes != mine:
+                return answer([])
             letters, self._outgoing = self._outgoing, []
             return answer(letters)
 
@@ -101,11 +133,12 @@ class Mailbox:
 class Rank0(Protocol):
     """What the postman asks of training rank 0's actor."""
 
-    def fetch(self, closed: Callable[[], bool]) -> bytes | None:
-        """Waits for letters; None once `closed`.
+    def fetch(self, controller: str, closed: Callable[[], bool]) -> bytes | None:
+        """Waits for letters for this controller; None once `closed`, or when the cluster is left.
 
         Raises:
-            WeightSyncError: rank 0 is gone.
+            TrainerRankError: rank 0 is gone.
+            WeightSyncError: no answer in time, or not a readable one.
         """
         ...
 
@@ -128,6 +161,7 @@ class Postman:
     def __init__(self, rank_0: Rank0, engines: Mapping[str, EngineHandle]) -> None:
         self._rank_0 = rank_0
         self._engines = engines
+        self._id = uuid.uuid4().hex
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weightsync-postman", daemon=True)
         self.handed_on: dict[str, InitRequest] = {}
@@ -145,10 +179,16 @@ class Postman:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                body = self._rank_0.fetch(self._closed.is_set)
-                letters = [] if body is None else read_answer(body, list[Letter], peer="training rank 0", what="fetch")
-            except WeightSyncError:
-                return  # rank 0 is gone, which everybody who waits for it is told by Ray
+                body = self._rank_0.fetch(self._id, self._closed.is_set)
+                if body is None:
+                    return
+                letters = read_answer(body, list[Letter], peer="training rank 0", what="fetch")
+            except (TrainerRankError, StateError):
+                return  # rank 0 is gone, which everybody who waits for it is told by Ray; or another one has taken over
+            except Exception:  # one late or broken answer; whoever misses a letter is told at its deadline
+                _logger.warning("fetching init requests failed; it is tried again", exc_info=True)
+                self._closed.wait(_RETRY_S)
+                continue
             for letter in letters:
                 in_thread(lambda letter=letter: self._carry(letter), name=f"weightsync-init-{letter.engine_id}")  # type: ignore[misc]
 

@@ -9,7 +9,7 @@ from weightsync.cluster.client import Whereabouts
 from weightsync.cluster.ray_calls import get, load_ray, submit, wait_any
 from weightsync.cluster.trainer_actor import POST, WORK
 from weightsync.cluster.wire import read_answer
-from weightsync.errors import TrainerRankError, WeightSyncError, is_consequence
+from weightsync.errors import SyncInProgressError, TrainerRankError, WeightSyncError, is_consequence
 from weightsync.types import Deadline
 
 _T = TypeVar("_T")
@@ -51,9 +51,11 @@ class RayRank:
         ref = self.submit("where", group=POST)
         return read_answer(self.get(ref, "where", timeout_s=timeout_s), Whereabouts, peer=self.name, what="where")
 
-    def fetch(self, closed: Callable[[], bool]) -> bytes | None:
+    def fetch(self, controller: str, closed: Callable[[], bool]) -> bytes | None:
         """Waits for init requests; see `post.Rank0`."""
-        ref = self.submit("take", _FETCH_S, group=POST)
+        if not load_ray().is_initialized():
+            return None
+        ref = self.submit("take", controller, _FETCH_S, group=POST)
         while not closed() and load_ray().is_initialized():
             if wait_any([ref], timeout_s=_POLL_S):
                 return self.get(ref, "take", timeout_s=_ANSWER_S)  # type: ignore[no-any-return]
@@ -87,6 +89,7 @@ def ask_all(
     *args: Any,
     deadline: Deadline,
     read: Callable[[RayRank, Any], _T],
+    owed: dict[Any, RayRank] | None = None,
 ) -> list[_T]:
     """Calls a method on all ranks and waits for all, or for a little longer than the first failure.
 
@@ -96,6 +99,7 @@ def ask_all(
         args: the same for all.
         deadline: of the whole.
         read: turns what a rank returned into its value, or raises.
+        owed: gets the references of the answers that are still to come, however this ends; see `settle_owed`.
 
     Returns:
         The values, by rank.
@@ -104,7 +108,9 @@ def ask_all(
         RanksFailedError: its error is a TrainerRankError where a rank is gone or silent; else the first rank's own
             error that is not the consequence of another's.
     """
-    pending = {rank.submit(method, *args): rank for rank in ranks}
+    pending: dict[Any, RayRank] = {} if owed is None else owed
+    for rank in ranks:
+        pending[rank.submit(method, *args)] = rank
     values: dict[int, _T] = {}
     errors: dict[int, WeightSyncError] = {}
     gone: list[int] = []
@@ -132,6 +138,35 @@ def ask_all(
         silent = sorted(rank.rank for rank in pending.values())
         raise _verdict(method, errors, gone=gone, silent=silent, timeout_s=deadline.timeout_s)
     return [values[rank.rank] for rank in ranks]
+
+
+def settle_owed(owed: dict[Any, RayRank]) -> None:
+    """Waits a moment for the answers to an earlier call, and drops them: that call has raised.
+
+    Args:
+        owed: as `ask_all` left it; empty when this returns.
+
+    Raises:
+        TrainerRankError: a rank that owed one is gone.
+        SyncInProgressError: a rank still works on it. Nothing was called.
+    """
+    end = Deadline(_GRACE_S)
+    while owed:
+        settled = wait_any(list(owed), timeout_s=end.remaining_s)
+        if not settled:
+            busy = ", ".join(sorted(rank.name for rank in owed.values()))
+            raise SyncInProgressError(
+                f"{busy} still works on an earlier call, which has failed or was interrupted; try again later",
+                state_left="it goes on; nothing else was called",
+            )
+        for ref in settled:
+            rank = owed.pop(ref)
+            try:
+                rank.get(ref, "an earlier call", timeout_s=_ANSWER_S)
+            except TrainerRankError:
+                raise
+            except WeightSyncError:
+                continue
 
 
 def _verdict(

@@ -22,6 +22,7 @@ from weightsync.cluster.ray_calls import here, start_actor
 from weightsync.cluster.wire import answer, refusal
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError, GroupJoinError, InvalidRequestError, StateError
+from weightsync.memory.segment import unlink_own
 from weightsync.types import SyncMethod
 
 if TYPE_CHECKING:
@@ -173,9 +174,12 @@ class TrainerActor:
         body = self._with_trainer(method, lambda trainer: values.append(user_method(trainer, method)(*args, **options)))
         return body, values[0] if values else None
 
-    def take(self, timeout_s: float) -> bytes:
+    def take(self, controller: str, timeout_s: float) -> bytes:
         """`Mailbox.take`."""
-        return self._mailbox.take(timeout_s)
+        try:
+            return self._mailbox.take(timeout_s, controller=controller)
+        except Exception as error:
+            return refusal(error, "no init requests can be fetched", rank=self._rank)
 
     def deliver(self, number: int, body: bytes) -> bytes:
         """`Mailbox.deliver`."""
@@ -192,11 +196,15 @@ class TrainerActor:
         return answer()
 
     def close(self) -> bytes:
-        """Leaves the transfer group. The process is ended by who started it."""
+        """Leaves the transfer group, and unlinks shared memory though a sync may run.
+
+        The process is ended by who started it.
+        """
         self._mailbox.close()
         if self._trainer is not None:
             with contextlib.suppress(Exception):  # a sync may be running: it ends with the process
                 self._trainer.push.close()
+        unlink_own()
         return answer()
 
     def _with_trainer(self, what: str, step: Callable[[RankTrainer], Any]) -> bytes:

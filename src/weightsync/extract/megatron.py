@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import ConfigError, ExtractError
+from weightsync.errors import ConfigError, ExtractError, UnsupportedError
 from weightsync.extract.base import WeightExtractor, chunk_of, training_rank, translated
 from weightsync.extract.grouping import PlannedChunk
 from weightsync.tensors import torch_dtype
@@ -66,6 +66,7 @@ class MegatronWeightExtractor(WeightExtractor):
     Raises:
         ConfigError: no chunks, a bridge without `export_hf_weights`, or `group_by_module`.
         ExtractError: the export failed, or did not give the same on every rank: every rank raises this.
+        UnsupportedError: a chunk overlaps its parameters' gather in a way that can't be completed before an export.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class MegatronWeightExtractor(WeightExtractor):
             raise ConfigError(f"the bridge needs a method export_hf_weights, a {type(bridge).__name__} has none")
         if group_by_module:
             raise ConfigError("Megatron's chunks are buckets up to chunk_bytes and not modules: no group_by_module")
+        for chunk in self._models:
+            _refuse_unmendable(chunk)
         self._bridge = bridge
         self._survey = self._look(name_map)
         super().__init__(self._models[0], chunk_bytes=chunk_bytes, name_map=name_map, dtype_overrides=dtype_overrides)
@@ -114,7 +117,9 @@ class MegatronWeightExtractor(WeightExtractor):
 
     @contextlib.contextmanager
     def _export(self) -> Iterator[Iterator[Any]]:
-        """One run of the bridge's export, ended with the block whatever happens."""
+        """One run of the bridge's export, ended with the block whatever happens. All ranks call it."""
+        for chunk in self._models:
+            _finish_param_gather(chunk)
         with translated(None, "the bridge's export failed"):
             export = iter(self._bridge.export_hf_weights(self._models, cpu=False, show_progress=False))
         try:
@@ -194,6 +199,43 @@ class MegatronWeightExtractor(WeightExtractor):
         return tensor, _changed(
             f"the bridge exported {found[0]} {found[1]} {found[2]} where it had {known.dtype} {known.shape}", known.name
         )
+
+
+def _finish_param_gather(chunk: torch.nn.Module) -> None:
+    """With `overlap_param_gather` Megatron leaves the gather after `step()` to the next forward pass: until then each
+    rank has stepped its own part alone. Gathering twice changes nothing."""
+    ddp = _overlapping(chunk)
+    if ddp is not None:
+        _refuse_unmendable(chunk)
+        with translated(None, "Megatron's gather of parameters failed"), torch.no_grad():
+            ddp.start_param_sync(force_sync=True)
+
+
+def _refuse_unmendable(chunk: torch.nn.Module) -> None:
+    ddp = _overlapping(chunk)
+    if ddp is None:
+        return
+    refusals = {
+        "reuse_grad_buf_for_mxfp8_param_ag": getattr(ddp.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
+        "fp8_param_gather": getattr(ddp.ddp_config, "fp8_param_gather", False),
+        "overlap_param_gather_with_optimizer_step": getattr(ddp, "overlap_param_gather_with_optimizer_step", False),
+    }
+    if found := [name for name, there in refusals.items() if there]:
+        raise UnsupportedError(
+            f"overlap_param_gather together with {', '.join(found)} leaves parameters that only the next forward pass "
+            "completes: train without one of them",
+            rank=training_rank(),
+            state_left="nothing was exported",
+        )
+
+
+def _overlapping(chunk: Any) -> Any:
+    """Megatron's DistributedDataParallel in the chunk, where it overlaps the gather; else None."""
+    while isinstance(chunk, torch.nn.Module):
+        if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+            return chunk
+        chunk = getattr(chunk, "module", None)
+    return None
 
 
 def _next(export: Iterator[Any], *, after: str | None, awaited: str | None = None) -> tuple[str, torch.Tensor] | None:

@@ -84,6 +84,11 @@ class Segment:
         """The bytes, to be written. Views of it keep the memory mapped after `close`."""
         return memoryview(self._map)
 
+    def give_back_pages(self) -> None:
+        """Frees the memory though others map it: they read zeros. Only when nobody reads it any more."""
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         """Unlinks the name and gives up the lock. Idempotent; in a forked child it only forgets."""
         if self._closed:
@@ -103,6 +108,12 @@ class Segment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def unlink_own() -> None:
+    """Takes the names of all of this process's segments away; it is about to be ended, perhaps while one is written."""
+    for segment in list(_live):
+        segment._unlink_at_exit()
 
 
 def reclaim_dead() -> tuple[str, ...]:

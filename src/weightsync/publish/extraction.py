@@ -1,7 +1,8 @@
 """Extraction in a thread beside sending: every rank runs it in lockstep, rank 0 hands its chunks over.
 
 At most two chunks exist: the one being built here, and the one the sender packs. The caller waits with a
-deadline, so a rank that hangs inside a collective costs the caller its deadline and no more.
+deadline, so a rank that hangs inside a collective costs the caller its deadline and no more. On CUDA the thread works
+on the caller's own streams: what a training step has queued there comes first, and what is freed there may be reused.
 
 Where chunks are lent instead of sent, they are lent here, by every rank that has engines beside it. A chunk takes the
 memory of the one `num_slots` before it, so rank 0 does not agree to build it until the engines have let go of that one.
@@ -72,10 +73,13 @@ class LockstepExtraction:
         self._stop: WeightSyncError | None = None
         self._sum: ShardSum | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._streams: list[torch.cuda.Stream] = []
         self._thread = threading.Thread(target=self._run, name="weightsync-extract", daemon=True)
 
     def start(self) -> None:
         """Starts the thread. No collective of the trainer may run until `finish`."""
+        if self._device is not None:
+            self._streams = _own_streams()
         self._thread.start()
 
     def chunks(self) -> Iterator[WeightChunk]:
@@ -132,7 +136,9 @@ class LockstepExtraction:
     def _run(self) -> None:
         try:
             if self._device is not None:
-                torch.cuda.set_device(self._device)
+                for stream in self._streams:
+                    torch.cuda.set_stream(stream)
+                torch.cuda.set_device(self._device)  # last: `set_stream` changes it
             self._extract()
         except BaseException as error:
             self._error = as_weightsync_error(error, ExtractError, "extraction failed", rank=self._ranks.rank)
@@ -212,3 +218,9 @@ class LockstepExtraction:
                 self._wanted = False
                 self._chunk = chunk
                 self._changed.notify_all()
+
+
+def _own_streams() -> list[torch.cuda.Stream]:
+    """This thread's streams, of every device where it is not the default one, which a new thread has anyway."""
+    found = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
+    return [stream for stream in found if stream != torch.cuda.default_stream(stream.device)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import msgspec
@@ -100,6 +100,7 @@ class PushSync:
         strategy = strategy or BroadcastTransferStrategy(
             join_timeout_s=join_timeout_s, transfer_timeout_s=transfer_timeout_s
         )
+        self._strategy_name = strategy.name
         self._engines = JoinedEngines(
             _as_client(client),
             strategy,
@@ -255,28 +256,35 @@ class PushSync:
         return self._ranks
 
     def _agree_on_start(self, ranks: TrainingRanks, version: int) -> None:
-        """Every rank has the same version and the same tensors, or nobody starts."""
+        """Every rank has the same version, strategy, tensors and chunks, or nobody starts."""
         error: WeightSyncError | None = None
-        names: list[str] = []
+        start: dict[str, Any] = {"version": version, "strategy": self._strategy_name, "tensors": "", "chunks": ""}
         try:
             if self.run_id is None:
                 raise StateError("call initialize() on every rank first")
             if self._last is not None and version < self._last.number:
                 raise VersionError(f"{self._last} was synced already; versions rise within a run", version=version)
-            names = [
-                f"{spec.name}:{spec.dtype}:{spec.shape}" for spec in self._parts.extractor.metadata(self._parts.dtype)
-            ]
+            extractor, dtype = self._parts.extractor, self._parts.dtype
+            names = [f"{spec.name}:{spec.dtype}:{spec.shape}" for spec in extractor.metadata(dtype)]
             if not names:
                 raise InvalidRequestError("the model has no weights to sync")
+            start["tensors"] = _digest_of(names)
+            start["chunks"] = _digest_of(
+                " ".join(spec.name for spec in chunk.specs) for chunk in extractor.chunk_plan(dtype)
+            )
         except Exception as caught:
             error = as_weightsync_error(caught, ExtractError, "reading the model's tensors failed", rank=ranks.rank)
-        fingerprint = [version, uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(names)).hex]
-        for rank, said in enumerate(ranks.settle(error, start=fingerprint)):
-            if said["start"] != fingerprint:
-                raise ConfigError(
-                    f"training rank {rank} syncs version {said['start'][0]}, this one {version}, or other tensors",
-                    rank=rank,
-                )
+        for rank, said in enumerate(ranks.settle(error, start=start)):
+            other = said["start"]
+            differs = [
+                f"{what} {other.get(what)}, here {mine}" for what, mine in start.items() if other.get(what) != mine
+            ]
+            if differs:
+                raise ConfigError(f"training rank {rank} means another sync: it has {'; '.join(differs)}", rank=rank)
+
+
+def _digest_of(lines: Iterable[str]) -> str:
+    return uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(lines)).hex
 
 
 def _as_client(client: InferenceEngineClient | EngineHandle | None) -> InferenceEngineClient | None:

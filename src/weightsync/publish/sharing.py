@@ -21,9 +21,10 @@ from weightsync.types import MemoryHandle, WeightChunk
 class RankSharing:
     """One sync's sharing on one training rank. Every rank makes one and calls it in lockstep.
 
-    Which ranks share is settled at the first chunk, when its device is known: the first rank of each place. The
-    others do nothing. Where rank 0 alone shares, which is the rule for CPU tensors on one host, ranks exchange
-    nothing more; else they exchange handles, as JSON, once a chunk.
+    Which ranks share is settled at the first chunk of each kind of device (a model may have some tensors on the CPU),
+    when its place is known: the first rank of each place. The others do nothing. Where rank 0 alone shares, which is
+    the rule for CPU tensors on one host, ranks exchange nothing more; else they exchange handles, as JSON, at each
+    chunk.
 
     Args:
         sharer: this rank's.
@@ -34,13 +35,13 @@ class RankSharing:
         self.num_slots = sharer.num_slots
         self._sharer = sharer
         self._ranks = ranks
-        self._sharing_ranks: tuple[int, ...] | None = None
+        self._by_kind: dict[str, tuple[int, ...]] = {}
 
     def share(self, chunk: WeightChunk, seq: int, *, let_go: Callable[[], None]) -> WeightChunk:
         """Lends the chunk.
 
         Args:
-            chunk: equal on all ranks, each with its own copy.
+            chunk: equal on all ranks, each with its own copy, on a device of the same kind.
             seq: its number.
             let_go: what rank 0's sender calls when every engine has let go of it.
 
@@ -51,16 +52,18 @@ class RankSharing:
             WeightSyncError: this rank can't share. Where ranks exchange handles, every rank raises; else the
                 others learn it by their next agreement.
         """
-        if self._sharing_ranks is None:
-            self._sharing_ranks = self._first_of_each_place(chunk)
+        kind = _kind_of(chunk)  # the same on every rank, so all of them settle it at the same chunk
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._first_of_each_place(chunk)
+        sharing_ranks = self._by_kind[kind]
         handles: tuple[MemoryHandle, ...] = ()
         error: WeightSyncError | None = None
-        if self._ranks.rank in self._sharing_ranks:
+        if self._ranks.rank in sharing_ranks:
             try:
                 handles = self._sharer.share(chunk, seq)
             except BaseException as caught:
                 error = self._typed(caught)
-        if self._sharing_ranks == (0,):
+        if sharing_ranks == (0,):
             if error is not None:
                 raise error
             said: list[Any] = [handles]
@@ -68,7 +71,7 @@ class RankSharing:
             said = self._told(error, [msgspec.to_builtins(handle) for handle in handles])
         if self._ranks.rank != 0:
             return chunk
-        lists = tuple(msgspec.convert(said[rank], tuple[MemoryHandle, ...]) for rank in self._sharing_ranks)
+        lists = tuple(msgspec.convert(said[rank], tuple[MemoryHandle, ...]) for rank in sharing_ranks)
         return SharedChunk.of(chunk, lists, let_go=let_go)
 
     def _first_of_each_place(self, chunk: WeightChunk) -> tuple[int, ...]:
@@ -96,3 +99,8 @@ class RankSharing:
 
     def _typed(self, caught: BaseException) -> WeightSyncError:
         return as_weightsync_error(caught, SharedMemoryError, "a chunk could not be lent", rank=self._ranks.rank)
+
+
+def _kind_of(chunk: WeightChunk) -> str:
+    """The kind of device that the chunk is lent from: the CPU only where all of it lies there."""
+    return next((tensor.device.type for tensor in chunk.tensors if tensor.device.type != "cpu"), "cpu")

@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,10 +23,12 @@ from weightsync.clients.vllm_messages import (
     error_in_text,
     error_text,
     init_message,
+    other_state,
     update_message,
 )
 from weightsync.errors import (
     EngineError,
+    InvalidRequestError,
     StateError,
     UnsupportedError,
     WeightSyncError,
@@ -35,6 +36,7 @@ from weightsync.errors import (
     is_consequence,
 )
 from weightsync.net.messages import decode, encode
+from weightsync.rollout.vllm_peers import BackendError, Peers
 from weightsync.types import Deadline
 
 _T = TypeVar("_T")
@@ -54,11 +56,17 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "WeightSyncTransferEngine")
 
 
-class BackendError(RuntimeError):
-    """What vLLM is given to raise: a text in which the other side finds the typed error again."""
+class Unreadable:
+    """What reading a message gave where it is none of ours. vLLM's worker passes it on like a message."""
+
+    is_checkpoint_format = False  # as of a `VllmUpdateMessage`
 
     def __init__(self, error: WeightSyncError) -> None:
-        super().__init__(error_text(error))
+        self._error = error
+
+    def refuse(self) -> None:
+        """Raises what was wrong."""
+        raise self._error
 
 
 class WeightSyncTransferEngine:
@@ -84,10 +92,9 @@ class WeightSyncTransferEngine:
         given = _Given(*args, *kwargs.values())
         parallel = given.parallel_config
         world_size = int(getattr(parallel, "world_size", 1))
-        self._peers = _Peers(world_size)
+        self._peers = Peers(world_size)
         self._index = self._peers.rank + world_size * int(getattr(parallel, "data_parallel_index", 0) or 0)
         self._updating = False
-        self._committed = False
         self._session: tuple[str, Deadline] | None = None
         from weightsync.load.vllm import VLLMWeightLoader
         from weightsync.rollout.worker import EngineWorker
@@ -97,26 +104,31 @@ class WeightSyncTransferEngine:
 
     # --- what vLLM calls ---
 
-    def parse_init_info(self, info: dict[str, Any]) -> VllmInitMessage:
-        """Reads an `init_info`. Pure: every worker is given the same."""
+    def parse_init_info(self, info: dict[str, Any]) -> VllmInitMessage | Unreadable:
+        """Reads an `init_info`. Raises nothing: whoever is given the result raises, on the last worker alone."""
         return _parsed(init_message, info)
 
-    def parse_update_info(self, info: dict[str, Any]) -> VllmUpdateMessage:
-        """Reads an `update_info`."""
+    def parse_update_info(self, info: dict[str, Any]) -> VllmUpdateMessage | Unreadable:
+        """Reads an `update_info`; see `parse_init_info`."""
         return _parsed(update_message, info)
 
-    def init_transfer_engine(self, message: VllmInitMessage) -> None:
+    def init_transfer_engine(self, message: VllmInitMessage | Unreadable) -> None:
         """Joins a group, aborts a session, or tells the state. Called in any state.
 
         Raises:
             BackendError: with the typed error; on the last worker alone.
         """
-        if message.init is not None:
+        if isinstance(message, Unreadable):
+            self._together(message.refuse)
+        elif message.init is not None:
             request = message.init
             self._together(lambda: self._join(request, in_place=message.in_place), wait_s=_join_s(request.info))
         elif message.abort is not None:
             abort = message.abort
             self._together(lambda: self._worker.abort(abort.session, abort.reason))
+        elif message.step is not None:
+            step = message.step
+            self._together(lambda: self._step(step), wait_s=self._patience_s(step), undo=True)
         else:
             assert message.expect is not None
             self._compare(message.expect)
@@ -124,22 +136,30 @@ class WeightSyncTransferEngine:
     def start_weight_update(self, *_: Any, **__: Any) -> None:
         """Does nothing: the update that follows says what begins. Notes that vLLM holds an update for active."""
         self._updating = True
-        self._committed = False
 
     def update_weights(self, info: dict[str, Any]) -> None:
         """One step of a session; see `VllmUpdateMessage`."""
         self.receive_weights(self.parse_update_info(info))
 
-    def receive_weights(self, message: VllmUpdateMessage, load_weights: Callable[..., Any] | None = None) -> None:
+    def receive_weights(
+        self, message: VllmUpdateMessage | Unreadable, load_weights: Callable[..., Any] | None = None
+    ) -> None:
         """The same, as releases before 0.26 call it; `load_weights` shows the model.
 
         Raises:
             BackendError: with the typed error; on the last worker alone. The session has failed on all.
         """
-        if load_weights is not None:
-            self._loader.bind(_model_behind(load_weights))
+
+        def step() -> None:
+            if load_weights is not None:
+                self._loader.bind(_model_behind(load_weights))
+            if isinstance(message, Unreadable):
+                message.refuse()
+            else:
+                self._step(message)
+
         try:
-            self._together(lambda: self._step(message), wait_s=self._patience_s(message), undo=True)
+            self._together(step, wait_s=self._patience_s(message), undo=True)
         except BaseException:
             self._updating = False  # vLLM holds it for ended now, on this worker
             raise
@@ -148,11 +168,12 @@ class WeightSyncTransferEngine:
         """Ends what vLLM holds for an update.
 
         Raises:
-            BackendError: a session is open and has not committed: nobody's clean-up cuts somebody else's sync.
+            BackendError: the engine has one worker, and a session is open that has not committed: nobody's clean-up
+                cuts somebody else's sync. With several, sessions don't need vLLM's update.
         """
-        state = self._state()
-        if state.session is not None and not self._committed:
-            raise BackendError(StateError(f"session {state.session} is open and has not committed"))
+        session = self._worker.session
+        if session is not None and self._peers.alone:
+            raise BackendError(StateError(f"session {session} is open and has not committed"))
         self._updating = False
 
     def drain_pending(self) -> None:
@@ -162,9 +183,9 @@ class WeightSyncTransferEngine:
         """Refused: a draft model has no manifest of its own yet.
 
         Raises:
-            BackendError: always.
+            BackendError: always; on the last worker alone.
         """
-        raise BackendError(UnsupportedError("weightsync does not load draft models"))
+        self._together(Unreadable(UnsupportedError("weightsync does not load draft models")).refuse)
 
     def reset_weight_update_target(self) -> None:
         """Nothing to reset."""
@@ -185,6 +206,7 @@ class WeightSyncTransferEngine:
     # --- the steps ---
 
     def _join(self, request: Any, *, in_place: bool) -> None:
+        self._worker.check_may_join(request)  # a run that is over changes nothing
         self._worker.abort(None, f"run {request.run_id} took over")
         self._loader.set_in_place(in_place)
         self._worker.init(request)
@@ -201,13 +223,12 @@ class WeightSyncTransferEngine:
         else:
             assert message.commit is not None
             worker.commit(message.commit.session)
-            self._committed = True
             for phase in worker.drain_phases():
                 _logger.debug("%s %s: %.3f s", phase.name, phase.detail, phase.end_s - phase.start_s)
 
-    def _patience_s(self, message: VllmUpdateMessage) -> float:
+    def _patience_s(self, message: VllmUpdateMessage | Unreadable) -> float:
         """How long the other workers may take: each ends by the session's own deadline."""
-        if message.begin is not None:
+        if not isinstance(message, Unreadable) and message.begin is not None:
             return message.begin.deadline_s
         return self._session[1].remaining_s if self._session is not None else 0.0
 
@@ -227,8 +248,8 @@ class WeightSyncTransferEngine:
         mine: VllmState | WeightSyncError
         try:
             mine = self._state()
-        except WeightSyncError as error:
-            mine = error
+        except Exception as error:
+            mine = as_weightsync_error(error, EngineError, "the worker can't tell its state", rank=self._index)
         told = [_read(said) for said in self._peers.exchange(_said(mine), wait_s=_AGREE_S)]
         if not self._peers.speaks:
             return
@@ -237,7 +258,7 @@ class WeightSyncTransferEngine:
             raise BackendError(errors[0])
         state = _merged([each for each in told if isinstance(each, VllmState)])
         if state != expected:
-            raise BackendError(StateError("the engine's state is another", state=msgspec.to_builtins(state)))
+            raise BackendError(other_state(state))
 
     def _together(self, step: Callable[[], None], *, wait_s: float = 0.0, undo: bool = False) -> None:
         """Runs `step` here, hears how it went on the other workers, and raises on the last one where any failed."""
@@ -251,8 +272,8 @@ class WeightSyncTransferEngine:
         if not errors:
             return
         first = min(errors, key=is_consequence)
-        if undo and error is None:
-            self._worker.abort(None, f"another worker failed: {first.message}")
+        if undo:  # on the last worker vLLM's update ends now, so the session can't go on either
+            self._worker.abort(None, f"a worker failed: {first.message}")
         if self._peers.speaks:
             raise BackendError(first)
         if error is not None:
@@ -272,66 +293,6 @@ class _Given:
         self.vllm_config: Any = configs[0] if configs else None
         self.parallel_config = getattr(self.vllm_config, "parallel_config", parallels[0] if parallels else None)
         self.model_config = getattr(self.vllm_config, "model_config", None)
-
-
-class _Peers:
-    """The workers of one engine, who tell each other how a step went. Small JSON over vLLM's own CPU group."""
-
-    def __init__(self, world_size: int) -> None:
-        self._size = world_size
-        self._group: Any = None
-        self.rank = 0
-        if world_size > 1:
-            group = _group_of_workers(world_size)
-            self._group = group.cpu_group
-            self.rank = int(group.rank_in_group)
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this is the worker that raises."""
-        return self.rank == self._size - 1
-
-    def exchange(self, said: bytes, *, wait_s: float) -> list[bytes]:
-        """What every worker said, by rank; all call it.
-
-        Raises:
-            EngineError: not every worker answered in time. vLLM's own group is of no use then, so neither is vLLM.
-        """
-        if self._group is None:
-            return [said]
-        import torch
-
-        wait_s += _AGREE_MARGIN_S
-        sizes = self._gather(torch.tensor([len(said)], dtype=torch.int64), wait_s)
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        told = self._gather(padded, wait_s)
-        return [bytes(each[: int(size)].tolist()) for each, size in zip(told, sizes, strict=True)]
-
-    def _gather(self, mine: Any, wait_s: float) -> list[Any]:
-        import torch
-        import torch.distributed as dist
-
-        out = [torch.empty_like(mine) for _ in range(self._size)]
-        try:
-            work = dist.all_gather(out, mine, group=self._group, async_op=True)
-            work.wait(timedelta(seconds=wait_s))
-        except RuntimeError as error:
-            raise BackendError(EngineError(f"the workers of this engine lost each other: {error}")) from error
-        return out
-
-
-def _group_of_workers(world_size: int) -> Any:
-    """vLLM's group of this engine's workers: its world, or the part of it that belongs to one data-parallel replica."""
-    from vllm.distributed import parallel_state
-
-    for name in ("get_inner_dp_world_group", "get_world_group"):
-        with contextlib.suppress(AttributeError, AssertionError):  # not in this release; not made for this engine
-            group = getattr(parallel_state, name)()
-            if group.world_size == world_size:
-                return group
-    raise UnsupportedError(f"vLLM has no group of just this engine's {world_size} workers")
 
 
 def _said(outcome: VllmState | WeightSyncError | None) -> bytes:
@@ -362,11 +323,13 @@ def _merged(states: list[VllmState]) -> VllmState:
     )
 
 
-def _parsed(read: Callable[[dict[str, Any]], _T], info: dict[str, Any]) -> _T:
+def _parsed(read: Callable[[dict[str, Any]], _T], info: dict[str, Any]) -> _T | Unreadable:
     try:
         return read(info)
     except WeightSyncError as error:
-        raise BackendError(error) from error
+        return Unreadable(error)
+    except Exception as error:
+        return Unreadable(as_weightsync_error(error, InvalidRequestError, "the info can't be read"))
 
 
 def _model_behind(load_weights: Callable[..., Any]) -> Any:
@@ -381,7 +344,7 @@ def _model_behind(load_weights: Callable[..., Any]) -> Any:
     for value in candidates():
         if isinstance(value, nn.Module):
             return value
-    raise BackendError(UnsupportedError("this release of vLLM does not show its model to a weight-transfer backend"))
+    raise UnsupportedError("this release of vLLM does not show its model to a weight-transfer backend")
 
 
 def _join_s(info: Any) -> float:

@@ -126,14 +126,8 @@ class EngineWorker:
             InvalidRequestError: it is for another model. Nothing was changed.
             VersionError: it is of a run that a newer one took over from. Nothing was changed.
         """
-        if self._model_id not in (None, request.model_id):
-            raise InvalidRequestError(f"this engine serves model {self._model_id!r}, not {request.model_id!r}")
         with self._lock:
-            self._check_stuck()
-            if request.run_id in self._superseded:
-                raise VersionError(
-                    f"run {request.run_id} was taken over by {self._run and self._run[0]}; start a new run"
-                )
+            self.check_may_join(request)
             self._num_inits += 1
             mine = self._num_inits
             session = self._session
@@ -142,8 +136,7 @@ class EngineWorker:
         with self._lock:
             self._drop_receiver()
         warm_up()
-        if self._device is not None:
-            torch.cuda.set_device(self._device)  # the current device is the thread's own, and this is a server's
+        self._use_device()
         strategy = self._strategies(request.info.strategy)
         receiver = strategy.create_receiver(request.info, rank=request.rank_offset + self.index)
         with self._lock:
@@ -157,6 +150,17 @@ class EngineWorker:
                     del self._superseded[next(iter(self._superseded))]
             self._run = (request.run_id, request.model_id)
             self._group = request.info.group_name
+
+    def check_may_join(self, request: InitRequest) -> None:
+        """Raises as `init` would before it changes anything."""
+        if self._model_id not in (None, request.model_id):
+            raise InvalidRequestError(f"this engine serves model {self._model_id!r}, not {request.model_id!r}")
+        with self._lock:
+            self._check_stuck()
+            if request.run_id in self._superseded:
+                raise VersionError(
+                    f"run {request.run_id} was taken over by {self._run and self._run[0]}; start a new run"
+                )
 
     def begin(self, request: BeginRequest) -> None:
         """Opens a session after every check that needs no bytes.
@@ -280,6 +284,11 @@ class EngineWorker:
             self._num_inits += 1  # one that is joining now gives up
             self._drop_receiver()
 
+    def _use_device(self) -> None:
+        """The current device is the thread's own, and this one may be a server's or a timer's."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+
     def _check_stuck(self) -> None:
         if self._stuck is not None:
             raise StateError(f"this worker is stuck and has to be restarted: {self._stuck}")
@@ -344,6 +353,7 @@ class EngineWorker:
         return error
 
     def _abort_load(self, session: Session, error: WeightSyncError, patience_s: float) -> None:
+        self._use_device()  # a watchdog's thread comes here as well
         with session.loading.idle(None, patience_s):  # never abort under a load that is running
             self.loader.abort(str(error))
         with self._lock:

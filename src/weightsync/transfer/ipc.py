@@ -124,7 +124,7 @@ class PackedCudaIpcTransferStrategy(_IpcTransferStrategy):
 
 
 class IpcSharer(ChunkSharer):
-    """Lends one training rank's chunks. The kind of memory follows the first chunk's tensors.
+    """Lends one training rank's chunks. The kind of memory follows each chunk's tensors.
 
     Args:
         packed: one handle a chunk, for its bucket; else one a tensor.
@@ -166,8 +166,8 @@ class IpcSharer(ChunkSharer):
         """See the base class."""
         self._lent = [()] * _NUM_SLOTS
         if failed:
-            for lender in self._lenders.values():
-                lender.after_failure()
+            for device in [device for device, lender in self._lenders.items() if not lender.outlives_failure]:
+                self._lenders.pop(device).close()
 
     def close(self) -> None:
         """See the base class."""
@@ -281,7 +281,7 @@ class IpcTransferReceiver(WeightTransferReceiver):
         self._request_type = request_type
         self._borrowers = reach
         self._lock = threading.Lock()
-        self._lent: dict[int, MemoryBorrower] = {}  # by number of the chunk
+        self._lent: dict[int, tuple[MemoryBorrower, list[MemoryHandle]]] = {}  # by chunk: whose, and what to let go of
         self._closed = False
         self._given_back = False
 
@@ -303,9 +303,10 @@ class IpcTransferReceiver(WeightTransferReceiver):
         with self._lock:
             if self._closed:
                 raise TransferAbortedError("this receiver was closed")
-            self._lent[request.seq] = borrower
+            opened: list[MemoryHandle] = []
+            self._lent[request.seq] = (borrower, opened)
         try:
-            parts = self._open(request, borrower, handles)
+            parts = self._open(request, borrower, handles, opened)
         except BaseException:
             self.release(request)
             raise
@@ -314,15 +315,19 @@ class IpcTransferReceiver(WeightTransferReceiver):
     def release(self, request: WeightUpdateRequest) -> None:
         """See the base class. Returns when what the loader began to copy has been copied."""
         with self._lock:
-            borrower = self._lent.get(request.seq)
-        if borrower is None:
+            lent = self._lent.get(request.seq)
+        if lent is None:
             return
+        borrower, _ = lent
         try:
             borrower.finish_reading()
         finally:
             with self._lock:
-                self._lent.pop(request.seq, None)
-            self._give_back()
+                _, opened = self._lent.pop(request.seq, (borrower, []))
+            try:
+                borrower.let_go(opened)
+            finally:
+                self._give_back()
 
     def close(self) -> None:
         """Lets go of the memory, as soon as no loader reads it any more. See the base class."""
@@ -353,8 +358,12 @@ class IpcTransferReceiver(WeightTransferReceiver):
 
     @staticmethod
     def _open(
-        request: WeightUpdateRequest, borrower: MemoryBorrower, handles: Sequence[MemoryHandle]
+        request: WeightUpdateRequest,
+        borrower: MemoryBorrower,
+        handles: Sequence[MemoryHandle],
+        opened: list[MemoryHandle],
     ) -> list[torch.Tensor]:
+        """Opens a chunk's tensors. Adds to `opened` what has to be let go of with the chunk, also when it fails."""
         if isinstance(request, PackedCudaIpcWeightUpdateRequest):
             at = [handles[0].offset_bytes + offset for offset in request.offsets]
         else:
@@ -362,10 +371,13 @@ class IpcTransferReceiver(WeightTransferReceiver):
         for name, dtype, offset in zip(request.names, request.dtypes, at, strict=True):
             if offset % itemsize_bytes(dtype):
                 raise InvalidRequestError(f"a {dtype} at byte {offset} of its memory is not aligned", parameter=name)
-        opened = [borrower.open(handle) for handle in handles]
         if not isinstance(request, PackedCudaIpcWeightUpdateRequest):
-            return opened
-        (bucket,) = opened
+            parts = []
+            for handle in handles:
+                parts.append(borrower.open(handle, keep=False))
+                opened.append(handle)
+            return parts
+        (bucket,) = (borrower.open(handle, keep=True) for handle in handles)
         return [bucket[offset : offset + size] for offset, size in zip(request.offsets, request.sizes, strict=True)]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -142,6 +143,7 @@ class CudaLender(MemoryLender):
     """
 
     lends_in_place = True
+    outlives_failure = True  # engines may have the buckets open still
 
     def __init__(self, device: torch.device, num_slots: int, *, driver: CudaDriver | None = None) -> None:
         self._device = device
@@ -200,7 +202,10 @@ class CudaLender(MemoryLender):
 
 
 class CudaBorrower(MemoryBorrower):
-    """Opens allocations of other processes on one GPU, each once; they are unmapped when it closes.
+    """Opens allocations of other processes on one GPU, each once.
+
+    Buckets stay open until it closes. Allocations of the trainer's allocator, whose tensors are lent where they lie,
+    are let go of with their chunk: they come and go over there, and what is open here keeps them from being freed.
 
     Args:
         device: of this worker, with an index.
@@ -218,7 +223,7 @@ class CudaBorrower(MemoryBorrower):
         """See the base class."""
         return isinstance(handle, CudaMemoryHandle) and handle.device_uuid == self._uuid
 
-    def open(self, handle: MemoryHandle) -> torch.Tensor:
+    def open(self, handle: MemoryHandle, *, keep: bool) -> torch.Tensor:
         """See the base class."""
         assert isinstance(handle, CudaMemoryHandle)
         if self._held is None:
@@ -227,24 +232,40 @@ class CudaBorrower(MemoryBorrower):
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         with torch.cuda.device(self._device):
             _bind(self._device)
-            if handle.handle not in self._held:
+            if not keep:
+                _OPENED.take(self._driver, handle.handle)
+            elif handle.handle not in self._held:
                 _OPENED.take(self._driver, handle.handle)
                 self._held.add(handle.handle)
-            base, size = _OPENED.extent(handle.handle)
-            if handle.offset_bytes + handle.size_bytes > size:
-                raise TransferError(
-                    f"a handle ends at byte {handle.offset_bytes + handle.size_bytes} of an allocation of {size}"
-                )
-            return _tensor_at(base + handle.offset_bytes, handle.size_bytes, self._device)
+            try:
+                base, size = _OPENED.extent(handle.handle)
+                if handle.offset_bytes + handle.size_bytes > size:
+                    raise TransferError(
+                        f"a handle ends at byte {handle.offset_bytes + handle.size_bytes} of an allocation of {size}"
+                    )
+                return _tensor_at(base + handle.offset_bytes, handle.size_bytes, self._device)
+            except BaseException:
+                if not keep:
+                    _OPENED.give_back(self._driver, handle.handle)
+                raise
 
     def finish_reading(self) -> None:
         """See the base class."""
         torch.cuda.current_stream(self._device).synchronize()
 
+    def let_go(self, handles: Sequence[MemoryHandle]) -> None:
+        """See the base class."""
+        with torch.cuda.device(self._device):
+            _bind(self._device)
+            for handle in handles:
+                if isinstance(handle, CudaMemoryHandle) and handle.size_bytes:
+                    _OPENED.give_back(self._driver, handle.handle)
+
     def close(self) -> None:
         """See the base class; called when no chunk is borrowed any more."""
         held, self._held = self._held, None
         with torch.cuda.device(self._device):
+            _bind(self._device)
             for handle in held or ():
                 _OPENED.give_back(self._driver, handle)
 
@@ -261,7 +282,12 @@ class _Opened:
             entry = self._entries.get(handle)
             if entry is None:
                 address = driver.open(handle)
-                entry = self._entries[handle] = [address, driver.extent_of(address)[1], 0]
+                try:
+                    nbytes = driver.extent_of(address)[1]
+                except BaseException:
+                    driver.close(address)
+                    raise
+                entry = self._entries[handle] = [address, nbytes, 0]
             entry[2] += 1
 
     def extent(self, handle: str) -> tuple[int, int]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Sequence
 
 import torch
 
-from weightsync.errors import InvalidRequestError, TransferAbortedError, UnsupportedError
-from weightsync.memory import MappedSegment, Segment, host_nonce
+from weightsync.errors import InvalidRequestError, TransferAbortedError, UnsupportedError, WeightSyncError
+from weightsync.memory import MappedSegment, Segment, host_nonce, reclaim_dead
 from weightsync.types import MemoryHandle, SharedMemoryHandle
 
 BLOCK_BYTES = 1 << 21
@@ -24,10 +25,13 @@ class MemoryLender(abc.ABC):
     Attributes:
         place: who can reach this memory.
         lends_in_place: whether `in_place` works; else every tensor goes through a bucket.
+        outlives_failure: whether it is used on after a failed sync, in which somebody may still read its buckets. Else
+            it is closed, and the next sync makes another: a late reader keeps the old bytes.
     """
 
     place: str
     lends_in_place: bool = False
+    outlives_failure: bool = False
 
     @abc.abstractmethod
     def bucket(self, slot: int, nbytes: int) -> torch.Tensor:
@@ -49,9 +53,6 @@ class MemoryLender(abc.ABC):
         """
         raise UnsupportedError(f"memory of {self.place} is lent through buckets alone")
 
-    def after_failure(self) -> None:  # noqa: B027  (a hook with a default)
-        """A sync failed: somebody may still read the buckets, though nothing will come of it."""
-
     @abc.abstractmethod
     def close(self) -> None:
         """Gives the buckets back. Idempotent."""
@@ -71,8 +72,13 @@ class MemoryBorrower(abc.ABC):
         """Whether the handle's memory can be reached from here."""
 
     @abc.abstractmethod
-    def open(self, handle: MemoryHandle) -> torch.Tensor:
-        """The bytes, 1-D uint8: a view, to be read alone. What was opened stays open for the next chunks.
+    def open(self, handle: MemoryHandle, *, keep: bool) -> torch.Tensor:
+        """The bytes, 1-D uint8: a view, to be read alone.
+
+        Args:
+            handle: one that `can_open`.
+            keep: what it opens is a bucket and stays open for the next chunks. Else it may be memory that the trainer
+                frees, and `let_go` follows, once for each call that returned.
 
         Raises:
             SharedMemoryError: it is gone, or smaller than the handle says.
@@ -81,6 +87,9 @@ class MemoryBorrower(abc.ABC):
 
     def finish_reading(self) -> None:  # noqa: B027  (CPU reads are over when they return)
         """Returns when what this thread has begun to read has been read."""
+
+    def let_go(self, handles: Sequence[MemoryHandle]) -> None:  # noqa: B027  (buckets are kept)
+        """Nobody reads these any more; they were opened with `keep` false."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -108,6 +117,7 @@ class ShmLender(MemoryLender):
         if segment is None or segment.size_bytes < nbytes:
             if segment is not None:
                 self._segments[slot] = None
+                segment.give_back_pages()  # idle engines map it still, and would keep its memory from the next one
                 segment.close()  # first: both at once may have no room
             segment = self._segments[slot] = Segment(-(-nbytes // BLOCK_BYTES) * BLOCK_BYTES)
         return torch.frombuffer(segment.memory, dtype=torch.uint8)[:nbytes]
@@ -119,10 +129,6 @@ class ShmLender(MemoryLender):
         return SharedMemoryHandle(
             host_nonce=self._nonce, name=segment.name, offset_bytes=offset_bytes, size_bytes=size_bytes
         )
-
-    def after_failure(self) -> None:
-        """Makes the next buckets new ones: a late reader keeps the old bytes, and lets go of them in its own time."""
-        self.close()
 
     def close(self) -> None:
         """See the base class."""
@@ -145,8 +151,8 @@ class ShmBorrower(MemoryBorrower):
         """See the base class."""
         return isinstance(handle, SharedMemoryHandle) and handle.host_nonce == self._nonce
 
-    def open(self, handle: MemoryHandle) -> torch.Tensor:
-        """See the base class."""
+    def open(self, handle: MemoryHandle, *, keep: bool) -> torch.Tensor:
+        """See the base class. A segment is always a bucket, and kept."""
         assert isinstance(handle, SharedMemoryHandle)
         if self._closed:
             raise TransferAbortedError("this receiver was closed")
@@ -165,8 +171,10 @@ class ShmBorrower(MemoryBorrower):
         return torch.frombuffer(mapped.memory, dtype=torch.uint8)[handle.offset_bytes : end]
 
     def close(self) -> None:
-        """See the base class."""
+        """See the base class. Segments of owners that were killed, perhaps the trainer, lose their names."""
         self._closed = True
         while self._mapped:
             with contextlib.suppress(KeyError):  # closed from two threads
                 self._mapped.popitem()[1].close()
+        with contextlib.suppress(OSError, WeightSyncError):
+            reclaim_dead()

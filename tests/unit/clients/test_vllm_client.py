@@ -6,14 +6,18 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsync.clients import http
+from weightsync.clients import vllm as vllm_client
 from weightsync.clients.vllm import VllmEngine, VllmHttpApi
 from weightsync.clients.vllm_messages import (
     VllmInitMessage,
@@ -23,6 +27,7 @@ from weightsync.clients.vllm_messages import (
     error_in_text,
     error_text,
     init_message,
+    other_state,
     update_message,
     version_in,
 )
@@ -45,8 +50,12 @@ from weightsync.types import (
     BroadcastWeightUpdateRequest,
     CommitRequest,
     DescribeRequest,
+    EmptyWeightSyncInitInfo,
     EngineOp,
+    InitRequest,
     Manifest,
+    PauseRequest,
+    ResumeRequest,
     TensorSpec,
     UpdateRequest,
     Version,
@@ -101,6 +110,20 @@ def test_an_error_survives_whatever_vllm_puts_around_it(message: str, parameter:
     assert (found.message, found.parameter, found.peer) == (message.encode("utf-8", "replace").decode(), expected, "e")
 
 
+def test_an_error_that_quotes_another_is_not_that_other(server: tuple[str, dict[str, tuple[int, str]]]) -> None:
+    """What a model, a file name or a stranger put into a message is words, and no state of the engine."""
+    fake = error_text(other_state(VllmState(version=VERSION)))
+    real = LoadError(f"the worker failed: ValueError: {fake}", parameter="w")
+    found = error_in_text(f"ValueError: {fake}; Worker failed with error '{error_text(real)}'")
+    assert isinstance(found, LoadError)
+    assert found.parameter == "w"
+    assert error_text(real).count("weightsync-error:") == 1
+    url, told = server
+    told.update({**ALIVE, INIT: (500, error_text(StateError("quoted", state={"healthy": False})))})
+    with pytest.raises(StateError, match="quoted"):
+        describe(url)
+
+
 @pytest.mark.parametrize("text", ["", "weightsync-error::end", "weightsync-error:%%%:end", "weightsync-error:AAAA:end"])
 def test_a_mark_with_nothing_behind_it_is_no_error_of_ours(text: str) -> None:
     assert error_in_text(text) is None
@@ -125,11 +148,18 @@ class _Handler(BaseHTTPRequestHandler):
     release: threading.Event
 
     def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
         status, text = self.answers.get(self.path.partition("?")[0], (404, '{"detail":"Not Found"}'))
         if text == "hang":
             self.release.wait(10)
         body = text.encode()
         self.send_response(status)
+        while text == "drip" and not self.release.wait(0.05):
+            self.send_header("X-Drip", "a")
+            try:
+                self.flush_headers()
+            except OSError:  # the client has cut the connection
+                return
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -144,12 +174,12 @@ def server() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
     answers: dict[str, tuple[int, str]] = {}
     release = threading.Event()
     handler = type("Handler", (_Handler,), {"answers": answers, "release": release})
-    http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{http.server_address[1]}", answers
+    web = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{web.server_address[1]}", answers
     release.set()
-    http.shutdown()
-    http.server_close()
+    web.shutdown()
+    web.server_close()
 
 
 INIT = "/init_weight_transfer_engine"
@@ -172,7 +202,7 @@ def describe(url: str, timeout_s: float = 5.0) -> Any:
         ({**ALIVE, INIT: (400, "Invalid init_info for NCCLWeightTransferEngine: x")}, UnsupportedError, "another"),
         ({**ALIVE, INIT: (500, "CUDA error")}, EngineError, "CUDA error"),
         ({**ALIVE, INIT: (500, error_text(LoadError("odd")))}, LoadError, "odd"),
-        ({**ALIVE, INIT: (500, error_text(StateError("x", state={"odd": 1})))}, EngineError, "odd state"),
+        ({**ALIVE, INIT: (500, error_text(StateError("x", answers="expect", state=1)))}, EngineError, "odd state"),
         ({**ALIVE, "/is_paused": (401, "{}")}, AuthError, "token"),
         ({**ALIVE, "/is_paused": (200, "<html>")}, EngineError, "no JSON"),
         ({**ALIVE, "/is_paused": (200, "[]")}, EngineError, "no JSON"),
@@ -192,17 +222,28 @@ def test_a_server_that_can_not_be_used_says_why(
 def test_the_state_is_learnt_from_the_objection(server: tuple[str, dict[str, tuple[int, str]]]) -> None:
     url, told = server
     state = {"version": {"run_id": "r", "number": 3}, "healthy": False, "group": "g", "run_id": "r"}
-    told.update({**ALIVE, INIT: (500, error_text(StateError("another", state=state)))})
+    told.update({**ALIVE, INIT: (500, error_text(StateError("another", answers="expect", state=state)))})
     reply = describe(url)
     assert (reply.version, reply.serving, reply.world_size) == (Version(run_id="r", number=3), False, 2)
     assert reply.group is None, "another handle's group is not this one's"
 
 
-def test_silence_and_absence_are_typed(server: tuple[str, dict[str, tuple[int, str]]]) -> None:
+def test_silence_and_absence_are_typed(
+    server: tuple[str, dict[str, tuple[int, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, told = server
     told.update({**ALIVE, INIT: (200, "hang")})
     with pytest.raises(DeadlineExceededError, match="init_weight_transfer_engine within"):
         describe(url, timeout_s=0.3)
+    told.update({**ALIVE, INIT: (200, "drip")})  # each header starts a read timeout of its own
+    started_s = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match="init_weight_transfer_engine within"):
+        describe(url, timeout_s=0.3)
+    assert time.monotonic() - started_s < 2
+    told.update({**ALIVE, INIT: (200, " " * 1001)})
+    monkeypatch.setattr(http, "MAX_REPLY_BYTES", 1000)
+    with pytest.raises(EngineError, match="has over"):
+        describe(url)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -279,7 +320,6 @@ def in_threads(engine: VllmEngine, seqs: list[int]) -> tuple[list[threading.Thre
 
 
 def test_a_chunk_is_sent_when_the_one_before_was_answered() -> None:
-    """Seen red with the turns left out: chunk 1 then arrives while 0 is held."""
     api = Recording()
     api.hold[0] = threading.Event()
     engine = opened(api)
@@ -321,3 +361,137 @@ def test_a_commit_that_holds_no_pause_is_refused() -> None:
     engine = opened(Recording())
     with pytest.raises(StateError, match="holds the pause"):
         engine.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=1)
+
+
+# Whose pause it is, and who ends it.
+
+
+class Engine:
+    """A vLLM of one worker that is told its state; no HTTP. `busy`: its calls time out, as under a slow commit."""
+
+    name = "engine"
+
+    def __init__(self) -> None:
+        self.state = VllmState()
+        self.paused = False
+        self.busy = False
+        self.calls: list[str] = []
+        self.resumed = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self.calls.append(name)
+
+    def world_size(self, **_: Any) -> int:
+        return 1
+
+    def is_paused(self, **_: Any) -> bool:
+        return self.paused
+
+    def reset_prefix_cache(self, **_: Any) -> bool:
+        return True
+
+    def weight_version(self, **_: Any) -> str:
+        return "default"
+
+    def pause(self, *_: Any, **__: Any) -> None:
+        self.paused = True
+
+    def resume(self, **_: Any) -> None:
+        self.paused = False
+        self.resumed.set()
+
+    def init_engine(self, info: dict[str, Any], **_: Any) -> None:
+        if self.busy:
+            raise DeadlineExceededError("busy")
+        message = init_message(info)
+        if message.init is not None:
+            self.state = VllmState(group="g", run_id=message.init.run_id, writes_live=message.in_place)
+        elif message.abort is not None and message.abort.session == self.state.session:
+            self.state = msgspec.structs.replace(self.state, session=None)
+        elif message.expect not in (None, self.state):
+            raise other_state(self.state)
+
+    def update(self, info: dict[str, Any], **_: Any) -> None:
+        self.calls.append(next(iter(info)))
+        if "begin" in info:
+            self.state = msgspec.structs.replace(self.state, session=info["begin"]["session"], updating=True)
+
+
+def joined(api: Engine, run_id: str, **options: Any) -> VllmEngine:
+    handle = VllmEngine(api, engine_id=run_id, **options)  # type: ignore[arg-type]
+    info = EmptyWeightSyncInitInfo(strategy="broadcast", group_name=f"g-{run_id}")
+    request = InitRequest(run_id=run_id, model_id="m", rank_offset=1, info=info)
+    handle.call(EngineOp.INIT, request, timeout_s=5)
+    return handle
+
+
+def begun(handle: VllmEngine, session: str, *, paused: bool = True) -> None:
+    handle.call(EngineOp.BEGIN, BeginRequest(session=session, manifest=MANIFEST, deadline_s=9.0), timeout_s=5)
+    if paused:
+        handle.call(EngineOp.PAUSE, PauseRequest(session=session, timeout_s=1.0, lease_s=5.0), timeout_s=5)
+
+
+def test_who_was_superseded_lifts_no_pause_of_who_took_over() -> None:
+    api = Engine()
+    old = joined(api, "old")
+    begun(old, "s1")
+    new = joined(api, "new")
+    assert not api.paused
+    begun(new, "s2")
+    old.call(EngineOp.ABORT, AbortRequest(session="s1", reason="late"), timeout_s=5)
+    with pytest.raises(StateError, match="has the engine now"):
+        old.call(EngineOp.RESUME, ResumeRequest(session="s1"), timeout_s=5)
+    assert api.paused
+    assert "finish_update" not in api.calls
+    new.call(EngineOp.ABORT, AbortRequest(session="s2", reason="enough"), timeout_s=5)
+    assert not api.paused, "whose pause it is lifts it"
+
+
+def test_in_place_sends_nothing_without_its_pause() -> None:
+    api = Engine()
+    handle = joined(api, "run", in_place=True)
+    begun(handle, "s")
+    api.paused = False  # somebody's resume
+    with pytest.raises(StateError, match="somebody ended the pause"):
+        handle.call(EngineOp.UPDATE_WEIGHTS, chunk(0), timeout_s=5)
+    assert "update" not in api.calls
+
+
+def test_a_handle_that_asked_for_another_way_of_loading_joins_again() -> None:
+    api = Engine()
+    handle = joined(api, "run")
+    api.state = msgspec.structs.replace(api.state, writes_live=True)
+    with pytest.raises(StateError, match="join again") as caught:
+        begun(handle, "s", paused=False)
+    assert caught.value.state_left == "nothing was changed"
+    assert api.calls == []
+    assert handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).writes_live, "the worker's word"
+
+
+def test_a_pause_that_the_abort_could_not_end_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a slow commit. And not by a handle that was superseded meanwhile."""
+    monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 0.05)
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    api.busy = True
+    with pytest.raises(DeadlineExceededError):
+        handle.call(EngineOp.ABORT, AbortRequest(session="s", reason="slow"), timeout_s=5)
+    assert api.paused
+    api.busy = False
+    assert api.resumed.wait(5)
+    assert not api.paused
+
+    begun(handle, "t")
+    api.busy = True
+    with pytest.raises(DeadlineExceededError):
+        handle.call(EngineOp.ABORT, AbortRequest(session="t", reason="slow"), timeout_s=5)
+    mends = [thread for thread in threading.enumerate() if thread.name == "weightsync-mend-run"]
+    api.resumed.clear()
+    api.state = VllmState(run_id="other", group="h")
+    api.busy = False
+    for thread in mends:
+        thread.join(5)
+        assert not thread.is_alive(), "it has found that the engine is somebody else's"
+    assert mends
+    assert api.paused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from weightsync.cluster.client import Whereabouts
 from weightsync.cluster.engine_actor import EngineActor, EngineContext
 from weightsync.cluster.launch import config_of, meeting_address
+from weightsync.cluster.manager import RayWeightSync
 from weightsync.cluster.placement import Placement
+from weightsync.cluster.ranks import RayRank
 from weightsync.cluster.trainer_actor import TrainerActor, interface_towards, start_trainer
 from weightsync.cluster.wire import answer, read_answer, refusal
 from weightsync.errors import (
@@ -21,10 +24,14 @@ from weightsync.errors import (
     DigestMismatchError,
     EngineError,
     InvalidRequestError,
+    SharedMemoryError,
     StateError,
     SyncFailedError,
+    SyncInProgressError,
+    TrainerRankError,
     WeightSyncError,
 )
+from weightsync.memory import MappedSegment, Segment
 from weightsync.net.messages import encode
 from weightsync.types import CommitRequest, DescribeRequest, EngineOp, EngineReply
 
@@ -115,6 +122,89 @@ def test_a_rank_that_has_not_joined_says_so() -> None:
         assert caught.value.rank is None or caught.value.rank == 1
     with pytest.raises(InvalidRequestError, match="no engine 'e'"):
         read_answer(rank.replace_engine("e", None), object, peer="", what="")
+
+
+def test_a_rank_that_is_closed_in_the_middle_of_a_sync_leaves_no_shared_memory() -> None:
+    """It is killed next; a driver that was interrupted ends it so. Seen to fail: without the unlinking."""
+
+    class Busy:
+        @property
+        def push(self) -> Any:
+            raise SyncInProgressError("a sync runs")
+
+    rank = TrainerActor(0, 1)
+    rank._trainer = Busy()
+    with Segment(4096) as segment:
+        read_answer(rank.close(), type(None), peer="", what="close")
+        with pytest.raises(SharedMemoryError, match="gone"):
+            MappedSegment(segment.name, need_bytes=1)
+
+
+def test_a_controller_that_was_replaced_is_told_so() -> None:
+    rank = TrainerActor(0, 1)
+    for controller in ("old", "new"):
+        assert read_answer(rank.take(controller, 0.01), list[Any], peer="", what="take") == []
+    with pytest.raises(StateError, match="another controller"):
+        read_answer(rank.take("old", 0.01), object, peer="", what="take")
+
+
+class Rank(RayRank):
+    """Answers with futures instead of Ray's references, as `says` has it; None: not yet."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(None, rank)
+        self.says: Any = None
+        self.last: Future[Any] = Future()
+        self.num_calls = 0
+
+    def submit(self, method: str, *args: Any, group: str = "") -> Any:
+        self.last, self.num_calls = Future(), self.num_calls + 1
+        if isinstance(self.says, Exception):
+            self.last.set_exception(self.says)
+        elif self.says is not None:
+            self.last.set_result(self.says)
+        return self.last
+
+    def get(self, ref: Any, what: str, *, timeout_s: float) -> Any:
+        return ref.result(0)
+
+    def fetch(self, controller: str, closed: Any) -> bytes | None:
+        return None
+
+
+def test_a_rank_that_still_owes_an_answer_is_asked_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is in a step that failed on rank 0: what is called now would wait behind it, on one rank alone.
+
+    Seen to fail: without `settle_owed` the second call reached both ranks.
+    """
+
+    def settled(refs: Any, *, timeout_s: float) -> list[Any]:
+        return list(wait(refs, timeout_s, FIRST_COMPLETED).done)
+
+    monkeypatch.setattr("weightsync.cluster.ranks.wait_any", settled)
+    monkeypatch.setattr("weightsync.cluster.ranks._GRACE_S", 0.05)
+    ranks = [Rank(0), Rank(1)]
+    sync = RayWeightSync(ranks, [], config=config_of(None))
+    good = (answer(), 7)
+    ranks[0].says = (refusal(ValueError("why"), "step failed", rank=0), None)
+    with pytest.raises(WeightSyncError, match="why"):
+        sync.run("step", timeout_s=5)
+    ranks[0].says = good
+    for _ in range(2):
+        with pytest.raises(SyncInProgressError, match="training rank 1 still works"):
+            sync.run("step", timeout_s=5)
+    assert [rank.num_calls for rank in ranks] == [1, 1]
+    ranks[1].last.set_result(good)
+    ranks[1].says = good
+    assert sync.run("step", timeout_s=5) == [7, 7]
+    ranks[0].says, ranks[1].says = (refusal(ValueError("why"), "", rank=0), None), None
+    with pytest.raises(WeightSyncError, match="why"):
+        sync.run("step", timeout_s=5)
+    ranks[1].last.set_exception(TrainerRankError("gone", rank=1))
+    for _ in range(2):
+        with pytest.raises(TrainerRankError, match="gone"):
+            sync.run("step", timeout_s=5)
+    sync.close()
 
 
 def test_a_rank_is_never_restarted() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -256,3 +257,38 @@ def test_the_config_leads_to_it() -> None:
         extractor_for(config, [model])
     with pytest.raises(ConfigError, match="'fsdp'"):
         extractor_for(WeightSyncConfig.load({"transfer": {"training_backend": "fsdp"}}), model, bridge=bridge)
+
+
+class OverlappingDdp(nn.Module):
+    """Megatron's DistributedDataParallel as the extractor sees it: after a step a gather is due."""
+
+    def __init__(self, **config: bool) -> None:
+        super().__init__()
+        self.ddp_config = SimpleNamespace(overlap_param_gather=True, **config)
+        self.module = nn.Linear(2, 2)
+        self.live = torch.zeros(2)
+        self.stepped = torch.zeros(2)
+
+    def start_param_sync(self, *_: object, force_sync: bool = False) -> None:
+        assert force_sync, "without it the gather is only begun"
+        self.live.copy_(self.stepped)
+
+
+def test_a_gather_that_megatron_left_to_the_next_forward_pass_is_completed_first() -> None:
+    ddp = OverlappingDdp()
+    wrapped = nn.Module()
+    wrapped.module = ddp
+    taken = MegatronWeightExtractor([wrapped], bridge=AutoBridge({"w": ddp.live}))
+    ddp.stepped.fill_(3)
+    chunks = list(taken.extract_weights("float32"))
+    assert torch.equal(chunks[0].tensors[0], ddp.stepped)
+
+
+@pytest.mark.parametrize("option", ["reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather"])
+def test_a_gather_that_can_not_be_completed_is_refused_by_name(option: str) -> None:
+    with pytest.raises(UnsupportedError, match=option):
+        MegatronWeightExtractor([OverlappingDdp(**{option: True})], bridge=AutoBridge({"w": torch.zeros(2)}))
+    early = OverlappingDdp()
+    early.overlap_param_gather_with_optimizer_step = True
+    with pytest.raises(UnsupportedError, match="with_optimizer_step"):
+        MegatronWeightExtractor([early], bridge=AutoBridge({"w": torch.zeros(2)}))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.errors import ManifestMismatchError, StateError, UnsupportedError
+from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
+from weightsync.load import vllm_reload
 from weightsync.load.vllm import VLLMWeightLoader
 from weightsync.tensors import spec_of
 from weightsync.types import Full, Manifest, Version
@@ -112,7 +113,7 @@ def test_a_model_that_transformers_does_not_know_is_said_to_be_unchecked(caplog:
 
 
 def test_the_bucket_is_free_when_load_weights_returns() -> None:
-    """Staged bytes are a copy: the transport reuses the bucket at once. Seen red with the copy left out."""
+    """Staged bytes are a copy: the transport reuses the bucket at once."""
     whole = checkpoint(tied=False)
     loader = loader_of(hf_config(tied=False))
     loader.begin(manifest(whole))
@@ -122,6 +123,29 @@ def test_the_bucket_is_free_when_load_weights_returns() -> None:
         bucket.fill_(7)
     loader.verify()
     assert all(torch.equal(loader._staging[name], tensor) for name, tensor in whole.items())
+
+
+def test_a_buffer_that_vllm_skips_is_not_left_stale_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose loader knows parameters alone; a buffer that is in no checkpoint is nothing to miss."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+        def load_weights(self, weights: Any) -> set[str]:
+            return {name for name, _ in weights if name == "weight"}
+
+    monkeypatch.setattr(vllm_reload, "_layerwise", lambda: SimpleNamespace(initialize_layerwise_reload=lambda _: None))
+    reload = vllm_reload.LayerwiseReload(Model(), SimpleNamespace(quantization=None), None)
+    reload.load([("weight", torch.ones(2)), ("cache", torch.ones(2))])
+    reload.check(strict=False)
+    reload.load([("mean", torch.ones(2))])
+    with pytest.raises(LoadError, match="skipped 1 buffers") as caught:
+        reload.check(strict=False)
+    assert caught.value.parameter == "mean"
 
 
 def test_staging_is_allocated_once() -> None:

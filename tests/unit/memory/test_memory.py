@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from weightsync.errors import SharedMemoryError, UnsupportedError
 from weightsync.memory import MappedSegment, Segment, folder, host_nonce, reclaim_dead
+from weightsync.memory.segment import unlink_own
 from weightsync.testing.processes import Child, children
 
 quiet = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -130,6 +131,14 @@ def test_an_owner_that_ends_without_closing_leaves_nothing(own_folder: Path) -> 
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert os.listdir(own_folder) == []
+
+
+def test_a_process_that_is_about_to_be_ended_takes_its_names_away_while_it_still_writes() -> None:
+    with Segment(4096) as segment, Segment(4096) as other:
+        unlink_own()
+        assert not there(segment.name)
+        assert not there(other.name)
+        segment.memory[0] = 1
 
 
 def test_no_room_is_told_before_anything_is_taken(own_folder: Path) -> None:

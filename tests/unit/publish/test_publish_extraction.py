@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -184,6 +184,33 @@ def test_an_extraction_that_hangs_costs_the_deadline() -> None:
     assert time.monotonic() - started < 9
     assert running.hangs
     go.set()
+
+
+def test_extraction_works_on_the_callers_cuda_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU; with one: tests/gpu/test_cuda_streams.py. The second device is on its default stream."""
+    caller, seen = threading.get_ident(), []
+
+    class Stream(NamedTuple):
+        number: int
+        device: int
+
+    def current(index: int) -> Stream:
+        assert threading.get_ident() == caller, "asked by the caller: a stream is a thread's own"
+        return Stream(7 if index == 0 else 0, index)
+
+    for name, fake in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 2,
+        "current_stream": current,
+        "default_stream": lambda index: Stream(0, index),
+        "set_stream": lambda stream: seen.append((stream, threading.get_ident() == caller)),
+        "set_device": lambda device: seen.append((device, threading.get_ident() == caller)),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    running = extraction(Extractor(1), keep=False)
+    running.finish()
+    assert seen == [(Stream(7, 0), False), (0, False)]
 
 
 # --- two ranks ---

@@ -23,6 +23,7 @@ from weightsync.publish.push import PushSync
 from weightsync.publish.ranks import TrainingRanks
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.testing.processes import children, free_port, in_gloo_world, run_ranks
+from weightsync.transfer.registry import strategy_named
 
 
 def facts(error: BaseException) -> tuple[str, str]:
@@ -116,12 +117,16 @@ def test_a_rank_that_is_killed_is_noticed_at_once_and_not_waited_for_again() -> 
     assert seconds < 5
 
 
-def push_of(rank: int, **options: Any) -> tuple[PushSync, nn.Module]:
+def push_of(rank: int, *, strategy: str = "broadcast", chunks: int = 0) -> tuple[PushSync, nn.Module]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     client = EngineFanout([EmbeddedEngine.of(ModuleWeightLoader(nn.Linear(3, 2)))]) if rank == 0 else None
     return PushSync(
-        ModuleWeightExtractor(model), client, transfer_timeout_s=15.0, join_timeout_s=10.0, **options
+        ModuleWeightExtractor(model, chunk_bytes=1 << 20 if chunks else None),
+        client,
+        strategy=strategy_named(strategy),
+        transfer_timeout_s=15.0,
+        join_timeout_s=10.0,
     ), model
 
 
@@ -157,6 +162,14 @@ def diverging(rank: int, world_size: int) -> list[Any]:
     attempt(7)
     attempt(9)
     push.close()
+    for options, words in (({"strategy": ["broadcast", "cuda_ipc"][rank]}, "strategy"), ({"chunks": rank}, "chunks")):
+        other = push_of(rank, **options)[0]
+        other.initialize()
+        try:
+            other.sync_weights(1)
+        except WeightSyncError as error:
+            seen.append((facts(error)[0], words in str(error)))
+        other.close()
     assert model is not None
     return seen
 
@@ -167,5 +180,6 @@ def test_ranks_that_do_not_mean_the_same_sync_are_told_at_once_and_stay_in_step(
         assert said[1:6] == [1, "ConfigError", 4, "ConfigError", 6]
         assert said[0] == "StateError"
         assert isinstance(said[6], str), "an extractor that can't even say what it has"
-        assert said[7:] == [8, "VersionError", 9]
+        assert said[7:10] == [8, "VersionError", 9]
+        assert said[10:] == [("ConfigError", True)] * 2, "another strategy, other chunks"
     assert one[6] == ExtractError.__name__

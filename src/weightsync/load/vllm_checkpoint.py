@@ -1,0 +1,117 @@
+"""CheckpointTensors: what a checkpoint of vLLM's model holds, so that a manifest is refused before a byte moves."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import ManifestMismatchError
+from weightsync.tensors import torch_dtype
+from weightsync.types import Manifest, TensorSpec, dtype_name
+
+_logger = logging.getLogger(__name__)
+
+
+class CheckpointTensors:
+    """What a checkpoint of the model holds, from its Hugging Face config: names, shapes, and which are one tensor.
+
+    Built on the meta device at the first use. Unknown where transformers has no such model; then names are not
+    checked before they are loaded, and vLLM's own counts are (`LayerwiseReload.check`).
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any) -> None:
+        self._dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        self._dtype: torch.dtype | None = getattr(model_config, "dtype", None)
+        if isinstance(self._dtype, torch.dtype):
+            self._dtypes.add(self._dtype)
+        self._hf_config = getattr(model_config, "hf_config", None)
+        self._built = False
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._tensor_of: dict[str, int] = {}
+        self._first_name: dict[int, str] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether names and shapes could be found out."""
+        self._build()
+        return bool(self._shapes)
+
+    def canonical(self, name: str) -> str:
+        """The first name of the tensor: of tied names vLLM loads that one alone."""
+        return self._first_name.get(self._tensor_of.get(name, -1), name)
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuses a manifest that vLLM would load in part, or convert.
+
+        Raises:
+            ManifestMismatchError: wrong dtype, shape, missing or extra name.
+        """
+        for spec in manifest.tensors:
+            dtype = torch_dtype(spec.dtype)
+            if spec.box is not None:
+                raise ManifestMismatchError("a part of a tensor can't be loaded here", parameter=spec.name)
+            if dtype.is_floating_point and dtype not in self._dtypes:
+                own = ", ".join(sorted(dtype_name(each) for each in self._dtypes))
+                raise ManifestMismatchError(
+                    f"the trainer sends {spec.dtype}, vLLM serves this model as {own} and would convert: give "
+                    f"PushSync(dtype=...) or vLLM's --dtype the other's",
+                    parameter=spec.name,
+                )
+        if self.known:
+            self._check_names(manifest)
+
+    def _check_names(self, manifest: Manifest) -> None:
+        taken: dict[int, str] = {}
+        for spec in manifest.tensors:
+            shape = self._shapes.get(spec.name)
+            if shape is None:
+                raise ManifestMismatchError("the engine's model has no such tensor", parameter=spec.name)
+            if shape != spec.shape:
+                raise ManifestMismatchError(
+                    f"the trainer sends {spec.shape}, the engine's model has {shape}", parameter=spec.name
+                )
+            if (other := taken.setdefault(self._tensor_of[spec.name], spec.name)) != spec.name:
+                raise ManifestMismatchError(
+                    f"this tensor and {other} are one in the engine's model", parameter=spec.name
+                )
+        if missing := sorted(name for name, tensor in self._tensor_of.items() if tensor not in taken):
+            raise ManifestMismatchError(
+                f"the manifest lacks {len(missing)} of the model's tensors, the first is {missing[0]}",
+                parameter=missing[0],
+            )
+
+    def _build(self) -> None:
+        if self._built:
+            return
+        self._built = True
+        try:
+            import transformers
+
+            config = self._hf_config
+            kind = getattr(transformers, str(config.architectures[0]))  # type: ignore[union-attr]
+            with torch.device("meta"):
+                skeleton = kind(config)
+            skeleton.tie_weights()
+            tensors = dict(skeleton.named_parameters(remove_duplicate=False))
+            for path, module in skeleton.named_modules(remove_duplicate=False):
+                for name, buffer in module.named_buffers(recurse=False):
+                    if name not in module._non_persistent_buffers_set:
+                        tensors[f"{path}.{name}" if path else name] = buffer
+        except Exception as error:  # remote code, a model that vLLM alone knows, another release of transformers
+            _logger.warning(
+                "what a checkpoint of this model holds is not known (%r): tensor names are checked by vLLM alone", error
+            )
+            return
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._tensor_of = {name: id(tensor) for name, tensor in tensors.items()}
+        for name, tensor in self._tensor_of.items():
+            self._first_name.setdefault(tensor, name)
+        self._skeleton = skeleton  # keeps the ids from being used again
+
+
+def is_of(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    """Whether the tensor has the dtype and the shape that were announced."""
+    return tensor.shape == spec.shape and dtype_name(tensor.dtype) == spec.dtype

@@ -1,0 +1,144 @@
+"""LayerwiseReload: vLLM's own reload of a model's layers, and the check that nothing is completed with filler."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import LoadError, MissingDependencyError
+
+_MANY = 5
+
+
+class LayerwiseReload:
+    """vLLM's layerwise reload, open from construction to `finish`. In between, vLLM must not run the model."""
+
+    def __init__(self, model: nn.Module, model_config: Any, vllm_config: Any) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._vllm_config = vllm_config
+        self._told: set[str] | None = set()  # names that vLLM says it loaded; None where it doesn't say
+        # While a reload is open tied layers are not tied. The first one alone is loaded.
+        self._wanted = {name for name, _ in model.named_parameters()}
+        self._buffers = set(_persistent_buffers(model))
+        self._given: set[str] = set()
+        self._tied = _tied_layers(model)
+        with self._context():
+            _layerwise().initialize_layerwise_reload(model)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Gives checkpoint tensors to the model; it may keep references until `finish`."""
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                self._given.add(name)
+                yield name, tensor
+
+        with self._context():
+            told = self._model.load_weights(noted())  # type: ignore[operator]
+        self._told = None if told is None or self._told is None else self._told | set(told)
+
+    def check(self, *, strict: bool) -> None:
+        """Refuses what vLLM would complete with filler.
+
+        Args:
+            strict: also refuse layers that got fewer elements than they have; padding is no reason to, so this is
+                for manifests that could not be compared with the model's own checkpoint names.
+
+        Raises:
+            LoadError: names them.
+        """
+        quantised = getattr(self._model_config, "quantization", None)
+        if self._told is not None and not quantised and (never := sorted(self._wanted - self._told)):
+            raise LoadError(
+                f"vLLM loaded nothing into {len(never)} parameters, e.g. {', '.join(never[:_MANY])}", parameter=never[0]
+            )
+        if self._told is not None and (stale := sorted(self._given & self._buffers - self._told)):
+            raise LoadError(
+                f"vLLM skipped {len(stale)} buffers of the model that were sent, e.g. {', '.join(stale[:_MANY])}: they "
+                "would stay as they were",
+                parameter=stale[0],
+            )
+        short = list(self._short_layers())
+        if short and strict:
+            raise LoadError(
+                f"{len(short)} layers got a part of their elements, and vLLM would fill in the rest: "
+                f"{', '.join(short[:_MANY])}",
+                parameter=short[0],
+            )
+
+    def finish(self) -> None:
+        """Puts the loaded tensors into the live ones and closes the reload."""
+        with self._context():
+            _layerwise().finalize_layerwise_reload(self._model, self._model_config)
+            self._repack_tied()
+
+    def _repack_tied(self) -> None:
+        """On a CPU, layers keep a packed copy of their weights, and vLLM renews that of loaded layers alone: a tied
+        output layer would go on with the old weights (seen with 0.32)."""
+        if not self._tied:
+            return
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            for layer in self._tied:
+                method = getattr(layer, "quant_method", None)
+                if method is not None:
+                    method.process_weights_after_loading(layer)
+
+    def _short_layers(self) -> Iterator[str]:
+        info_of = getattr(_layerwise(), "get_layerwise_info", None)
+        if info_of is None:
+            return
+        for name, layer in self._model.named_modules():
+            info = info_of(layer)
+            total = getattr(info, "load_numel_total", None)
+            padded = hasattr(layer, "num_embeddings_padded")
+            if total is not None and 0 < info.load_numel < total and not padded:
+                yield name or type(layer).__name__
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self._vllm_config is not None:
+                from vllm.config import set_current_vllm_config
+
+                stack.enter_context(set_current_vllm_config(self._vllm_config))
+            with contextlib.suppress(ImportError):  # a draft's layers in the model's own checkpoint may stay out
+                from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+                stack.enter_context(disable_mtp_completeness_check())
+            yield
+
+
+def _tied_layers(model: nn.Module) -> list[nn.Module]:
+    """Modules that share a parameter of their own with a module before them."""
+    seen: set[int] = set()
+    tied = []
+    for layer in model.modules():
+        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        if own & seen:
+            tied.append(layer)
+        seen |= own
+    return tied
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        for name, _ in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name
+
+
+def _layerwise() -> Any:
+    try:
+        from vllm.model_executor.model_loader import reload
+        from vllm.model_executor.model_loader.reload import layerwise
+    except ImportError as error:
+        raise MissingDependencyError(f"this needs a vLLM with layerwise reload: {error}") from error
+    return layerwise if hasattr(layerwise, "initialize_layerwise_reload") else reload
