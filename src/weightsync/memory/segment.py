@@ -112,7 +112,11 @@ class Segment:
 
 def unlink_own() -> None:
     """Takes the names of all of this process's segments away; it is about to be ended, perhaps while one is written."""
-    for segment in list(_live):
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread made a segment meanwhile
+            segments = list(_live)
+            break
+    for segment in segments:
         segment._unlink_at_exit()
 
 
