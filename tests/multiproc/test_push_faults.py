@@ -288,7 +288,7 @@ def test_an_engine_never_joins(start: Any) -> None:
     two = Engine(start, "two", 1, blocks=6, deaf=True)
     trainer = Trainer(start, {"one": one.url, "two": two.url})
     said = trainer.sync("initialize")
-    assert said["type"] == "GroupJoinError"
+    assert said["type"] == "GroupJoinError", said
     assert "ranks [2]" in said["text"]
     assert said["seconds"] < DEADLINE_S
     said = trainer.sync(1)

@@ -16,7 +16,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def examples() -> tuple[str, str]:
-    trainer, engine = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    trainer, engine, _vllm = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)  # tests/engines has vLLM
     return trainer, engine
 
 

@@ -22,7 +22,9 @@ import torch
 
 from weightsync.errors import (
     DeadlineExceededError,
+    GroupJoinError,
     InvalidRequestError,
+    SyncFailedError,
     TransferAbortedError,
     TransferError,
     as_weightsync_error,
@@ -108,8 +110,12 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
     ) -> BroadcastTransferSender:
         """Joins as rank 0; gives up as soon as an engine's init fails. See the base class."""
 
+        deadline = Deadline(self.join_timeout_s)
+
         def give_up_early() -> None:
             if joined.done() and (error := joined.exception()) is not None:
+                if deadline.remaining_s < _OWN_WORD_S and _waited_in_vain(error):
+                    return  # so does this rank, and it knows who is missing
                 raise error
 
         group = join_group(_group_info(info), rank=0, store=token, interface=self.interface, watch=give_up_early)  # type: ignore[arg-type]
@@ -302,6 +308,12 @@ def _grown(buckets: list[torch.Tensor | None], index: int, nbytes: int, device: 
         buckets[index] = None
         bucket = buckets[index] = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return bucket[:nbytes]
+
+
+def _waited_in_vain(error: BaseException) -> bool:
+    """Whether all that engines tell is that somebody did not come."""
+    causes = error.causes.values() if isinstance(error, SyncFailedError) else ()
+    return bool(causes) and all(isinstance(cause, GroupJoinError) for cause in causes)
 
 
 def _group_info(info: WeightSyncInitInfo) -> TorchDistributedWeightSyncInitInfo:
