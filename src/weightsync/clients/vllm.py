@@ -11,7 +11,7 @@ What each step becomes, in vLLM's own calls (design/0006-vllm.md has the reasons
     resume  resume
     abort   init_weight_transfer_engine {abort}, finish_weight_update where vLLM still holds an update for active
 
-Longer than other files: the nine steps share the handle's belief of the engine's state, and read best beside each other.
+Longer than other files: the nine steps share the handle's belief of the engine's state, and read best together.
 """
 
 from __future__ import annotations

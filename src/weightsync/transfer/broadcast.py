@@ -55,6 +55,7 @@ from weightsync.types import (
 )
 
 NUM_BUCKETS = 2
+_OWN_WORD_S = 1.0  # before the end of this rank's own wait for the others
 
 
 class BroadcastTransferStrategy(WeightTransferStrategy):
