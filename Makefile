@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 ENGINES := $(VENV)/.installed-engines
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
 
-.PHONY: help demo test check soak bench docs
+.PHONY: help demo engines test check soak bench docs
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -20,6 +20,8 @@ help: ## list the targets
 
 demo: $(STAMP) ## train a small model and serve its new weights after every step
 	$(BIN)/weightsync demo
+
+engines: $(ENGINES) ## vLLM, Ray, DeepSpeed and Megatron for the demo and the tests (3 GB)
 
 test: $(ENGINES) check docs ## the checks, then every test but the long ones
 	$(BIN)/python -m pytest -m "not soak"

