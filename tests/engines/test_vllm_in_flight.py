@@ -107,9 +107,10 @@ def test_wait_lets_it_finish_before_the_commit(whole: Trainers, vllm_server: Ser
 
 
 def test_abort_ends_it_with_what_it_has(whole: Trainers, vllm_server: Server) -> None:
+    """However few tokens that are: on busy cores the pause comes soon after the first."""
     generation, _ = sync_amid(whole, vllm_server, "abort")
     assert generation.result() == "abort"
-    assert HEAD <= len(generation.tokens) < NUM_TOKENS
+    assert len(generation.tokens) < NUM_TOKENS
 
 
 @pytest.mark.parametrize("pause_mode", ["keep", "wait", "abort"])
