@@ -7,6 +7,7 @@ torch does by itself. It is timed in turns with what is measured, so that a mach
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -104,10 +105,21 @@ def facts(args: BenchArgs) -> dict[str, Any]:
         "gib": args.gib,
         "repeats": args.repeats,
         "num_cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu(),
         "torch_threads": torch.get_num_threads(),
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 2),
         "measured_utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+
+
+def _cpu() -> str:
+    """Family and model of the processor, as the kernel says it: ratios differ between makes."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            found.setdefault(name.strip(), value.strip())
+    return " ".join(found.get(name, "?") for name in ("vendor_id", "cpu family", "model"))
 
 
 def write_results(rows: Sequence[Row], folder: Path = RESULTS) -> Path:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from weightsync.clients.agent import AgentClient
     from weightsync.clients.fanout import EngineFanout
     from weightsync.clients.http import HttpEngine
+    from weightsync.clients.rollout import RolloutClient
     from weightsync.clients.vllm import OfflineVllmApi, VllmEngine, VllmHttpApi
     from weightsync.config import WeightSyncConfig, select_strategy
     from weightsync.errors import WeightSyncError
@@ -21,13 +23,17 @@ if TYPE_CHECKING:
     from weightsync.extract.megatron import MegatronWeightExtractor
     from weightsync.extract.megatron_export import MegatronCoreExporter
     from weightsync.extract.module import ModuleWeightExtractor
+    from weightsync.extract.named import NamedTensorsExtractor
     from weightsync.extract.registry import extractor_for
     from weightsync.load.module import ModuleWeightLoader
     from weightsync.load.vllm import VLLMWeightLoader
     from weightsync.observe import Recorder
+    from weightsync.publish.manager import OffloadReport, WeightManager
     from weightsync.publish.push import PushSync
     from weightsync.rollout.engine import EmbeddedEngine
+    from weightsync.rollout.puller import Puller
     from weightsync.rollout.server import EngineServer
+    from weightsync.rollout.service import RolloutConfig, RolloutService
     from weightsync.transfer.broadcast import BroadcastTransferStrategy
     from weightsync.transfer.ipc import CudaIpcTransferStrategy, PackedCudaIpcTransferStrategy
     from weightsync.types import (
@@ -50,8 +56,10 @@ if TYPE_CHECKING:
         WeightSyncInitInfo,
         WeightUpdateRequest,
     )
+    from weightsync.types.publication import NotifyRequest, Publication
 
 _MODULE_OF = {
+    "AgentClient": "weightsync.clients.agent",
     "BroadcastTransferStrategy": "weightsync.transfer.broadcast",
     "BroadcastWeightUpdateRequest": "weightsync.types",
     "CudaIpcTransferStrategy": "weightsync.transfer.ipc",
@@ -71,12 +79,20 @@ _MODULE_OF = {
     "MegatronWeightExtractor": "weightsync.extract.megatron",
     "ModuleWeightExtractor": "weightsync.extract.module",
     "ModuleWeightLoader": "weightsync.load.module",
+    "NamedTensorsExtractor": "weightsync.extract.named",
+    "NotifyRequest": "weightsync.types.publication",
     "OfflineVllmApi": "weightsync.clients.vllm",
+    "OffloadReport": "weightsync.publish.manager",
     "PackedCudaIpcTransferStrategy": "weightsync.transfer.ipc",
     "PackedCudaIpcWeightUpdateRequest": "weightsync.types",
     "Patch": "weightsync.types",
+    "Publication": "weightsync.types.publication",
+    "Puller": "weightsync.rollout.puller",
     "PushSync": "weightsync.publish.push",
     "Recorder": "weightsync.observe",
+    "RolloutClient": "weightsync.clients.rollout",
+    "RolloutConfig": "weightsync.rollout.service",
+    "RolloutService": "weightsync.rollout.service",
     "SyncMethod": "weightsync.types",
     "SyncReport": "weightsync.types",
     "TensorSpec": "weightsync.types",
@@ -87,6 +103,7 @@ _MODULE_OF = {
     "VllmEngine": "weightsync.clients.vllm",
     "VllmHttpApi": "weightsync.clients.vllm",
     "WeightChunk": "weightsync.types",
+    "WeightManager": "weightsync.publish.manager",
     "WeightSyncConfig": "weightsync.config",
     "WeightSyncError": "weightsync.errors",
     "WeightSyncInitInfo": "weightsync.types",
@@ -96,6 +113,7 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "AgentClient",
     "BroadcastTransferStrategy",
     "BroadcastWeightUpdateRequest",
     "CudaIpcTransferStrategy",
@@ -115,12 +133,20 @@ __all__ = [
     "MegatronWeightExtractor",
     "ModuleWeightExtractor",
     "ModuleWeightLoader",
+    "NamedTensorsExtractor",
+    "NotifyRequest",
     "OfflineVllmApi",
+    "OffloadReport",
     "PackedCudaIpcTransferStrategy",
     "PackedCudaIpcWeightUpdateRequest",
     "Patch",
+    "Publication",
+    "Puller",
     "PushSync",
     "Recorder",
+    "RolloutClient",
+    "RolloutConfig",
+    "RolloutService",
     "SyncMethod",
     "SyncReport",
     "TensorSpec",
@@ -131,6 +157,7 @@ __all__ = [
     "VllmEngine",
     "VllmHttpApi",
     "WeightChunk",
+    "WeightManager",
     "WeightSyncConfig",
     "WeightSyncError",
     "WeightSyncInitInfo",

@@ -6,6 +6,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,11 @@ STORE_BYTES = 80 << 20
 def ray_cluster() -> Iterator[Any]:
     """The cluster; this process is connected as a driver."""
     patch = pytest.MonkeyPatch()
+    # A folder of its own: a Ray that runs here already is left alone. A short name: sockets lie in it.
+    folder = tempfile.mkdtemp(prefix="ws-ray-")
+    (Path(folder) / "ray").mkdir()  # Ray notes its address there, and does not make the folder
     for name, value in {
+        "RAY_TMPDIR": folder,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_AUTH_MODE": "token",
@@ -31,8 +36,6 @@ def ray_cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    # A folder of its own: a Ray that runs here already is left alone. A short name: sockets lie in it.
-    folder = tempfile.mkdtemp(prefix="ws-ray-")
     node = {"num_cpus": 4, "num_gpus": NUM_GPUS_A_NODE, "object_store_memory": STORE_BYTES, "temp_dir": folder}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:

@@ -38,6 +38,8 @@ def test_the_oracle_over_http(trainers: Trainers, vllm_server: Server, serves: S
     """A trainer that takes real optimizer steps: after each sync the server's log-probabilities are those of a fresh
     engine that loaded the same step's checkpoint, and not those of the step before.
     """
+    trainers.good(0)
+    serves(0)
     for steps in (1, 2, 1):
         outcome = trainers.good(steps)
         assert outcome["unprovable"] == {"vllm": UNPROVABLE}

@@ -30,6 +30,7 @@ from weightsync.testing.processes import free_port
 
 MODEL_NAME = "tiny"
 MAX_LEN = 2048
+SERVER_MAX_LEN = 16384  # room for a generation that outlasts any sync
 PROMPTS: tuple[tuple[int, ...], ...] = (
     tuple((7 * i + 3) % VOCAB for i in range(24)),
     tuple((11 * i + 5) % VOCAB for i in range(40)),
@@ -117,7 +118,7 @@ class Server:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.checkpoint)),
             *("--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", MODEL_NAME),
             *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--disable-log-stats"),
-            *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "8", "--tensor-parallel-size", str(self._tp)),
+            *("--max-model-len", str(SERVER_MAX_LEN), "--max-num-seqs", "8", "--tensor-parallel-size", str(self._tp)),
             *("--weight-transfer-config", json.dumps({"backend": "weightsync"})),
             *("--stream-interval", "20"),  # or its one event loop is busy streaming, and answers nothing else
         ]

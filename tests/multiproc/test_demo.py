@@ -43,6 +43,31 @@ def test_the_demo_proves_every_version(tmp_path: Path, strategy: str) -> None:
     assert not list(Path("/dev/shm").glob("weightsync-[0-9]*"))
 
 
+def test_the_demo_publishes_and_trains_on(tmp_path: Path) -> None:
+    """Over the pull path: every version is proved and served, and fetched while the trainer is in its next step."""
+    files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
+    ran = subprocess.run(
+        [*COMMAND, "--path", "pull", "--steps", "6", *files], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["versions"] == list(range(1, 7))
+    assert summary["digests_equal"] is True
+    assert summary["loss_gap_max"] < 0.01
+    assert summary["steps"][-1]["engine_loss"] < summary["steps"][0]["engine_loss"] - 0.2
+    for step in summary["steps"]:
+        assert {"offload", "prove", "pull", "load", "verify", "pause", "commit", "resume"} <= set(step["phases"])
+    events = [event for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if "dur" in event]
+    spans = {
+        name: [(event["ts"], event["ts"] + event["dur"]) for event in events if event["name"] == name]
+        for name in ("train", "pull", "load", "prove")
+    }
+    fetched = [span for name in ("prove", "pull", "load") for span in spans[name]]
+    overlapping = [one for one in spans["train"] for two in fetched if one[0] < two[1] and two[0] < one[1]]
+    assert overlapping, spans
+    assert not list(Path("/dev/shm").glob("weightsync-[0-9]*"))
+
+
 def test_an_engine_that_dies_ends_the_demo_in_words(tmp_path: Path) -> None:
     """kill -9 of the engine in the middle: exit code 1, the error by name, no process left behind."""
     demo = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ def examples() -> tuple[str, str]:
 def serve(code: str, port: int, conn: Any) -> None:
     model: Any = build(99, dtype=torch.bfloat16)
     model.generate = lambda prompt: model(torch.tensor([1, 2]))
-    scope: dict[str, Any] = {"model": model, "TOKEN": TOKEN}
+    os.environ["WEIGHTSYNC_TOKEN"] = TOKEN
+    scope: dict[str, Any] = {"model": model}
     exec(code.replace("8123", str(port)), scope)  # noqa: S102
     conn.send("listening")
     while conn.recv() is not None:
@@ -34,7 +36,8 @@ def serve(code: str, port: int, conn: Any) -> None:
 
 def train(rank: int, world_size: int, code: str, port: int) -> None:
     model = shard(build(5), "shard0", world_size)
-    scope = {"model": model, "TOKEN": TOKEN, "num_steps": 3, "train_step": step}
+    os.environ["WEIGHTSYNC_TOKEN"] = TOKEN
+    scope = {"model": model, "num_steps": 3, "train_step": step}
     exec(code.replace("8123", str(port)), scope)  # noqa: S102
 
 

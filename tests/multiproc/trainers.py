@@ -77,7 +77,7 @@ def hf_config(*, tied: bool = False, **changes: Any) -> Any:
         "head_dim": 32,
         "intermediate_size": 96,
         "vocab_size": VOCAB,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 16384,
         "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": None,

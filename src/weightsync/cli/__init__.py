@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from weightsync.cli import pull
 from weightsync.errors import ConfigError, WeightSyncError
 
 app = typer.Typer(
@@ -40,6 +41,13 @@ class Engine(enum.StrEnum):
     VLLM = "vllm"
 
 
+class MovePath(enum.StrEnum):
+    """Who moves weights in the demo."""
+
+    PUSH = "push"
+    PULL = "pull"
+
+
 class Strategy(enum.StrEnum):
     """How weights are pushed in the demo."""
 
@@ -54,6 +62,9 @@ def demo(
     ranks: Annotated[int, typer.Option(min=1, max=16, help="Training processes (FSDP2).")] = 2,
     engines: Annotated[int, typer.Option(min=1, max=16, help="Engine processes.")] = 1,
     engine: Annotated[Engine, typer.Option(help="A torch module of ours, or a real vLLM server.")] = Engine.EMBEDDED,
+    path: Annotated[
+        MovePath, typer.Option(help="The trainer brings weights to engines, or publishes them and engines fetch them.")
+    ] = MovePath.PUSH,
     strategy: Annotated[
         Strategy, typer.Option(help="How bytes move. On a CPU the two IPC strategies use shared memory.")
     ] = Strategy.BROADCAST,
@@ -71,7 +82,9 @@ def demo(
     what it got, and reports its own loss on text that nobody trained on.
 
     The engine is a torch module by default; --engine vllm starts a vLLM server and syncs it through vLLM's own
-    weight-update routes. --strategy chooses how bytes move, and --ray runs everything as Ray actors. All combine.
+    weight-update routes. --strategy chooses how bytes are pushed, and --ray runs everything as Ray actors.
+    With --path pull the trainer publishes each version, at the cost of one copy, and trains on while engines fetch it;
+    --strategy and --ray belong to --path push.
 
     The table shows, for each version, both losses, bytes, milliseconds of each phase and how long generation was
     paused. The command exits with 1 on any mismatch. It needs no GPU.
@@ -86,6 +99,7 @@ def demo(
         ranks=ranks,
         engines=engines,
         engine=engine,
+        path=path,
         strategy=strategy,
         ray=ray,
         size=size,
@@ -100,6 +114,9 @@ def demo(
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     raise typer.Exit(1 if problems else 0)
+
+
+pull.register(app)
 
 
 def main() -> None:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import ssl
-from typing import Any
 
 import httpx
 
-from weightsync.errors import (
-    ConfigError,
-    DeadlineExceededError,
-    EngineError,
-    EngineUnreachableError,
-    InvalidRequestError,
-    WeightSyncError,
-    error_from_dict,
-)
+from weightsync.clients.http_edge import checked_url, read_body, told_error, typed_errors
+from weightsync.errors import EngineError, InvalidRequestError, WeightSyncError
 from weightsync.net.auth import bearer_headers
 from weightsync.net.messages import decode, encode
 from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest
 
 ENGINE_API = "/weightsync/v1"
 """Every step of `EngineOp` is a POST to this path + "/" + its name."""
-MAX_REPLY_BYTES = 64 << 20
 TIMEOUT_HEADER = "weightsync-timeout-s"
 """How long the caller waits for the answer: the engine does not work longer for nobody."""
 
@@ -48,9 +38,7 @@ class HttpEngine:
         connect_timeout_s: float = 3.0,
         verify: bool | str = True,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"an engine's URL starts with http:// or https://, not {url!r}")
-        self.url = url.rstrip("/")
+        self.url = checked_url(url, whose="an engine's")
         self._engine_id = engine_id or self.url
         self._connect_timeout_s = connect_timeout_s
         self._client = httpx.Client(
@@ -70,27 +58,17 @@ class HttpEngine:
         """Posts one step; see `EngineHandle.call` for what it raises."""
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         deadline = Deadline(timeout_s)
-        try:
-            with self._client.stream(
+        with (
+            typed_errors(deadline, url=self.url, what=op, peer=self._engine_id, runs="the engine"),
+            self._client.stream(
                 "POST",
                 f"{ENGINE_API}/{op}",
                 content=encode(request),
                 headers={TIMEOUT_HEADER: str(timeout_s)},
                 timeout=timeout,
-            ) as response:
-                body = read_body(response, deadline, what=f"{self.url}'s answer to {op}", peer=self._engine_id)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise EngineUnreachableError(
-                f"can't connect to {self.url}: {error}; does the engine run there?", peer=self._engine_id
-            ) from error
-        except httpx.TimeoutException as error:
-            raise DeadlineExceededError(
-                f"{self.url} did not answer {op} within {timeout_s:g} s", peer=self._engine_id
-            ) from error
-        except httpx.HTTPError as error:
-            raise EngineUnreachableError(
-                f"the connection to {self.url} broke during {op}: {type(error).__name__}: {error}", peer=self._engine_id
-            ) from error
+            ) as response,
+        ):
+            body = read_body(response, deadline, what=f"{self.url}'s answer to {op}", peer=self._engine_id)
         if response.status_code != 200:
             raise self._error_in(response.status_code, body, op)
         try:
@@ -105,27 +83,8 @@ class HttpEngine:
         self._client.close()
 
     def _error_in(self, status: int, body: bytes, op: EngineOp) -> WeightSyncError:
-        with contextlib.suppress(InvalidRequestError):
-            told = decode(body, dict[str, Any], what="the error")
-            if "error" in told:
-                return error_from_dict(told, peer=self._engine_id)
-        return EngineError(
-            f"{self.url} answered {op} with status {status}: {body[:200]!r}; is this a weightsync engine server?",
+        return told_error(body, peer=self._engine_id) or EngineError(
+            f"{self.url} answered {op} with status {status}: {body[:200]!r}; is this a weightsync engine server? "
+            "(vLLM's own takes a VllmEngine)",
             peer=self._engine_id,
         )
-
-
-def read_body(response: httpx.Response, deadline: Deadline, *, what: str, peer: str) -> bytes:
-    """The body, as long as it is small and comes in time: httpx's own timeout starts anew with every byte.
-
-    Raises:
-        DeadlineExceededError: it is not whole in time.
-        EngineError: it is longer than `MAX_REPLY_BYTES`.
-    """
-    body = bytearray()
-    for part in response.iter_raw():
-        body += part
-        deadline.check(f"end of {what}", peer=peer)
-        if len(body) > MAX_REPLY_BYTES:
-            raise EngineError(f"{what} has over {MAX_REPLY_BYTES} bytes", peer=peer)
-    return bytes(body)

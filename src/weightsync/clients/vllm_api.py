@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import httpx
 import msgspec
 
 from weightsync.clients.fanout import in_thread
-from weightsync.clients.http import read_body
+from weightsync.clients.http_edge import checked_url, cut_at, read_body, typed_errors
 from weightsync.clients.vllm_messages import BACKEND, error_in_text
 from weightsync.errors import (
     AuthError,
     ConfigError,
     DeadlineExceededError,
     EngineError,
-    EngineUnreachableError,
     UnsupportedError,
     WeightSyncError,
 )
@@ -80,9 +78,9 @@ class VllmHttpApi:
     """
 
     def __init__(self, url: str, *, token: str | None = None, connect_timeout_s: float = 3.0) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"a vLLM server's URL starts with http:// or https://, not {url!r}")
-        self.name = url.rstrip("/")
+        self.name = checked_url(url, whose="a vLLM server's")
+        if self.name.endswith("/v1"):
+            raise ConfigError(f"a vLLM server's URL ends before /v1: {self.name.removesuffix('/v1')}, not {url!r}")
         self._connect_timeout_s = connect_timeout_s
         self._client = httpx.Client(
             base_url=self.name,
@@ -151,25 +149,12 @@ class VllmHttpApi:
     def _call(self, method: str, path: str, timeout_s: float, **options: Any) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         deadline = Deadline(timeout_s)
-        try:
-            with (
-                _cut_at(deadline) as trace,
-                self._client.stream(method, path, timeout=timeout, extensions={"trace": trace}, **options) as response,
-            ):
-                content = read_body(response, deadline, what=f"{self.name}'s answer to {path}", peer=self.name)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise EngineUnreachableError(
-                f"can't connect to {self.name}: {error}; does the server run there?", peer=self.name
-            ) from error
-        except httpx.HTTPError as error:
-            if not isinstance(error, httpx.TimeoutException) and not deadline.expired:
-                raise EngineUnreachableError(
-                    f"the connection to {self.name} broke during {path}: {type(error).__name__}: {error}",
-                    peer=self.name,
-                ) from error
-            raise DeadlineExceededError(
-                f"{self.name} did not answer {path} within {timeout_s:g} s", peer=self.name
-            ) from error
+        with (
+            typed_errors(deadline, url=self.name, what=path, peer=self.name, runs="the server"),
+            cut_at(deadline) as trace,
+            self._client.stream(method, path, timeout=timeout, extensions={"trace": trace}, **options) as response,
+        ):
+            content = read_body(response, deadline, what=f"{self.name}'s answer to {path}", peer=self.name)
         if response.status_code != 200:
             raise self._error(path, response.status_code, content.decode("utf-8", "replace"))
         with contextlib.suppress(msgspec.DecodeError):
@@ -186,38 +171,6 @@ class VllmHttpApi:
         if status in (401, 403):
             return AuthError(f"{self.name} refuses the token for {path}", peer=self.name)
         return error_of(text, f"{self.name} answered {path} with status {status}", peer=self.name)
-
-
-@contextlib.contextmanager
-def _cut_at(deadline: Deadline) -> Iterator[Callable[[str, dict[str, Any]], None]]:
-    """Cuts the request's connection when its time is over, headers or body: httpx's timeouts start anew with every
-    byte, and a server may send one now and then for ever. Gives the `trace` extension that the request needs."""
-    lock = threading.Lock()
-    connections: list[socket.socket] = []
-    over = False
-
-    def cut() -> None:
-        nonlocal over
-        with lock:
-            over = True
-            for connection in connections:
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    connection.shutdown(socket.SHUT_RDWR)
-
-    def trace(event: str, info: dict[str, Any]) -> None:
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            with lock:
-                connections.append(info["return_value"].get_extra_info("socket"))
-            if over:
-                cut()
-
-    timer = threading.Timer(deadline.remaining_s, cut)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield trace
-    finally:
-        timer.cancel()
 
 
 class OfflineVllmApi:

@@ -23,7 +23,9 @@ from weightsync.load.module import ModuleWeightLoader
 from weightsync.observe import Recorder
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.server import EngineServer
+from weightsync.rollout.service import RolloutConfig, RolloutService
 
+MODEL_ID = "demo"
 TOKEN_VARIABLE = "WEIGHTSYNC_DEMO_TOKEN"
 REPORT_PATH = "/demo/report"
 KINDS = ("embedded", "vllm")
@@ -98,15 +100,27 @@ def main() -> None:
     parser.add_argument("--size", required=True)
     options = parser.parse_args()
     demo = start_engine(options.kind, options.engine_id, options.size)
-    server = EngineServer(demo.engine, token=os.environ[TOKEN_VARIABLE])
-    server.app.add_api_route(REPORT_PATH, demo.report, methods=["GET"])
+    token = os.environ[TOKEN_VARIABLE]
+    server = EngineServer(demo.engine, token=token)
+    service = RolloutService(
+        {MODEL_ID: demo.engine}, RolloutConfig(service_id=options.engine_id, token=token, sender_token=token)
+    )
+
+    def report() -> dict[str, Any]:
+        said = demo.report()
+        return {**said, "phases": [*said["phases"], *msgspec.to_builtins(service.recorder.drain())]}
+
+    server.app.add_api_route(REPORT_PATH, report, methods=["GET"])
     url = server.start()
+    service_url = service.start()
     demo.start()
     # Trainers speak to a vLLM server itself; the server here then only reports.
-    told = {"url": demo.url if isinstance(demo, VllmDemoEngine) else url, "report_url": url + REPORT_PATH}
+    told: dict[str, str] = {"service_url": service_url}
+    told |= {"url": demo.url if isinstance(demo, VllmDemoEngine) else url, "report_url": url + REPORT_PATH}
     sys.stdout.write(json.dumps({"kind": options.kind, "engine_id": options.engine_id, **told}) + "\n")
     sys.stdout.flush()
     sys.stdin.read()
+    service.close()
     demo.close()
     server.close()
     if isinstance(demo, DemoEngine):

@@ -23,9 +23,9 @@ from weightsync.demo.engine import TOKEN_VARIABLE
 from weightsync.demo.model import model_size
 from weightsync.demo.ray_job import RayJob
 from weightsync.demo.summary import StepRow, summarize, verdict, write_summary
-from weightsync.demo.table import StepTable
+from weightsync.demo.table import PHASES, PULL_PHASES, StepTable
 from weightsync.demo.trainer import TrainerOptions
-from weightsync.errors import WeightSyncError, error_from_dict
+from weightsync.errors import ConfigError, WeightSyncError, error_from_dict
 from weightsync.observe import write_chrome_trace, write_timeline_png
 from weightsync.types import Deadline, PhaseRecord
 
@@ -39,7 +39,8 @@ class DemoOptions:
         ranks: training processes.
         engines: engine processes.
         engine: what generates: "embedded" (a torch module of ours) or "vllm" (a vLLM server).
-        strategy: how bytes move: "broadcast", "cuda_ipc" or "packed_cuda_ipc".
+        path: "push": the trainer brings weights to engines; "pull": it publishes them, and engines fetch them.
+        strategy: how bytes are pushed: "broadcast", "cuda_ipc" or "packed_cuda_ipc".
         ray: whether trainers and engines are Ray actors.
         size: "small" (2.8 million parameters) or "tiny".
         out: folder for timeline.json and timeline.png.
@@ -52,6 +53,7 @@ class DemoOptions:
     ranks: int = 2
     engines: int = 1
     engine: str = "embedded"
+    path: str = "push"
     strategy: str = "broadcast"
     ray: bool = False
     size: str = "small"
@@ -68,6 +70,7 @@ class DemoOptions:
             size=self.size,
             strategy=self.strategy,
             deadline_s=self.deadline_s,
+            path=self.path,
         )
 
 
@@ -85,11 +88,16 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
         WeightSyncError: a process failed or the time ran out. No process is left behind.
     """
     model_size(options.size)  # refuses an unknown one before anything starts
+    if options.path == "pull" and options.ray:
+        raise ConfigError("--path pull runs in processes of its own so far: leave --ray out")
+    if options.path == "pull" and options.strategy != DemoOptions.strategy:
+        raise ConfigError("--strategy says how weights are pushed: leave it out with --path pull")
     console = console or Console()
     rows: list[StepRow] = []
     phases: tuple[PhaseRecord, ...] = ()
     options.out.mkdir(parents=True, exist_ok=True)
-    with StepTable(console) as table, (RayJob if options.ray else _Processes)(options) as job:
+    phases_shown = PULL_PHASES if options.path == "pull" else PHASES
+    with StepTable(console, phases=phases_shown) as table, (RayJob if options.ray else _Processes)(options) as job:
         engines = f"{options.engine} engine{' (about a minute)' if options.engine == 'vllm' else ''}"
         table.status(f"starting {options.engines} {engines} and {options.ranks} trainer processes")
         for message in job.messages():
@@ -124,6 +132,10 @@ def _middle_sync(phases: tuple[PhaseRecord, ...]) -> tuple[float, float] | None:
     trainer = [phase for phase in phases if phase.track.startswith("trainer")]
     starts = sorted(phase.start_s for phase in trainer if phase.name == "wait for begin")
     ends = sorted(phase.end_s for phase in trainer if phase.name == "wait for resume")
+    published = sorted(phase.start_s for phase in trainer if phase.name == "offload")
+    if len(published) > 1:  # of the pull path: from one publication to the next
+        middle = (len(published) - 1) // 2
+        return published[middle] - 0.01, published[middle + 1] + 0.01
     if not starts or len(starts) != len(ends):
         return None
     start_s, end_s = starts[len(starts) // 2], ends[len(ends) // 2]

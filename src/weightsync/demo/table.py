@@ -13,6 +13,7 @@ from rich.text import Text
 from weightsync.demo.summary import StepRow
 
 PHASES = ("extract", "pack", "share", "transfer", "load", "verify", "commit")
+PULL_PHASES = ("offload", "prove", "pull", "load", "verify", "commit")
 _PHASES_FROM_COLUMNS = 118
 _NOTE = "Losses are of the same held-out text. Phases are summed over processes, and they overlap."
 
@@ -24,10 +25,12 @@ class StepTable:
 
     Args:
         console: where to write; by default standard output.
+        phases: which phases have a column.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, phases: tuple[str, ...] = PHASES) -> None:
         self.console = console or Console()
+        self._phases = phases
         self._rows: list[StepRow] = []
         self._status = ""
         self._live: Live | None = None
@@ -54,9 +57,9 @@ class StepTable:
             self._live.refresh()
             return
         if not self._wrote_header:
-            self._print(plain_header())
+            self._print(plain_header(self._phases))
             self._wrote_header = True
-        self._print(plain_line(row))
+        self._print(plain_line(row, self._phases))
 
     def status(self, text: str) -> None:
         """Shows what is going on now, below the table; in a log, as a line."""
@@ -70,17 +73,17 @@ class StepTable:
         self.console.print(Text(line), soft_wrap=True, highlight=False)
 
     def _render(self) -> Group:
-        parts: list[Table | Text] = [build_table(self._rows, width=self.console.width)]
+        parts: list[Table | Text] = [build_table(self._rows, width=self.console.width, phases=self._phases)]
         parts.append(Text(self._status or _NOTE, style="dim"))
         return Group(*parts)
 
 
-def build_table(rows: list[StepRow], *, width: int) -> Table:
+def build_table(rows: list[StepRow], *, width: int, phases: tuple[str, ...] = PHASES) -> Table:
     """The table of all rows; on narrow terminals one column, the whole sync, stands for the phases."""
     wide = width >= _PHASES_FROM_COLUMNS
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     heads = {"ver": 3, "trainer\nloss": 7, "engine\nloss": 6, "gap": 6, "MB": 6}
-    heads |= {f"{name}\nms": max(5, len(name)) for name in (PHASES if wide else ("sync",))}
+    heads |= {f"{name}\nms": max(5, len(name)) for name in (phases if wide else ("sync",))}
     heads |= {"paused\nms": 6}
     # Rich would shrink every column for the sake of a long sample, so widths are ours and the sample gets the rest.
     for head, columns in heads.items():
@@ -89,10 +92,10 @@ def build_table(rows: list[StepRow], *, width: int) -> Table:
     rest = max(8, width - sum(heads.values()) - 10 - 2 * (len(heads) + 2))
     table.add_column("engine\nwrites", no_wrap=True, overflow="ellipsis", width=rest)
     for row in rows:
-        phases = [_ms(row.phases_s.get(name)) for name in PHASES] if wide else [_ms(row.sync_s)]
+        timed = [_ms(row.phases_s.get(name)) for name in phases] if wide else [_ms(row.sync_s)]
         table.add_row(
             str(row.version), f"{row.trainer_loss:.3f}", f"{row.engine_loss:.3f}", f"{row.loss_gap:.4f}",
-            _mb(row), *phases, _ms(row.paused_s), digest_text(row.digests_equal), Text(one_line(row.sample)),
+            _mb(row), *timed, _ms(row.paused_s), digest_text(row.digests_equal), Text(one_line(row.sample)),
         )  # fmt: skip
     return table
 
@@ -104,19 +107,19 @@ def digest_text(digests_equal: bool | None) -> Text:
     return Text("yes", style="green") if digests_equal else Text("NO", style="bold white on red")
 
 
-def plain_header() -> str:
+def plain_header(phases: tuple[str, ...] = PHASES) -> str:
     """The header over `plain_line`s."""
-    phases = "".join(f"{name + ' ms':>12}" for name in PHASES)
+    timed = "".join(f"{name + ' ms':>12}" for name in phases)
     head = f"{'version':>7}{'trainer loss':>14}{'engine loss':>13}{'gap':>8}{'MB':>8}"
-    return f"{head}{phases}{'paused ms':>11}  {'digests':<11}sample"
+    return f"{head}{timed}{'paused ms':>11}  {'digests':<11}sample"
 
 
-def plain_line(row: StepRow) -> str:
+def plain_line(row: StepRow, phases: tuple[str, ...] = PHASES) -> str:
     """One row as one line of text."""
-    phases = "".join(f"{_ms(row.phases_s.get(name)):>12}" for name in PHASES)
+    timed = "".join(f"{_ms(row.phases_s.get(name)):>12}" for name in phases)
     head = f"{row.version:>7}{row.trainer_loss:>14.3f}{row.engine_loss:>13.3f}{row.loss_gap:>8.4f}{_mb(row):>8}"
     paused = f"{_ms(row.paused_s):>11}"
-    return f"{head}{phases}{paused}  {digest_text(row.digests_equal).plain:<11}{one_line(row.sample)}"
+    return f"{head}{timed}{paused}  {digest_text(row.digests_equal).plain:<11}{one_line(row.sample)}"
 
 
 def one_line(text: str) -> str:

@@ -24,9 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from weightsync.clients.fanout import EngineFanout
 from weightsync.clients.http import HttpEngine
+from weightsync.clients.rollout import RolloutClient
 from weightsync.config import WeightSyncConfig
 from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
-from weightsync.demo.engine import TOKEN_VARIABLE
+from weightsync.demo.engine import MODEL_ID, TOKEN_VARIABLE
 from weightsync.demo.model import TrainLoop, apply_fsdp2, build_model, held_out_loss, model_size
 from weightsync.demo.summary import StepRow
 from weightsync.demo.vllm_engine import vllm_handle
@@ -34,9 +35,11 @@ from weightsync.errors import WeightSyncError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.net.auth import bearer_headers
-from weightsync.observe import Recorder
+from weightsync.observe import Recorder, phases_s
+from weightsync.publish.manager import WeightManager
 from weightsync.publish.push import PushSync
 from weightsync.types import EngineHandle, PhaseRecord, SyncReport
+from weightsync.types.publication import NotifyRequest, RegisterSenderRequest
 
 _CHUNK_BYTES = 1 << 20
 _REPORT_TIMEOUT_S = 60.0
@@ -52,6 +55,7 @@ class TrainerOptions:
         size: name of the model's size.
         strategy: how bytes move.
         deadline_s: of one sync.
+        path: "push", or "pull": publish, and let engines fetch.
     """
 
     rank: int
@@ -59,25 +63,32 @@ class TrainerOptions:
     size: str
     strategy: str
     deadline_s: float
+    path: str = "push"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One engine as rank 0 sees it: the handle that takes weights, and a way to ask what it makes of them."""
+    """One engine as rank 0 sees it: the handle that takes weights, the service that fetches them for it, and a way to
+    ask what it makes of them."""
 
     handle: EngineHandle
+    service_url: str
     report: Callable[[], dict[str, Any]]
 
 
 class DemoTrainer:
-    """One rank: model, optimizer and `PushSync`. The default process group is there already.
+    """One rank: model, optimizer, and what moves its weights. The default process group is there already.
 
     Args:
         options: see `TrainerOptions`.
-        push: makes the `PushSync` from an extractor.
+        push: makes the `PushSync` from an extractor; None where weights are published and pulled.
     """
 
-    def __init__(self, options: TrainerOptions, push: Callable[[WeightExtractor, Recorder], PushSync]) -> None:
+    push: PushSync
+
+    def __init__(
+        self, options: TrainerOptions, push: Callable[[WeightExtractor, Recorder], PushSync] | None = None
+    ) -> None:
         torch.set_num_threads(1)
         text, size = ByteText(), model_size(options.size)
         mesh = init_device_mesh("cpu", (options.world_size,))
@@ -85,7 +96,10 @@ class DemoTrainer:
         self._loop = TrainLoop(self._model, text, size, rank=options.rank)
         self._held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
         self.recorder = Recorder(f"trainer/rank-{options.rank}")
-        self.push = push(FSDPWeightExtractor(self._model, chunk_bytes=_CHUNK_BYTES), self.recorder)
+        self.seen_s: dict[str, float] = {}  # of each phase, when the last row was told
+        self.extractor = FSDPWeightExtractor(self._model, chunk_bytes=_CHUNK_BYTES)
+        if push is not None:
+            self.push = push(self.extractor, self.recorder)
 
     def train(self, step: int) -> float:
         """One step of every rank; the seconds it took."""
@@ -151,9 +165,85 @@ def seat_over_http(told: Mapping[str, str], token: str) -> Seat:
         said: dict[str, Any] = response.json()
         return said
 
+    handle: EngineHandle = HttpEngine(told["url"], engine_id=told["engine_id"], token=token)
     if told["kind"] == "vllm":
-        return Seat(handle=vllm_handle(told["url"], told["engine_id"]), report=report)
-    return Seat(handle=HttpEngine(told["url"], engine_id=told["engine_id"], token=token), report=report)
+        handle = vllm_handle(told["url"], told["engine_id"])
+    return Seat(handle=handle, service_url=told["service_url"], report=report)
+
+
+def _publish(options: TrainerOptions, seats: Sequence[Seat], num_steps: int) -> None:
+    """The same over the pull path: each version is published, and engines fetch it while the next step trains."""
+    trainer = DemoTrainer(options)
+    token = os.environ[TOKEN_VARIABLE]
+    with WeightManager(MODEL_ID, dtype="bfloat16", token=token, recorder=trainer.recorder) as manager:
+        manager.start()
+        services = [RolloutClient(seat.service_url, token=token) for seat in seats if options.rank == 0]
+        for service in services:
+            sender = RegisterSenderRequest(model_id=MODEL_ID, sender_endpoint=manager.endpoint)
+            service.register_sender(sender)
+        due: _Due | None = None
+        for step in range(num_steps):
+            train_s = trainer.train(step)
+            if due is not None:
+                _collect(due, trainer, services, seats, options.deadline_s)
+            report = manager.offload(trainer.extractor, step + 1, options.rank, options.world_size)
+            if not report.published:
+                raise WeightSyncError(f"version {step + 1} was not published: {report.why}")
+            notice = NotifyRequest(
+                run_id=manager.run_id, model_id=MODEL_ID, version=step + 1, sender_endpoint=manager.endpoint
+            )
+            for service in services:
+                service.notify_version(notice)
+            due = _Due(notice=notice, offload_s=report.seconds, train_s=train_s, loss=trainer.evaluate())
+        if due is not None:
+            _collect(due, trainer, services, seats, options.deadline_s)
+        if options.rank == 0:
+            _tell({"phases": trainer.phases()})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Due:
+    """A version that engines were told of."""
+
+    notice: NotifyRequest
+    offload_s: float
+    train_s: float
+    loss: float
+
+
+def _collect(
+    due: _Due, trainer: DemoTrainer, services: Sequence[RolloutClient], seats: Sequence[Seat], deadline_s: float
+) -> None:
+    """Rank 0: waits until the engines serve it, and tells what they make of it."""
+    rows = []
+    for service, seat in zip(services, seats, strict=False):
+        with trainer.recorder.phase("wait for engine's report"):
+            status = service.notify_version(msgspec.structs.replace(due.notice, wait_s=deadline_s))
+            said = seat.report()
+        trainer.recorder.extend(msgspec.convert(said["phases"], tuple[PhaseRecord, ...]))
+        if said["num_refused"]:
+            raise WeightSyncError(f"an engine refused {said['num_refused']} generations of healthy syncs")
+        if said["version"] != due.notice.version:
+            raise WeightSyncError(f"an engine serves {said['version']} and not version {due.notice.version}")
+        spans = phases_s(trainer.recorder.records())
+        before, trainer.seen_s = trainer.seen_s, spans
+        rows.append(
+            StepRow(
+                version=said["version"],
+                trainer_loss=due.loss,
+                engine_loss=said["loss"],
+                total_bytes=sum(spec.nbytes for spec in trainer.extractor.metadata("bfloat16")),
+                phases_s={name: seconds - before.get(name, 0.0) for name, seconds in spans.items()},
+                paused_s=status.paused_s or 0.0,
+                digests_equal=None if status.unprovable else True,
+                sample=said["sample"],
+                train_s=due.train_s,
+                sync_s=due.offload_s + (status.pull_s or 0.0) + (status.load_s or 0.0),
+                unprovable="; ".join(sorted(set(status.unprovable.values()))),
+            )
+        )
+    if rows:
+        _tell({"row": dataclasses.asdict(rows[0])})
 
 
 def _run(options: TrainerOptions, seats: Sequence[Seat], num_steps: int) -> None:
@@ -205,7 +295,7 @@ def main() -> None:
     )
     try:
         seats = [seat_over_http(json.loads(told), os.environ[TOKEN_VARIABLE]) for told in arguments.engine]
-        _run(options, seats, arguments.steps)
+        (_publish if options.path == "pull" else _run)(options, seats, arguments.steps)
     except WeightSyncError as error:
         _tell({"error": error.to_dict(), "rank": options.rank})
         os._exit(1)  # a broken process group must not hang the exit

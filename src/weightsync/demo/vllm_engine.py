@@ -100,15 +100,18 @@ class VllmServer:
         if self._log is not None:
             self._log.close()
 
+    def check_alive(self) -> None:
+        """Raises EngineError with the end of the server's log, if its process has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise EngineError(f"vLLM ended with code {self._process.returncode}; it wrote:\n{self._tail()}")
+
     def _wait_until_ready(self) -> None:
         deadline = Deadline(self._start_timeout_s)
-        assert self._process is not None
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False).status_code == 200:
                     return
-            if self._process.poll() is not None:
-                raise EngineError(f"vLLM ended with code {self._process.returncode}; it wrote:\n{self._tail()}")
+            self.check_alive()
             if deadline.expired:
                 raise DeadlineExceededError(
                     f"vLLM did not answer within {self._start_timeout_s:g} s; it wrote:\n{self._tail()}"
@@ -138,7 +141,8 @@ class VllmDemoEngine:
         build_model(size, dtype=torch.bfloat16, seed=1).save_pretrained(folder)  # type: ignore[operator]
         save_byte_tokenizer(folder)
         try:
-            self.url = self._stack.enter_context(VllmServer(folder)).url
+            self._server = self._stack.enter_context(VllmServer(folder))
+            self.url = self._server.url
             self._http = self._stack.enter_context(httpx.Client(base_url=self.url, timeout=_ASK_S, trust_env=False))
         except BaseException:
             self._stack.close()
@@ -204,8 +208,19 @@ class VllmDemoEngine:
                     self._complete([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)
             except (EngineError, EngineUnreachableError):
                 self._num_refused += 1
+                self._end_with_server()
                 continue
             self._num_generations += 1
+
+    def _end_with_server(self) -> None:
+        """Ends this process, which is nothing without its server; whoever started it shows what it wrote."""
+        try:
+            self._server.check_alive()
+        except EngineError as error:
+            if not self._ended.is_set():
+                sys.stderr.write(f"{error}\n")
+                sys.stderr.flush()
+                os._exit(1)
 
 
 def vllm_handle(url: str, engine_id: str) -> VllmEngine:

@@ -143,13 +143,47 @@ class WeightExtractor(abc.ABC):
             UnsupportedError: `can_shard_locally` is False; raised by the call.
             ConfigError, ExtractError: as for `extract_weights`, by the call.
         """
+        return self._shards(*self._shardable(dtype))
+
+    def local_parts(self, dtype: str | None = None) -> Iterator[HeldTensor]:
+        """`local_shards` before their conversion, for a caller that converts while it copies.
+
+        Args:
+            dtype: as for `metadata`.
+
+        Yields:
+            Parts with the spec of `metadata(dtype)`; their tensors are live weights, of the trainer's own dtype, not
+            always contiguous.
+
+        Raises:
+            WeightSyncError: as for `local_shards`.
+        """
+        specs, live = self._shardable(dtype)
+        return (part for spec in specs if (part := self._held(spec, live[spec.name])) is not None)
+
+    def local_boxes(self) -> tuple[tuple[int, Box], ...]:
+        """Which part of which tensor (by its place in `metadata`) `local_parts` would give. Reads no weights.
+
+        Raises:
+            WeightSyncError: as for `local_shards`.
+        """
+        specs, live = self._shardable(None)
+        found: list[tuple[int, Box]] = []
+        for index, spec in enumerate(specs):
+            with translated(spec.name):
+                box = self._local_box(live[spec.name])
+            if box is not None:
+                found.append((index, box))
+        return tuple(found)
+
+    def _shardable(self, dtype: str | None) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor]]:
         if not self._sharded_locally:
             raise UnsupportedError(
                 "some placement of this model has no local form: ask can_shard_locally() first, gather if not"
             )
         specs = self.metadata(dtype)
         self._prepare()
-        return self._shards(specs, self._checked_live())
+        return specs, self._checked_live()
 
     # What subclasses override.
 
@@ -200,6 +234,11 @@ class WeightExtractor(abc.ABC):
     @abc.abstractmethod
     def _local_part(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | None:
         """The part that this rank answers for, neither converted nor copied; None if it is another's."""
+
+    def _local_box(self, tensor: torch.Tensor) -> Box | None:
+        """The box of `_local_part`."""
+        part = self._local_part(tensor)
+        return None if part is None else part[0]
 
     # The rest is private.
 
@@ -263,14 +302,17 @@ class WeightExtractor(abc.ABC):
                     tensors.append(self._gather(tensor, dtype))
         return chunk_of(planned, tensors)
 
+    @torch.no_grad()
     def _shards(self, specs: tuple[TensorSpec, ...], live: Mapping[str, torch.Tensor]) -> Iterator[HeldTensor]:
         for spec in specs:
             part = self._held(spec, live[spec.name])
             if part is not None:
-                yield part
+                with translated(spec.name):
+                    converted = part.tensor.to(torch_dtype(spec.dtype)).contiguous()
+                yield HeldTensor(spec=spec, box=part.box, tensor=converted)
+                del converted
             del part
 
-    @torch.no_grad()
     def _held(self, spec: TensorSpec, tensor: torch.Tensor) -> HeldTensor | None:
         with translated(spec.name):
             part = self._local_part(tensor)
@@ -279,8 +321,7 @@ class WeightExtractor(abc.ABC):
             box, local = part
             if tuple(local.shape) != box.shape:
                 raise ExtractError(f"this rank holds {tuple(local.shape)} where {box} was computed")
-            converted = local.detach().to(torch_dtype(spec.dtype)).contiguous()
-            return HeldTensor(spec=spec, box=None if box.covers(spec.shape) else box, tensor=converted)
+            return HeldTensor(spec=spec, box=None if box.covers(spec.shape) else box, tensor=local.detach())
 
 
 def training_rank() -> int:

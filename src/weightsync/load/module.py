@@ -169,7 +169,8 @@ class ModuleWeightLoader(WeightLoader):
         missing = sorted(name for name, tensor in live.items() if id(tensor) not in taken)
         if missing:
             raise ManifestMismatchError(
-                f"the manifest lacks {len(missing)} of the model's tensors, the first is {missing[0]}",
+                f"the manifest lacks {len(missing)} of the model's tensors, the first is {missing[0]} "
+                "(named_parameters() has no buffers: the module or an extractor has)",
                 parameter=missing[0],
             )
         return placed
@@ -230,6 +231,10 @@ def _check_spec(spec: TensorSpec, tensor: torch.Tensor) -> None:
     if (spec.dtype, spec.shape) != (has.dtype, has.shape):
         raise ManifestMismatchError(
             f"the trainer sends {spec.dtype} {spec.shape}, the engine's model has {has.dtype} {has.shape}"
-            + ("; see dtype of PushSync and dtype_overrides of the extractor" if spec.dtype != has.dtype else ""),
+            + (
+                "; see dtype of PushSync or WeightManager, and dtype_overrides of the extractor"
+                if spec.dtype != has.dtype
+                else ""
+            ),
             parameter=spec.name,
         )

@@ -42,6 +42,21 @@ def free_bytes() -> int:
     return facts.f_bavail * facts.f_frsize
 
 
+def read_head(name: str, num_bytes: int, *, need_bytes: int) -> bytes:
+    """The first bytes of an existing file of this user; nothing is mapped.
+
+    Raises:
+        SharedMemoryError: as for `open_own`, or it has less than `need_bytes`.
+    """
+    fd = open_own(name, os.O_RDONLY)
+    try:
+        if (size_bytes := os.fstat(fd).st_size) < need_bytes:
+            raise SharedMemoryError(f"{path_of(name)} has {size_bytes} bytes, {need_bytes} were announced")
+        return os.pread(fd, num_bytes, 0)
+    finally:
+        os.close(fd)
+
+
 def open_own(name: str, flags: int) -> int:
     """Opens an existing file of this user; never follows a link, never waits on a pipe.
 

@@ -1,4 +1,4 @@
-"""MappedSegment: another process's shared memory, to be read."""
+"""Another process's shared memory: to be read (MappedSegment), or to be written beside its owner (SharedSegment)."""
 
 from __future__ import annotations
 
@@ -73,3 +73,34 @@ class MappedSegment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class SharedSegment:
+    """Another process's segment of this user, to be written too: ranks of one host write into their leader's.
+
+    Args:
+        name: the segment's.
+
+    Raises:
+        SharedMemoryError: no such segment of this user.
+    """
+
+    def __init__(self, name: str) -> None:
+        fd = open_own(name, os.O_RDWR)
+        try:
+            self.size_bytes = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except (OSError, ValueError) as error:
+            raise SharedMemoryError(f"{folder()}/{name} can't be mapped: {error}") from error
+        finally:
+            os.close(fd)
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes. Views of it keep the memory mapped after `close`."""
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmaps, or lets the last view do so. Idempotent."""
+        with contextlib.suppress(BufferError):
+            self._map.close()

@@ -8,6 +8,7 @@ child inherits the descriptor and with it the lock, so it closes its copy at onc
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -84,10 +85,25 @@ class Segment:
         """The bytes, to be written. Views of it keep the memory mapped after `close`."""
         return memoryview(self._map)
 
+    def pin(self) -> None:
+        """Asks for huge pages, and for pages that are never swapped out. Where the system refuses (`RLIMIT_MEMLOCK`,
+        `shmem_enabled`) everything works as before.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(getattr(mmap, "MADV_HUGEPAGE", 14))
+        self._call("mlock")
+
     def give_back_pages(self) -> None:
         """Frees the memory though others map it: they read zeros. Only when nobody reads it any more."""
+        self._call("munlock")  # locked pages can't be removed
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(mmap.MADV_REMOVE)
+
+    def _call(self, name: str) -> None:
+        """`mlock` or `munlock` of all of it, where the system has them and allows it."""
+        with contextlib.suppress(OSError, AttributeError, ValueError):
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+            getattr(ctypes.CDLL(None), name)(ctypes.c_void_p(address), ctypes.c_size_t(self.size_bytes))
 
     def close(self) -> None:
         """Unlinks the name and gives up the lock. Idempotent; in a forked child it only forgets."""

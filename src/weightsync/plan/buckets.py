@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from weightsync.types import TensorSpec
 
 ALIGNMENT_BYTES = 256
 """Every tensor starts at a multiple of this, so views of any dtype are aligned, on a GPU too."""
@@ -33,3 +35,17 @@ def plan_bucket(sizes_bytes: Sequence[int]) -> BucketLayout:
         offsets.append(end)
         end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return BucketLayout(offsets=tuple(offsets), total_bytes=max(end, ALIGNMENT_BYTES))
+
+
+def split_specs(specs: Sequence[TensorSpec], max_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
+    """Consecutive tensors of at most `max_bytes` together; a larger one alone."""
+    batch: list[TensorSpec] = []
+    size = 0
+    for spec in specs:
+        if batch and size + spec.nbytes > max_bytes:
+            yield tuple(batch)
+            batch, size = [], 0
+        batch.append(spec)
+        size += spec.nbytes
+    if batch:
+        yield tuple(batch)

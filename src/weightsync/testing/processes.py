@@ -23,9 +23,11 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "weightsync.codec.kernels",
     "weightsync.extract.fsdp",
+    "weightsync.publish.manager",
     "weightsync.publish.push",
     "weightsync.rollout.processes",
     "weightsync.rollout.server",
+    "weightsync.rollout.service",
 ]  # fmt: skip
 
 

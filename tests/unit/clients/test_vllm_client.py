@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.clients import http
+from weightsync.clients import http_edge
 from weightsync.clients import vllm as vllm_client
 from weightsync.clients.vllm import VllmEngine, VllmHttpApi
 from weightsync.clients.vllm_messages import (
@@ -242,7 +242,7 @@ def test_silence_and_absence_are_typed(
         describe(url, timeout_s=0.3)
     assert time.monotonic() - started_s < 2
     told.update({**ALIVE, INIT: (200, " " * 1001)})
-    monkeypatch.setattr(http, "MAX_REPLY_BYTES", 1000)
+    monkeypatch.setattr(http_edge, "MAX_REPLY_BYTES", 1000)
     with pytest.raises(EngineError, match="has over"):
         describe(url)
     with socket.socket() as free:

@@ -1,0 +1,156 @@
+"""AgentClient: a receiver's view of a `TransferAgent`. No torch."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from weightsync.clients.http_edge import checked_url, cut_at, read_body, told_error, typed_errors
+from weightsync.errors import (
+    EngineError,
+    InvalidRequestError,
+    TransferAbortedError,
+    WeightSyncError,
+)
+from weightsync.net.auth import bearer_headers
+from weightsync.net.messages import decode, encode
+from weightsync.types import Deadline
+from weightsync.types.publication import (
+    AgentVersion,
+    FinishRequest,
+    Publication,
+    RegisterRequest,
+    SourceProof,
+    TransferGrant,
+    TransferRequest,
+)
+
+_T = TypeVar("_T")
+
+
+class JsonClient:
+    """Calls to one of our own HTTP faces. Thread-safe.
+
+    Args:
+        url: e.g. "http://127.0.0.1:8123".
+        runs: what should be running there, for messages.
+        token: bearer token of the server.
+        connect_timeout_s: how long to try to connect.
+        verify: whether to check an https server's certificate; or the PEM file of the authority that signed it.
+
+    Raises:
+        ConfigError: the URL is none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        runs: str,
+        token: str | None = None,
+        connect_timeout_s: float = 3.0,
+        verify: bool | str = True,
+    ) -> None:
+        self.url = checked_url(url, whose=f"{runs}'s")
+        self._runs = runs
+        self._connect_timeout_s = connect_timeout_s
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers=bearer_headers(token),
+            verify=ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),  # see cut_at
+        )
+
+    def call(self, method: str, path: str, kind: type[_T], *, message: Any = None, timeout_s: float) -> _T:
+        """One exchange.
+
+        Raises:
+            EngineUnreachableError: nobody answered.
+            DeadlineExceededError: no answer in time.
+            WeightSyncError: what the server raised, typed.
+        """
+        if self._client.is_closed:
+            raise TransferAbortedError("this client was closed", peer=self.url)
+        deadline = Deadline(timeout_s)
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
+        content = None if message is None else encode(message)
+        with (
+            typed_errors(deadline, url=self.url, what=path, peer=self.url, runs=self._runs),
+            cut_at(deadline) as trace,
+            self._client.stream(
+                method, path, content=content, timeout=timeout, extensions={"trace": trace}
+            ) as response,
+        ):
+            body = read_body(response, deadline, what=f"{self.url}'s answer to {path}", peer=self.url)
+        if response.status_code >= 300:
+            raise self._error_in(response.status_code, body, path)
+        try:
+            return decode(body, kind, what=f"the answer to {path}")
+        except InvalidRequestError as error:
+            raise EngineError(f"{self.url} answered {path} with what is no answer: {error}", peer=self.url) from error
+
+    def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        self._client.close()
+
+    def _error_in(self, status: int, body: bytes, path: str) -> WeightSyncError:
+        return told_error(body, peer=self.url) or EngineError(
+            f"{self.url} answered {path} with status {status}: {body[:200]!r}; is {self._runs} there?", peer=self.url
+        )
+
+
+class PublishedNow(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/manifest` answers."""
+
+    publication: Publication
+    source: int
+    proof: SourceProof
+
+
+class AgentClient(JsonClient):
+    """The agent's endpoints; see `JsonClient` for arguments and errors."""
+
+    def __init__(self, url: str, *, token: str | None = None, verify: bool | str = True) -> None:
+        super().__init__(url, runs="a weightsync agent", token=token, verify=verify)
+
+    def get_version(self, *, timeout_s: float = 10.0) -> AgentVersion:
+        """The newest publication."""
+        return self.call("GET", "/get_version", AgentVersion, timeout_s=timeout_s)
+
+    def manifest(self, *, timeout_s: float = 10.0) -> PublishedNow:
+        """The newest publication, whole, with what the agent has computed over its source.
+
+        Raises:
+            StateError: nothing is published yet.
+        """
+        return self.call("GET", "/manifest", PublishedNow, timeout_s=timeout_s)
+
+    def capabilities(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
+        """Modes, transports, and where news are announced over ZMQ."""
+        return self.call("GET", "/get_capabilities", dict[str, Any], timeout_s=timeout_s)
+
+    def register(self, request: RegisterRequest, *, timeout_s: float = 10.0) -> dict[str, Any]:
+        """Makes a receiver known; the agent's capabilities."""
+        return self.call("POST", "/register_receiver", dict[str, Any], message=request, timeout_s=timeout_s)
+
+    def request_transfer(self, request: TransferRequest, *, timeout_s: float = 10.0) -> TransferGrant:
+        """Asks for one version's bytes.
+
+        Raises:
+            VersionError: another version is the newest; the error's `version` says which.
+            StateError: nothing is published yet.
+            AuthError: the receiver is not registered (an agent that was started again has forgotten it).
+        """
+        return self.call("POST", "/request_transfer", TransferGrant, message=request, timeout_s=timeout_s)
+
+    def finish_transfer(self, request: FinishRequest, *, timeout_s: float = 10.0) -> None:
+        """The receiver's acknowledgement.
+
+        Raises:
+            TransferAbortedError: the transfer is over already.
+        """
+        self.call("POST", "/finish_transfer", dict[str, Any], message=request, timeout_s=timeout_s)

@@ -1,0 +1,43 @@
+"""RolloutClient: a trainer's or controller's view of a `RolloutService`. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsync.clients.agent import JsonClient
+from weightsync.types.publication import ModelStatus, NotifyRequest, RegisterSenderRequest, ServiceStatus
+
+_MARGIN_S = 5.0
+
+
+class RolloutClient(JsonClient):
+    """The service's endpoints; see `JsonClient` for arguments and errors."""
+
+    def __init__(self, url: str, *, token: str | None = None, verify: bool | str = True) -> None:
+        super().__init__(url, runs="a weightsync rollout service", token=token, verify=verify)
+
+    def notify_version(self, request: NotifyRequest, *, timeout_s: float = 10.0) -> ModelStatus:
+        """Tells it of a version; returns at once, or, with `wait_s`, when its engines serve it.
+
+        Raises:
+            AuthError: the sender's endpoint is not registered there.
+            SyncFailedError: with `wait_s`: it failed; engines serve their old version, or refuse to serve.
+            DeadlineExceededError: with `wait_s`: it takes longer. It goes on.
+        """
+        timeout_s = timeout_s if request.wait_s is None else request.wait_s + _MARGIN_S
+        return self.call("POST", "/notify_version", ModelStatus, message=request, timeout_s=timeout_s)
+
+    def register_sender(self, request: RegisterSenderRequest, *, timeout_s: float = 10.0) -> None:
+        """Makes an agent's endpoint known."""
+        self.call("POST", "/register_sender", dict[str, Any], message=request, timeout_s=timeout_s)
+
+    def status(self, *, timeout_s: float = 10.0) -> ServiceStatus:
+        """What every model's engines serve, and what failed last."""
+        return self.call("GET", "/status", ServiceStatus, timeout_s=timeout_s)
+
+    def availability(self, *, timeout_s: float = 10.0) -> dict[str, dict[str, bool]]:
+        """Whether engines answer generations now, by model and engine."""
+        models: dict[str, dict[str, bool]] = self.call("GET", "/availability", dict[str, Any], timeout_s=timeout_s)[
+            "models"
+        ]
+        return models

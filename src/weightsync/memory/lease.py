@@ -1,0 +1,112 @@
+"""Who reads and who writes a segment, said by the kernel: open-file-description locks on bytes of its file.
+
+A lock ends with the process that holds it, however it ends, so nobody has to be asked, and nothing expires under a
+reader. It says nothing about which version lies there: a reader compares the stamp after it has its lock.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import fcntl
+import os
+import struct
+import weakref
+from types import TracebackType
+
+from weightsync.errors import UnsupportedError
+from weightsync.memory.folder import open_own
+
+_SETLK = getattr(fcntl, "F_OFD_SETLK", None)
+_GETLK = getattr(fcntl, "F_OFD_GETLK", None)
+_FLOCK = "hhqqi4x"
+
+_live: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+class Reader(enum.IntEnum):
+    """What a segment is read for; the number is the byte that the lock is on."""
+
+    MAPPED = 0
+    SENT = 1
+
+
+class Lock:
+    """A lock on a segment's file, held from construction to `close` or to the end of this process.
+
+    Args:
+        name: the segment's.
+        reader: what it is to be read for; None: it is to be written, so nobody may read it.
+
+    Raises:
+        BlockingIOError: somebody else holds a lock against it.
+        SharedMemoryError: there is no such segment of this user.
+        UnsupportedError: the system has no such locks.
+    """
+
+    def __init__(self, name: str, reader: Reader | None) -> None:
+        if _SETLK is None:
+            raise UnsupportedError("leases on shared memory need Linux's open-file-description locks")
+        self.name = name
+        self._fd = open_own(name, os.O_RDONLY if reader is not None else os.O_RDWR)
+        self._closed = False
+        _live.add(self)  # before it is locked, see `_after_fork`
+        try:
+            if reader is None:
+                wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, len(Reader), 0)
+            else:
+                wanted = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, reader, 1, 0)
+            try:
+                fcntl.fcntl(self._fd, _SETLK, wanted)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    raise BlockingIOError(error.errno, f"{name} is in use") from error
+                raise
+        except BaseException:
+            self._closed = True
+            os.close(self._fd)
+            raise
+
+    def close(self) -> None:
+        """Gives the lock back. Idempotent; in a forked child nothing is left to give."""
+        if not self._closed:
+            self._closed = True
+            # said aloud: a child that is being forked right now has a copy of the descriptor, and would keep the lock
+            fcntl.fcntl(self._fd, _SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))  # type: ignore[arg-type]
+            os.close(self._fd)
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def is_read(name: str, reader: Reader) -> bool:
+    """Whether anybody reads the segment for that purpose now.
+
+    Raises:
+        SharedMemoryError: there is no such segment of this user.
+    """
+    if _GETLK is None:
+        return False
+    fd = open_own(name, os.O_RDWR)
+    try:
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, reader, 1, 0)
+        found = struct.unpack(_FLOCK, fcntl.fcntl(fd, _GETLK, asked))
+        return bool(found[0] == fcntl.F_RDLCK)
+    finally:
+        os.close(fd)
+
+
+def _after_fork() -> None:
+    """The child has a copy of every descriptor; the locks must end with the parent."""
+    for lock in list(_live):
+        if not lock._closed:
+            lock._closed = True
+            os.close(lock._fd)
+
+
+os.register_at_fork(after_in_child=_after_fork)

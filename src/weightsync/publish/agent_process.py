@@ -1,0 +1,185 @@
+"""AgentProcess: keeps one `TransferAgent` running beside the trainer, whatever becomes of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weightsync.errors import EngineUnreachableError, error_from_dict
+from weightsync.publish.agent import AgentConfig
+from weightsync.types.publication import Publication
+
+_START_S = 30.0
+_RESTART_S = 0.2
+_END_S = 5.0
+
+_logger = logging.getLogger(__name__)
+
+
+class AgentProcess:
+    """Starts the agent, tells it what to serve, and starts it again on the same ports when it dies.
+
+    The trainer never waits for it: orders go through a queue that a thread of its own writes from.
+
+    Args:
+        config: how it runs.
+        on_event: takes what it tells ("published", "not_published", "transfer", ...) and "restarted", from a thread.
+    """
+
+    def __init__(self, config: AgentConfig, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self._config = config
+        self._on_event = on_event
+        self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._publication: dict[str, Any] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._wake = threading.Event()
+        self.endpoint = ""
+        self.host_nonce = ""
+        self.num_restarts = 0
+
+    def start(self, *, timeout_s: float = _START_S) -> str:
+        """Starts it; its endpoint.
+
+        Raises:
+            ConfigError: it could not listen, or the token is missing.
+            EngineUnreachableError: it did not start in time, or died.
+        """
+        threading.Thread(target=self._supervise, name="weightsync-agent", daemon=True).start()
+        if not self._started.wait(timeout_s):
+            self.close()
+            raise EngineUnreachableError(f"the agent did not start within {timeout_s:g} s")
+        if self._failure is not None:
+            raise self._failure
+        return self.endpoint
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the agent that runs now."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def publish(self, publication: Publication, source: int) -> None:
+        """Tells it what to serve from now on. Returns at once."""
+        order = {"order": "publish", "publication": publication, "source": source}
+        with self._lock:
+            self._publication = order
+        self._orders.put(order)
+
+    def reset(self) -> None:
+        """Tells it to end whatever reads superseded segments. Returns at once."""
+        self._orders.put({"order": "reset"})
+
+    def close(self) -> None:
+        """Ends it. Idempotent."""
+        self._closed = True
+        self._wake.set()
+        self._orders.put(None)
+        process = self._process
+        if process is not None:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _supervise(self) -> None:
+        while not self._closed:
+            try:
+                self._run_once()
+            except BaseException as error:
+                if not self._started.is_set():
+                    self._failure = error
+                    self._started.set()
+                    return
+                _logger.warning("the agent could not be started again: %s", error)
+            if self._closed:
+                return
+            self.num_restarts += 1
+            _logger.warning("the agent of model %s died: it is started again", self._config.model_id)
+            self._on_event({"event": "restarted"})
+            self._wake.wait(_RESTART_S)
+
+    def _run_once(self) -> None:
+        """From the start of one agent process to its end."""
+        # -P: what lies in the trainer's working directory is none of the agent's modules; where we lie, it looks.
+        found = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "weightsync.publish.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": found},
+        )
+        with process:
+            try:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+                process.stdin.flush()
+                self._process = process
+                self._hello(process.stdout.readline())
+                writer = threading.Thread(target=self._write, args=(process,), name="weightsync-orders", daemon=True)
+                writer.start()
+                try:
+                    for line in process.stdout:
+                        self._on_event(json.loads(line))
+                finally:  # also where a line was cut off: two writers would share the orders between them
+                    process.kill()
+                    self._orders.put({"order": "stop", "process": process})
+                    writer.join()
+            finally:
+                process.kill()
+
+    def _hello(self, line: bytes) -> None:
+        said: dict[str, Any] = json.loads(line) if line else {"event": "died"}
+        if said["event"] == "failed":
+            raise error_from_dict(said["error"], peer="agent")
+        if said["event"] != "ready":
+            raise EngineUnreachableError("the agent ended before it could serve; see what it wrote to stderr")
+        self.endpoint, self.host_nonce = said["endpoint"], said["host_nonce"]
+        # the next one takes the same ports, so that receivers find it again
+        self._config = msgspec.structs.replace(
+            self._config, port=said["port"], blocks_port=said["blocks_port"], news_port=said["news_port"]
+        )
+        self._started.set()
+
+    def _write(self, process: subprocess.Popen[bytes]) -> None:
+        """Hands orders on to one agent process; begins with what an earlier one was told last."""
+        assert process.stdin is not None
+        with self._lock:
+            order: dict[str, Any] | None = self._publication
+        told = None
+        try:
+            while True:
+                if order is not None and order is not told:
+                    process.stdin.write(msgspec.json.encode(order) + b"\n")
+                    process.stdin.flush()
+                    told = order if order["order"] == "publish" else told
+                # an earlier process's writer may have taken the end
+                order = None if self._closed else self._orders.get()
+                if order is None:  # the end: its input ends, and with it the agent
+                    process.stdin.write(b'{"order": "end"}\n')
+                    process.stdin.close()
+                    return
+                if order["order"] == "stop":
+                    if order["process"] is process:
+                        return
+                    order = None
+                elif order["order"] == "publish":
+                    with self._lock:  # what was queued before an agent died is older than what the next one began with
+                        order = self._publication
+        except (OSError, ValueError):
+            return  # it died: whoever reads its output notices

@@ -1,0 +1,76 @@
+"""HostPlan: which rank writes which part where, on every trainer host. Made once, from what the ranks hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from weightsync.plan.boxes import check_partition, whole_box
+from weightsync.plan.safetensors import Layout, plan_layout
+from weightsync.types import Box, TensorSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostPlan:
+    """The same on every rank.
+
+    Attributes:
+        hosts: names of the host groups that hold something, in the order of their first ranks.
+        leaders: the first rank of each: it owns the segments and the agent.
+        layouts: one a host; their parts carry the host's index as `source`.
+    """
+
+    hosts: tuple[str, ...]
+    leaders: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+
+    @property
+    def parts(self) -> tuple[TensorSpec, ...]:
+        """The parts of all hosts."""
+        return tuple(part for layout in self.layouts for part in layout.parts)
+
+
+def plan_hosts(specs: Sequence[TensorSpec], said: Sequence[dict[str, Any]]) -> HostPlan:
+    """Lays each host's parts out. A tensor that the ranks of a host hold between them lies whole in its segment.
+
+    Args:
+        specs: of the whole tensors, in the stream's order.
+        said: of each rank, in order: {"host": name of its host group, "boxes": [[index of spec, offset, shape], ...]}.
+
+    Raises:
+        ManifestMismatchError: the ranks' parts do not make up every tensor exactly once.
+    """
+    hosts: list[str] = []
+    leaders: list[int] = []
+    held: list[list[list[Box]]] = []
+    for rank, what in enumerate(said):
+        if what["host"] not in hosts:
+            hosts.append(what["host"])
+            leaders.append(rank)
+            held.append([[] for _ in specs])
+        of_host = held[hosts.index(what["host"])]
+        for index, offset, shape in what["boxes"]:
+            of_host[index].append(Box(offset=tuple(offset), shape=tuple(shape)))
+    for index, spec in enumerate(specs):
+        boxes = [box for of_host in held for box in of_host[index]]
+        check_partition(spec.shape, boxes, parameter=spec.name)
+    kept = [number for number, of_host in enumerate(held) if any(of_host)]
+    layouts = [plan_layout(_parts_of(specs, held[number]), source=source) for source, number in enumerate(kept)]
+    return HostPlan(
+        hosts=tuple(hosts[number] for number in kept),
+        leaders=tuple(leaders[number] for number in kept),
+        layouts=tuple(layouts),
+    )
+
+
+def _parts_of(specs: Sequence[TensorSpec], held: Sequence[Sequence[Box]]) -> list[TensorSpec]:
+    parts: list[TensorSpec] = []
+    for spec, boxes in zip(specs, held, strict=True):
+        if boxes and sum(box.numel for box in boxes) == whole_box(spec.shape).numel:
+            parts.append(spec)
+        else:
+            parts += [
+                TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape, box=box) for box in boxes if box.numel
+            ]
+    return parts

@@ -1,0 +1,492 @@
+"""WeightManager: the trainer's side of the pull path. One call a step, which costs the trainer one copy.
+
+    wm = WeightManager("actor")
+    wm.offload(model.named_parameters(), version=step)      # every training rank, between two steps
+
+What happens in `offload`, and who waits for whom: the first rank of each host takes a free segment (`buffer`); the
+ranks agree on it; each copies its own shards to their places, converting on the way; they agree again; the first
+ranks stamp their segments and tell their agents. Everything after that (proof, announcement, transfers) is the
+agents' work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import threading
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+
+from weightsync.errors import (
+    ConfigError,
+    InvalidRequestError,
+    StateError,
+    VersionError,
+    WeightSyncError,
+    as_weightsync_error,
+)
+from weightsync.extract.base import WeightExtractor
+from weightsync.extract.fsdp import FSDPWeightExtractor
+from weightsync.extract.named import NamedTensorsExtractor
+from weightsync.memory import host_nonce
+from weightsync.net.auth import check_exposure
+from weightsync.observe import Recorder, now_s
+from weightsync.plan.boxes import whole_box
+from weightsync.publish.agent import AgentConfig
+from weightsync.publish.agent_process import AgentProcess
+from weightsync.publish.buffer import PublicationBuffer, WriteTurn
+from weightsync.publish.host_plan import HostPlan, plan_hosts
+from weightsync.publish.host_segments import HostSegments, write_header
+from weightsync.publish.ranks import TrainingRanks
+from weightsync.types import Box, Deadline, Manifest, PhaseRecord, TensorSpec, Version
+from weightsync.types.deadline import check_wait_s
+from weightsync.types.publication import Publication, Source
+
+BLOCK_BYTES = 4 << 20
+_MAX_STAMP_BYTES = 500
+
+_logger = logging.getLogger(__name__)
+
+Boxes = tuple[tuple[int, Box], ...]
+Weights = WeightExtractor | torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadReport:
+    """What one `offload` did.
+
+    Attributes:
+        version: that was given.
+        published: whether the agents were told of it. False: no segment came free within the guard.
+        path: "shards" (each rank its own part, without communication) or "gather".
+        seconds: of the whole call.
+        waited_s: for a segment.
+        copied_bytes: by this rank.
+        why: in words, where it was not published.
+    """
+
+    version: Version
+    published: bool
+    path: str
+    seconds: float
+    waited_s: float
+    copied_bytes: int
+    why: str | None = None
+
+
+class WeightManager:
+    """Every training rank makes one and calls its methods in the same order, between two steps.
+
+    Args:
+        model_id: which model; each model has its own manager.
+        dtype: the engines' dtype; None keeps the trainer's.
+        run_id: name of this trainer's run; rank 0 makes one where not given.
+        guard_s: how long `offload` may wait for a segment that is still read.
+        timeout_s: how long ranks wait for each other.
+        host: where the agent listens; beyond loopback only with a token.
+        port: of the agent's HTTP; 0 lets the system choose.
+        advertise: host name under which receivers reach the agent; `host` where not given.
+        token: bearer token.
+        certificate, key: PEM files: agents speak TLS.
+        host_group: name of this rank's host; ranks of one name share memory, a segment and an agent. By default what
+            the shared memory itself says.
+        recorder: where phases go; an own one where not given.
+
+    Attributes:
+        recorder: as above.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        *,
+        dtype: str | None = None,
+        run_id: str | None = None,
+        guard_s: float = 1.0,
+        timeout_s: float = 60.0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        token: str | None = None,
+        certificate: str | None = None,
+        key: str | None = None,
+        host_group: str | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        if not model_id:
+            raise ConfigError("a model_id is not empty")
+        check_exposure(host, token)
+        if host in ("0.0.0.0", "::") and advertise is None:
+            raise ConfigError(f"host {host!r} is no address that receivers can call: give advertise= as well")
+        if (certificate is None) != (key is None):
+            raise ConfigError("TLS needs a certificate and a key")
+        check_wait_s("timeout_s", timeout_s)
+        if not 0 <= guard_s < timeout_s:
+            raise ConfigError(f"guard_s is 0 or more seconds, and less than timeout_s ({timeout_s:g}), not {guard_s}")
+        self.recorder = recorder or Recorder("trainer/offload")
+        self._model_id = model_id
+        self._dtype = dtype
+        self._given_run_id = run_id
+        self._run_id = ""
+        self._guard_s = guard_s
+        self._timeout_s = timeout_s
+        self._config = AgentConfig(
+            model_id=model_id, host=host, port=port, advertise=advertise, token=token, certificate=certificate, key=key
+        )
+        self._host_group = host_group
+        self._ranks: TrainingRanks | None = None
+        self._agent: AgentProcess | None = None
+        self._endpoints: list[str | None] = []
+        self._hosts: list[str] = []
+        self._plan: HostPlan | None = None
+        self._plan_of: tuple[str, Boxes] = ("", ())
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._gathers = False
+        self._buffer: PublicationBuffer | None = None
+        self._segments = HostSegments()
+        self._newest = -1
+        self._published = -1
+        self._not_published: dict[int, str] = {}
+        self._news = threading.Condition()
+        self._closed = False
+
+    # --- what callers use ---
+
+    @property
+    def run_id(self) -> str:
+        """Name of this run; empty before `start`."""
+        return self._run_id
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the agent of training rank 0's host, for `notify_version`; empty before `start`."""
+        return next((endpoint for endpoint in self._endpoints if endpoint), "")
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """URLs of all hosts' agents: receivers have to know each of them. Empty before `start`."""
+        return tuple(dict.fromkeys(endpoint for endpoint in self._endpoints if endpoint))
+
+    @property
+    def agent_pid(self) -> int | None:
+        """Process id of this rank's agent; None where another rank of the host has it."""
+        return None if self._agent is None else self._agent.pid
+
+    def start(self) -> None:
+        """Starts the agents. Every rank; `offload` does it where it was not done. Idempotent.
+
+        Raises:
+            ConfigError: an agent can't listen where it was told to.
+            EngineUnreachableError: an agent did not start. On every rank.
+            TrainerRankError: a rank is gone.
+        """
+        if self._closed:
+            raise StateError("this WeightManager is closed")
+        if self._endpoints:
+            return
+        ranks = self._ranks = TrainingRanks(timeout_s=self._timeout_s)
+        if len(json.dumps([self._given_run_id or "", 2**63, self._model_id])) > _MAX_STAMP_BYTES:
+            raise ConfigError("run_id and model_id are too long together to be written into a segment")
+        host = self._host_group or host_nonce()
+        said = ranks.exchange({"host": host, "run_id": self._given_run_id, "model_id": self._model_id})
+        self._run_id = said[0]["run_id"] or f"run-{uuid.uuid4().hex[:12]}" if ranks.rank == 0 else ""
+        self._hosts = [what["host"] for what in said]
+        error: WeightSyncError | None = None
+        endpoint = None
+        if self._leads:
+            try:
+                self._agent = AgentProcess(self._config, self._heard)
+                endpoint = self._agent.start()
+            except Exception as caught:
+                error = as_weightsync_error(caught, StateError, "the agent did not start")
+        if len({what["model_id"] for what in said}) > 1:
+            error = error or ConfigError("training ranks made managers of different models: call them in one order")
+        try:
+            told = ranks.settle(error, endpoint=endpoint, run_id=self._run_id)
+        except BaseException:
+            self.close()
+            raise
+        self._run_id = told[0]["run_id"]
+        self._endpoints = [what["endpoint"] for what in told]
+
+    def offload(
+        self, weights: Weights, version: int, rank: int | None = None, world_size: int | None = None
+    ) -> OffloadReport:
+        """Publishes the weights as they are now. Every rank, between two steps; returns when they may change again.
+
+        Args:
+            weights: `model.named_parameters()`; or a module; or an extractor of it, which also knows buffers, names and
+                DeepSpeed or Megatron.
+            version: rises within the run.
+            rank, world_size: checked against `torch.distributed`, where given.
+
+        Returns:
+            What was done. Where every segment was still read, nothing was published, and the trainer goes on.
+
+        Raises:
+            VersionError: a version that is not above the last. Nothing was changed.
+            TrainerRankError: a rank is gone.
+            WeightSyncError: extraction or a copy failed on some rank, told on every rank; nothing was published.
+        """
+        begun_s = now_s()
+        self.start()
+        assert self._ranks is not None
+        ranks = self._ranks
+        turn: WriteTurn | None = None
+        try:
+            error: WeightSyncError | None = None
+            segment: str | None = None
+            key, waited_s = "", 0.0
+            boxes: Boxes = ()
+            try:
+                self._check(version, rank, world_size)
+                extractor = _extractor(weights)
+                key = self._key(extractor)
+                boxes = self._boxes(extractor)
+            except Exception as caught:
+                error = as_weightsync_error(caught, InvalidRequestError, "the weights can't be published")
+            changed = (key, boxes) != self._plan_of
+            told = ranks.settle(error, key=f"{version} {key}", changed=changed)
+            if len({what["key"] for what in told}) > 1:
+                raise InvalidRequestError("training ranks differ in version, tensors or dtype", rank=ranks.rank)
+            if any(what["changed"] for what in told):
+                self._replan(extractor, key, boxes)
+            with self.recorder.phase("wait for a segment"):
+                wait_begun_s = now_s()
+                if self._buffer is not None:
+                    try:
+                        turn = self._buffer.acquire(self._reset)
+                        segment = None if turn is None else turn.segment.name
+                    except Exception as caught:
+                        error = as_weightsync_error(caught, StateError, "no segment")
+                said = ranks.settle(error, segment=segment, writes=self._buffer is not None)
+                waited_s = now_s() - wait_begun_s
+            segments = {self._hosts[number]: what["segment"] for number, what in enumerate(said) if what["writes"]}
+            if None in segments.values():
+                self._newest = version
+                return self._skipped(version, begun_s, waited_s)
+            with self.recorder.phase("offload", detail=str(version)):
+                copied_bytes = self._copy(extractor, segments, turn)
+            self._newest = version
+            self._publish(version, segments, turn)
+            turn = None
+            return OffloadReport(
+                version=Version(run_id=self._run_id, number=version),
+                published=True,
+                path="gather" if self._gathers else "shards",
+                seconds=now_s() - begun_s,
+                waited_s=waited_s,
+                copied_bytes=copied_bytes,
+            )
+        finally:
+            if turn is not None and self._buffer is not None:
+                self._buffer.given_up(turn)
+
+    def wait_published(self, version: int, *, timeout_s: float) -> None:
+        """Waits until this host's agent has proved a version and serves it, or a newer one. Only the host's first rank.
+
+        Raises:
+            StateError: it was not published, in words why; or another rank has the agent.
+            DeadlineExceededError: it takes longer.
+        """
+        if self._agent is None:
+            raise StateError("the agent of this host belongs to another rank")
+        deadline = Deadline(timeout_s)
+        with self._news:
+            while self._published < version:
+                if version in self._not_published:
+                    raise StateError(f"version {version} was not published: {self._not_published[version]}")
+                self._news.wait(deadline.check("proof of the publication"))
+
+    def close(self) -> None:
+        """Ends the agent and unlinks the segments. Receivers go on with what they serve. Idempotent."""
+        self._closed = True
+        if self._agent is not None:
+            self._agent.close()
+        if self._buffer is not None:
+            self._buffer.close()
+        self._segments.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def __enter__(self) -> WeightManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the steps ---
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank is the first of its host group."""
+        assert self._ranks is not None
+        return self._hosts.index(self._hosts[self._ranks.rank]) == self._ranks.rank
+
+    def _check(self, version: int, rank: int | None, world_size: int | None) -> None:
+        assert self._ranks is not None
+        if type(version) is not int:
+            raise InvalidRequestError(f"version is a whole number, not {version!r}")
+        if version <= self._newest or version < 0:
+            raise VersionError(
+                f"versions rise within a run: {version} comes after {self._newest}; going back to older weights is "
+                "publishing them under a new version",
+                version=str(version),
+            )
+        for name, given, known in (
+            ("rank", rank, self._ranks.rank),
+            ("world_size", world_size, self._ranks.world_size),
+        ):
+            if given is not None and given != known:
+                raise ConfigError(
+                    f"{name} {given} was given, torch.distributed's default group says {known}: call "
+                    "init_process_group first, or leave it out"
+                )
+
+    def _key(self, extractor: WeightExtractor) -> str:
+        """What the layout depends on, in short."""
+        said = repr((extractor.metadata(self._dtype), extractor.can_shard_locally()))
+        return str(xxhash.xxh3_128_hexdigest(said.encode()))
+
+    def _boxes(self, extractor: WeightExtractor) -> Boxes:
+        """What this rank would write, by the tensor's place in the metadata."""
+        assert self._ranks is not None
+        if extractor.can_shard_locally():
+            return extractor.local_boxes()
+        if self._ranks.rank:
+            return ()
+        return tuple((index, whole_box(spec.shape)) for index, spec in enumerate(extractor.metadata(self._dtype)))
+
+    def _replan(self, extractor: WeightExtractor, key: str, boxes: Boxes) -> None:
+        """Lays segments out anew: at the first offload, and when the model or its sharding has changed."""
+        assert self._ranks is not None
+        specs = extractor.metadata(self._dtype)
+        said = self._ranks.exchange(
+            {
+                "host": self._hosts[self._ranks.rank],
+                "boxes": [[index, list(box.offset), list(box.shape)] for index, box in boxes],
+            }
+        )
+        plan = plan_hosts(specs, said)  # the same on every rank, and so is what it raises
+        self._plan, self._plan_of, self._specs = plan, (key, boxes), specs
+        self._gathers = not extractor.can_shard_locally()
+        self._segments.close()
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+        if self._ranks.rank in plan.leaders:
+            layout = plan.layouts[plan.leaders.index(self._ranks.rank)]
+            self._buffer = PublicationBuffer(
+                max(1, layout.total_bytes), guard_s=self._guard_s, let_go=self._segments.let_go
+            )
+
+    def _copy(self, extractor: WeightExtractor, segments: dict[str, str], turn: WriteTurn | None) -> int:
+        """This rank's parts into its host's segment; bytes. Ends when every rank has copied.
+
+        Raises:
+            WeightSyncError: on every rank, where one failed.
+        """
+        assert self._ranks is not None
+        assert self._plan is not None
+        error: WeightSyncError | None = None
+        copied_bytes = 0
+        try:
+            host = self._hosts[self._ranks.rank]
+            if host in segments:
+                layout = self._plan.layouts[self._plan.hosts.index(host)]
+                self._segments.aim(segments[host], layout, turn, self._model_id)
+            if self._gathers:
+                deadline = Deadline(self._timeout_s)
+                copied_bytes = self._segments.write_gathered(
+                    extractor, dtype=self._dtype, ranks=self._ranks, deadline=deadline, recorder=self.recorder
+                )
+            else:
+                copied_bytes = self._segments.write_shards(extractor, dtype=self._dtype)
+        except Exception as caught:
+            error = as_weightsync_error(caught, StateError, "copying into shared memory failed")
+        self._ranks.settle(error)
+        return copied_bytes
+
+    def _publish(self, version: int, segments: dict[str, str], turn: WriteTurn | None) -> None:
+        if turn is None or self._buffer is None:
+            return
+        assert self._plan is not None
+        assert self._ranks is not None
+        named = Version(run_id=self._run_id, number=version)
+        source = self._plan.leaders.index(self._ranks.rank)
+        write_header(turn.segment.memory, self._plan.layouts[source], named, self._model_id)
+        self._buffer.written(turn)
+        publication = Publication(
+            manifest=Manifest(version=named, model_id=self._model_id, tensors=self._specs),
+            parts=self._plan.parts,
+            sources=tuple(
+                Source(
+                    endpoint=self._endpoints[leader] or "",
+                    segment=segments[host],
+                    data_start=layout.data_start,
+                    data_end=layout.total_bytes,
+                    block_bytes=BLOCK_BYTES,
+                )
+                for host, leader, layout in zip(self._plan.hosts, self._plan.leaders, self._plan.layouts, strict=True)
+            ),
+        )
+        assert self._agent is not None
+        self._agent.publish(publication, source)
+
+    def _skipped(self, version: int, begun_s: float, waited_s: float) -> OffloadReport:
+        why = (
+            f"every segment was still read {self._guard_s:g} s after it was wanted: leases or transfers of receivers "
+            "that stand still"
+        )
+        _logger.warning("version %s was not published: %s", version, why)
+        track = self.recorder.track
+        self.recorder.add(
+            PhaseRecord(name="not published", start_s=begun_s, end_s=now_s(), track=track, detail=str(version))
+        )
+        with self._news:
+            self._not_published[version] = why
+            self._news.notify_all()
+        return OffloadReport(
+            version=Version(run_id=self._run_id, number=version), published=False,
+            path="gather" if self._gathers else "shards", seconds=now_s() - begun_s, waited_s=waited_s,
+            copied_bytes=0, why=why,
+        )  # fmt: skip
+
+    def _reset(self) -> None:
+        if self._agent is not None:
+            self._agent.reset()
+
+    def _heard(self, event: dict[str, Any]) -> None:
+        """What the agent tells, in its thread."""
+        kind = event.get("event")
+        with self._news:
+            if kind == "published":
+                self._published = max(self._published, event["version"])
+            elif kind == "not_published":
+                self._not_published[event["version"]] = event["error"].get("message", "")
+            self._news.notify_all()
+        if kind == "restarted":
+            at = now_s()
+            self.recorder.add(PhaseRecord(name="agent restarted", start_s=at, end_s=at, track=self.recorder.track))
+        for record in event.get("phases", ()):
+            with contextlib.suppress(Exception):
+                self.recorder.add(PhaseRecord(**record))
+
+
+def _extractor(weights: Weights) -> WeightExtractor:
+    if isinstance(weights, WeightExtractor):
+        return weights
+    if isinstance(weights, torch.nn.Module):
+        return FSDPWeightExtractor(weights)
+    if isinstance(weights, (str, bytes)) or not isinstance(weights, (Iterator, Iterable)):
+        raise ConfigError(f"weights are named parameters, a module or an extractor, not a {type(weights).__name__}")
+    return NamedTensorsExtractor(weights)

@@ -1,0 +1,156 @@
+"""SegmentWriter: copies one rank's parts to their places in a segment, converting on the way. One copy of each byte.
+
+On CUDA the segment's pages are registered with the driver (pinned), and parts are copied on a stream of their own.
+That part was never run: it needs a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from weightsync.errors import InvalidRequestError, TransferError
+from weightsync.tensors import tensor_from_bytes
+from weightsync.transfer.ipc_copy import Copier
+from weightsync.types import Box, TensorSpec
+
+_MAX_QUEUED_BYTES = 256 << 20
+
+_logger = logging.getLogger(__name__)
+
+
+class SegmentWriter:
+    """Aimed at a segment, then given parts. One thread."""
+
+    def __init__(self) -> None:
+        self._flat: torch.Tensor | None = None
+        self._places: dict[str, list[TensorSpec]] = {}
+        self._parts: Sequence[TensorSpec] | None = None
+        # What the driver knows, by address. Held: were it unmapped, other memory could come to lie at that address.
+        self._pinned: dict[int, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._copier = Copier()
+        self._queued: list[tuple[torch.Tensor, int]] = []  # what needs no conversion, and its first byte
+        self._queued_bytes = 0
+
+    def aim(self, memory: memoryview, parts: Sequence[TensorSpec]) -> None:
+        """What is written next goes there.
+
+        Args:
+            memory: the segment's.
+            parts: of its layout.
+        """
+        self._flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self._queued, self._queued_bytes = [], 0
+        if parts is not self._parts:
+            self._parts = parts
+            self._places = {}
+            for part in parts:
+                self._places.setdefault(part.name, []).append(part)
+
+    @torch.no_grad()
+    def write(self, name: str, box: Box | None, tensor: torch.Tensor) -> int:
+        """Copies one part. It is complete, and the tensor may change, after `finish`.
+
+        Args:
+            name: of the tensor.
+            box: which part of it; None: all of it.
+            tensor: any dtype that converts to the place's, any strides.
+
+        Returns:
+            Bytes that were written.
+
+        Raises:
+            InvalidRequestError: the layout has no place for it.
+        """
+        target = self._target(name, box)
+        if tuple(target.shape) != tuple(tensor.shape):
+            raise InvalidRequestError(f"{tuple(tensor.shape)} does not fit {tuple(target.shape)}", parameter=name)
+        if tensor.is_cuda:
+            self._copy_from_cuda(target, tensor)
+        elif tensor.dtype == target.dtype and tensor.is_contiguous() and target.is_contiguous():
+            assert self._flat is not None
+            self._queued.append((tensor, target.data_ptr() - self._flat.data_ptr()))
+            self._queued_bytes += target.nbytes
+            if self._queued_bytes > _MAX_QUEUED_BYTES:  # what was made for this copy alone must not pile up
+                self._flush()
+        else:
+            target.copy_(tensor)
+        return target.nbytes
+
+    def finish(self) -> None:
+        """Returns when everything has been written."""
+        self._flush()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def forget(self) -> None:
+        """Lets go of the segment: its mapping is about to be closed."""
+        self._flat = None
+        self._queued, self._queued_bytes = [], 0
+        for address in list(self._pinned):
+            self._unpin(address)
+
+    def let_go(self, memory: memoryview) -> None:
+        """Lets go of one segment: its memory is about to be given back."""
+        if self._flat is not None or self._pinned:
+            flat = torch.frombuffer(memory, dtype=torch.uint8)
+            if self._flat is not None and self._flat.data_ptr() == flat.data_ptr():
+                self._flat = None
+            self._unpin(flat.data_ptr())
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.forget()
+        self._copier.close()
+
+    def _flush(self) -> None:
+        queued, self._queued, self._queued_bytes = self._queued, [], 0
+        if queued:
+            assert self._flat is not None
+            self._copier.copy([tensor for tensor, _ in queued], [offset for _, offset in queued], self._flat)
+
+    def _target(self, name: str, box: Box | None) -> torch.Tensor:
+        """The place as a tensor."""
+        assert self._flat is not None
+        for part in self._places.get(name, ()):
+            if part.box is not None and part.box != box:
+                continue
+            flat = self._flat[part.offset : part.offset + part.nbytes]
+            shape = part.shape if part.box is None else part.box.shape
+            whole = tensor_from_bytes(flat, dtype=part.dtype, shape=shape)
+            if part.box is not None or box is None:
+                return whole
+            return whole[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))]
+        raise InvalidRequestError(f"the segment has no place for {box or 'all'} of it", parameter=name)
+
+    def _copy_from_cuda(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        assert self._flat is not None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        self._pin(self._flat)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            # converted on the device, so that half the bytes cross the bus, into memory that the stream then owns
+            converted = tensor.to(target.dtype)
+            target.copy_(converted, non_blocking=True)
+            converted.record_stream(self._stream)
+
+    def _pin(self, flat: torch.Tensor) -> None:
+        """Registers the segment's pages once: a copy from the device then needs no bounce buffer."""
+        address = flat.data_ptr()
+        if address in self._pinned:
+            return
+        if ctypes.sizeof(ctypes.c_void_p) != 8:
+            raise TransferError("pinned copies need a 64-bit process")
+        code = int(torch.cuda.cudart().cudaHostRegister(address, flat.numel(), 0))  # type: ignore[no-untyped-call]
+        if code != 0:
+            _logger.warning("the segment could not be pinned (CUDA error %s): copies go through a bounce buffer", code)
+        self._pinned[address] = flat
+
+    def _unpin(self, address: int) -> None:
+        if self._pinned.pop(address, None) is not None:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -1,0 +1,197 @@
+"""EngineLoader: brings one engine from a staging to serving a version. The last steps of a pull, for one engine alone.
+
+    describe -> init (once a run) -> begin -> [pause] -> chunks by handle -> stage -> [pause] -> commit -> resume
+                                         any failure -> abort: it serves its old version, or nothing
+
+The chunks are the `cuda_ipc` strategy's requests for CPU tensors: handles into the staging, which the engine maps. So
+an engine needs nothing for the pull path that it has not for the push path, and proves its bytes in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import uuid
+
+from weightsync.errors import DigestMismatchError, EngineError, WeightSyncError
+from weightsync.memory import host_nonce
+from weightsync.observe import Recorder, paused_s
+from weightsync.plan.buckets import split_specs
+from weightsync.rollout.puller import Pulled
+from weightsync.transfer.base import init_requests
+from weightsync.transfer.ipc import CudaIpcTransferStrategy
+from weightsync.types import (
+    AbortRequest,
+    BeginRequest,
+    CommitRequest,
+    CudaIpcWeightUpdateRequest,
+    Deadline,
+    DescribeRequest,
+    EngineHandle,
+    EngineOp,
+    EngineReply,
+    EngineRequest,
+    PauseRequest,
+    PhaseRecord,
+    ResumeRequest,
+    SharedMemoryHandle,
+    StageRequest,
+    TensorSpec,
+    UpdateRequest,
+    Version,
+)
+from weightsync.types.deadline import MAX_WAIT_S
+
+CHUNK_BYTES = 256 << 20
+_ABORT_S = 5.0
+_COMMIT_LEASE_S = 10.0
+_DESCRIBE_S = 10.0
+"""An engine that stands still keeps the others waiting no longer than this."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """How it went.
+
+    Attributes:
+        version: that the engine serves now.
+        unprovable: why the engine could not prove its live bytes; None where it did.
+        paused_s: how long no generation could start.
+    """
+
+    version: Version
+    unprovable: str | None
+    paused_s: float
+
+
+class EngineLoader:
+    """Loads one engine, version after version. One load at a time.
+
+    Args:
+        engine: a handle of it.
+        model_id: which model.
+        pause_timeout_s: how long it may take to finish running generations.
+        chunk_bytes: how much it is given at a time; nothing is copied for it.
+        recorder: where its phases go.
+    """
+
+    def __init__(
+        self,
+        engine: EngineHandle,
+        model_id: str,
+        *,
+        pause_timeout_s: float = 10.0,
+        chunk_bytes: int = CHUNK_BYTES,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.engine_id = engine.engine_id
+        self._engine = engine
+        self._model_id = model_id
+        self._pause_timeout_s = pause_timeout_s
+        self._chunk_bytes = chunk_bytes
+        self._recorder = recorder or Recorder(f"load/{engine.engine_id}")
+        self._strategy = CudaIpcTransferStrategy()
+        self._group: str | None = None
+        self._run_id: str | None = None
+
+    def describe(self, *, timeout_s: float) -> EngineReply:
+        """What the engine says of itself.
+
+        Raises:
+            WeightSyncError: it does not answer.
+        """
+        return self._engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
+
+    def load(self, pulled: Pulled, *, deadline: Deadline) -> LoadReport:
+        """Makes the engine serve what was pulled.
+
+        Raises:
+            WeightSyncError: typed; the engine serves its old version, or refuses to serve.
+        """
+        version = pulled.version
+        steps = _Steps(self._engine, deadline, self._recorder)
+        reply = steps.call(EngineOp.DESCRIBE, DescribeRequest(), at_most_s=_DESCRIBE_S)
+        if reply.group is None or reply.group != self._group or self._run_id != version.run_id:
+            self._join(steps, reply, version.run_id)
+        session = f"{version}#{uuid.uuid4().hex[:8]}"
+        try:
+            reply = steps.call(
+                EngineOp.BEGIN,
+                BeginRequest(session=session, manifest=pulled.manifest, deadline_s=deadline.check("time to begin")),
+            )
+            early = reply.writes_live
+            if early:
+                self._pause(steps, session, lease_s=deadline.remaining_s)
+            for seq, specs in enumerate(split_specs(pulled.manifest.tensors, self._chunk_bytes)):
+                steps.call(EngineOp.UPDATE_WEIGHTS, UpdateRequest(update=_request(pulled, specs, session, seq)))
+            staged = steps.call(EngineOp.STAGE, StageRequest(session=session, manifest=pulled.manifest))
+            if staged.digests_equal is not True and not staged.unprovable:
+                raise DigestMismatchError(
+                    "it answered stage without a proof", peer=self.engine_id, version=str(version)
+                )
+            if not early:
+                self._pause(steps, session, lease_s=self._pause_timeout_s + _COMMIT_LEASE_S)
+            committed = steps.call(EngineOp.COMMIT, CommitRequest(session=session))
+            if committed.version != version:
+                raise EngineError(
+                    f"it answered commit well and serves {committed.version}", peer=self.engine_id, version=str(version)
+                )
+            steps.call(EngineOp.RESUME, ResumeRequest(session=session))
+        except BaseException as error:
+            self._group = None
+            with contextlib.suppress(WeightSyncError):
+                reason = str(error)[:500] or type(error).__name__
+                self._engine.call(EngineOp.ABORT, AbortRequest(session=session, reason=reason), timeout_s=_ABORT_S)
+            raise
+        return LoadReport(version=version, unprovable=staged.unprovable, paused_s=paused_s(steps.phases))
+
+    def _join(self, steps: _Steps, reply: EngineReply, run_id: str) -> None:
+        sizes = {self.engine_id: reply.world_size}
+        info, _ = self._strategy.create_init_info(sizes)
+        steps.call(EngineOp.INIT, init_requests(info, sizes, run_id=run_id, model_id=self._model_id)[self.engine_id])
+        self._group, self._run_id = info.group_name, run_id
+
+    def _pause(self, steps: _Steps, session: str, *, lease_s: float) -> None:
+        left = steps.deadline.check("time to pause")
+        steps.call(
+            EngineOp.PAUSE,
+            PauseRequest(session=session, timeout_s=min(self._pause_timeout_s, left), lease_s=min(lease_s, left)),
+        )
+
+
+class _Steps:
+    """Calls to one engine within one deadline."""
+
+    def __init__(self, engine: EngineHandle, deadline: Deadline, recorder: Recorder) -> None:
+        self._engine = engine
+        self._recorder = recorder
+        self.deadline = deadline
+        self.phases: list[PhaseRecord] = []
+
+    def call(self, op: EngineOp, request: EngineRequest, *, at_most_s: float = MAX_WAIT_S) -> EngineReply:
+        reply = self._engine.call(op, request, timeout_s=min(at_most_s, self.deadline.check(f"time to {op}")))
+        self.phases += reply.phases
+        self._recorder.extend(reply.phases)
+        return reply
+
+
+def _request(pulled: Pulled, specs: tuple[TensorSpec, ...], session: str, seq: int) -> CudaIpcWeightUpdateRequest:
+    nonce = host_nonce()
+    return CudaIpcWeightUpdateRequest(
+        session=session,
+        seq=seq,
+        names=tuple(spec.name for spec in specs),
+        dtypes=tuple(spec.dtype for spec in specs),
+        shapes=tuple(spec.shape for spec in specs),
+        handles=(
+            tuple(
+                SharedMemoryHandle(
+                    host_nonce=nonce,
+                    name=pulled.segment,
+                    offset_bytes=pulled.offsets[spec.name] if spec.nbytes else 0,
+                    size_bytes=spec.nbytes,
+                )
+                for spec in specs
+            ),
+        ),
+    )

@@ -1,0 +1,191 @@
+"""Staging: the one piece of shared memory that a host's TCP pulls go into, and that its engines load from.
+
+It is a safetensors file of whole tensors, whatever parts they came in. It is dirty from the first byte of a version
+until that version was proved, and while it is dirty its stamp is empty, so nobody takes it for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.errors import StateError
+from weightsync.memory import Segment
+from weightsync.plan.boxes import box_runs, whole_box
+from weightsync.plan.safetensors import Layout, plan_layout
+from weightsync.tensors import tensor_from_bytes
+from weightsync.types import Manifest, TensorSpec, Version
+from weightsync.types.publication import Source
+
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+class Target:
+    """The segment of one version while it is filled."""
+
+    def __init__(self, layout: Layout, segment: Segment) -> None:
+        self.layout = layout
+        self.segment = segment
+        self.offsets: Mapping[str, int] = {part.name: part.offset for part in layout.parts}
+        self._places = {part.name: part for part in layout.parts}
+        self._version: Version | None = None
+        self._proof = ""
+        self._there: set[tuple[int, int]] = set()
+
+    def begin(self, version: Version, proof: str) -> None:
+        """What arrives from now on is of that version, and of those checksums; what arrived of others is forgotten."""
+        if (version, proof) != (self._version, self._proof):
+            self._version, self._proof = version, proof
+            self._there.clear()
+
+    def forget(self) -> None:
+        """Whatever arrived does not count any more."""
+        self._version = None
+        self._there.clear()
+
+    def has(self, version: Version, source: int, block: int) -> bool:
+        """Whether that block is there, and was right."""
+        return version == self._version and (source, block) in self._there
+
+    def note(self, version: Version, source: int, block: int) -> None:
+        """That block has arrived, and is where it belongs."""
+        assert version == self._version
+        self._there.add((source, block))
+
+    def place(self, name: str) -> TensorSpec:
+        """Where a tensor lies."""
+        return self._places[name]
+
+    def tensor_of(self, spec: TensorSpec) -> torch.Tensor:
+        """The tensor as it lies there."""
+        place = self._places[spec.name]
+        flat = torch.frombuffer(self.segment.memory, dtype=torch.uint8)[place.offset : place.offset + place.nbytes]
+        return tensor_from_bytes(flat, dtype=place.dtype, shape=place.shape)
+
+
+class Staging:
+    """Holds one segment from pull to pull. One pull at a time; closed by its owner."""
+
+    def __init__(self) -> None:
+        self._target: Target | None = None
+        self._model_id = ""
+        self._in_use = False
+
+    def open(self, manifest: Manifest, proof: str = "") -> Target:
+        """The target for a version, dirty. What an earlier, broken attempt at the same version has brought is kept.
+
+        Args:
+            manifest: of the version.
+            proof: what tells its bytes from others of the same name, e.g. of a trainer that was started again.
+
+        Raises:
+            StateError: engines still load from it.
+            SharedMemoryError: no room; nothing was changed but that the old segment is gone.
+        """
+        if self._in_use:
+            raise StateError("the staging is in use: engines load from it", state_left="nothing was changed")
+        layout = plan_layout(manifest.tensors)
+        target = self._target
+        if target is None or target.layout != layout:
+            self.close()
+            target = self._target = Target(layout, Segment(max(1, layout.total_bytes)))
+        target.begin(manifest.version, proof)
+        self._model_id = manifest.model_id
+        self._stamp(target, None)
+        return target
+
+    def verified(self, version: Version) -> None:
+        """It holds that version, proved; until `release` nobody may write it."""
+        assert self._target is not None
+        self._stamp(self._target, version)
+        self._in_use = True
+
+    def release(self) -> None:
+        """Engines have let go of it. The next version may come; this one's blocks are not taken for another's."""
+        self._in_use = False
+        if self._target is not None:
+            self._target.forget()
+
+    def close(self) -> None:
+        """Gives the memory back. Idempotent."""
+        target, self._target = self._target, None
+        self._in_use = False
+        if target is not None:
+            target.segment.give_back_pages()
+            target.segment.close()
+
+    def _stamp(self, target: Target, version: Version | None) -> None:
+        header = target.layout.header(version, self._model_id)
+        target.segment.memory[: len(header)] = header
+
+
+class TargetMap:
+    """From a source's blocks to their places in the target.
+
+    Where the source's data lies as the target's does, blocks are received where they belong. Else each is received
+    aside, and its pieces are copied to their places.
+    """
+
+    def __init__(self, target: Target, source: Source, parts: Sequence[TensorSpec]) -> None:
+        self._target = target
+        self._source = source
+        self._parts = sorted((part for part in parts if part.nbytes), key=lambda part: part.offset)
+        self._starts = [part.offset for part in self._parts]
+        shift = target.layout.data_start - source.data_start
+        self._shift = (
+            shift
+            if target.layout.total_bytes - source.data_end == shift
+            and all(part.box is None and target.place(part.name).offset - part.offset == shift for part in self._parts)
+            else None
+        )
+
+    def into(self, offset: int, length: int) -> memoryview:
+        """See `transfer.source.Destination`."""
+        if self._shift is not None:
+            return self._target.segment.memory[offset + self._shift : offset + self._shift + length]
+        return memoryview(bytearray(length))
+
+    def take(self, block: int, data: memoryview) -> None:
+        """A block has arrived, and was right: its bytes go where they belong."""
+        if self._shift is not None:
+            return
+        start, length = self._source.block(block)
+        end = start + length
+        first = max(0, int(np.searchsorted(self._starts, start, side="right")) - 1)
+        flat = np.frombuffer(self._target.segment.memory, dtype=np.uint8)
+        received = np.frombuffer(data, dtype=np.uint8)
+        for part in self._parts[first:]:
+            if part.offset >= end:
+                break
+            low, high = max(start, part.offset), min(end, part.offset + part.nbytes)
+            if low < high:
+                self._scatter(part, low - part.offset, received[low - start : high - start], flat)
+
+    def _scatter(self, part: TensorSpec, first: int, data: _Bytes, flat: _Bytes) -> None:
+        """Bytes of a part, from its byte `first` on, to the runs that its box has in the whole tensor."""
+        box = part.box or whole_box(part.shape)
+        itemsize = part.nbytes // box.numel
+        run_elements, offsets = box_runs(part.shape, box)
+        run = run_elements * itemsize
+        number, within = divmod(first, run)
+        last = -(-(first + len(data)) // run)
+        starts = self._target.place(part.name).offset + offsets[number:last] * itemsize
+        steps = np.diff(starts)
+        if len(steps) > 1 and (steps == steps[0]).all():
+            # columns: all runs but the first and the last, which may be cut, at once
+            head, count = run - within, len(starts) - 2
+            middle = np.ndarray((count, run), np.uint8, flat, int(starts[1]), (int(steps[0]), 1))
+            middle[:] = data[head : head + count * run].reshape(count, run)
+            flat[starts[0] + within : starts[0] + run] = data[:head]
+            rest = data[head + count * run :]
+            flat[starts[-1] : starts[-1] + len(rest)] = rest
+            return
+        done = 0
+        for start in starts:
+            size = min(run - within, len(data) - done)
+            flat[start + within : start + within + size] = data[done : done + size]
+            done, within = done + size, 0

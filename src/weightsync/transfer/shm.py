@@ -1,0 +1,71 @@
+"""ShmSource: a published segment of this host, mapped under a lease. Nothing is copied unless it is asked for."""
+
+from __future__ import annotations
+
+from weightsync.errors import DigestMismatchError, TransferAbortedError, VersionError
+from weightsync.memory import Lock, MappedSegment, Reader
+from weightsync.memory.folder import read_head
+from weightsync.plan.safetensors import STAMP_WITHIN_BYTES, read_stamp
+from weightsync.transfer.blocks import checksum
+from weightsync.transfer.source import Arrived, Destination
+from weightsync.types import Deadline, Version
+from weightsync.types.publication import Source, SourceProof
+
+
+class ShmSource:
+    """See `RangedSource`. Holds the lease from construction to `close`: until then nobody can write the segment.
+
+    Args:
+        source: what is read.
+        proof: its checksums.
+        version: that has to lie there.
+        model_id: of which model.
+
+    Raises:
+        VersionError: another version lies there by now, or is being written: ask for the newest.
+        SharedMemoryError: the segment is gone.
+    """
+
+    def __init__(self, source: Source, proof: SourceProof, *, version: Version, model_id: str) -> None:
+        self.segment = source.segment
+        self._source = source
+        self._proof = proof
+        try:
+            self._lease = Lock(source.segment, Reader.MAPPED)
+        except BlockingIOError:
+            raise VersionError("the segment is being written again: ask for the newest", version=str(version)) from None
+        try:
+            head = read_head(source.segment, STAMP_WITHIN_BYTES, need_bytes=source.data_end)
+            if read_stamp(memoryview(head)) != (version, model_id):
+                raise VersionError("another version lies there by now: ask for the newest", version=str(version))
+        except BaseException:
+            self._lease.close()
+            raise
+        self._mapped: MappedSegment | None = None  # when its bytes are asked for: page tables of gigabytes take time
+        self._closed = False
+
+    def read(self, blocks: list[int], into: Destination, arrived: Arrived, *, deadline: Deadline) -> None:
+        """See `RangedSource.read`. Copies; a caller that needs no copy takes `segment`."""
+        for block in blocks:
+            target = into(*self._source.block(block))
+            target[:] = self._checked(block, deadline)
+            arrived(block, target)
+
+    def close(self) -> None:
+        """Gives the lease back. Idempotent."""
+        self._closed = True
+        if self._mapped is not None:
+            self._mapped.close()
+        self._lease.close()
+
+    def _checked(self, block: int, deadline: Deadline) -> memoryview:
+        if self._closed:
+            raise TransferAbortedError("this source was closed")
+        deadline.check("end of the blocks", peer=self._source.endpoint)
+        if self._mapped is None:
+            self._mapped = MappedSegment(self.segment, need_bytes=self._source.data_end)
+        offset, length = self._source.block(block)
+        data = self._mapped.memory[offset : offset + length]
+        if checksum(data) != self._proof.checksum(block):
+            raise DigestMismatchError(f"block {block} of {self.segment} is not what was published")
+        return data

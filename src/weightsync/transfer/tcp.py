@@ -1,0 +1,251 @@
+"""TcpSource: the receiving end of a TCP pull. Six connections take blocks from one list, each two ahead."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+
+from weightsync.errors import (
+    DeadlineExceededError,
+    DigestMismatchError,
+    EngineUnreachableError,
+    TransferAbortedError,
+    TransferError,
+    WeightSyncError,
+)
+from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, Code, ask_bytes, checksum, parse_answer
+from weightsync.transfer.source import Arrived, Destination
+from weightsync.types import Deadline
+from weightsync.types.publication import Source, SourceProof
+
+_AHEAD = 2
+_MAX_TRIES = 3
+_RETRY_S = 0.05
+_BUFFER_BYTES = 4 << 20
+
+
+class TcpSource:
+    """See `RangedSource`. Thread-safe to close, used by one caller.
+
+    Args:
+        source: what is read.
+        proof: its checksums.
+        transfer_id: as granted, 32 hex digits.
+        address: host and port of the block server.
+        num_streams: connections.
+        stall_s: a connection over which nothing comes for so long is given up and opened anew.
+        tls: for a server that speaks TLS; with `server_hostname` of the host.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        proof: SourceProof,
+        *,
+        transfer_id: str,
+        address: tuple[str, int],
+        num_streams: int = 6,
+        stall_s: float = 10.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._source = source
+        self._proof = proof
+        self._hello = HELLO.pack(MAGIC, bytes.fromhex(transfer_id))
+        self._address = address
+        self._num_streams = num_streams
+        self._stall_s = stall_s
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._closed = False
+
+    def read(self, blocks: list[int], into: Destination, arrived: Arrived, *, deadline: Deadline) -> None:
+        """See `RangedSource.read`."""
+        run = _Run(blocks)
+        peer = self._source.endpoint
+        streams = [
+            threading.Thread(
+                target=self._stream, args=(run, into, arrived, deadline), name=f"weightsync-pull-{n}", daemon=True
+            )
+            for n in range(min(self._num_streams, max(1, len(blocks))))
+        ]
+        for stream in streams:
+            stream.start()
+        for stream in streams:
+            stream.join(deadline.remaining_s)
+        if any(stream.is_alive() for stream in streams):
+            self._cut()
+            for stream in streams:
+                stream.join()  # each ends at once: its connection is cut
+            run.fail(DeadlineExceededError(_late(deadline), peer=peer))
+        if run.error is not None:
+            raise run.error
+        if run.left:
+            raise TransferError(f"{run.left} blocks did not come", peer=peer)
+
+    def close(self) -> None:
+        """See `RangedSource.close`."""
+        self._closed = True
+        self._cut()
+
+    def _cut(self) -> None:
+        with self._lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # an SSLSocket's own forgets that it is one
+
+    def _stream(self, run: _Run, into: Destination, arrived: Arrived, deadline: Deadline) -> None:
+        """One connection at a time, until nothing is left to ask for."""
+        failures = 0
+        pause = threading.Event()
+        while run.busy:
+            before = run.left
+            try:
+                self._converse(run, into, arrived, deadline)
+            except OSError as error:
+                failures = 1 if run.left < before else failures + 1
+                if self._closed:
+                    run.fail(TransferAbortedError("this source was closed", peer=self._source.endpoint))
+                elif deadline.expired:
+                    run.fail(DeadlineExceededError(_late(deadline), peer=self._source.endpoint))
+                elif failures >= _MAX_TRIES:
+                    run.fail(
+                        EngineUnreachableError(
+                            f"{self._address[0]}:{self._address[1]} cut the stream {failures} times: {error}",
+                            peer=self._source.endpoint,
+                        )
+                    )
+                else:
+                    pause.wait(min(_RETRY_S * 2**failures, deadline.remaining_s))
+            except WeightSyncError as error:
+                error.peer = error.peer or self._source.endpoint
+                run.fail(error)
+            except BaseException as error:  # our own bug, or no memory: the caller must hear of it
+                run.fail(TransferError(f"a stream failed: {error!r}", peer=self._source.endpoint))
+                raise
+            if run.error is not None:
+                self._cut()  # what the others wait for is of no use any more
+
+    def _converse(self, run: _Run, into: Destination, arrived: Arrived, deadline: Deadline) -> None:
+        asked: collections.deque[int] = collections.deque()
+        try:
+            with self._connected(deadline) as connection:
+                connection.sendall(self._hello)
+                while True:
+                    while len(asked) < _AHEAD and (block := run.take()) is not None:
+                        asked.append(block)
+                        connection.sendall(ask_bytes(block))
+                    if not asked:
+                        return
+                    self._receive(connection, asked[0], run, into, arrived, deadline)
+                    asked.popleft()
+        finally:
+            run.put_back(asked)
+
+    def _receive(
+        self,
+        connection: socket.socket,
+        block: int,
+        run: _Run,
+        into: Destination,
+        arrived: Arrived,
+        deadline: Deadline,
+    ) -> None:
+        answer = parse_answer(_exactly(connection, ANSWER.size))
+        if answer.code is Code.ENDED:
+            raise TransferAbortedError("the transfer is over at its source: superseded, most likely")
+        offset, length = self._source.block(block)
+        if answer.code is not Code.OK or (answer.block, answer.offset, answer.length) != (block, offset, length):
+            raise TransferError(f"asked for block {block} ({length} bytes at {offset}), answered {answer}")
+        target = into(offset, length)
+        view = target
+        while view:
+            count = connection.recv_into(view, len(view))
+            if count == 0:
+                raise ConnectionResetError("it ended inside a block")
+            if deadline.expired:
+                raise TimeoutError(_late(deadline))
+            view = view[count:]
+        if checksum(target) != self._proof.checksum(block):
+            run.wrong(block)
+            return
+        arrived(block, target)
+        run.arrived()
+
+    @contextlib.contextmanager
+    def _connected(self, deadline: Deadline) -> Iterator[socket.socket]:
+        timeout_s = max(0.001, min(self._stall_s, deadline.remaining_s))
+        connection: socket.socket = socket.create_connection(self._address, timeout=timeout_s)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(timeout_s)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_hostname=self._address[0])
+            with self._lock:
+                if self._closed:
+                    raise ConnectionAbortedError("closed")
+                self._open.add(connection)
+            yield connection
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+
+class _Run:
+    """What is left to do, shared by the streams."""
+
+    def __init__(self, blocks: list[int]) -> None:
+        self._lock = threading.Lock()
+        self._todo = collections.deque(blocks)
+        self._wrong: collections.Counter[int] = collections.Counter()
+        self.left = len(blocks)
+        self.error: WeightSyncError | None = None
+
+    @property
+    def busy(self) -> bool:
+        with self._lock:
+            return self.error is None and bool(self._todo)
+
+    def take(self) -> int | None:
+        with self._lock:
+            return self._todo.popleft() if self._todo and self.error is None else None
+
+    def put_back(self, blocks: collections.deque[int]) -> None:
+        with self._lock:
+            self._todo.extendleft(reversed(blocks))
+
+    def arrived(self) -> None:
+        with self._lock:
+            self.left -= 1
+
+    def wrong(self, block: int) -> None:
+        """A block whose checksum does not hold: it is asked for again, a few times."""
+        with self._lock:
+            self._wrong[block] += 1
+            if self._wrong[block] < _MAX_TRIES:
+                self._todo.append(block)
+                return
+        self.fail(DigestMismatchError(f"block {block} came wrong {_MAX_TRIES} times"))
+
+    def fail(self, error: WeightSyncError) -> None:
+        with self._lock:
+            self.error = self.error or error
+
+
+def _late(deadline: Deadline) -> str:
+    return f"not every block came within {deadline.timeout_s:g} s"
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionResetError("it ended between blocks")
+        data += part
+    return bytes(data)

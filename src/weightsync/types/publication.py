@@ -1,0 +1,309 @@
+"""A publication, and what is said about it between an agent and its receivers."""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import msgspec
+
+from weightsync.errors import InvalidRequestError
+from weightsync.types.deadline import check_wait_s
+from weightsync.types.manifest import Manifest
+from weightsync.types.spec import MAX_NBYTES, TensorSpec
+
+MAX_SOURCES = 4096
+_MAX_ID = 256
+_CHECKSUM_DIGITS = 16
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base of all messages: immutable, keyword-only, unknown fields refused."""
+
+
+class Source(_Message, frozen=True, kw_only=True):
+    """One place that a publication lies in: a segment of one trainer host, served by that host's agent.
+
+    Attributes:
+        endpoint: the agent's URL.
+        segment: name of the segment in the host's shared memory; a safetensors file.
+        data_start: first byte of tensors in it (what is before is the header).
+        data_end: its size in bytes.
+        block_bytes: what one checksum covers; blocks are cut from `data_start` on.
+    """
+
+    endpoint: str
+    segment: str
+    data_start: int
+    data_end: int
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.endpoint.startswith(("http://", "https://")):
+            raise InvalidRequestError(f"a source's endpoint is an http URL, not {self.endpoint!r}")
+        if not 0 <= self.data_start <= self.data_end <= MAX_NBYTES or self.data_start >= 1 << 40:
+            raise InvalidRequestError(f"a source can't hold bytes {self.data_start} to {self.data_end}")
+        if not 4096 <= self.block_bytes <= 64 << 20:
+            raise InvalidRequestError(f"a block has between 4 KiB and 64 MiB, not {self.block_bytes} bytes")
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks; the last may be shorter."""
+        return math.ceil((self.data_end - self.data_start) / self.block_bytes)
+
+    def block(self, index: int) -> tuple[int, int]:
+        """First byte and length of a block, within the segment."""
+        start = self.data_start + index * self.block_bytes
+        return start, min(self.block_bytes, self.data_end - start)
+
+
+class Publication(_Message, frozen=True, kw_only=True):
+    """One immutable version: what it is, and where each part of it lies.
+
+    Attributes:
+        manifest: whole tensors, in the stream's order, without digests (see `SourceProof`).
+        parts: which part of which tensor lies where: `source` is an index into `sources`, `offset` a byte within that
+            source's segment. Over all sources they cover every tensor exactly once.
+        sources: one a trainer host; each holds its parts one behind the other, and nothing else.
+    """
+
+    manifest: Manifest
+    parts: tuple[TensorSpec, ...]
+    sources: tuple[Source, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.sources) <= MAX_SOURCES:
+            raise InvalidRequestError(f"a publication has 1 to {MAX_SOURCES} sources, not {len(self.sources)}")
+        specs = self.manifest.by_name()
+        for part in self.parts:
+            spec = specs.get(part.name)
+            if spec is None or (spec.dtype, spec.shape) != (part.dtype, part.shape):
+                raise InvalidRequestError("a part is not of the manifest's tensor", parameter=part.name)
+            if part.source >= len(self.sources):
+                raise InvalidRequestError(f"there is no source {part.source}", parameter=part.name)
+            source = self.sources[part.source]
+            if part.offset < source.data_start or part.offset + part.nbytes > source.data_end:
+                raise InvalidRequestError("a part lies outside its source", parameter=part.name)
+        ends = [source.data_start for source in self.sources]
+        for part in sorted(self.parts, key=lambda part: (part.offset, part.nbytes)):
+            if part.offset != ends[part.source]:
+                raise InvalidRequestError("a source's parts overlap, or leave a hole", parameter=part.name)
+            ends[part.source] += part.nbytes
+        if any(end != source.data_end for end, source in zip(ends, self.sources, strict=True)):
+            raise InvalidRequestError("a source has more bytes than its parts")
+
+    def parts_of(self, source: int) -> tuple[TensorSpec, ...]:
+        """The parts that lie in one source, in order."""
+        return tuple(part for part in self.parts if part.source == source)
+
+
+class SourceProof(_Message, frozen=True, kw_only=True):
+    """What an agent has computed over its source's bytes.
+
+    Attributes:
+        block_checksums: xxh3-64 of each block, 16 hex digits each, one behind the other.
+        part_digests: `codec.digest.tensor_digest` of each part of this source, in the order of `Publication.parts_of`.
+        lane_a, lane_b: the sum of this source's parts towards the model's digest (`codec.digest.ShardSum`).
+    """
+
+    block_checksums: str
+    part_digests: tuple[str, ...]
+    lane_a: int
+    lane_b: int
+
+    def check_fits(self, publication: Publication, source: int) -> None:
+        """Raises InvalidRequestError where it is not of that source."""
+        if len(self.block_checksums) != _CHECKSUM_DIGITS * publication.sources[source].num_blocks:
+            raise InvalidRequestError("there is not one checksum a block")
+        if len(self.part_digests) != len(publication.parts_of(source)):
+            raise InvalidRequestError("there is not one digest a part")
+
+    def checksum(self, block: int) -> str:
+        """Checksum of one block."""
+        return self.block_checksums[_CHECKSUM_DIGITS * block : _CHECKSUM_DIGITS * (block + 1)]
+
+
+class Transport(enum.StrEnum):
+    """How bytes get from a source to a receiver."""
+
+    TCP = "tcp"
+    SHM = "shm"
+
+
+class RegisterRequest(_Message, frozen=True, kw_only=True):
+    """A receiver makes itself known to an agent, which serves nobody else.
+
+    Attributes:
+        receiver_id: a name that tells an operator who it is.
+    """
+
+    receiver_id: str
+
+    def __post_init__(self) -> None:
+        check_id("receiver_id", self.receiver_id)
+
+
+class TransferRequest(_Message, frozen=True, kw_only=True):
+    """Asks for one version's bytes.
+
+    Attributes:
+        receiver_id: as registered.
+        model_id: which model.
+        run_id: the run that the caller expects; None takes the agent's.
+        version: number of the version; None takes the newest. Anything but the newest is refused as superseded.
+        host_nonce: of the caller's shared memory (`memory.host_nonce`): where it is the agent's own, the segment may
+            be mapped. None asks for TCP.
+        mode: "full", or "auto" for what is cheapest (full, so far).
+    """
+
+    receiver_id: str
+    model_id: str
+    run_id: str | None = None
+    version: int | None = None
+    host_nonce: str | None = None
+    mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_id("receiver_id", self.receiver_id)
+        if self.mode not in ("auto", "full"):
+            raise InvalidRequestError(f"mode is auto or full, not {self.mode!r}: this agent has no deltas")
+
+
+class TransferGrant(_Message, frozen=True, kw_only=True):
+    """What an agent answers: one version, proved, and how to get it.
+
+    Attributes:
+        transfer_id: 32 hex digits: the right to read this publication's bytes, until it is finished.
+        publication: the whole, with all its sources.
+        source: which of them this agent is.
+        proof: what this agent has computed over its own source.
+        transport: "shm" where the caller may map the segment.
+        host, port: of the block server, for "tcp".
+        take_up_s: a transfer that nothing is read of for so long is over.
+    """
+
+    transfer_id: str
+    publication: Publication
+    source: int
+    proof: SourceProof
+    transport: Transport
+    host: str
+    port: int
+    take_up_s: float
+
+    def __post_init__(self) -> None:
+        if len(self.transfer_id) != 32 or set(self.transfer_id) - set("0123456789abcdef"):
+            raise InvalidRequestError("a transfer_id has 32 hex digits")
+        if not 0 <= self.source < len(self.publication.sources):
+            raise InvalidRequestError(f"there is no source {self.source}")
+        if not 0 <= self.port < 1 << 16:
+            raise InvalidRequestError(f"{self.port} is no port")
+        check_wait_s("take_up_s", self.take_up_s)
+        self.proof.check_fits(self.publication, self.source)
+
+
+class FinishRequest(_Message, frozen=True, kw_only=True):
+    """The receiver's own word that it needs nothing more of a transfer.
+
+    Attributes:
+        transfer_id: as granted.
+        ok: whether it has everything.
+    """
+
+    transfer_id: str
+    ok: bool
+
+
+class AgentVersion(_Message, frozen=True, kw_only=True):
+    """What `/get_version` answers; `run_id` and `version` are None before the first publication."""
+
+    model_id: str
+    run_id: str | None = None
+    version: int | None = None
+
+
+class NotifyRequest(_Message, frozen=True, kw_only=True):
+    """Tells a rollout service of a new version.
+
+    Attributes:
+        run_id, model_id, version: of which publication.
+        sender_endpoint: URL of the agent that has it; one that was registered here.
+        wait_s: answer when the version (or a newer one of the run) is served, at most after so many seconds; None
+            answers at once.
+    """
+
+    run_id: str
+    model_id: str
+    version: int
+    sender_endpoint: str
+    wait_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_id("run_id", self.run_id)
+        check_id("model_id", self.model_id)
+        if self.version < 0:
+            raise InvalidRequestError(f"a version is not negative, got {self.version}")
+        if self.wait_s is not None:
+            check_wait_s("wait_s", self.wait_s)
+
+
+class RegisterSenderRequest(_Message, frozen=True, kw_only=True):
+    """Makes an agent's endpoint known to a rollout service, which calls nobody else."""
+
+    model_id: str
+    sender_endpoint: str
+
+    def __post_init__(self) -> None:
+        check_id("model_id", self.model_id)
+        if not self.sender_endpoint.startswith(("http://", "https://")) or len(self.sender_endpoint) > 2048:
+            raise InvalidRequestError(f"an endpoint is an http URL, not {self.sender_endpoint[:100]!r}")
+
+
+class ModelStatus(_Message, frozen=True, kw_only=True):
+    """What a rollout service knows of one model.
+
+    Attributes:
+        run_id, version: what its engines serve; None before the first version.
+        state: "idle", "pulling", "loading".
+        wanted: number of the newest version that it was told of.
+        engines: version that each engine serves, as "run/number"; None where none is known.
+        errors: what failed last, per engine, or "pull"; empty after a version was served everywhere.
+        num_pulled, num_committed: since the service started.
+        pull_s, load_s, paused_s: seconds of the last version: fetching it, loading it, no generation could start.
+        transport: how the last version came.
+        unprovable: why engines could not prove their live bytes, by engine.
+    """
+
+    run_id: str | None = None
+    version: int | None = None
+    state: str = "idle"
+    wanted: int | None = None
+    engines: dict[str, str | None] = {}
+    errors: dict[str, str] = {}
+    num_pulled: int = 0
+    num_committed: int = 0
+    pull_s: float | None = None
+    load_s: float | None = None
+    paused_s: float | None = None
+    transport: Transport | None = None
+    unprovable: dict[str, str] = {}
+
+
+class ServiceStatus(_Message, frozen=True, kw_only=True):
+    """What `/status` of a rollout service answers, by model_id."""
+
+    models: dict[str, ModelStatus]
+
+
+def check_id(what: str, value: str) -> None:
+    """Raises InvalidRequestError where `value` can't be an id."""
+    if not 1 <= len(value) <= _MAX_ID or not value.isprintable():
+        raise InvalidRequestError(f"{what} has 1 to {_MAX_ID} printable characters")
+
+
+# See types.engine: msgspec has to learn its types before threads use them.
+for _kind in (
+    RegisterRequest, TransferRequest, TransferGrant, FinishRequest, AgentVersion, NotifyRequest, RegisterSenderRequest,
+    ServiceStatus, Publication,
+):  # fmt: skip
+    msgspec.json.Decoder(_kind)

@@ -1,0 +1,141 @@
+"""A real vLLM that pulls: the oracle holds after each version, and a generation goes on through a commit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.test_vllm_in_flight import CLOSE, HEAD, Generation, misfit
+from tests.engines.vllm_support import PROMPTS, Server, build_model, train_step
+from weightsync.clients.vllm import VllmEngine, VllmHttpApi
+from weightsync.publish.manager import WeightManager
+from weightsync.rollout.service import RolloutConfig, RolloutService
+from weightsync.rollout.staged_load import EngineLoader
+from weightsync.testing.processes import Child, children
+from weightsync.types.publication import ModelStatus, NotifyRequest, Transport
+
+pytestmark = pytest.mark.timeout(240)
+SYNC_S = 40.0
+NUM_TOKENS = 4000
+
+
+def publisher_main(conn: Any) -> None:
+    """A trainer: publishes the model after so many real optimiser steps as the version that it is told."""
+    torch.set_num_threads(1)
+    model, steps = build_model(), 0
+    with WeightManager("m", dtype="bfloat16") as manager:
+        manager.start()
+        conn.send((manager.run_id, manager.endpoint))
+        while (order := conn.recv()) is not None:
+            version, wanted = order
+            if wanted < steps:
+                model.load_state_dict(build_model().state_dict())
+                steps = 0
+            while steps < wanted:
+                steps += 1
+                train_step(model, steps)
+            assert manager.offload(model.named_parameters(), version).published
+            manager.wait_published(version, timeout_s=30)
+            conn.send(version)
+    os._exit(0)
+
+
+class Pulls:
+    """A trainer that publishes, and a service that brings the server to what was published."""
+
+    def __init__(self, start: Callable[..., Child], server: Server, transport: Transport) -> None:
+        self._child = start(publisher_main, talk=True, name="publisher")
+        self._run_id, self._endpoint = self._child.recv(60)
+        self._version = 0
+        engine = VllmEngine(VllmHttpApi(server.url), engine_id="vllm", pause_mode="keep")
+        config = RolloutConfig(senders=(self._endpoint,), transport=transport)
+        self.service = RolloutService({"m": engine}, config)
+        self.service.start()
+
+    def publish(self, steps: int) -> None:
+        self._version += 1
+        self._child.conn.send((self._version, steps))
+        assert self._child.recv(60) == self._version
+
+    def sync(self) -> ModelStatus:
+        """Returns when the server serves what was published last."""
+        notice = NotifyRequest(
+            run_id=self._run_id, model_id="m", version=self._version, sender_endpoint=self._endpoint, wait_s=SYNC_S
+        )
+        status = self.service.notify(notice)
+        assert (status.run_id, status.version, status.errors) == (self._run_id, self._version, {})
+        return status
+
+    def close(self) -> None:
+        self.service.close()
+        with contextlib.suppress(OSError):
+            self._child.conn.send(None)
+
+
+@pytest.fixture
+def pulls(vllm_server: Server) -> Iterator[Callable[[Transport], Pulls]]:
+    made: list[Pulls] = []
+    with children() as start:
+
+        def make(transport: Transport) -> Pulls:
+            made.append(Pulls(start, vllm_server, transport))
+            return made[-1]
+
+        yield make
+        for each in made:
+            each.close()
+
+
+@pytest.mark.parametrize("transport", list(Transport))
+def test_the_oracle_holds_after_each_pulled_version(
+    pulls: Callable[[Transport], Pulls], serves: Callable[[int], None], transport: Transport
+) -> None:
+    """After each commit the server answers as a fresh engine of that checkpoint, and as no other."""
+    there = pulls(transport)
+    for steps in (1, 2, 0):
+        there.publish(steps)
+        assert there.sync().transport is transport
+        serves(steps)
+
+
+def test_a_generation_in_flight_spans_a_pulled_commit(
+    pulls: Callable[[Transport], Pulls],
+    vllm_server: Server,
+    serves: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first tokens are the old weights' and its last ones the new weights', and it is complete."""
+    there = pulls(Transport.SHM)
+    there.publish(1)
+    there.sync()
+    there.publish(2)
+    begun: list[Generation] = []
+    pause = EngineLoader._pause
+
+    def generate_then_pause(loader: EngineLoader, *args: Any, **options: Any) -> None:
+        """On two cores a generation holds up every call to the server, so it begins when the pause is next."""
+        begun.append(Generation(vllm_server, PROMPTS[0], NUM_TOKENS))
+        begun[0].under_way()
+        pause(loader, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineLoader, "_pause", generate_then_pause)
+        there.sync()
+    (generation,) = begun
+    assert len(generation.tokens) < NUM_TOKENS, "it was over before the commit: nothing was shown"
+    assert generation.result() == "length"
+    assert len(generation.tokens) == NUM_TOKENS
+    serves(2)
+    of_new = misfit(vllm_server, generation)
+    assert max(of_new[-20:]) < CLOSE, of_new[-20:]
+    assert max(of_new[:HEAD]) > 4 * CLOSE, of_new[:HEAD]
+    there.publish(1)
+    there.sync()
+    of_old = misfit(vllm_server, generation)
+    assert max(of_old[:HEAD]) < CLOSE, of_old[:HEAD]
+    assert max(of_old[-20:]) > 4 * CLOSE, of_old[-20:]

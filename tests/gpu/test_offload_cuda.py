@@ -1,0 +1,39 @@
+"""Offload from a GPU straight into pinned pages of shared memory, on a stream of its own. Needs a CUDA GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from weightsync.memory.folder import path_of
+from weightsync.publish.manager import WeightManager
+from weightsync.rollout.puller import Puller
+from weightsync.types import Deadline
+from weightsync.types.publication import Transport
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+_CYCLES = 500_000_000  # a quarter of a second, or so
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("transport", list(Transport))
+def test_what_the_step_has_queued_is_what_is_published(dtype: str | None, transport: Transport) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 7)).cuda()
+    with WeightManager("m", dtype=dtype) as manager:
+        for version in (1, 2, 3):
+            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+                torch.cuda._sleep(_CYCLES)
+                for parameter in model.parameters():
+                    parameter.fill_(float(version))
+                assert manager.offload(model.named_parameters(), version).published
+                for parameter in model.parameters():
+                    parameter.fill_(-1.0)  # the next step begins at once
+            puller = Puller(manager.endpoint, "m", receiver_id="r", transport=transport)
+            with puller.pull(deadline=Deadline(30.0)) as pulled:
+                found = load_file(path_of(pulled.segment))
+            puller.close()
+            assert set(found) == {name for name, _ in model.named_parameters()}
+            assert all(bool((tensor == float(version)).all()) for tensor in found.values())

@@ -1,0 +1,222 @@
+"""kill -9 of everybody in every phase of their work: the rest recover in time, nothing is left, the next sync is good.
+
+Each phase once in the normal run; twenty times each in the long form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multiproc.pull_hook import Hook
+from tests.multiproc.pull_kit import (
+    RECOVERY_S,
+    SLACK_S,
+    EngineActor,
+    Receiver,
+    Service,
+    Trainer,
+    run_of,
+    shm_of,
+    wait_until,
+)
+from weightsync.errors import EngineUnreachableError
+from weightsync.testing.processes import Child, ChildFailedError, children
+
+Start = Callable[..., Child]
+GUARD_S = 0.4
+NUM_TENSORS = 4
+NUM_STEPS = 7
+"""Of a load into an engine that is loaded in place: describe, begin, pause, update, stage, commit, resume."""
+
+TRAINER = {
+    "waits for a segment": Hook(at="weightsync.publish.buffer:PublicationBuffer.acquire", do="kill", path="", nth=2),
+    "copies": Hook(
+        at="weightsync.publish.segment_writer:SegmentWriter.write", do="kill", path="", nth=NUM_TENSORS + 2, after=True
+    ),
+    "has stamped": Hook(
+        at="weightsync.publish.buffer:PublicationBuffer.written", do="kill", path="", nth=2, after=True
+    ),
+    "has told its agent": Hook(
+        at="weightsync.publish.agent_process:AgentProcess.publish", do="kill", path="", nth=2, after=True
+    ),
+    "is read": None,
+}
+AGENT = {
+    "is told": "weightsync.publish.agent:TransferAgent.publish",
+    "proves": "weightsync.memory:MappedSegment.__init__",
+    "announces": "weightsync.publish.agent:_News.send",
+    "registers": "weightsync.publish.agent:TransferAgent._register",
+    "grants": "weightsync.publish.agent:TransferAgent._grant",
+    "sends": "weightsync.transfer.tcp_server:BlockServer._send",
+    "hears the acknowledgement": "weightsync.publish.agent:TransferAgent._finish_transfer",
+}
+RECEIVER = {
+    "asks": ("weightsync.rollout.puller:Puller._granted", False, "tcp"),
+    "was granted": ("weightsync.rollout.puller:Puller._granted", True, "tcp"),
+    "connects": ("weightsync.transfer.tcp:TcpSource.read", False, "tcp"),
+    "receives": ("weightsync.rollout.staging:Target.note", True, "tcp"),
+    "has proved": ("weightsync.rollout.puller:Puller._acknowledge", False, "tcp"),
+    "has acknowledged": ("weightsync.rollout.puller:Puller._acknowledge", True, "tcp"),
+    "takes a lease": ("weightsync.transfer.shm:ShmSource.__init__", True, "shm"),
+    "holds a lease": ("weightsync.rollout.puller:Puller._mapped", True, "shm"),
+}
+SERVICE = {
+    "asks": Hook(at="weightsync.rollout.puller:Puller._granted", do="kill", path="", nth=2),
+    "receives": Hook(at="weightsync.rollout.staging:Target.note", do="kill", path="", nth=10),
+    "has pulled": Hook(at="weightsync.rollout.puller:Puller.pull", do="kill", path="", nth=2, after=True),
+    **{
+        f"comes to step {step} of the load": Hook(
+            at="weightsync.rollout.staged_load:_Steps.call", do="kill", path="", nth=1 + NUM_STEPS + step
+        )
+        for step in range(1, NUM_STEPS + 1)
+    },
+    "has committed": Hook(at="weightsync.rollout.staged_load:EngineLoader.load", do="kill", path="", nth=2, after=True),
+}
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with children() as starter:
+        yield starter
+
+
+def _set(hook: Hook, path: Path) -> Hook:
+    return Hook(at=hook.at, do=hook.do, path=str(path), nth=hook.nth, after=hook.after).set()
+
+
+def kill_trainers(start: Start, folder: Path, rounds: int) -> None:
+    """The service goes on with what it serves; the agent ends, the segments go; the next trainer is followed."""
+    phases = [phase for _ in range(rounds) for phase in TRAINER]
+    service = Service(start, ["a"])
+    still = Hook(at="weightsync.rollout.staging:TargetMap.into", do="wait", path=str(folder / "still"))
+    for number, phase in enumerate(phases):
+        hook = TRAINER[phase]
+        trainer = Trainer(start, number, guard_s=GUARD_S, hook=hook and _set(hook, folder / f"trainer-{number}"))
+        trainer.publish(0)
+        service.register(trainer.endpoint)
+        service.notify(trainer.endpoint, number, 0)
+        assert service.serving("a") == (f"{run_of(number)}/0", True), phase
+        if hook is None:
+            receiver = Receiver(start, hook=still.set())
+            receiver.pull(trainer.endpoint, timeout_s=1.0, wait=False)
+            still.reached()
+            trainer.child.kill()
+        else:
+            trainer.tell("offload", 1)
+            with pytest.raises(ChildFailedError):
+                trainer.answer()
+        wait_until(lambda pids=(trainer.pid, trainer.agent_pid): not shm_of(*pids), f"{phase}: segments go")
+        wait_until(lambda pid=trainer.agent_pid: not Path(f"/proc/{pid}").exists(), f"{phase}: the agent ends")
+        assert service.serving("a") == (f"{run_of(number)}/0", True), phase
+        if hook is None:
+            receiver.child.kill()
+    last = Trainer(start, len(phases))
+    last.publish(0)
+    service.register(last.endpoint)
+    service.notify(last.endpoint, len(phases), 0)
+    service.ask("close")
+    assert shm_of(service.pid) == []
+
+
+def kill_agents(start: Start, folder: Path, rounds: int) -> None:
+    """The trainer sees no error, receivers get the version that was under way from the next agent."""
+    hooks = {phase: Hook(at=at, do="kill", path=str(folder / phase)) for phase, at in AGENT.items()}
+    trainer = Trainer(start, 1, guard_s=GUARD_S, agent_hooks=list(hooks.values()))
+    receiver = Receiver(start)
+    pids = [trainer.agent_pid]
+    trainer.publish(0)
+    receiver.pull(trainer.endpoint)
+    for number, phase in enumerate(phase for _ in range(rounds) for phase in AGENT):
+        version = 2 * number + 1
+        hooks[phase].set()
+        began = time.monotonic()
+        said = trainer.offload(version)
+        assert said["published"], phase
+        assert said["seconds"] < GUARD_S + SLACK_S, phase
+        asks = Receiver(start) if phase == "registers" else receiver
+        said = asks.pull(trainer.endpoint, at_least=(run_of(1), version))
+        hooks[phase].reached(RECOVERY_S)  # after its last word to this receiver, perhaps
+        assert said["right"], phase
+        assert trainer.publish(version + 1)["published"], phase
+        assert receiver.pull(trainer.endpoint, at_least=(run_of(1), version + 1))["right"], phase
+        assert time.monotonic() - began < RECOVERY_S, phase
+        pids.append(trainer.ask("agent"))
+        assert pids[-1] != pids[-2], f"{phase}: the agent was not killed"
+    trainer.ask("close")
+    assert shm_of(trainer.pid, *pids) == []
+
+
+def kill_receivers(start: Start, folder: Path, rounds: int) -> None:
+    """The trainer and the other receivers notice nothing; a lease ends with its holder."""
+    trainer, other = Trainer(start, 1, guard_s=GUARD_S), Receiver(start)
+    version, pids = 0, []
+    trainer.publish(version)
+    for number, phase in enumerate(phase for _ in range(rounds) for phase in RECEIVER):
+        at, after, transport = RECEIVER[phase]
+        hook = Hook(at=at, do="kill", path=str(folder / f"receiver-{number}"), after=after).set()
+        receiver = Receiver(start, hook=hook)
+        receiver.pull(trainer.endpoint, transport=transport, wait=False)
+        with pytest.raises(ChildFailedError):
+            receiver.answer()
+        pids.append(receiver.pid)
+        for _ in range(3):
+            version += 1
+            said = trainer.publish(version)
+            assert said["published"], phase
+            assert said["seconds"] < GUARD_S + SLACK_S, phase
+        said = other.pull(trainer.endpoint, transport=(None, "tcp")[number % 2], at_least=(run_of(1), version))
+        assert said["right"], phase
+        assert trainer.ask("segments") == 2, phase
+    wait_until(lambda: not shm_of(*pids), "what the killed have left goes")
+    trainer.ask("close")
+    assert shm_of(trainer.pid) == []
+
+
+def kill_services(start: Start, folder: Path, rounds: int) -> None:
+    """The engine, a process of its own, serves whole versions or nothing; the next service brings it to the newest."""
+    trainer, engine = Trainer(start, 1, guard_s=GUARD_S), EngineActor(start, "a")
+    version, pids = 0, []
+    trainer.publish(version)
+    settings = {"urls": {"a": engine.url}, "senders": (trainer.endpoint,), "transport": "tcp"}
+    for number, phase in enumerate(phase for _ in range(rounds) for phase in SERVICE):
+        service = Service(start, hook=_set(SERVICE[phase], folder / f"service-{number}"), **settings)
+        began = time.monotonic()
+        service.notify(trainer.endpoint, 1, version)
+        assert time.monotonic() - began < RECOVERY_S, phase
+        assert engine.serving() == (f"{run_of(1)}/{version}", True), phase
+        version += 1
+        trainer.publish(version)
+        with contextlib.suppress(EngineUnreachableError):  # it may be dead before it has answered
+            service.notify(trainer.endpoint, 1, version, wait_s=None)
+        wait_until(lambda service=service: not service.child.process.is_alive(), phase)
+        pids.append(service.pid)
+        served, right = engine.serving()
+        assert right, phase
+        assert served in (None, f"{run_of(1)}/{version - 1}", f"{run_of(1)}/{version}"), phase
+    last = Service(start, **settings)
+    last.notify(trainer.endpoint, 1, version)
+    assert engine.serving() == (f"{run_of(1)}/{version}", True)
+    wait_until(lambda: not shm_of(*pids), "what the killed have left goes")
+    last.ask("close")
+    trainer.ask("close")
+    assert shm_of(trainer.pid, last.pid, engine.pid) == []
+
+
+EVERYBODY = {"trainer": kill_trainers, "agent": kill_agents, "receiver": kill_receivers, "service": kill_services}
+
+
+@pytest.mark.parametrize("who", EVERYBODY)
+def test_somebody_is_killed(start: Start, tmp_path: Path, who: str) -> None:
+    EVERYBODY[who](start, tmp_path, 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("who", EVERYBODY)
+def test_somebody_is_killed_again_and_again(start: Start, tmp_path: Path, who: str) -> None:
+    EVERYBODY[who](start, tmp_path, 20)

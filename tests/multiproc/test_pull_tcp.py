@@ -1,0 +1,398 @@
+"""The TCP transport between real sockets: broken streams, slow peers, TLS, announcements."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from tests.multiproc.pull_hostile import CuttingProxy, exactly, random_budgets
+from tests.multiproc.test_pull_attacks import check_bytes
+from weightsync.clients.agent import AgentClient
+from weightsync.errors import DeadlineExceededError, EngineUnreachableError, TransferAbortedError, TransferError
+from weightsync.memory import Reader, Segment, is_read
+from weightsync.publish import manager as manager_module
+from weightsync.publish.manager import WeightManager
+from weightsync.rollout.puller import Puller
+from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, ask_bytes, checksum, parse_answer
+from weightsync.transfer.tcp import TcpSource
+from weightsync.transfer.tcp_server import BlockServer, Transfer
+from weightsync.types import Deadline, Version
+from weightsync.types.publication import Source, SourceProof, TransferGrant, TransferRequest, Transport
+
+BLOCK = 64 << 10
+VERSION = Version(run_id="run", number=1)
+TOKEN = "a-token-for-tests-only"
+
+
+class Served:
+    """A block server and a segment of random bytes, the last block short."""
+
+    def __init__(self, num_blocks: int, *, stall_s: float = 10.0, block_bytes: int = BLOCK) -> None:
+        self.segment = Segment(4096 + num_blocks * block_bytes - 77)
+        self.data = memoryview(os.urandom(self.segment.size_bytes))
+        self.segment.memory[:] = self.data
+        self.source = Source(
+            endpoint="http://127.0.0.1:1", segment=self.segment.name, data_start=4096,
+            data_end=self.segment.size_bytes, block_bytes=block_bytes,
+        )  # fmt: skip
+        starts = [self.source.block(index) for index in range(num_blocks)]
+        checksums = "".join(checksum(self.data[start : start + length]) for start, length in starts)
+        self.proof = SourceProof(block_checksums=checksums, part_digests=(), lane_a=0, lane_b=0)
+        self.server = BlockServer(stall_s=stall_s)
+        self.server.start()
+        self.ended: list[tuple[str, bool]] = []
+
+    def grant(self, receiver_id: str = "r") -> Transfer:
+        return self.server.grant(
+            VERSION, self.source, receiver_id=receiver_id, take_up_s=10.0,
+            on_end=lambda transfer, ok: self.ended.append((transfer.receiver_id, ok)),
+        )  # fmt: skip
+
+    def reader(self, transfer: Transfer, *, port: int | None = None, **options: Any) -> Reading:
+        address = ("127.0.0.1", port or self.server.port)
+        source = TcpSource(self.source, self.proof, transfer_id=transfer.id, address=address, **options)
+        return Reading(source, self.source, self.segment.size_bytes)
+
+    def close(self) -> None:
+        self.server.close()
+        self.segment.close()
+
+
+class Reading:
+    """A TcpSource, and memory that it reads into."""
+
+    def __init__(self, tcp: TcpSource, source: Source, size_bytes: int) -> None:
+        self.tcp = tcp
+        self.memory = memoryview(bytearray(size_bytes))
+        self.arrived: list[int] = []
+        self.missing = list(range(source.num_blocks))
+        self._lock = threading.Lock()
+
+    def read(self, seconds: float = 20.0) -> None:
+        """Reads what is missing."""
+        self.tcp.read(
+            list(self.missing),
+            lambda offset, length: self.memory[offset : offset + length],
+            self._arrived,
+            deadline=Deadline(seconds),
+        )
+
+    def _arrived(self, block: int, data: memoryview) -> None:
+        with self._lock:
+            self.arrived.append(block)
+            self.missing.remove(block)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    there = Served(40)
+    yield there
+    there.close()
+
+
+def hello_of(transfer: Transfer | TransferGrant) -> bytes:
+    transfer_id = transfer.id if isinstance(transfer, Transfer) else transfer.transfer_id
+    return HELLO.pack(MAGIC, bytes.fromhex(transfer_id))
+
+
+# --- broken streams ---
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_broken_stream_is_resumed_and_nothing_that_arrived_is_sent_again(served: Served, seed: int) -> None:
+    """Every connection is reset after a random number of bytes, amid heads and blocks."""
+    proxy = CuttingProxy(served.server.port, random_budgets(seed, BLOCK + 100, 4 * BLOCK))
+    reading = served.reader(served.grant(), port=proxy.port)
+    reading.read()
+    proxy.close()
+    assert reading.memory[4096:] == served.data[4096:]
+    assert sorted(reading.arrived) == list(range(40)), "each once"
+    assert proxy.num_cuts >= 8
+    # what a cut connection had not brought whole is at most what it was asked for ahead
+    whole = 40 * (BLOCK + ANSWER.size)
+    assert whole <= proxy.num_bytes <= whole + proxy.num_cuts * 2 * (BLOCK + ANSWER.size)
+    for transfer in list(served.server._transfers.values()):
+        assert served.server.finish(transfer.id, ok=True)
+    assert served.ended == [("r", True)]
+    assert not is_read(served.segment.name, Reader.SENT), "its lock is given back"
+
+
+def test_a_source_that_is_gone_is_told_and_what_arrived_is_kept(served: Served) -> None:
+    """A few blocks come, then nothing but resets; the next read of the same transfer asks for the rest alone."""
+    budgets = itertools.chain([5 * BLOCK] * 2, itertools.repeat(0))
+    proxy = CuttingProxy(served.server.port, budgets)
+    transfer = served.grant()
+    reading = served.reader(transfer, port=proxy.port, num_streams=2)
+    with pytest.raises(EngineUnreachableError, match="cut the stream 3 times"):
+        reading.read()
+    there = len(reading.arrived)
+    assert there >= 8
+    again = served.reader(transfer, port=CuttingProxy(served.server.port, itertools.repeat(1 << 30)).port)
+    again.memory, again.missing = reading.memory, reading.missing
+    again.read()
+    assert again.memory[4096:] == served.data[4096:]
+    assert len(again.arrived) == 40 - there
+
+
+def test_a_pull_resumes_where_the_last_attempt_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole path: an attempt fails for good, the next one of the same version has a new transfer and asks for
+    what is missing."""
+    monkeypatch.setattr(manager_module, "BLOCK_BYTES", BLOCK)
+    weights = {"w": torch.randn(1024, 1024)}
+    whole = 64 * (BLOCK + ANSWER.size)
+    with WeightManager("m") as manager:
+        manager.offload(weights.items(), 1)
+        manager.wait_published(1, timeout_s=30)
+        proxies: list[CuttingProxy] = []
+        request = AgentClient.request_transfer
+
+        def through_proxy(self: AgentClient, asked: TransferRequest, *, timeout_s: float = 10.0) -> TransferGrant:
+            grant = request(self, asked, timeout_s=timeout_s)
+            # two attempts get a fifth each and then nothing, the third is let through
+            budgets = itertools.chain([2 * BLOCK] * 6, itertools.repeat(0)) if len(proxies) < 2 else None
+            proxies.append(CuttingProxy(grant.port, budgets or itertools.repeat(1 << 30)))
+            return msgspec.structs.replace(grant, port=proxies[-1].port)
+
+        monkeypatch.setattr(AgentClient, "request_transfer", through_proxy)
+        puller = Puller(manager.endpoint, "m", receiver_id="r", transport=Transport.TCP)
+        with puller.pull(deadline=Deadline(20)) as pulled:
+            check_bytes(pulled, weights)
+            assert pulled.num_attempts == 3
+        puller.close()
+        assert proxies[-1].num_bytes < whole - 6 * BLOCK, "what the first attempts brought is not asked for again"
+        assert sum(proxy.num_bytes for proxy in proxies) <= whole + 12 * 2 * (BLOCK + ANSWER.size)
+
+
+def test_a_stream_that_stands_still_is_given_up_and_its_blocks_come_by_another(served: Served) -> None:
+    """Two connections swallow what they are asked; the blocks come all the same."""
+    hung = socket.create_server(("127.0.0.1", 0))
+    transfer = served.grant()
+    reading = served.reader(transfer, stall_s=0.3)
+    connect = socket.create_connection
+    turn = itertools.count()
+
+    def sometimes_hung(address: tuple[str, int], **options: Any) -> socket.socket:
+        return connect(hung.getsockname() if next(turn) < 2 else address, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(socket, "create_connection", sometimes_hung)
+        reading.read()
+    hung.close()
+    assert reading.memory[4096:] == served.data[4096:]
+
+
+def test_closing_ends_a_read_at_once(served: Served) -> None:
+    hung = socket.create_server(("127.0.0.1", 0))
+    reading = served.reader(served.grant(), port=hung.getsockname()[1], stall_s=20.0)
+    threading.Timer(0.2, reading.tcp.close).start()
+    begun_s = time.monotonic()
+    with pytest.raises(TransferAbortedError, match="closed"):
+        reading.read()
+    assert time.monotonic() - begun_s < 3
+    hung.close()
+
+
+def test_one_bad_answer_ends_all_streams_at_once(served: Served) -> None:
+    """The others don't wait out what can't be used any more."""
+    ready = threading.Semaphore(0)
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        held = [server.accept()[0] for _ in range(6)]
+        for connection in held:
+            exactly(connection, HELLO.size)
+        held[0].sendall(b"x" * ANSWER.size)
+        ready.acquire(timeout=20)
+
+    threading.Thread(target=serve, daemon=True).start()
+    reading = served.reader(served.grant(), port=server.getsockname()[1], stall_s=15.0)
+    begun_s = time.monotonic()
+    with pytest.raises(TransferError, match="no answer"):
+        reading.read()
+    assert time.monotonic() - begun_s < 3
+    ready.release()
+    server.close()
+
+
+def test_a_superseded_transfer_ends_its_streams(served: Served) -> None:
+    """The trainer wants the segment back: a reader that stands still loses it at once, and the lock is free."""
+    transfer = served.grant()
+    with socket.create_connection(("127.0.0.1", served.server.port), timeout=5) as raw:
+        raw.sendall(hello_of(transfer) + ask_bytes(0) * 200)
+        assert parse_answer(exactly(raw, ANSWER.size)).block == 0
+        assert is_read(served.segment.name, Reader.SENT)
+        assert served.server.reset(keep=Version(run_id="run", number=2)) == 1
+        assert not is_read(served.segment.name, Reader.SENT)
+        with contextlib.suppress(ConnectionResetError):
+            while raw.recv(1 << 20):
+                pass
+    assert served.ended == [("r", False)]
+    with pytest.raises(TransferAbortedError, match="over at its source"):
+        served.reader(transfer).read()
+
+
+# --- slow peers ---
+
+
+def test_slow_readers_slow_nobody(served: Served) -> None:
+    """While twenty readers have taken nothing, one takes everything, three times."""
+    with contextlib.ExitStack() as stack:
+        slow = []
+        for number in range(20):
+            raw = stack.enter_context(socket.socket())
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect(("127.0.0.1", served.server.port))
+            transfer = served.grant(f"slow {number}")
+            raw.sendall(hello_of(transfer) + b"".join(map(ask_bytes, range(40))))
+            slow.append((raw, transfer))
+        for number in range(3):
+            reading = served.reader(served.grant(f"fast {number}"))
+            reading.read(5.0)
+            assert reading.memory[4096:] == served.data[4096:]
+        assert not any(transfer.over for _, transfer in slow), "they are still served"
+        raw, transfer = slow[7]
+        raw.settimeout(5)
+        for block in range(40):
+            answer = parse_answer(exactly(raw, ANSWER.size))
+            assert exactly(raw, answer.length) == served.data[answer.offset : answer.offset + answer.length]
+            assert answer.block == block
+
+
+def test_a_reader_that_takes_nothing_is_cut_and_gives_its_descriptors_back() -> None:
+    there = Served(3, stall_s=0.5, block_bytes=8 << 20)  # more than sockets hold: it stands in the middle of one
+    with contextlib.closing(there), socket.create_connection(("127.0.0.1", there.server.port), timeout=5) as raw:
+        raw.sendall(hello_of(there.grant()) + b"".join(map(ask_bytes, range(3))))
+        assert parse_answer(exactly(raw, ANSWER.size)).block == 0
+        end = time.monotonic() + 5
+        while there.server._num_connections and time.monotonic() < end:
+            threading.Event().wait(0.02)
+        assert there.server._num_connections == 0
+        received = 0
+        with contextlib.suppress(ConnectionResetError):
+            while data := raw.recv(1 << 20):
+                received += len(data)
+        assert received < 8 << 20
+
+
+def test_a_transfer_that_nobody_takes_up_is_over() -> None:
+    there = Served(1)
+    over = threading.Event()
+    there.server.grant(VERSION, there.source, receiver_id="r", take_up_s=0.2, on_end=lambda *_: over.set())
+    assert is_read(there.segment.name, Reader.SENT)
+    assert over.wait(5)
+    assert not is_read(there.segment.name, Reader.SENT)
+    there.close()
+
+
+# --- TLS ---
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A self-signed one for 127.0.0.1, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    made, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", str(key), "-out", str(made), "-subj", "/CN=weightsync", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return made, key
+
+
+def test_tls_from_end_to_end(certificate: tuple[Path, Path]) -> None:
+    """Grants and blocks; who does not trust the certificate gets neither, and neither speaks plain text."""
+    made, key = certificate
+    weights = {"w": torch.randn(2000, 1100)}
+    with WeightManager("m", token=TOKEN, certificate=str(made), key=str(key)) as manager:
+        manager.offload(weights.items(), 1)
+        manager.wait_published(1, timeout_s=30)
+        assert manager.endpoint.startswith("https://")
+        puller = Puller(manager.endpoint, "m", receiver_id="r", token=TOKEN, verify=str(made), transport=Transport.TCP)
+        with puller.pull(deadline=Deadline(20)) as pulled:
+            check_bytes(pulled, weights)
+        port = puller._client(manager.endpoint).request_transfer(TransferRequest(receiver_id="r", model_id="m")).port
+        puller.close()
+        distrustful = Puller(manager.endpoint, "m", receiver_id="r", token=TOKEN, transport=Transport.TCP)
+        with pytest.raises(DeadlineExceededError, match="certificate"):
+            distrustful.pull(deadline=Deadline(0.5))
+        distrustful.close()
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
+            raw.sendall(HELLO.pack(MAGIC, bytes(16)) + ask_bytes(0))
+            with contextlib.suppress(ConnectionResetError):
+                assert raw.recv(100)[:4] != b"WSBK"
+
+
+# --- announcements ---
+
+
+def subscribed(context: zmq.Context[Any], endpoint: str, token: str | None) -> zmq.Socket[Any]:
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.LINGER, 0)
+    subscriber.setsockopt(zmq.RCVTIMEO, 10_000)
+    if token is not None:
+        subscriber.plain_username, subscriber.plain_password = b"weightsync", token.encode()
+    subscriber.subscribe(b"")
+    subscriber.connect(endpoint)
+    return subscriber
+
+
+def next_of(subscriber: zmq.Socket[Any], kind: str) -> dict[str, Any]:
+    while True:
+        told: dict[str, Any] = json.loads(subscriber.recv())
+        if told["kind"] == kind:
+            return told
+
+
+def until_heard(manager: WeightManager, subscriber: zmq.Socket[Any]) -> int:
+    """Publishes until an announcement arrives: a subscription takes a moment, and none is told what came before."""
+    subscriber.setsockopt(zmq.RCVTIMEO, 300)
+    for version in range(1, 40):
+        manager.offload([("w", torch.full((4,), float(version)))], version)
+        manager.wait_published(version, timeout_s=30)
+        with contextlib.suppress(zmq.Again):
+            while next_of(subscriber, "version")["version"] != version:
+                pass
+            subscriber.setsockopt(zmq.RCVTIMEO, 10_000)
+            return version
+    raise AssertionError("nothing was announced")
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_versions_and_ends_of_transfers_are_announced(token: str | None) -> None:
+    with WeightManager("m", token=token, run_id="run") as manager, zmq.Context() as context:
+        manager.start()
+        client = AgentClient(manager.endpoint, token=token)
+        endpoint = client.capabilities()["news"]
+        strangers = [subscribed(context, endpoint, "not-the-token-at-all")]
+        if token is not None:
+            strangers.append(subscribed(context, endpoint, None))
+        subscriber = subscribed(context, endpoint, token)
+        version = until_heard(manager, subscriber)
+        manager.offload([("w", torch.ones(4))], version + 1)
+        assert next_of(subscriber, "version") == {"kind": "version", "run_id": "run", "version": version + 1}
+        puller = Puller(manager.endpoint, "m", receiver_id="r", token=token)
+        puller.pull(deadline=Deadline(10)).release()
+        told = next_of(subscriber, "done")
+        assert (told["version"], told["run_id"], told["ok"]) == (version + 1, "run", True)
+        assert "r" in told["receiver"]
+        puller.close()
+        for stranger in strangers if token is not None else ():
+            with pytest.raises(zmq.Again):
+                stranger.recv(zmq.NOBLOCK)
+        for each in (*strangers, subscriber):
+            each.close(0)

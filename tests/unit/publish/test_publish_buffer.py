@@ -1,0 +1,189 @@
+"""PublicationBuffer: which segments there are, who may be in them, and how long the trainer waits for one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weightsync.errors import SharedMemoryError
+from weightsync.memory import Lock, Reader, SharedSegment, folder, is_read
+from weightsync.publish.buffer import PublicationBuffer, WriteTurn
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of this test alone."""
+    monkeypatch.setattr(folder, "_path", str(tmp_path))
+    yield tmp_path
+    assert os.listdir(tmp_path) == []
+
+
+def nothing() -> None:
+    """Nobody can be reset."""
+
+
+def written(buffer: PublicationBuffer) -> str:
+    """Publishes once; the segment's name."""
+    turn = buffer.acquire(nothing)
+    assert turn is not None
+    buffer.written(turn)
+    return turn.segment.name
+
+
+def locked(name: str) -> bool:
+    """Whether a writer would be kept out."""
+    try:
+        Lock(name, None).close()
+    except BlockingIOError:
+        return True
+    return False
+
+
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(["publish", "give up", "map newest", "send newest", "map any", "let go"]), max_size=30))
+def test_no_reader_is_written_over_and_memory_is_bounded(own_folder: Path, steps: list[str]) -> None:
+    """Seen to fail: a third segment without a lease, one kept after it, the newest handed out."""
+    buffer = PublicationBuffer(4096, guard_s=0.0)
+    readers: list[Lock] = []
+    newest: str | None = None
+    try:
+        for step in steps:
+            names = [name for name in os.listdir(own_folder) if name.startswith("weightsync-")]
+            if step == "let go":
+                if readers:
+                    readers.pop(0).close()
+            elif step in ("map newest", "send newest") and newest is not None:
+                readers.append(Lock(newest, Reader.MAPPED if step == "map newest" else Reader.SENT))
+            elif step == "map any" and names:
+                readers.append(Lock(sorted(names)[0], Reader.MAPPED))
+            elif step in ("publish", "give up"):
+                in_use = {name for name in names if locked(name)}
+                leased = any(is_read(name, Reader.MAPPED) for name in names if name != newest)
+                turn: WriteTurn | None = buffer.acquire(nothing)
+                if turn is None:
+                    assert set(names) - {newest} <= in_use
+                    assert len(names) == (3 if leased else len(names)) >= 2
+                    continue
+                assert turn.segment.name not in in_use | {newest}
+                with pytest.raises(BlockingIOError):
+                    Lock(turn.segment.name, Reader.SENT)
+                if step == "give up":
+                    buffer.given_up(turn)
+                else:
+                    buffer.written(turn)
+                    newest = turn.segment.name
+                assert not locked(turn.segment.name)
+                there = os.listdir(own_folder)
+                assert newest is None or newest in there
+                assert buffer.num_segments == len(there) <= (3 if leased else max(2, len(names)))
+                idle = [name for name in there if name != newest and not locked(name)]
+                if step == "publish" and len(there) == 3 and idle:
+                    assert any(is_read(name, Reader.MAPPED) for name in there if name != newest)
+    finally:
+        for reader in readers:
+            reader.close()
+        buffer.close()
+    assert os.listdir(own_folder) == []
+
+
+def test_a_third_segment_stays_while_its_lease_does_and_its_pages_go_with_it(own_folder: Path) -> None:
+    """Though another rank still maps it. Seen to fail: locked pages (mlock) that MADV_REMOVE leaves where they are."""
+    told: list[int] = []
+    buffer = PublicationBuffer(1 << 20, guard_s=0.0, let_go=lambda memory: told.append(memory[0]))
+    first = written(buffer)
+    with Lock(first, Reader.MAPPED):
+        second = written(buffer)
+        third = written(buffer)
+        assert len({first, second, third}) == 3
+        for _ in range(3):
+            assert {written(buffer), written(buffer)} == {second, third}, "it is not made anew each time"
+        assert told == []
+    mapped = {name: SharedSegment(name) for name in os.listdir(own_folder)}
+    for index, each in enumerate(mapped.values()):
+        each.memory[:] = bytes([index + 1]) * (1 << 20)
+    written(buffer)
+    (gone,) = set(mapped) - set(os.listdir(own_folder))
+    assert told == [list(mapped).index(gone) + 1]
+    for name, each in mapped.items():
+        assert any(each.memory) is (name != gone)
+        each.close()
+    buffer.close()
+
+
+def test_who_reads_a_superseded_version_is_reset_before_the_guard_ends() -> None:
+    """Once, when most of the guard is over; and the segment that this gives back is taken."""
+    buffer = PublicationBuffer(4096, guard_s=0.4)
+    names = [written(buffer), written(buffer)]
+    reader = Lock(names[0], Reader.SENT)
+    begun = time.monotonic()
+    resets: list[float] = []
+
+    def reset() -> None:
+        resets.append(time.monotonic() - begun)
+        reader.close()
+
+    turn = buffer.acquire(reset)
+    assert turn is not None
+    assert turn.segment.name == names[0]
+    assert len(resets) == 1
+    assert resets[0] >= 0.25
+    buffer.given_up(turn)
+
+    reader = Lock(names[0], Reader.SENT)
+    begun, told = time.monotonic(), []
+    assert buffer.acquire(lambda: told.append(1)) is None, "a reader that can't be reset"
+    assert 0.35 < time.monotonic() - begun < 3
+    assert told == [1]
+    reader.close()
+    buffer.close()
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """No file may grow."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_no_room_is_an_error_for_what_the_trainer_needs_and_none_for_what_a_receiver_costs() -> None:
+    """Seen to fail: a lease on a full host ended the trainer's step with an error."""
+    buffer = PublicationBuffer(4096, guard_s=0.05)
+    with no_room(), pytest.raises(SharedMemoryError):
+        buffer.acquire(nothing)
+    first = written(buffer)
+    with no_room(), pytest.raises(SharedMemoryError):
+        buffer.acquire(nothing)
+    with Lock(first, Reader.MAPPED):
+        written(buffer)
+        with no_room():
+            assert buffer.acquire(nothing) is None
+        assert buffer.num_segments == 2
+        written(buffer)
+        assert buffer.num_segments == 3
+    buffer.close()
+
+
+def test_closing_takes_the_names_away_and_leaves_readers_their_memory(own_folder: Path) -> None:
+    buffer = PublicationBuffer(4096, guard_s=0.0)
+    turn = buffer.acquire(nothing)
+    assert turn is not None
+    turn.segment.memory[:2] = b"ok"
+    buffer.written(turn)
+    mapped = SharedSegment(turn.segment.name)
+    buffer.close()
+    buffer.close()
+    assert os.listdir(own_folder) == []
+    assert bytes(mapped.memory[:2]) == b"ok"
+    mapped.close()
