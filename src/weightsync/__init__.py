@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from weightsync.rollout.engine import EmbeddedEngine
     from weightsync.rollout.puller import Puller
     from weightsync.rollout.server import EngineServer
-    from weightsync.rollout.service import RolloutConfig, RolloutService
+    from weightsync.rollout.service import RolloutService
+    from weightsync.rollout.settings import RolloutConfig
     from weightsync.transfer.broadcast import BroadcastTransferStrategy
     from weightsync.transfer.ipc import CudaIpcTransferStrategy, PackedCudaIpcTransferStrategy
     from weightsync.types import (
@@ -91,7 +92,7 @@ _MODULE_OF = {
     "PushSync": "weightsync.publish.push",
     "Recorder": "weightsync.observe",
     "RolloutClient": "weightsync.clients.rollout",
-    "RolloutConfig": "weightsync.rollout.service",
+    "RolloutConfig": "weightsync.rollout.settings",
     "RolloutService": "weightsync.rollout.service",
     "SyncMethod": "weightsync.types",
     "SyncReport": "weightsync.types",

@@ -112,6 +112,12 @@ class AuthError(WeightSyncError):
     http_status = 401
 
 
+class NotRegisteredError(AuthError):
+    """The token is right, and an endpoint or a receiver is not known there. Nobody was called."""
+
+    http_status = 403
+
+
 class SyncInProgressError(WeightSyncError):
     """Another sync of this model is running. Nothing was changed; try again when it has ended."""
 

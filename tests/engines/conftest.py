@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,14 +64,17 @@ def _versions(folder: Path, *, tied: bool) -> Versions:
 
 
 @pytest.fixture(scope="session")
-def oracle() -> Oracle:
+def oracle() -> Iterator[Oracle]:
     """Answers of fresh engines, remembered."""
-    return Oracle()
+    with tempfile.TemporaryFile("w+") as log:
+        oracle = Oracle(log)
+        yield oracle
+        oracle.close()
 
 
 @pytest.fixture(scope="session")
-def vllm_server(versions: Versions, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A running server of the tiny model; a test that kills it starts it again."""
+def starting_server(versions: Versions, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the tiny model that may not answer yet: a start takes long, and much of it on one core."""
     if not vllm_is_there:
         pytest.skip(NEEDS_VLLM)
     server = Server(versions.checkpoints[0], tmp_path_factory.mktemp("server"))
@@ -79,8 +83,14 @@ def vllm_server(versions: Versions, oracle: Oracle, tmp_path_factory: pytest.Tem
         stack.callback(server.http.close)
         server.start()
         oracle.learn(versions.checkpoints)
-        server.wait_until_ready()
         yield server
+
+
+@pytest.fixture(scope="session")
+def vllm_server(starting_server: Server) -> Server:
+    """A running server of the tiny model; a test that kills it starts it again."""
+    starting_server.wait_until_ready()
+    return starting_server
 
 
 @pytest.fixture(scope="session")

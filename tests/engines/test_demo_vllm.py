@@ -20,9 +20,10 @@ def test_ray_actors_train_and_vllm_follows(tmp_path: Path) -> None:
 
     The model's output layer is its embedding. Seen to fail: without repacking tied layers the losses differ by 3.
     """
+    before = {each.name for each in Path("/dev/shm").glob("weightsync-[0-9]*")}
     command = [sys.executable, "-m", "weightsync.cli", "demo", "--ray", "--engine", "vllm", "--strategy", "cuda_ipc"]
     ran = subprocess.run(
-        [*command, "--steps", "3", "--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)],
+        [*command, "--size", "tiny", "--steps", "3", "--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=280,
@@ -36,6 +37,7 @@ def test_ray_actors_train_and_vllm_follows(tmp_path: Path) -> None:
     assert all("fuses" in step["unprovable"] for step in summary["steps"])
     trace = json.loads((tmp_path / "timeline.json").read_text())
     assert {"train", "share", "generate", "commit"} <= {event["name"] for event in trace["traceEvents"]}
-    assert not list(Path("/dev/shm").glob("weightsync-[0-9]*"))
+    left = {each.name for each in Path("/dev/shm").glob("weightsync-[0-9]*")} - before
+    assert not [name for name in left if not psutil.pid_exists(int(name.split("-")[1]))], "others may run beside it"
     servers = [each for each in psutil.process_iter(["cmdline"]) if "weightsync-vllm-" in str(each.info["cmdline"])]
     assert not servers

@@ -1,8 +1,9 @@
 """Every trainer over every strategy into every engine: {module, FSDP2, DeepSpeed, Megatron} x {broadcast, cuda_ipc,
 packed_cuda_ipc} x {module, vLLM}, real processes, real optimizer steps.
 
-A trainer takes a step for each strategy and pushes it to both engines in one sync, so one job makes six cells. In the
-module engine every live byte has to be the trainer's cast weight; for vLLM the oracle has to hold.
+A trainer takes a step for each strategy and pushes it to both engines in one sync, so one job makes six cells; the
+engines stay, and one job takes them over from the other. In the module engine every live byte has to be the trainer's
+cast weight; for vLLM the oracle has to hold.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from weightsync.clients.fanout import EngineFanout
 from weightsync.clients.http import HttpEngine
 from weightsync.clients.vllm import VllmEngine, VllmHttpApi
 from weightsync.publish.push import PushSync
-from weightsync.testing.processes import children, free_port, in_gloo_world
+from weightsync.testing.processes import Child, children, free_port, in_gloo_world
 from weightsync.transfer.registry import strategy_named
 
 STRATEGIES = ("broadcast", "cuda_ipc", "packed_cuda_ipc")
@@ -51,14 +53,15 @@ class Synced:
     checkpoint: Path
 
 
-def rank_main(rank: int, world_size: int, kind: str, urls: dict[str, str], folder: str, conn: Any = None) -> None:
-    """Takes strategies from `conn` (rank 0 tells the others): steps, syncs, saves the truth, says how it went."""
+def rank_main(rank: int, world_size: int, kind: str, urls: dict[str, str], folder: str, conn: Any) -> None:
+    """Takes strategies from `conn`: steps, syncs, saves the truth, says how it went."""
     trainer = build_trainer(kind, rank, world_size)
     engines = [
         HttpEngine(urls["module"], engine_id="module", token=TOKEN),
         VllmEngine(VllmHttpApi(urls["vllm"]), engine_id="vllm"),
     ]
-    for number, strategy in enumerate(STRATEGIES, 1):
+    conn.send("ready")
+    for number, strategy in enumerate(iter(conn.recv, None), 1):
         trainer.step(number)
         push = PushSync(
             trainer.extractor,
@@ -81,61 +84,65 @@ def rank_main(rank: int, world_size: int, kind: str, urls: dict[str, str], folde
                 "unprovable": dict(report.unprovable),
                 "num_chunks": report.num_chunks,
             }
-            conn.send((strategy, facts, cast_bytes_of(truth), str(path)))
-        if conn.recv() != "go on":
-            break
+            conn.send((facts, cast_bytes_of(truth), str(path)))
     os._exit(0)  # Megatron's and DeepSpeed's groups have nothing left to say
 
 
-def run_job(kind: str, server: Server, folder: Path) -> dict[str, Synced]:
+def run_job(kind: str, ranks: Sequence[Child], module: Child, server: Server, folder: Path) -> dict[str, Synced]:
     """All strategies of one trainer."""
     done: dict[str, Synced] = {}
-    world_size = RANKS[kind]
-    with children() as start:
-        module = start(hf_engine, False, talk=True, name="module")
-        urls = {"module": module.recv(60), "vllm": server.url}
-        port = free_port()
-        ranks = [
-            start(
-                in_gloo_world, rank, world_size, port, rank_main, (kind, urls, str(folder)), talk=True,
-                name=f"{kind}-{rank}",
-            )
-            for rank in range(world_size)
-        ]  # fmt: skip
-        for _ in STRATEGIES:
-            strategy, report, expected, path = ranks[0].recv(90)
-            module.conn.send("weights")
-            weights = load_file(path)
-            done[strategy] = Synced(
-                report=report,
-                held=module.recv(30),
-                expected=expected,
-                logprobs=server.logprobs(),
-                checkpoint=save_checkpoint(folder / f"{kind}-{strategy}", hf_model(), weights),
-            )
-            for rank in ranks:
-                rank.conn.send("go on")
+    for rank in ranks:
+        assert rank.recv(90) == "ready"
+    for strategy in STRATEGIES:
         for rank in ranks:
-            rank.process.join(30)
+            rank.conn.send(strategy)
+        report, expected, path = ranks[0].recv(90)
+        module.conn.send("weights")
+        done[strategy] = Synced(
+            report=report,
+            held=module.recv(30),
+            expected=expected,
+            logprobs=server.logprobs(),
+            checkpoint=save_checkpoint(folder / f"{kind}-{strategy}", hf_model(), load_file(path)),
+        )
     return done
 
 
 @pytest.fixture(scope="module")
 def jobs(
-    vllm_server: Server, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
+    starting_server: Server, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Synced] | Exception]:
-    """Every trainer's job, one after the other; one that fails fails its own cells."""
+    """Every trainer's job, one after the other; one that fails fails its own cells.
+
+    All are built at once, while vLLM starts.
+    """
     folder = tmp_path_factory.mktemp("matrix")
     done: dict[str, dict[str, Synced] | Exception] = {}
-    for kind in KINDS:
-        try:
-            done[kind] = run_job(kind, vllm_server, folder)
-        except Exception as error:
-            done[kind] = error
-    oracle.learn(
-        [synced.checkpoint for job in done.values() if not isinstance(job, Exception) for synced in job.values()]
-    )
+    with children() as start:
+        module = start(hf_engine, False, talk=True, name="module")
+        urls = {"module": module.recv(60), "vllm": starting_server.url}
+        jobs = {kind: _start_job(start, kind, urls, folder) for kind in KINDS}
+        starting_server.wait_until_ready()
+        for kind, ranks in jobs.items():
+            try:
+                done[kind] = job = run_job(kind, ranks, module, starting_server, folder)
+                oracle.learn([synced.checkpoint for synced in job.values()])
+            except Exception as error:
+                done[kind] = error
+            for rank in ranks:
+                rank.kill()
     return done
+
+
+def _start_job(start: Callable[..., Child], kind: str, urls: dict[str, str], folder: Path) -> list[Child]:
+    port, world_size = free_port(), RANKS[kind]
+    return [
+        start(
+            in_gloo_world, rank, world_size, port, rank_main, (kind, urls, str(folder)), talk=True,
+            name=f"{kind}-{rank}",
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
 
 
 @pytest.mark.timeout(300)

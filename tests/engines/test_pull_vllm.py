@@ -14,7 +14,8 @@ from tests.engines.test_vllm_in_flight import CLOSE, HEAD, Generation, misfit
 from tests.engines.vllm_support import PROMPTS, Server, build_model, train_step
 from weightsync.clients.vllm import VllmEngine, VllmHttpApi
 from weightsync.publish.manager import WeightManager
-from weightsync.rollout.service import RolloutConfig, RolloutService
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
 from weightsync.rollout.staged_load import EngineLoader
 from weightsync.testing.processes import Child, children
 from weightsync.types.publication import ModelStatus, NotifyRequest, Transport

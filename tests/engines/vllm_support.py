@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import torch
@@ -30,6 +30,7 @@ from weightsync.testing.processes import free_port
 
 MODEL_NAME = "tiny"
 MAX_LEN = 2048
+KV_CACHE_BYTES = 64 << 20  # 131072 tokens
 SERVER_MAX_LEN = 16384  # room for a generation that outlasts any sync
 PROMPTS: tuple[tuple[int, ...], ...] = (
     tuple((7 * i + 3) % VOCAB for i in range(24)),
@@ -38,6 +39,7 @@ PROMPTS: tuple[tuple[int, ...], ...] = (
 SAME, DIFFERENT = 1e-6, 1e-4
 START_S = 150.0
 RESULT = "RESULT "
+ORACLE_FILE = "oracle.json"
 NUM_NEXT = 20
 LONG_PROMPT: tuple[int, ...] = tuple((5 * i + i // 9) % VOCAB for i in range(300))
 
@@ -120,6 +122,7 @@ class Server:
             *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--disable-log-stats"),
             *("--max-model-len", str(SERVER_MAX_LEN), "--max-num-seqs", "8", "--tensor-parallel-size", str(self._tp)),
             *("--weight-transfer-config", json.dumps({"backend": "weightsync"})),
+            *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
             *("--stream-interval", "20"),  # or its one event loop is busy streaming, and answers nothing else
         ]
         with self._log.open("ab") as output:
@@ -204,12 +207,12 @@ def engine_env(tp: int = 1, *, core: int = 0) -> dict[str, str]:
     """Settings for a small engine on a CPU: one thread a worker, each on a core of its own, from `core` on."""
     cores = [str((core + rank) % (os.cpu_count() or 1)) for rank in range(tp)]
     return {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles its count of ranks in every worker, even with --enforce-eager
     }
 
 
@@ -217,29 +220,57 @@ def engine_env(tp: int = 1, *, core: int = 0) -> dict[str, str]:
 
 
 class Oracle:
-    """Fresh engines on demand, in a process of their own; what they answered is remembered by folder."""
+    """Fresh engines, one after the other, in a process of their own; what they answered is remembered by folder.
 
-    def __init__(self) -> None:
-        self._known: dict[str, dict[str, Any]] = {}
+    Each answer is a file in the checkpoint's folder, see `vllm_scripts.oracle`.
+
+    Args:
+        log: takes what they write.
+    """
+
+    def __init__(self, log: IO[str]) -> None:
+        self._asked: set[Path] = set()
+        self._process: subprocess.Popen[str] | None = None
+        self._log = log
 
     def learn(self, checkpoints: Sequence[Path]) -> None:
-        """Starts a fresh engine for each of them, one after the other, in one process."""
-        new = [str(each) for each in checkpoints if str(each) not in self._known]
-        if new:
-            told = run_script("oracle", [new, [list(prompt) for prompt in PROMPTS], list(LONG_PROMPT)])
-            self._known.update(zip(new, told, strict=True))
+        """Asks for a fresh engine for each of them, and does not wait for it."""
+        if self._process is None:
+            self._process = _start_script(
+                "oracle", [[list(prompt) for prompt in PROMPTS], list(LONG_PROMPT)], self._log, stdin=subprocess.PIPE
+            )
+        assert self._process.stdin is not None
+        for checkpoint in checkpoints:
+            if checkpoint not in self._asked:
+                self._asked.add(checkpoint)
+                self._process.stdin.write(f"{checkpoint}\n")
+        self._process.stdin.flush()
 
     def logprobs(self, checkpoint: Path) -> list[list[float]]:
         """What a fresh engine that has loaded this checkpoint says of `PROMPTS`, as `Server.logprobs` does."""
-        self.learn([checkpoint])
-        scores: list[list[float]] = self._known[str(checkpoint)]["prompts"]
+        scores: list[list[float]] = self._told(checkpoint)["prompts"]
         return scores
 
     def next_token(self, checkpoint: Path) -> dict[str, float]:
         """What it says after `LONG_PROMPT`, as `Server.next_token` does."""
-        self.learn([checkpoint])
-        scores: dict[str, float] = self._known[str(checkpoint)]["next"]
+        scores: dict[str, float] = self._told(checkpoint)["next"]
         return scores
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            _kill_group(self._process)
+
+    def _told(self, checkpoint: Path) -> dict[str, Any]:
+        self.learn([checkpoint])
+        assert self._process is not None
+        end = time.monotonic() + START_S
+        while not (answer := checkpoint / ORACLE_FILE).exists():
+            why = "ended" if self._process.poll() is not None else "is too slow" if time.monotonic() > end else None
+            assert why is None, f"the oracle {why}:\n{_tail(self._log)}"
+            time.sleep(0.02)  # between two looks
+        told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return told
 
 
 def run_script(name: str, argument: Any, *, env: Mapping[str, str] | None = None, timeout_s: float = START_S) -> Any:
@@ -248,30 +279,46 @@ def run_script(name: str, argument: Any, *, env: Mapping[str, str] | None = None
     Raises:
         AssertionError: it failed, or took too long; with what it wrote.
     """
-    with tempfile.TemporaryFile("w+") as output:  # no pipe: the engine's own processes would keep it open
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.vllm_scripts", name, json.dumps(argument)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, **engine_env(core=1), **(env or {})},
-            cwd=Path(__file__).parents[2],
-        )
+    with tempfile.TemporaryFile("w+") as output:
+        process = _start_script(name, argument, output, env=env)
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{name} took over {timeout_s} s") from None
+            raise AssertionError(f"{name} took over {timeout_s} s:\n{_tail(output)}") from None
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+            _kill_group(process)
         output.seek(0)
         told = output.read()
     found = told.rpartition(RESULT)[2].partition("\n")[0] if RESULT in told else ""
     assert process.returncode == 0, f"{name} failed:\n{told[-6000:]}"
     assert found, f"{name} gave no result:\n{told[-6000:]}"
     return json.loads(found)
+
+
+def _start_script(
+    name: str, argument: Any, output: IO[str], *, env: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.engines.vllm_scripts", name, json.dumps(argument)],
+        stdout=output,  # no pipe: the engine's own processes would keep it open
+        stderr=subprocess.STDOUT,
+        stdin=stdin,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **engine_env(core=1), **(env or {})},
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+
+
+def _tail(output: IO[str], chars: int = 6000) -> str:
+    output.seek(0)
+    return output.read()[-chars:]
 
 
 def llm_options(checkpoint: Path | str, tp: int = 1, **options: Any) -> dict[str, Any]:
@@ -282,6 +329,7 @@ def llm_options(checkpoint: Path | str, tp: int = 1, **options: Any) -> dict[str
         "enforce_eager": True,
         "max_model_len": MAX_LEN,
         "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 8 << 20,  # 16384 tokens
         "dtype": "bfloat16",
         "tensor_parallel_size": tp,
         **options,

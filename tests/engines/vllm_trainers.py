@@ -26,11 +26,14 @@ LAST_CHUNK = 13
 
 
 class Mortal:
-    """A `VllmApi` whose caller dies right after the answer to one step: "begin", "stage", "pause" or "commit"."""
+    """A `VllmApi` whose caller dies right after the answer to one step: "begin", "stage", "pause" or "commit"; or waits
+    before the pause until it is told to go on."""
 
-    def __init__(self, api: VllmHttpApi) -> None:
+    def __init__(self, api: VllmHttpApi, conn: Any) -> None:
         self._api = api
+        self._conn = conn
         self.dies_after: str | None = None
+        self.waits_at_pause = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._api, name)
@@ -41,6 +44,9 @@ class Mortal:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
+        if self.waits_at_pause:
+            self._conn.send("the pause is next")
+            assert self._conn.recv() == "go on"
         self._api.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)
         if self.dies_after == "pause":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -49,13 +55,13 @@ class Mortal:
 def trainer_main(url: str, conn: Any) -> None:
     """Takes orders: {"version": n, "steps": k} syncs the model after k training steps as version n.
 
-    Further keys: "setup", see `_setup` (another one than before begins a new run); "dies_after", see `Mortal`; and
-    those of `_at_chunk`.
+    Further keys: "setup", see `_setup` (another one than before begins a new run); "dies_after" and
+    "waits_at": "pause", see `Mortal`; and those of `_at_chunk`.
     """
     torch.set_num_threads(1)
     model, steps = build_model(), 0
     extractor = ModuleWeightExtractor(model, chunk_bytes=CHUNK_BYTES)
-    api = Mortal(VllmHttpApi(url))
+    api = Mortal(VllmHttpApi(url), conn)
     setup: dict[str, Any] | None = None
     push: PushSync | None = None
     while (order := conn.recv()) is not None:
@@ -72,6 +78,7 @@ def trainer_main(url: str, conn: Any) -> None:
                 steps += 1
                 train_step(model, steps)
             api.dies_after = order.get("dies_after")
+            api.waits_at_pause = order.get("waits_at") == "pause"
             with _at_chunk(extractor, order, conn):
                 report = push.sync_weights(order["version"])
             outcome: dict[str, Any] = {

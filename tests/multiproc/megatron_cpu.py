@@ -25,6 +25,8 @@ def megatron_model(config: Any, tensor_parallel: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     _on_cpu()
+    if parallel_state.model_parallel_is_initialized():  # an earlier model of this process
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     multiple = VOCAB_MULTIPLE * tensor_parallel
     settings = TransformerConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from weightsync.errors import ExtractError, UnsupportedError, WeightSyncError
 from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.tensors import byte_array
-from weightsync.testing.processes import children, free_port, in_gloo_world, run_ranks
+from weightsync.testing.processes import RankPool, children, free_port, in_gloo_world, run_ranks
 
 CASES = (("bfloat16", False), ("float32", False), ("float32", True))
 """The dtype that is trained in, and whether the consumer keeps every chunk."""
@@ -90,10 +91,15 @@ def _extract_zero_3(rank: int, world_size: int) -> dict[str, Any]:
     return seen
 
 
-def test_zero_3_gives_the_weights_of_the_whole_model() -> None:
+@pytest.fixture
+def ranks(two_ranks: Callable[[str], RankPool]) -> RankPool:
+    return two_ranks("deepspeed")
+
+
+def test_zero_3_gives_the_weights_of_the_whole_model(ranks: RankPool) -> None:
     """Seen to fail: with `ds_shape` ignored, with the context left before the tensor is read, and with the parameters
     that are whole already gathered like the others (their status changes)."""
-    for seen in run_ranks(_extract_zero_3, 2):
+    for seen in ranks.run(_extract_zero_3):
         assert seen["empty outside"]
         assert seen["whole 0"] >= 1
 
@@ -113,9 +119,9 @@ def _extract_other_stages(rank: int, world_size: int) -> None:
         assert held == ([spec.name for spec in trainer.extractor.metadata()] if rank == 0 and held else [])
 
 
-def test_stages_1_and_2_and_half_precision() -> None:
+def test_stages_1_and_2_and_half_precision(ranks: RankPool) -> None:
     """Under bf16 the module's own parameters leave the trainer, bit for bit."""
-    run_ranks(_extract_other_stages, 2)
+    ranks.run(_extract_other_stages)
 
 
 def _refusals() -> list[str]:
@@ -154,9 +160,9 @@ def _fail_inside(rank: int, world_size: int) -> tuple[str, bool, list[str]]:
     return raised, _extracted(extractor, "bfloat16") == _reference(build(5), "bfloat16"), _refusals()
 
 
-def test_a_failure_leaves_nothing_gathered_and_what_ranks_do_not_share_is_refused() -> None:
+def test_a_failure_leaves_nothing_gathered_and_what_ranks_do_not_share_is_refused(ranks: RankPool) -> None:
     refused = ["UnsupportedError bias", "UnsupportedError None"]
-    assert run_ranks(_fail_inside, 2) == [("blocks.0.wide.weight", True, refused), ("nothing", True, refused)]
+    assert ranks.run(_fail_inside) == [("blocks.0.wide.weight", True, refused), ("nothing", True, refused)]
 
 
 def _die_in_a_gather(rank: int, world_size: int) -> tuple[str, str | None, int | None, set[str]]:
@@ -237,9 +243,9 @@ def test_extraction_takes_two_chunks_and_the_largest_parameter() -> None:
             assert within != keep_all, f"{trained_in}: {peak / MIB:.1f} MiB at the peak, the bound is {bound / MIB:.1f}"
 
 
-def test_an_engine_holds_what_deepspeed_trained() -> None:
+def test_an_engine_holds_what_deepspeed_trained(ranks: RankPool) -> None:
     """Two ZeRO-3 ranks in bfloat16, two steps and two syncs by broadcast; the output layer is the embedding."""
-    check_push("deepspeed", tied=True, bf16=True)
+    check_push("deepspeed", ranks, tied=True, bf16=True)
 
 
 def test_the_odd_model_has_what_this_file_is_about() -> None:

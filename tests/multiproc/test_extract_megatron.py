@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +22,7 @@ from weightsync.observe import Recorder
 from weightsync.publish.extraction import LockstepExtraction
 from weightsync.publish.ranks import TrainingRanks
 from weightsync.tensors import byte_array
-from weightsync.testing.processes import children, free_port, in_gloo_world, run_ranks
+from weightsync.testing.processes import RankPool, children, free_port, in_gloo_world
 from weightsync.types import Deadline
 
 
@@ -71,10 +72,15 @@ def _extract_one(rank: int, world_size: int, tied: bool) -> None:
         torch.testing.assert_close(trainer.logits(tokens), wanted_logits, rtol=0, atol=5e-6)
 
 
-def test_tensor_parallel_weights_leave_under_hugging_faces_names() -> None:
+@pytest.fixture
+def ranks(two_ranks: Callable[[str], RankPool]) -> RankPool:
+    return two_ranks("megatron")
+
+
+def test_tensor_parallel_weights_leave_under_hugging_faces_names(ranks: RankPool) -> None:
     """The vocabulary is padded from 128 to 192 rows. Seen to fail: with q, k and v cut one behind the other instead of
     group by group, with gate and up halved after joining, and with the padding left on."""
-    run_ranks(_extract, 2)
+    ranks.run(_extract)
 
 
 def _extract_replicas(rank: int, world_size: int) -> list[str]:
@@ -118,8 +124,8 @@ def _extract_replicas(rank: int, world_size: int) -> list[str]:
     return refused
 
 
-def test_replicas_wrappers_and_refusals() -> None:
-    for refused in run_ranks(_extract_replicas, 2):
+def test_replicas_wrappers_and_refusals(ranks: RankPool) -> None:
+    for refused in ranks.run(_extract_replicas):
         words = ["experts", "without gate", "zero-centered", "decoder.adapter.weight", "pipeline"]
         assert len(refused) == len(words)
         assert all(word in text for word, text in zip(words, refused, strict=True)), refused
@@ -184,9 +190,9 @@ class Local(CollectiveBridge):
             yield f"w{number}", torch.zeros(2)
 
 
-def test_a_rank_that_sees_another_export_stops_all_at_the_same_chunk() -> None:
+def test_a_rank_that_sees_another_export_stops_all_at_the_same_chunk(ranks: RankPool) -> None:
     """Seen to fail: raising in the middle of the chunk leaves the other rank in a collective that no other enters."""
-    first, second = run_ranks(_deviate, 2, timeout_s=40)
+    first, second = ranks.run(_deviate, timeout_s=60)
     assert first[0] == ("", 3)
     assert second[0] == ("", 0)
     assert first[1] == ("TransferAbortedError None", 2), "what it had gathered went to the sender, and no more"
@@ -214,6 +220,6 @@ def test_a_rank_that_dies_in_the_export_is_a_typed_error_on_the_others() -> None
     assert took_s < 10
 
 
-def test_an_engine_holds_what_megatron_trained() -> None:
+def test_an_engine_holds_what_megatron_trained(ranks: RankPool) -> None:
     """Two tensor-parallel ranks, two steps and two syncs by broadcast."""
-    check_push("megatron")
+    check_push("megatron", ranks)

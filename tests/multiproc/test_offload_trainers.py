@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -11,7 +13,7 @@ from weightsync.memory.folder import path_of
 from weightsync.publish.manager import WeightManager
 from weightsync.rollout.puller import Puller
 from weightsync.tensors import byte_array
-from weightsync.testing.processes import run_ranks
+from weightsync.testing.processes import RankPool
 from weightsync.types import Deadline
 
 
@@ -37,6 +39,6 @@ def _train_and_publish(rank: int, world_size: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "path"), [("fsdp", "shards"), ("deepspeed", "gather"), ("megatron", "gather")])
-def test_what_was_trained_is_what_is_pulled(kind: str, path: str) -> None:
+def test_what_was_trained_is_what_is_pulled(two_ranks: Callable[[str], RankPool], kind: str, path: str) -> None:
     """Two ranks, two real steps. FSDP2's shards go to their places without communication, the others are gathered."""
-    assert run_ranks(_train_and_publish, 2, kind) == [path, path]
+    assert two_ranks(kind).run(_train_and_publish, kind) == [path, path]

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,8 @@ from tests.multiproc.pull_kit import (
     shm_of,
     wait_until,
 )
-from weightsync.errors import AuthError, InvalidRequestError, SyncFailedError, TransferAbortedError
+from weightsync.errors import SyncFailedError, TransferAbortedError
 from weightsync.testing.processes import Child, children, free_port
-from weightsync.types.publication import RegisterSenderRequest
 
 Start = Callable[..., Child]
 GUARD_S = 0.4
@@ -122,7 +120,7 @@ def test_a_proof_is_not_taken_for_a_reader_of_old_versions(start: Start, tmp_pat
 
 def test_the_version_that_came_is_recorded(start: Start, trainer: Trainer, tmp_path: Path) -> None:
     """Fault 4: told of one version and given the next, the service and its engines say the next."""
-    hook = Hook(at="weightsync.rollout.puller:Puller._granted", do="wait", path=str(tmp_path / "hook")).set()
+    hook = Hook(at="weightsync.rollout.agents:Agents.grant", do="wait", path=str(tmp_path / "hook")).set()
     service = Service(start, ["a"], hook=hook, senders=(trainer.endpoint,))
     told = publish(trainer)
     service.notify(trainer.endpoint, 1, told, wait_s=None)
@@ -226,66 +224,3 @@ def test_nothing_is_left_in_shared_memory(start: Start) -> None:
     service.ask("close")
     receiver.ask("close")
     assert shm_of(service.pid, receiver.pid, trainer.agent_pid) == []
-
-
-# --- the service and its engines ---
-
-
-@pytest.mark.parametrize("point", ["begin", "loaded", "commit"])
-def test_one_engine_fails(start: Start, trainer: Trainer, point: str) -> None:
-    """The other serves the new version; the failed one what it served, or nothing, no mixture; it is brought back."""
-    service = Service(start, ["a", "b"], senders=(trainer.endpoint,))
-    old = publish(trainer)
-    service.notify(trainer.endpoint, 1, old)
-    service.ask("arm", "a", {"at": point, "do": "raise"})
-    new = publish(trainer)
-    with pytest.raises(SyncFailedError, match=r"^a: .*injected"):
-        service.notify(trainer.endpoint, 1, new)
-    version, right = service.serving("a")
-    assert right
-    before = f"{run_of(1)}/{old}" if point == "begin" else None
-    assert version in {before, f"{run_of(1)}/{new}"}  # it is tried again at once
-    assert service.serving("b") == (f"{run_of(1)}/{new}", True)
-    wait_until(lambda: service.serving("a") == (f"{run_of(1)}/{new}", True), "the failed engine is brought back")
-    wait_until(lambda: service.status().errors == {}, "the error is over")
-    assert service.status().version == new
-
-
-def test_an_engine_was_started_again(start: Start, trainer: Trainer) -> None:
-    """It serves nothing, and nobody tells the service: it looks, and brings it back."""
-    service = Service(start, ["a", "b"], senders=(trainer.endpoint,))
-    version = publish(trainer)
-    service.notify(trainer.endpoint, 1, version)
-    service.ask("renew", "a")
-    assert service.serving("a")[0] == "nothing"
-    wait_until(lambda: service.serving("a") == (f"{run_of(1)}/{version}", True), "it is brought back")
-    assert service.serving("b") == (f"{run_of(1)}/{version}", True)
-
-
-def test_what_a_service_is_told(start: Start, trainer: Trainer) -> None:
-    """Unknown models and senders are refused; a notification that comes late changes nothing; a run that another one
-    took over from is not taken up again, and who waits for it hears of that at once.
-    """
-    service = Service(start, ["a"])
-    first, second = publish(trainer), publish(trainer)
-    with pytest.raises(InvalidRequestError, match="critic"):
-        service.notify(trainer.endpoint, 1, second, model_id="critic")
-    with pytest.raises(AuthError, match="not registered"):
-        service.notify(trainer.endpoint, 1, second)
-    service.client.register_sender(RegisterSenderRequest(model_id="actor", sender_endpoint=trainer.endpoint))
-    assert service.notify(trainer.endpoint, 1, second).version == second
-    status = service.notify(trainer.endpoint, 1, first)
-    assert (status.version, status.wanted, status.num_pulled) == (second, second, 1)
-
-    other = Trainer(start, 31)
-    other.publish(0)
-    service.client.register_sender(RegisterSenderRequest(model_id="actor", sender_endpoint=other.endpoint))
-    with ThreadPoolExecutor(1) as pool:
-        waiter = pool.submit(service.notify, trainer.endpoint, 1, second + 1000, wait_s=40.0)
-        wait_until(lambda: service.status().wanted == second + 1000, "the wish of the old run")
-        assert service.notify(other.endpoint, 31, 0).run_id == run_of(31)
-        with pytest.raises(TransferAbortedError, match="taken over"):
-            waiter.result(5)
-    with pytest.raises(TransferAbortedError, match="taken over"):
-        service.notify(trainer.endpoint, 1, second + 1)
-    assert service.serving("a") == (f"{run_of(31)}/0", True)

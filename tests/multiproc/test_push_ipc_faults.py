@@ -23,6 +23,9 @@ from weightsync.testing.processes import children
 
 DEADLINE_S = 10.0
 QUICK = {"transfer_timeout_s": 3.0, "join_timeout_s": 3.0, "pause_timeout_s": 1.0}
+"""For what costs a deadline."""
+PATIENT = {**QUICK, "transfer_timeout_s": 30.0}
+AT_ONCE_S = 10.0  # far from the deadline, also on a busy machine
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def mapped(pid: int) -> set[str]:
 
 
 def push_with(strategy: str, **options: Any) -> dict[str, Any]:
-    return {**QUICK, "strategy": strategy, **options}
+    return {**PATIENT, "strategy": strategy, **options}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -59,7 +62,7 @@ def test_an_engine_raises_at_a_chunk(start: Any, strategy: str, ranks: int) -> N
     for said in trainer.order(2):
         assert said["type"] == "SyncFailedError"
         assert said["causes"] == {"two": "LoadError"}
-        assert said["seconds"] < 2.5, "an error ends the sync at once, not at its deadline"
+        assert said["seconds"] < AT_ONCE_S, "an error ends the sync at once, not at its deadline"
     assert of_process(trainer.ranks[0].pid) == set(), "what an engine may be reading still is never written again"
     check_serving(one, 1, 1)
     check_serving(two, 1, 1)
@@ -79,7 +82,7 @@ def test_an_engine_is_killed(start: Any, strategy: str, at: str) -> None:
     one.ask("arm", fault)
     said = trainer.sync(2)
     assert said["type"] in {"SyncFailedError", "TransferError"}
-    assert said["seconds"] < 3
+    assert said["seconds"] < AT_ONCE_S
     said = trainer.sync(3)
     assert (said["engines"], said["lost"]) == (("two",), ("one",))
     check_serving(two, 3, 3)
@@ -91,7 +94,7 @@ def test_a_worker_is_killed_while_it_reads(start: Any) -> None:
     two.ask("arm", {"at": "load", "chunk": 1, "do": "kill"}, worker=1)
     said = trainer.sync(2)
     assert said["type"] == "SyncFailedError"
-    assert said["seconds"] < 3
+    assert said["seconds"] < AT_ONCE_S
     check_serving(one, 1, 1)
     assert two.generate()[0] == "NotServingError"
     assert trainer.sync(3)["engines"] == ("one",)
@@ -101,7 +104,7 @@ def test_a_worker_is_killed_while_it_reads(start: Any) -> None:
 @pytest.mark.parametrize("ranks", [2])
 def test_an_engine_hangs_in_the_middle(start: Any, ranks: int) -> None:
     """It costs every rank the deadline; when it wakes up it reads old memory on, aborts and serves version 1."""
-    one, two, trainer = setup(start, ranks=ranks, push=push_with("packed_cuda_ipc"))
+    one, two, trainer = setup(start, ranks=ranks, push=push_with("packed_cuda_ipc", **QUICK))
     one.ask("arm", {"at": "load", "chunk": 2, "do": "stop"})
     for said in trainer.order(2):
         assert said["type"] in {"DeadlineExceededError", "SyncFailedError"}
@@ -138,7 +141,7 @@ def test_a_late_reader_reads_what_was_lent_to_it_and_commits_nothing(start: Any)
 @pytest.mark.parametrize(("strategy", "ranks", "victim"), [("cuda_ipc", 2, 0), ("packed_cuda_ipc", 2, 1)])
 def test_a_training_rank_is_killed(start: Any, strategy: str, ranks: int, victim: int) -> None:
     """The other rank raises, engines keep version 1, and the next process that lends unlinks the dead one's."""
-    one, two, trainer = setup(start, ranks=ranks, push=push_with(strategy))
+    one, two, trainer = setup(start, ranks=ranks, push=push_with(strategy, **QUICK))
     lent = of_process(trainer.ranks[0].pid)
     assert len(lent) == 3
     trainer.order("die in extraction", [victim])
@@ -159,7 +162,7 @@ def test_a_training_rank_is_killed(start: Any, strategy: str, ranks: int, victim
 
 def test_the_trainer_dies_and_engines_abort_by_their_deadline(start: Any) -> None:
     """Nobody tells them; then they let go of its memory. What is half-loaded is not served; a new trainer heals."""
-    one, two, trainer = setup(start, in_place=True, push=push_with("cuda_ipc"))
+    one, two, trainer = setup(start, in_place=True, push=push_with("cuda_ipc", **QUICK))
     assert mapped(one.worker_pids[0])
     trainer.order("die in extraction")
     trainer.ranks[0].conn.send(2)
@@ -198,7 +201,7 @@ def test_an_engine_on_another_host_is_told_so(start: Any, tmp_path: Path) -> Non
     assert said["type"] == "SyncFailedError"
     assert said["causes"] == {"far": "UnsupportedError"}
     assert "broadcast" in said["text"]
-    assert said["seconds"] < 3
+    assert said["seconds"] < AT_ONCE_S
     assert one.generate() == ("ok", one.generate()[1], "None")
 
 
@@ -218,7 +221,7 @@ def test_shared_memory_is_full(start: Any, tmp_path: Path, full: int) -> None:
     for said in trainer.order(1):
         assert said["type"] == "SharedMemoryError"
         assert "left" in said["text"]
-        assert said["seconds"] < 3
+        assert said["seconds"] < AT_ONCE_S
     assert one.generate()[2] == "None"
     trainer.order("room", [full])
     assert trainer.order(4)[0]["engines"] == ("one", "two")
@@ -240,7 +243,7 @@ def test_shared_memory_is_full_where_one_rank_lends(start: Any, ranks: int) -> N
     trainer.order("no room", [0])
     for said in trainer.order(3):
         assert said["type"] == "SharedMemoryError"
-        assert said["seconds"] < 3
+        assert said["seconds"] < AT_ONCE_S
     check_serving(one, 1, 1)
     trainer.order("room", [0])
     assert trainer.order(4)[0]["engines"] == ("one", "two")

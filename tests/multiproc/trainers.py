@@ -36,13 +36,14 @@ from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.server import EngineServer
 from weightsync.rollout.worker import EngineWorker
 from weightsync.tensors import byte_array
-from weightsync.testing.processes import children, run_ranks
+from weightsync.testing.processes import RankPool, children, preload
 
 KINDS = ("module", "fsdp", "deepspeed", "megatron")
 SEED = 11
 SEQUENCE = 16
 VOCAB = 128
 LEARNING_RATE = 1e-3
+preload("transformers.models.qwen3.modeling_qwen3")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -315,12 +316,12 @@ def train_and_push(
     return reports, expected
 
 
-def check_push(kind: str, *, ranks: int = 2, **options: Any) -> None:
-    """A trainer of `ranks` processes steps and syncs twice; the engine holds the second truth, byte for byte."""
+def check_push(kind: str, ranks: RankPool, **options: Any) -> None:
+    """A trainer on `ranks` steps and syncs twice; the engine holds the second truth, byte for byte."""
     with children() as start:
         engine = start(hf_engine, options.get("tied", False), talk=True)
         url = engine.recv()
-        results = run_ranks(train_and_push, ranks, kind, url, 2, options)
+        results = ranks.run(train_and_push, kind, url, 2, options)
         first, second = results[0][1]
         for reports, _ in results:
             assert [report.version.number for report in reports] == [1, 2]

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightsync.errors import ConfigError, DigestMismatchError, WeightSyncError
+from weightsync.errors import ConfigError, DeadlineExceededError, DigestMismatchError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.rollout.puller import Pulled
+    from weightsync.rollout.pulled import Pulled
 
 TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
 
@@ -75,7 +75,12 @@ def agent(
                 if not report.published:
                     print(f"version {report.version.number} was not published: {report.why}", file=sys.stderr)
                     return
-                manager.wait_published(report.version.number, timeout_s=600)
+                while not stop.is_set():  # the proof of a large model takes a while, and a signal is not kept waiting
+                    with contextlib.suppress(DeadlineExceededError):
+                        manager.wait_published(report.version.number, timeout_s=0.2)
+                        break
+                else:
+                    return
                 print(
                     f"version {report.version} is published: {report.copied_bytes / 1e6:.1f} MB in "
                     f"{report.seconds:.2f} s",
@@ -94,6 +99,10 @@ def pull(
     out: Annotated[Path, typer.Option(help="Folder to write model.safetensors into; it is made.")],
     model_id: Annotated[str | None, typer.Option(help="Which model; the agent's own where not given.")] = None,
     token: _Token = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Another agent of the same trainer that may be called, one a trainer host."),
+    ] = None,
     transport: Annotated[str | None, typer.Option(help="tcp or shm; chosen by itself where not given.")] = None,
     streams: Annotated[int, typer.Option(min=1, max=64, help="TCP connections.")] = 6,
     timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds that it may take.")] = 600.0,
@@ -104,13 +113,13 @@ def pull(
     """Fetches the newest version of an agent into a folder; every tensor in it is proved by its digest.
 
     The file is written aside and renamed, so the folder holds the old version or the new one, and never half of one. A
-    manifest.json beside it names the version and every tensor's digest.
+    manifest.json beside it, where there is one, names its version and every tensor's digest.
     """
     with _told():
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         from weightsync.clients.agent import AgentClient
-        from weightsync.net.messages import encode
+        from weightsync.errors import NotRegisteredError
         from weightsync.rollout.puller import Puller
         from weightsync.types import Deadline
         from weightsync.types.publication import Transport
@@ -127,7 +136,7 @@ def pull(
         puller = Puller(
             endpoint, model_id, receiver_id=_own_name(), token=token, verify=checked,
             transport=None if transport is None else Transport(transport), num_streams=streams,
-            may_call=lambda _: True,  # the user named this agent, and trusts what it names
+            may_call={each.rstrip("/") for each in source or ()}.__contains__,  # the token goes to nobody else
         )  # fmt: skip
         bar = Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
@@ -141,9 +150,8 @@ def pull(
                 )
             with pulled:
                 path = write_out(pulled, out)
-                aside = out / f".manifest.{os.getpid()}.json"
-                aside.write_bytes(encode(pulled.manifest))
-                aside.replace(out / "manifest.json")
+        except NotRegisteredError as error:
+            raise ConfigError(f"{error.message}; allow it with --source URL") from error
         finally:
             puller.close()
         print(f"{path}: {pulled.version}, {pulled.manifest.total_bytes / 1e6:.1f} MB by {pulled.transport}")
@@ -155,7 +163,7 @@ def _own_name() -> str:
 
 
 def write_out(pulled: Pulled, folder: Path) -> Path:
-    """Copies a version into a folder's model.safetensors, whole or not at all.
+    """Copies a version into a folder's model.safetensors, whole or not at all, with its manifest.json after it.
 
     Raises:
         DigestMismatchError: what was copied is not what was published. The folder is as it was.
@@ -166,9 +174,11 @@ def write_out(pulled: Pulled, folder: Path) -> Path:
 
     from weightsync.codec.digest import tensor_digests
     from weightsync.memory.folder import open_own
+    from weightsync.net.messages import encode
     from weightsync.tensors import tensor_from_bytes
 
     path, aside = folder / "model.safetensors", folder / f".model.safetensors.{os.getpid()}"
+    manifest, described = folder / "manifest.json", folder / f".manifest.json.{os.getpid()}"
     try:
         with os.fdopen(open_own(pulled.segment, os.O_RDONLY), "rb") as source, aside.open("wb") as target:
             shutil.copyfileobj(source, target, 16 << 20)
@@ -180,9 +190,13 @@ def write_out(pulled: Pulled, folder: Path) -> Path:
             tensor = tensor_from_bytes(flat[start : start + spec.nbytes], dtype=spec.dtype, shape=spec.shape)
             if tensor_digests({spec.name: tensor})[spec.name] != spec.digest:
                 raise DigestMismatchError("what was written is not what was published", parameter=spec.name)
+        described.write_bytes(encode(pulled.manifest))
+        manifest.unlink(missing_ok=True)  # at no moment does it stand beside weights that are not its own
         aside.replace(path)
+        described.replace(manifest)
     finally:
         aside.unlink(missing_ok=True)
+        described.unlink(missing_ok=True)
     return path
 
 

@@ -23,7 +23,8 @@ from weightsync.load.module import ModuleWeightLoader
 from weightsync.observe import Recorder
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.server import EngineServer
-from weightsync.rollout.service import RolloutConfig, RolloutService
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
 
 MODEL_ID = "demo"
 TOKEN_VARIABLE = "WEIGHTSYNC_DEMO_TOKEN"

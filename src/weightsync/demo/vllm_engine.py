@@ -74,6 +74,7 @@ class VllmServer:
             preexec_fn=_die_with_parent,
             env={
                 "VLLM_CPU_KVCACHE_SPACE": "1",
+                "TORCH_COMPILE_DISABLE": "1",  # of the sampler; --enforce-eager spares the model alone
                 **os.environ,
                 "VLLM_SERVER_DEV_MODE": "1",  # vLLM serves its weight-update routes only so
                 "VLLM_NO_USAGE_STATS": "1",

@@ -17,7 +17,7 @@ from weightsync.errors import DigestMismatchError, EngineError, WeightSyncError
 from weightsync.memory import host_nonce
 from weightsync.observe import Recorder, paused_s
 from weightsync.plan.buckets import split_specs
-from weightsync.rollout.puller import Pulled
+from weightsync.rollout.pulled import Pulled
 from weightsync.transfer.base import init_requests
 from weightsync.transfer.ipc import CudaIpcTransferStrategy
 from weightsync.types import (
@@ -57,11 +57,13 @@ class LoadReport:
         version: that the engine serves now.
         unprovable: why the engine could not prove its live bytes; None where it did.
         paused_s: how long no generation could start.
+        num_chunks: how many requests its weights came in.
     """
 
     version: Version
     unprovable: str | None
     paused_s: float
+    num_chunks: int
 
 
 class EngineLoader:
@@ -122,7 +124,8 @@ class EngineLoader:
             early = reply.writes_live
             if early:
                 self._pause(steps, session, lease_s=deadline.remaining_s)
-            for seq, specs in enumerate(split_specs(pulled.manifest.tensors, self._chunk_bytes)):
+            chunks = tuple(split_specs(pulled.manifest.tensors, self._chunk_bytes))
+            for seq, specs in enumerate(chunks):
                 steps.call(EngineOp.UPDATE_WEIGHTS, UpdateRequest(update=_request(pulled, specs, session, seq)))
             staged = steps.call(EngineOp.STAGE, StageRequest(session=session, manifest=pulled.manifest))
             if staged.digests_equal is not True and not staged.unprovable:
@@ -143,7 +146,12 @@ class EngineLoader:
                 reason = str(error)[:500] or type(error).__name__
                 self._engine.call(EngineOp.ABORT, AbortRequest(session=session, reason=reason), timeout_s=_ABORT_S)
             raise
-        return LoadReport(version=version, unprovable=staged.unprovable, paused_s=paused_s(steps.phases))
+        return LoadReport(
+            version=version,
+            unprovable=staged.unprovable,
+            paused_s=paused_s(steps.phases),
+            num_chunks=len(chunks),
+        )
 
     def _join(self, steps: _Steps, reply: EngineReply, run_id: str) -> None:
         sizes = {self.engine_id: reply.world_size}

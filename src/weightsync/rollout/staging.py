@@ -105,8 +105,12 @@ class Staging:
         self._in_use = True
 
     def release(self) -> None:
-        """Engines have let go of it. The next version may come; this one's blocks are not taken for another's."""
+        """Engines have let go of it, and the next version may come. What is there counts when this one is asked for
+        again."""
         self._in_use = False
+
+    def forget(self) -> None:
+        """What is there is not what was proved any more: every block is fetched anew."""
         if self._target is not None:
             self._target.forget()
 

@@ -51,6 +51,10 @@ class ShmSource:
             target[:] = self._checked(block, deadline)
             arrived(block, target)
 
+    def cancel(self) -> None:
+        """See `RangedSource.cancel`."""
+        self._closed = True
+
     def close(self) -> None:
         """Gives the lease back. Idempotent."""
         self._closed = True

@@ -34,6 +34,10 @@ class RangedSource(Protocol):
         """
         ...
 
+    def cancel(self) -> None:
+        """Ends a `read` under way soon, by TransferAbortedError. From any thread; gives nothing back."""
+        ...
+
     def close(self) -> None:
-        """Gives connections back. Idempotent."""
+        """Gives connections and leases back, after the last `read` has returned. Idempotent."""
         ...

@@ -29,7 +29,7 @@ _BUFFER_BYTES = 4 << 20
 
 
 class TcpSource:
-    """See `RangedSource`. Thread-safe to close, used by one caller.
+    """See `RangedSource`.
 
     Args:
         source: what is read.
@@ -87,10 +87,14 @@ class TcpSource:
         if run.left:
             raise TransferError(f"{run.left} blocks did not come", peer=peer)
 
-    def close(self) -> None:
-        """See `RangedSource.close`."""
+    def cancel(self) -> None:
+        """See `RangedSource.cancel`."""
         self._closed = True
         self._cut()
+
+    def close(self) -> None:
+        """See `RangedSource.close`."""
+        self.cancel()
 
     def _cut(self) -> None:
         with self._lock:

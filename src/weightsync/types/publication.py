@@ -264,10 +264,14 @@ class ModelStatus(_Message, frozen=True, kw_only=True):
 
     Attributes:
         run_id, version: what its engines serve; None before the first version.
-        state: "idle", "pulling", "loading".
-        wanted: number of the newest version that it was told of.
+        served_s: since when, in seconds since the epoch.
+        state: "idle", "pulling", "loading"; "waiting", after a failure, for the next try.
+        since_s: since when it is in that state, in seconds since the epoch.
+        sender: whom it pulls from.
+        wanted_run_id, wanted: the newest version that it was told of.
         engines: version that each engine serves, as "run/number"; None where none is known.
         errors: what failed last, per engine, or "pull"; empty after a version was served everywhere.
+        retrying: why the pull under way was begun anew, and is still tried.
         num_pulled, num_committed: since the service started.
         pull_s, load_s, paused_s: seconds of the last version: fetching it, loading it, no generation could start.
         transport: how the last version came.
@@ -276,10 +280,15 @@ class ModelStatus(_Message, frozen=True, kw_only=True):
 
     run_id: str | None = None
     version: int | None = None
+    served_s: float | None = None
     state: str = "idle"
+    since_s: float | None = None
+    sender: str | None = None
+    wanted_run_id: str | None = None
     wanted: int | None = None
     engines: dict[str, str | None] = {}
     errors: dict[str, str] = {}
+    retrying: str | None = None
     num_pulled: int = 0
     num_committed: int = 0
     pull_s: float | None = None

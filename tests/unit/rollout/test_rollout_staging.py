@@ -202,10 +202,15 @@ def test_what_a_broken_attempt_brought_counts_for_the_same_version_alone() -> No
         assert target.has(version, 0, 5) is kept, version
         target.note(version, 0, 5)
         assert not target.has(version, 1, 5), "another source's"
-        staging.keep_dirty()
     staging.verified(_V1)
     staging.release()
-    assert not staging.open(Manifest(version=_V1, model_id="m", tensors=tensors)).has(_V1, 0, 5), "engines have read it"
+    manifest = Manifest(version=_V1, model_id="m", tensors=tensors)
+    assert staging.open(manifest).has(_V1, 0, 5), "an engine that failed is loaded again without a byte sent"
+    assert not staging.open(manifest, "other checksums").has(_V1, 0, 5)
+    target = staging.open(manifest)
+    target.note(_V1, 0, 5)
+    staging.forget()
+    assert not staging.open(manifest).has(_V1, 0, 5), "it was found wrong"
     staging.close()
 
 

@@ -1,0 +1,165 @@
+"""Agents: a puller's conversation with the agents of a publication: registration, grants, acknowledgements."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ssl
+from urllib.parse import urlsplit
+
+from weightsync.clients.agent import AgentClient
+from weightsync.errors import AuthError, InvalidRequestError, WeightSyncError
+from weightsync.memory import host_nonce
+from weightsync.transfer.shm import ShmSource
+from weightsync.transfer.source import RangedSource
+from weightsync.transfer.tcp import TcpSource
+from weightsync.types import Deadline, Version
+from weightsync.types.publication import FinishRequest, RegisterRequest, TransferGrant, TransferRequest, Transport
+
+CALL_S = 10.0
+"""No call takes longer."""
+_ACKNOWLEDGE_S = 2.0
+_GIVE_UP_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Granted:
+    """A grant, and the endpoint that was asked for it: the only one that is called about it."""
+
+    endpoint: str
+    grant: TransferGrant
+
+
+class Agents:
+    """Calls agents in one receiver's name.
+
+    Args:
+        receiver_id: name of the receiver, for the agents' operator.
+        model_id: which model.
+        token: the agents' bearer token.
+        verify: see `AgentClient`; for the block servers too.
+        transport: the only one that will do; None: the agent chooses.
+        num_streams: TCP connections to each agent.
+        stall_s: a connection over which nothing comes for so long is opened anew.
+    """
+
+    def __init__(
+        self,
+        *,
+        receiver_id: str,
+        model_id: str,
+        token: str | None,
+        verify: bool | str,
+        transport: Transport | None,
+        num_streams: int,
+        stall_s: float,
+    ) -> None:
+        self._receiver_id = receiver_id
+        self._model_id = model_id
+        self._token = token
+        self._verify = verify
+        self._transport = transport
+        self._num_streams = num_streams
+        self._stall_s = stall_s
+        self._clients: dict[str, AgentClient] = {}
+        self._registered: set[str] = set()
+
+    def newest(self, endpoint: str, *, timeout_s: float) -> Version | None:
+        """An agent's newest publication; None before the first."""
+        found = self.client(endpoint).get_version(timeout_s=timeout_s)
+        if found.run_id is None or found.version is None:
+            return None
+        return Version(run_id=found.run_id, number=found.version)
+
+    def grant(self, endpoint: str, version: Version | None, deadline: Deadline) -> TransferGrant:
+        """A grant; registers first where the agent does not know us (any more)."""
+        client = self.client(endpoint)
+        request = TransferRequest(
+            receiver_id=self._receiver_id,
+            model_id=self._model_id,
+            run_id=None if version is None else version.run_id,
+            version=None if version is None else version.number,
+            host_nonce=None if self._transport is Transport.TCP else host_nonce(),
+        )
+        for again in (True, False):
+            if endpoint not in self._registered:
+                left = min(CALL_S, deadline.check("time to register", peer=endpoint))
+                client.register(RegisterRequest(receiver_id=self._receiver_id), timeout_s=left)
+                self._registered.add(endpoint)
+            try:
+                left = min(CALL_S, deadline.check("time to ask", peer=endpoint))
+                grant = client.request_transfer(request, timeout_s=left)
+            except AuthError:
+                self._registered.discard(endpoint)
+                if not again:
+                    raise
+                continue
+            if self._transport is Transport.SHM and grant.transport is not Transport.SHM:
+                with contextlib.suppress(WeightSyncError):
+                    client.finish_transfer(FinishRequest(transfer_id=grant.transfer_id, ok=False), timeout_s=left)
+                raise InvalidRequestError(f"{endpoint} is not on this host: its memory can't be mapped", peer=endpoint)
+            return grant
+        raise AssertionError("unreachable")
+
+    def source(self, granted: Granted) -> RangedSource:
+        """Where a grant's bytes are read from; the caller's to close.
+
+        Raises:
+            VersionError: another version lies there by now.
+            SharedMemoryError: the segment is gone.
+        """
+        grant = granted.grant
+        where, manifest = grant.publication.sources[grant.source], grant.publication.manifest
+        if grant.transport is Transport.SHM:
+            return ShmSource(where, grant.proof, version=manifest.version, model_id=manifest.model_id)
+        return TcpSource(
+            where,
+            grant.proof,
+            transfer_id=grant.transfer_id,
+            address=(urlsplit(granted.endpoint).hostname or "", grant.port),  # no other host than was registered
+            num_streams=self._num_streams,
+            stall_s=self._stall_s,
+            tls=self._tls(granted.endpoint),
+        )
+
+    def acknowledge(self, granted: dict[int, Granted]) -> None:
+        """The bytes are here and right: from now on it does not matter what becomes of the source. Forgets them."""
+        for each in granted.values():
+            with contextlib.suppress(WeightSyncError):  # proved by digest: nothing the agent says changes that
+                self.client(each.endpoint).finish_transfer(
+                    FinishRequest(transfer_id=each.grant.transfer_id, ok=True), timeout_s=_ACKNOWLEDGE_S
+                )
+        granted.clear()
+
+    def give_up(self, granted: dict[int, Granted]) -> None:
+        """The agent may forget transfers that this attempt will not go on with."""
+        for each in granted.values():
+            with contextlib.suppress(WeightSyncError):
+                self.client(each.endpoint).finish_transfer(
+                    FinishRequest(transfer_id=each.grant.transfer_id, ok=False), timeout_s=_GIVE_UP_S
+                )
+
+    def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        for client in tuple(self._clients.values()):
+            client.close()
+
+    def client(self, endpoint: str) -> AgentClient:
+        """The client of one agent.
+
+        Raises:
+            ConfigError: the endpoint is no URL.
+        """
+        if endpoint not in self._clients:
+            self._clients[endpoint] = AgentClient(endpoint, token=self._token, verify=self._verify)
+        return self._clients[endpoint]
+
+    def _tls(self, endpoint: str) -> ssl.SSLContext | None:
+        if urlsplit(endpoint).scheme != "https":
+            return None
+        if isinstance(self._verify, str):
+            return ssl.create_default_context(cafile=self._verify)
+        context = ssl.create_default_context()
+        if not self._verify:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context

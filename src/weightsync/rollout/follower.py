@@ -1,0 +1,457 @@
+"""Follower: keeps the engines of one model at the newest version that its service was told of.
+
+One thread pulls, proves and loads. Pulling does not disturb generation; an engine is paused for its own load alone, and
+one that fails fails alone: it stays on its old version and is tried again, by and by, or with the next version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from weightsync.clients.agent import AgentClient
+from weightsync.errors import (
+    DeadlineExceededError,
+    StateError,
+    SyncFailedError,
+    TransferAbortedError,
+    VersionError,
+    as_weightsync_error,
+)
+from weightsync.observe import Metrics, Recorder, now_s
+from weightsync.rollout.engine_group import EngineGroup
+from weightsync.rollout.puller import Puller
+from weightsync.rollout.settings import RolloutConfig
+from weightsync.rollout.staging import Staging
+from weightsync.rollout.takeover import Takeover, Wish
+from weightsync.rollout.version_path import VersionPath
+from weightsync.types import Deadline, EngineHandle, SyncReport, Version
+from weightsync.types.publication import ModelStatus
+
+_RETRY_S = 0.5
+_LONGEST_RETRY_S = 10.0
+_ASK_S = 3.0
+LOOK_EVERY_S = 5.0
+_MAX_RUNS = 1000
+_CLOSE_S = 15.0
+
+_logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """One model of a service. Thread-safe.
+
+    Args:
+        model_id: which.
+        engines: handles of its engines.
+        config: of the service.
+        recorder: where phases go.
+        metrics: where syncs are counted.
+        on_served: told (model_id, version) after every engine serves it; from the follower's thread, which waits.
+
+    Raises:
+        NoEnginesError: there are none.
+        ConfigError: two have one name.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        engines: Sequence[EngineHandle],
+        config: RolloutConfig,
+        *,
+        recorder: Recorder,
+        metrics: Metrics,
+        on_served: Callable[[str, Version], None] | None = None,
+    ) -> None:
+        self.model_id = model_id
+        self._config = config
+        self._recorder = recorder
+        self._metrics = metrics
+        self._on_served = on_served
+        self._engines = EngineGroup(
+            engines, model_id, pause_timeout_s=config.pause_timeout_s, recorder=recorder, metrics=metrics,
+            changed=self._tell_listeners,
+        )  # fmt: skip
+        self._changed = threading.Condition()
+        self._listeners: set[Callable[[], None]] = set()
+        self._senders: set[str] = set()
+        self._wanted: Wish | None = None
+        self._wanted_since = Deadline(config.patience_s)
+        self._num_wishes = 0
+        self._num_done = 0
+        self._runs_over: dict[str, str] = {}
+        self._runs_refused: dict[str, str] = {}
+        self._status = ModelStatus(since_s=now_s())
+        self._staging = Staging()
+        self._paths = None if config.path_root is None else VersionPath(config.path_root, model_id)
+        self._receiver_id = f"{config.service_id}-{uuid.uuid4().hex[:8]}/{model_id}"  # two of one name end each other's
+        self._puller: Puller | None = None
+        self._takeover = Takeover(
+            self.newest_at, self._take_over, self._refuse_run,
+            timeout_s=config.pull_timeout_s, name=f"weightsync-takeover-{model_id}",
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._run, name=f"weightsync-follow-{model_id}", daemon=True)
+        self._closed = False
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends a pull under way and gives the staging back; engines go on with what they serve. Idempotent."""
+        with self._changed:
+            self._closed = True
+            puller = self._puller
+        self._tell_listeners()
+        self._takeover.close()
+        if puller is not None:
+            puller.cancel()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():  # else engines read the staging: it is unlinked when this process ends
+            if puller is not None:
+                puller.close()
+            self._staging.close()
+
+    # --- what it is told ---
+
+    def add_sender(self, endpoint: str) -> None:
+        """That agent may be called for this model."""
+        with self._changed:
+            self._senders.add(endpoint)
+
+    def may_call(self, endpoint: str) -> bool:
+        """Whether that agent was registered for this model."""
+        with self._changed:
+            return endpoint.rstrip("/") in self._senders
+
+    def want(self, version: Version, endpoint: str) -> int:
+        """Notes a wish and returns; gives its number, for `settled`.
+
+        Raises:
+            StateError: this service is closing.
+            TransferAbortedError: another run took over from that one.
+        """
+        wish = Wish(version=version, endpoint=endpoint)
+        with self._changed:
+            self._check_open(version)
+            before = self._wanted
+            self._num_wishes += 1
+            ticket = self._num_wishes
+            if before is None or before.version.run_id == version.run_id:
+                if before is None or not before.version.is_newer_than(version):
+                    self._set_wanted(wish)
+            else:
+                self._runs_refused.pop(version.run_id, None)
+                self._takeover.offer(wish)
+        self._tell_listeners()
+        return ticket
+
+    def catch_up(self, version: Version, endpoint: str) -> None:
+        """A wish like any other, where there is none yet."""
+        with self._changed:
+            if self._wanted is None and not self._closed:
+                self.want(version, endpoint)
+
+    def settled(self, version: Version, ticket: int) -> bool:
+        """Whether every engine serves that version or a newer one of its run.
+
+        Raises:
+            StateError: this service is closing.
+            SyncFailedError: the attempt at it has failed.
+            TransferAbortedError: another run took over from that one.
+            VersionError: its sender never had that run.
+        """
+        with self._changed:
+            if (
+                self._engines.serve(version) and self._status.state != "loading"
+            ):  # on_served was told, and status has it
+                return True
+            self._check_open(version)
+            if version.run_id in self._runs_refused:
+                why = self._runs_refused[version.run_id]
+                raise VersionError(f"run {version.run_id} was not taken up: {why}", version=str(version))
+            follows = self._wanted is not None and self._wanted.version.run_id == version.run_id
+            if follows and self._num_done >= ticket and self._status.errors:
+                raise SyncFailedError(
+                    "; ".join(f"{who}: {why}" for who, why in self._status.errors.items()),
+                    causes={},
+                    version=str(version),
+                    state_left="engines that failed serve their old version, or refuse to serve",
+                )
+            return False
+
+    def wait(self, version: Version, ticket: int, deadline: Deadline) -> None:
+        """Until it is settled, or `late` is raised. See `settled` for what else is."""
+        with self._changed:
+            while not self.settled(version, ticket):
+                if not self._changed.wait(deadline.remaining_s) and deadline.expired:
+                    raise late(version, deadline)
+
+    @contextlib.contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Calls `listener` after every change, from any thread, while the body runs. It has to be quick."""
+        with self._changed:
+            self._listeners.add(listener)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._listeners.discard(listener)
+
+    # --- what it says ---
+
+    def status(self) -> ModelStatus:
+        """See `ModelStatus`."""
+        with self._changed:
+            wanted, served = self._wanted, self._engines.served()
+            return msgspec.structs.replace(
+                self._status,
+                sender=None if wanted is None else wanted.endpoint,
+                wanted_run_id=None if wanted is None else wanted.version.run_id,
+                wanted=None if wanted is None else wanted.version.number,
+                engines={who: None if version is None else str(version) for who, version in served.items()},
+                unprovable=self._engines.unprovable(),
+            )
+
+    def available(self) -> dict[str, bool]:
+        """Whether each engine serves, as it says itself. Asks all at once."""
+        return self._engines.available()
+
+    def newest_at(self, endpoint: str) -> Version | None:
+        """What an agent says is its newest version of this model; None before the first.
+
+        Raises:
+            WeightSyncError: it does not say.
+        """
+        client = AgentClient(endpoint, token=self._config.sender_token, verify=self._config.sender_verify)
+        try:
+            found = client.get_version(timeout_s=_ASK_S)
+        finally:
+            client.close()
+        if found.model_id != self.model_id or found.run_id is None or found.version is None:
+            return None
+        return Version(run_id=found.run_id, number=found.version)
+
+    # --- wishes; under the lock ---
+
+    def _check_open(self, version: Version) -> None:
+        if self._closed:
+            raise StateError("this service is closing", version=str(version))
+        if version.run_id in self._runs_over:
+            raise TransferAbortedError(
+                f"run {version.run_id} was taken over by {self._runs_over[version.run_id]}", version=str(version)
+            )
+
+    def _set_wanted(self, wish: Wish) -> None:
+        before = self._wanted
+        if before is not None and before.version.run_id == wish.version.run_id:
+            if before.version.is_newer_than(wish.version):
+                return  # told late
+            if before.version == wish.version:
+                self._wanted = wish
+                return
+        self._wanted, self._wanted_since = wish, Deadline(self._config.patience_s)
+
+    def _take_over(self, wish: Wish) -> None:
+        """Its agent has the run: whoever was followed before is not any more."""
+        with self._changed:
+            before = self._wanted
+            if self._closed or wish.version.run_id in self._runs_over:
+                return
+            self._set_wanted(wish)
+            if before is not None and before.version.run_id != wish.version.run_id:
+                self._runs_over[before.version.run_id] = wish.version.run_id
+                _forget_oldest(self._runs_over)
+                self._status = msgspec.structs.replace(self._status, errors={}, retrying=None)
+                if self._puller is not None:
+                    self._puller.cancel()
+                _logger.info("model %s: run %s takes over from %s", self.model_id, wish.version.run_id, before.version)
+            self._num_wishes += 1
+        self._tell_listeners()
+
+    def _refuse_run(self, wish: Wish, why: str) -> None:
+        _logger.warning("model %s: %s was not taken up: %s", self.model_id, wish.version, why)
+        with self._changed:
+            self._runs_refused[wish.version.run_id] = why
+            _forget_oldest(self._runs_refused)
+        self._tell_listeners()
+
+    def _tell_listeners(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener()
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        retry_s = _RETRY_S
+        while True:
+            with self._changed:
+                told = self._changed.wait_for(lambda: self._closed or self._has_work(), LOOK_EVERY_S)
+                if self._closed:
+                    return
+                wish, ticket = self._wanted, self._num_wishes
+            if wish is None:
+                continue
+            if not told:
+                self._engines.look()
+                continue
+            try:
+                errors = self._sync(wish)
+            except Exception as error:  # a bug, or a caller's: this thread must outlive it
+                _logger.exception("model %s: %s was not brought to its engines", self.model_id, wish.version)
+                errors = {"service": f"{type(error).__name__}: {error}"}
+            if not self._is_followed(wish):
+                errors = {}  # nobody asks for that run any more
+            self._note(state="waiting" if errors else "idle", errors=errors, retrying=None, num_done=ticket)
+            if errors:  # the failed ones are tried again, by and by, or at the next wish
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self._num_wishes > ticket, retry_s)  # noqa: B023
+                retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+            else:
+                retry_s = _RETRY_S
+
+    def _has_work(self) -> bool:
+        return self._wanted is not None and not self._engines.serve(self._wanted.version)
+
+    def _is_followed(self, wish: Wish) -> bool:
+        with self._changed:
+            return self._wanted is not None and self._wanted.version.run_id == wish.version.run_id
+
+    def _sync(self, wish: Wish) -> dict[str, str]:
+        """One attempt at a version or a newer one; what failed, by engine or "pull"."""
+        dead = self._engines.all_dead(wish.version, self._status.errors)
+        if dead:
+            return dead
+        self._note(state="pulling")
+        began_s = now_s()
+        try:
+            with self._recorder.phase("sync", detail=str(wish.version)):
+                return self._pull_and_load(wish, began_s)
+        except Exception as error:
+            typed = as_weightsync_error(error, SyncFailedError, "the pull failed")
+            if self._is_followed(wish):
+                _logger.warning("model %s: %s could not be pulled: %s", self.model_id, wish.version, typed)
+                self._metrics.observe_failure(typed)
+            return {"pull": f"{type(typed).__name__}: {typed}"}
+
+    def _pull_and_load(self, wish: Wish, began_s: float) -> dict[str, str]:
+        with self._puller_at(wish.endpoint).pull(
+            deadline=Deadline(self._config.pull_timeout_s),
+            at_least=lambda: self._still_wanted(wish),
+            retrying=lambda error: self._note(retrying=f"{type(error).__name__}: {error}"),
+        ) as pulled:
+            loading_s = now_s()
+            self._note(
+                state="loading", retrying=None, num_pulled=self._status.num_pulled + 1, pull_s=loading_s - began_s,
+                transport=pulled.transport,
+            )  # fmt: skip
+            with contextlib.nullcontext() if self._paths is None else self._paths.held(pulled):
+                loaded = self._engines.load(pulled, Deadline(self._config.load_timeout_s))
+        if loaded.errors:
+            if loaded.bytes_are_wrong:
+                self._staging.forget()
+            return loaded.errors
+        version, done_s, size = pulled.version, now_s(), pulled.manifest.total_bytes
+        self._metrics.observe_sync(
+            SyncReport(
+                version=version,
+                engine_ids=tuple(loaded.engine_ids),
+                lost={},
+                total_bytes=size,
+                num_chunks=loaded.num_chunks,
+                seconds=done_s - began_s,
+                paused_s=loaded.paused_s,
+                phases_s={"pull": loading_s - began_s, "load": done_s - loading_s},
+                digests_equal=None if loaded.unprovable else True,
+                unprovable=loaded.unprovable,
+            ),
+            model_id=self.model_id,
+        )
+        _logger.info(
+            "model %s: %s is served: %.1f MB by %s in %.3f s, loaded in %.3f s, paused for %.3f s",
+            self.model_id, version, size / 1e6, pulled.transport, loading_s - began_s, done_s - loading_s,
+            loaded.paused_s,
+        )  # fmt: skip
+        if self._on_served is not None:
+            try:
+                self._on_served(self.model_id, version)
+            except Exception:
+                _logger.exception("on_served failed for %s of model %s", version, self.model_id)
+        self._note(
+            run_id=version.run_id, version=version.number, served_s=done_s, load_s=done_s - loading_s,
+            paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1,
+        )  # fmt: skip
+        return {}
+
+    def _still_wanted(self, wish: Wish) -> Version:
+        """What a pull under way has to bring by now.
+
+        Once it was waited for too long, whatever is newer than what is served will do: nobody's word alone makes a host
+        wait for a version that never comes.
+
+        Raises:
+            TransferAbortedError: another sender was named meanwhile.
+        """
+        with self._changed:
+            wanted = self._wanted
+            if self._closed or wanted is None or wanted.endpoint != wish.endpoint or not self._is_followed(wish):
+                raise TransferAbortedError("another sender was named meanwhile, or the service is closing")
+            if not self._wanted_since.expired:
+                return wanted.version
+            run_id = wanted.version.run_id
+            served = [each.number if each and each.run_id == run_id else -1 for each in self._engines.served().values()]
+            everywhere = min(served) == max(served)
+            return Version(run_id=run_id, number=min(max(served) + everywhere, wanted.version.number))
+
+    def _puller_at(self, endpoint: str) -> Puller:
+        if self._puller is not None and self._puller.endpoint == endpoint and not self._puller.cancelled:
+            return self._puller
+        if self._puller is not None:
+            self._puller.close()
+        puller = Puller(
+            endpoint,
+            self.model_id,
+            receiver_id=self._receiver_id,
+            token=self._config.sender_token,
+            verify=self._config.sender_verify,
+            may_call=self.may_call,
+            transport=self._config.transport,
+            num_streams=self._config.num_streams,
+            staging=self._staging,
+            recorder=self._recorder,
+        )
+        with self._changed:
+            self._puller = puller
+            if self._closed:
+                puller.cancel()
+        return puller
+
+    def _note(self, *, num_done: int = 0, **changes: object) -> None:
+        with self._changed:
+            if changes.get("state", self._status.state) != self._status.state:
+                changes["since_s"] = now_s()
+            self._status = msgspec.structs.replace(self._status, **changes)
+            self._num_done = max(self._num_done, num_done)
+        self._tell_listeners()
+
+
+def late(version: Version, deadline: Deadline) -> DeadlineExceededError:
+    """What a wait that took too long raises."""
+    return DeadlineExceededError(
+        f"{version} is not served within {deadline.timeout_s:g} s; it is still tried", version=str(version)
+    )
+
+
+def _forget_oldest(runs: dict[str, str]) -> None:
+    while len(runs) > _MAX_RUNS:
+        del runs[next(iter(runs))]

@@ -1,0 +1,53 @@
+"""RolloutConfig: how a rollout service works."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from weightsync.net.server import TlsFiles
+from weightsync.types.deadline import check_wait_s
+from weightsync.types.publication import Transport
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How a service works.
+
+    Attributes:
+        service_id: name of this host's service, for operators of trainers.
+        host, port, token, tls: of its own HTTP face; loopback unless a token is given.
+        senders: endpoints of agents that may be called for every model; `/register_sender` adds others for one.
+        sender_token: the agents' bearer token.
+        sender_verify: see `AgentClient`.
+        pull_timeout_s: deadline of one pull.
+        load_timeout_s: deadline of one engine's load, pause included.
+        pause_timeout_s: how long an engine may take to finish running generations.
+        patience_s: after so long without the version that was announced, the newest that the agent has is taken.
+        transport: "tcp" or "shm" alone; chosen by itself where not given.
+        num_streams: TCP connections of a pull.
+        path_root: for engines that load from a path: a folder in which the version that is being loaded is
+            `<model_id>/<run_id>-<version>/model.safetensors`, for as long as it is. See `rollout.version_path`.
+
+    Raises:
+        ConfigError: a time makes no sense.
+    """
+
+    service_id: str = "rollout"
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = None
+    tls: TlsFiles | None = None
+    senders: tuple[str, ...] = ()
+    sender_token: str | None = None
+    sender_verify: bool | str = True
+    pull_timeout_s: float = 120.0
+    load_timeout_s: float = 120.0
+    pause_timeout_s: float = 10.0
+    patience_s: float = 10.0
+    transport: Transport | None = None
+    num_streams: int = 6
+    path_root: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("pull_timeout_s", "load_timeout_s", "pause_timeout_s", "patience_s"):
+            check_wait_s(name, getattr(self, name))

@@ -1,0 +1,77 @@
+"""VersionPath: where an engine that loads from a path finds the version that is being loaded, and nothing else.
+
+    <root>/<model_id>/<run_id>-<number>/model.safetensors  ->  /dev/shm/<segment>
+
+Nothing is copied: the file is the staging itself, or the publisher's own segment under the lease that the pull holds.
+The folder comes by one rename, when its bytes were proved, and goes before they may change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from weightsync.errors import ConfigError
+from weightsync.memory.folder import path_of
+from weightsync.rollout.pulled import Pulled
+
+_FILE = "model.safetensors"
+
+
+class VersionPath:
+    """One model's place under a root. One version at a time.
+
+    Args:
+        root: a folder of this host's service alone, on any file system; made if it is not there.
+        model_id: which model; characters that a path can't hold are written as in a URL.
+
+    Raises:
+        ConfigError: something else lies there; nothing was touched.
+        OSError: the folder can't be made.
+    """
+
+    def __init__(self, root: str | Path, model_id: str) -> None:
+        self._folder = Path(root) / _as_name(model_id)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in tuple(self._folder.iterdir()):  # by a service that was killed
+            if left.is_symlink() or not left.is_dir() or any(each.name != _FILE for each in left.iterdir()):
+                raise ConfigError(f"path_root: {left} is not ours, and nothing was touched: name an empty folder")
+            _remove(left)
+
+    @contextlib.contextmanager
+    def held(self, pulled: Pulled) -> Iterator[Path]:
+        """The version's folder, there while the body runs.
+
+        Raises:
+            OSError: it can't be made.
+        """
+        version = pulled.version
+        final = self._folder / f"{_as_name(version.run_id)}-{version.number}"
+        aside = self._folder / f"making-{uuid.uuid4().hex}"
+        aside.mkdir()
+        try:
+            os.symlink(path_of(pulled.segment), aside / _FILE)
+            aside.rename(final)
+            yield final
+        finally:
+            for each in (aside, final):
+                if each.is_dir():
+                    _remove(each)
+
+
+def _remove(folder: Path) -> None:
+    """The link first: who looks meanwhile finds no file, never a wrong one. What is no link of ours stays."""
+    link = folder / _FILE
+    if link.is_symlink():
+        link.unlink()
+    folder.rmdir()
+
+
+def _as_name(text: str) -> str:
+    """One name in a folder, whatever the text is."""
+    name = quote(text, safe=" ")
+    return f"%2E{name[1:]}" if name.startswith(".") else name
