@@ -106,4 +106,4 @@ def agents_env(hooks: list[Hook]) -> dict[str, str]:
 if __name__ == "__main__":
     for said in json.loads(os.environ[_ENV]):
         Hook(**said).arm()
-    importlib.import_module("weightsync.publish.agent").main()
+    importlib.import_module("weightsync.publish.agent_main").main()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 
@@ -25,11 +26,13 @@ from weightsync.errors import WeightSyncError
 from weightsync.memory import MappedSegment
 from weightsync.publish import manager
 from weightsync.publish.manager import WeightManager
-from weightsync.rollout import service as service_module
+from weightsync.rollout import follower
 from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.puller import Pulled, Puller
+from weightsync.rollout.pulled import Pulled
+from weightsync.rollout.puller import Puller
 from weightsync.rollout.server import EngineServer
-from weightsync.rollout.service import RolloutConfig, RolloutService
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
 from weightsync.testing.faults import FaultyLoader
 from weightsync.testing.processes import Child
 from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest, Version
@@ -159,7 +162,8 @@ class Run:
         """A new run from version 0 on at the same agent, as receivers see a trainer that was started again."""
         self.seed = seed
         self.wm._run_id = run_of(seed)
-        self.wm._newest = self.wm._published = -1
+        self.wm._newest = -1
+        self.wm._proofs.begin_anew()
 
     def offload(self, version: int) -> dict[str, Any]:
         began = time.monotonic()
@@ -208,7 +212,7 @@ def _hook_agents(hooks: list[Hook]) -> None:
 
     class Popen(original):  # type: ignore[type-arg,valid-type,misc]
         def __init__(self, args: list[str], **options: Any) -> None:
-            if args[-1] == "weightsync.publish.agent":
+            if args[-1] == "weightsync.publish.agent_main":
                 args = [*args[:-1], pull_hook.__name__]
                 env = {**options["env"], **pull_hook.agents_env(hooks)}
                 env["PYTHONPATH"] = os.pathsep.join((env["PYTHONPATH"], root))
@@ -393,12 +397,13 @@ def service_main(
     torch.set_num_threads(1)
     if hook is not None:
         hook.arm()
-    service_module._LOOK_EVERY_S = 0.5
+    follower.LOOK_EVERY_S = 0.5
     embedded = {engine_id: Engine(engine_id, kib, True) for engine_id in engines}
     handles = [*embedded.values(), *(HttpEngine(url, engine_id=name, token=TOKEN) for name, url in urls.items())]
     served: list[str] = []
+    also = {name: [Engine("other", kib, True)] for name in [options.pop("also_model", None)] if name}
     service = RolloutService(
-        {MODEL: handles}, RolloutConfig(**options), on_served=lambda _, version: served.append(str(version))
+        {MODEL: handles, **also}, RolloutConfig(**options), on_served=lambda _, version: served.append(str(version))
     )
     url = service.start()
     _act(
@@ -442,6 +447,11 @@ class Service(Actor):
 
     def register(self, endpoint: str) -> None:
         self.client.register_sender(RegisterSenderRequest(model_id=MODEL, sender_endpoint=endpoint))
+
+    def metrics(self) -> dict[str, float]:
+        """By sample."""
+        lines = httpx.get(f"{self.client.url}/metrics").text.splitlines()
+        return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
     def status(self) -> Any:
         return self.client.status().models[MODEL]

@@ -30,7 +30,7 @@ def start(*words: str | Path, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "weightsync.cli", *map(str, words)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
-        env={**os.environ, **ENV, **env},
+        env={**os.environ, **ENV, **env}, start_new_session=True,
     )  # fmt: skip
 
 
@@ -67,7 +67,8 @@ class AgentCommand:
                 return found[1]
 
     def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
+        """As Ctrl-C at a terminal does: the whole group."""
+        os.killpg(self.process.pid, signal.SIGINT)
         return self.process.wait(20)
 
     def _read(self) -> None:

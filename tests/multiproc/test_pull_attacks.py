@@ -36,8 +36,10 @@ from weightsync.memory import MappedSegment
 from weightsync.plan.safetensors import read_stamp
 from weightsync.publish.folder import FolderPublisher
 from weightsync.publish.manager import WeightManager
-from weightsync.rollout.puller import Pulled, Puller
-from weightsync.rollout.service import RolloutConfig, RolloutService
+from weightsync.rollout.pulled import Pulled
+from weightsync.rollout.puller import Puller
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
 from weightsync.rollout.staging import Staging
 from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, Code, ask_bytes, parse_answer
 from weightsync.types import Deadline, TensorSpec

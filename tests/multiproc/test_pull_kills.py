@@ -49,24 +49,24 @@ TRAINER = {
 AGENT = {
     "is told": "weightsync.publish.agent:TransferAgent.publish",
     "proves": "weightsync.memory:MappedSegment.__init__",
-    "announces": "weightsync.publish.agent:_News.send",
+    "announces": "weightsync.publish.announce:Announcer.send",
     "registers": "weightsync.publish.agent:TransferAgent._register",
     "grants": "weightsync.publish.agent:TransferAgent._grant",
     "sends": "weightsync.transfer.tcp_server:BlockServer._send",
     "hears the acknowledgement": "weightsync.publish.agent:TransferAgent._finish_transfer",
 }
 RECEIVER = {
-    "asks": ("weightsync.rollout.puller:Puller._granted", False, "tcp"),
-    "was granted": ("weightsync.rollout.puller:Puller._granted", True, "tcp"),
+    "asks": ("weightsync.rollout.agents:Agents.grant", False, "tcp"),
+    "was granted": ("weightsync.rollout.agents:Agents.grant", True, "tcp"),
     "connects": ("weightsync.transfer.tcp:TcpSource.read", False, "tcp"),
     "receives": ("weightsync.rollout.staging:Target.note", True, "tcp"),
-    "has proved": ("weightsync.rollout.puller:Puller._acknowledge", False, "tcp"),
-    "has acknowledged": ("weightsync.rollout.puller:Puller._acknowledge", True, "tcp"),
+    "has proved": ("weightsync.rollout.agents:Agents.acknowledge", False, "tcp"),
+    "has acknowledged": ("weightsync.rollout.agents:Agents.acknowledge", True, "tcp"),
     "takes a lease": ("weightsync.transfer.shm:ShmSource.__init__", True, "shm"),
     "holds a lease": ("weightsync.rollout.puller:Puller._mapped", True, "shm"),
 }
 SERVICE = {
-    "asks": Hook(at="weightsync.rollout.puller:Puller._granted", do="kill", path="", nth=2),
+    "asks": Hook(at="weightsync.rollout.agents:Agents.grant", do="kill", path="", nth=2),
     "receives": Hook(at="weightsync.rollout.staging:Target.note", do="kill", path="", nth=10),
     "has pulled": Hook(at="weightsync.rollout.puller:Puller.pull", do="kill", path="", nth=2, after=True),
     **{

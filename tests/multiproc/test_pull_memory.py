@@ -22,7 +22,8 @@ from weightsync import EmbeddedEngine, ModuleWeightLoader
 from weightsync.clients.agent import AgentClient
 from weightsync.memory import Lock, Reader
 from weightsync.publish.manager import WeightManager
-from weightsync.rollout.service import RolloutConfig, RolloutService
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
 from weightsync.testing.processes import children
 from weightsync.types.publication import NotifyRequest, Transport
 
@@ -98,7 +99,7 @@ def trainer(nbytes: int, conn: Any) -> None:
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # freed blocks go straight back, so that the peak is what is live
     model = Model(nbytes, 0.0)
-    with WeightManager("m", run_id="run") as manager:
+    with WeightManager("m", run_id="run", guard_s=20.0) as manager:
         manager.start()
         conn.send((manager.endpoint, manager.agent_pid))
         while (version := conn.recv()) is not None:

@@ -28,6 +28,13 @@ from weightsync.types.publication import (
     TransferRequest,
 )
 
+MAX_PUBLICATION_BYTES = 256 << 20
+"""The most that may be said of one publication, as JSON. A tensor takes some 350 bytes (twice its name, dtype, shape
+and place, its digest), the checksums of 1 TiB in blocks of 4 MiB take 4 MiB: 700 000 tensors in 1 TiB fit."""
+_AROUND_BYTES = 1 << 16
+"""What a grant says besides."""
+_TOO_LONG = "its publication has too many parts: publish the model in pieces, each with a model_id of its own"
+
 _T = TypeVar("_T")
 
 
@@ -65,11 +72,30 @@ class JsonClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),  # see cut_at
         )
 
-    def call(self, method: str, path: str, kind: type[_T], *, message: Any = None, timeout_s: float) -> _T:
+    def call(
+        self,
+        method: str,
+        path: str,
+        kind: type[_T],
+        *,
+        message: Any = None,
+        timeout_s: float,
+        limit_bytes: int | None = None,
+        advice: str = "",
+    ) -> _T:
         """One exchange.
+
+        Args:
+            method, path: what is called.
+            kind: type of the answer.
+            message: the body; none where not given.
+            timeout_s: for the whole exchange.
+            limit_bytes: the longest answer that is taken; `http_edge.MAX_REPLY_BYTES` where not given.
+            advice: what to do where it is longer, for the error.
 
         Raises:
             EngineUnreachableError: nobody answered.
+            EngineError: the answer is none, or too long.
             DeadlineExceededError: no answer in time.
             WeightSyncError: what the server raised, typed.
         """
@@ -85,7 +111,14 @@ class JsonClient:
                 method, path, content=content, timeout=timeout, extensions={"trace": trace}
             ) as response,
         ):
-            body = read_body(response, deadline, what=f"{self.url}'s answer to {path}", peer=self.url)
+            body = read_body(
+                response,
+                deadline,
+                what=f"{self.url}'s answer to {path}",
+                peer=self.url,
+                limit_bytes=limit_bytes,
+                advice=advice,
+            )
         if response.status_code >= 300:
             raise self._error_in(response.status_code, body, path)
         try:
@@ -127,7 +160,7 @@ class AgentClient(JsonClient):
         Raises:
             StateError: nothing is published yet.
         """
-        return self.call("GET", "/manifest", PublishedNow, timeout_s=timeout_s)
+        return self._published("GET", "/manifest", PublishedNow, timeout_s=timeout_s)
 
     def capabilities(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
         """Modes, transports, and where news are announced over ZMQ."""
@@ -143,9 +176,9 @@ class AgentClient(JsonClient):
         Raises:
             VersionError: another version is the newest; the error's `version` says which.
             StateError: nothing is published yet.
-            AuthError: the receiver is not registered (an agent that was started again has forgotten it).
+            NotRegisteredError: the receiver is not registered (an agent that was started again has forgotten it).
         """
-        return self.call("POST", "/request_transfer", TransferGrant, message=request, timeout_s=timeout_s)
+        return self._published("POST", "/request_transfer", TransferGrant, message=request, timeout_s=timeout_s)
 
     def finish_transfer(self, request: FinishRequest, *, timeout_s: float = 10.0) -> None:
         """The receiver's acknowledgement.
@@ -154,3 +187,10 @@ class AgentClient(JsonClient):
             TransferAbortedError: the transfer is over already.
         """
         self.call("POST", "/finish_transfer", dict[str, Any], message=request, timeout_s=timeout_s)
+
+    def _published(self, method: str, path: str, kind: type[_T], *, message: Any = None, timeout_s: float) -> _T:
+        """`call` of a route whose answer holds a whole publication."""
+        limit_bytes = MAX_PUBLICATION_BYTES + _AROUND_BYTES
+        return self.call(
+            method, path, kind, message=message, timeout_s=timeout_s, limit_bytes=limit_bytes, advice=_TOO_LONG
+        )

@@ -115,17 +115,34 @@ def told_error(body: bytes, *, peer: str) -> WeightSyncError | None:
     return None
 
 
-def read_body(response: httpx.Response, deadline: Deadline, *, what: str, peer: str) -> bytes:
+def read_body(
+    response: httpx.Response,
+    deadline: Deadline,
+    *,
+    what: str,
+    peer: str,
+    limit_bytes: int | None = None,
+    advice: str = "",
+) -> bytes:
     """The body, as long as it is small and comes in time: httpx's own timeout starts anew with every byte.
+
+    Args:
+        response: opened, its body not read yet.
+        deadline: of the whole exchange.
+        what: it is, for messages.
+        peer: the name that an error carries.
+        limit_bytes: the longest that is taken; `MAX_REPLY_BYTES` where not given.
+        advice: what to do where it is longer.
 
     Raises:
         DeadlineExceededError: it is not whole in time.
-        EngineError: it is longer than `MAX_REPLY_BYTES`.
+        EngineError: it is longer than that.
     """
     body = bytearray()
+    limit_bytes = MAX_REPLY_BYTES if limit_bytes is None else limit_bytes
     for part in response.iter_raw():
         body += part
         deadline.check(f"end of {what}", peer=peer)
-        if len(body) > MAX_REPLY_BYTES:
-            raise EngineError(f"{what} has over {MAX_REPLY_BYTES} bytes", peer=peer)
+        if len(body) > limit_bytes:
+            raise EngineError(f"{what} has over {limit_bytes} bytes{advice and ': '}{advice}", peer=peer)
     return bytes(body)

@@ -20,7 +20,7 @@ class RolloutClient(JsonClient):
         """Tells it of a version; returns at once, or, with `wait_s`, when its engines serve it.
 
         Raises:
-            AuthError: the sender's endpoint is not registered there.
+            NotRegisteredError: the sender's endpoint is not registered there.
             SyncFailedError: with `wait_s`: it failed; engines serve their old version, or refuse to serve.
             DeadlineExceededError: with `wait_s`: it takes longer. It goes on.
         """

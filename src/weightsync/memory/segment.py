@@ -24,6 +24,8 @@ from weightsync.memory.folder import PREFIX, folder, free_bytes, open_own, path_
 _OWNED = re.compile(PREFIX + r"[0-9]+-[0-9a-f]{16}")
 _ROOM = "raise the size of /dev/shm (a container's --shm-size) or lower chunk_bytes"
 
+_POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it and fault page by page
+
 _live: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 
@@ -76,9 +78,11 @@ class Segment:
         # A mapping keeps a copy of its descriptor. One of the locked descriptor would keep the lock in forked children.
         fd = open_own(self.name, os.O_RDWR)
         try:
-            return mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            mapped = mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED)
         finally:
             os.close(fd)
+        _advise(mapped, _POPULATE_WRITE)  # not MAP_POPULATE: Python's mmap would hold its lock all the while
+        return mapped
 
     @property
     def memory(self) -> memoryview:
@@ -96,8 +100,7 @@ class Segment:
     def give_back_pages(self) -> None:
         """Frees the memory though others map it: they read zeros. Only when nobody reads it any more."""
         self._call("munlock")  # locked pages can't be removed
-        with contextlib.suppress(OSError, ValueError):
-            self._map.madvise(mmap.MADV_REMOVE)
+        _advise(self._map, mmap.MADV_REMOVE)
 
     def _call(self, name: str) -> None:
         """`mlock` or `munlock` of all of it, where the system has them and allows it."""
@@ -124,6 +127,13 @@ class Segment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _advise(mapped: mmap.mmap, advice: int) -> None:
+    """`madvise` of all of it without Python's lock, which mmap's own method holds; nothing where it is refused."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), ctypes.c_int(advice))
 
 
 def unlink_own() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -15,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from weightsync.errors import ConfigError, InvalidRequestError, WeightSyncError
+from weightsync.errors import AuthError, ConfigError, InvalidRequestError, WeightSyncError
 from weightsync.net.auth import check_exposure, check_token
 
 MAX_BODY_BYTES = 256 << 20
@@ -38,11 +39,13 @@ class Guard:
     Args:
         app: what is guarded.
         token: None lets everybody in (loopback only, see `check_exposure`).
+        on_refused: called for each request without the token.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, token: str | None, on_refused: Callable[[], None] | None = None) -> None:
         self._app = app
         self._token = token
+        self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through, or answers it with an error."""
@@ -72,7 +75,7 @@ class Guard:
 
         try:
             if scope["path"] not in _OPEN_PATHS:
-                check_token(headers.get("authorization"), self._token)
+                self._check_token(headers.get("authorization"))
             length = headers.get("content-length", "0")
             if not (length.isascii() and length.isdigit() and len(length) < 16) or int(length) > MAX_BODY_BYTES:
                 raise InvalidRequestError(f"a request body has at most {MAX_BODY_BYTES} bytes, not {length[:30]}")
@@ -81,6 +84,14 @@ class Guard:
             if started:
                 raise
             await send_error(send, error)
+
+    def _check_token(self, header: str | None) -> None:
+        try:
+            check_token(header, self._token)
+        except AuthError:
+            if self._on_refused is not None:
+                self._on_refused()
+            raise
 
 
 def api_app(title: str) -> FastAPI:
@@ -149,6 +160,7 @@ class ServerThread:
         port: 0 lets the system choose.
         token: bearer token.
         tls: HTTPS where given.
+        on_refused: called for each request without the token, in the server's thread.
         name: of the thread.
 
     Raises:
@@ -163,11 +175,12 @@ class ServerThread:
         port: int = 0,
         token: str | None = None,
         tls: TlsFiles | None = None,
+        on_refused: Callable[[], None] | None = None,
         name: str = "weightsync-http",
     ) -> None:
         check_exposure(host, token)
         config = uvicorn.Config(
-            Guard(app, token=token),
+            Guard(app, token=token, on_refused=on_refused),
             http=_PatientH11,
             ws="none",
             host=host,

@@ -9,6 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,27 +17,37 @@ from typing import Any
 import msgspec
 
 from weightsync.errors import EngineUnreachableError, error_from_dict
-from weightsync.publish.agent import AgentConfig
+from weightsync.publish.agent_config import AgentConfig
 from weightsync.types.publication import Publication
 
 _START_S = 30.0
 _RESTART_S = 0.2
 _END_S = 5.0
+_NUM_LOOKS = 10
+"""How often a wait for an answer is looked at until it is over."""
+_READS_BYTES_S = 5 << 20
+"""What a busy agent reads of a publication in a second, at the least; it answers nothing meanwhile."""
 
 _logger = logging.getLogger(__name__)
 
 
 class AgentProcess:
-    """Starts the agent, tells it what to serve, and starts it again on the same ports when it dies.
+    """Starts the agent, tells it what to serve, and starts it again on the same ports when it dies or hangs.
 
-    The trainer never waits for it: orders go through a queue that a thread of its own writes from.
+    The trainer never waits for it: orders go through a queue that a thread of its own writes from. The agent is asked
+    for a sign of life again and again, on the same pipe, which no receiver can fill.
 
     Args:
         config: how it runs.
-        on_event: takes what it tells ("published", "not_published", "transfer", ...) and "restarted", from a thread.
+        on_event: takes what it tells ("published", "not_published", "transfer", ...), and "hung" and "restarted"; from
+            a thread.
+        answer_within_s: an agent that tells nothing for so long, though it is asked, is killed and started again; it
+            has longer for a large publication. Time in which this process itself stood still does not count.
     """
 
-    def __init__(self, config: AgentConfig, on_event: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, config: AgentConfig, on_event: Callable[[dict[str, Any]], None], *, answer_within_s: float = 10.0
+    ) -> None:
         self._config = config
         self._on_event = on_event
         self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -47,6 +58,9 @@ class AgentProcess:
         self._failure: BaseException | None = None
         self._closed = False
         self._wake = threading.Event()
+        self._answer_within_s = answer_within_s
+        self._silent_s = 0.0
+        self._order_bytes = 0
         self.endpoint = ""
         self.host_nonce = ""
         self.num_restarts = 0
@@ -118,10 +132,11 @@ class AgentProcess:
         # -P: what lies in the trainer's working directory is none of the agent's modules; where we lie, it looks.
         found = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "weightsync.publish.agent"],
+            [sys.executable, "-P", "-m", "weightsync.publish.agent_main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": found},
+            process_group=0,  # Ctrl-C at a terminal is the trainer's; this one ends with it
         )
         with process:
             try:
@@ -130,18 +145,52 @@ class AgentProcess:
                 process.stdin.write(msgspec.json.encode(self._config) + b"\n")
                 process.stdin.flush()
                 self._process = process
-                self._hello(process.stdout.readline())
+                slow = threading.Timer(_START_S, process.kill)
+                slow.daemon = True
+                slow.start()
+                try:
+                    self._hello(process.stdout.readline())
+                finally:
+                    slow.cancel()
+                over = threading.Event()
+                watcher = threading.Thread(target=self._watch, args=(process, over), name="weightsync-agent-life")
+                watcher.daemon = True
+                watcher.start()
                 writer = threading.Thread(target=self._write, args=(process,), name="weightsync-orders", daemon=True)
                 writer.start()
                 try:
                     for line in process.stdout:
-                        self._on_event(json.loads(line))
+                        self._silent_s = 0.0
+                        event = json.loads(line)
+                        if event["event"] != "pong":
+                            self._on_event(event)
                 finally:  # also where a line was cut off: two writers would share the orders between them
+                    over.set()
                     process.kill()
                     self._orders.put({"order": "stop", "process": process})
                     writer.join()
             finally:
                 process.kill()
+
+    def _watch(self, process: subprocess.Popen[bytes], over: threading.Event) -> None:
+        """Kills one agent process where it tells nothing for too long."""
+        look_s = self._answer_within_s / _NUM_LOOKS
+        self._silent_s = 0.0
+        while True:
+            self._orders.put({"order": "ping"})
+            before_s = time.monotonic()
+            if over.wait(look_s) or self._closed:
+                return
+            # No more than two looks' time: this process may have stood still itself, its answers unread.
+            self._silent_s += min(time.monotonic() - before_s, 2 * look_s)
+            if self._silent_s > self._answer_within_s + self._order_bytes / _READS_BYTES_S:
+                _logger.warning(
+                    "the agent of model %s has not answered for %.1f s: it is killed", self._config.model_id,
+                    self._silent_s,
+                )  # fmt: skip
+                self._on_event({"event": "hung"})
+                process.kill()
+                return
 
     def _hello(self, line: bytes) -> None:
         said: dict[str, Any] = json.loads(line) if line else {"event": "died"}
@@ -165,7 +214,10 @@ class AgentProcess:
         try:
             while True:
                 if order is not None and order is not told:
-                    process.stdin.write(msgspec.json.encode(order) + b"\n")
+                    line = msgspec.json.encode(order) + b"\n"
+                    if order["order"] == "publish":
+                        self._order_bytes = len(line)
+                    process.stdin.write(line)
                     process.stdin.flush()
                     told = order if order["order"] == "publish" else told
                 # an earlier process's writer may have taken the end

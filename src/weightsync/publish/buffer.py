@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from weightsync.errors import SharedMemoryError
 from weightsync.memory import Lock, Reader, Segment, is_read
+from weightsync.publish.spare import SpareSegment
 from weightsync.types import Deadline
 
 _POLL_S = 0.002
@@ -31,25 +32,33 @@ class WriteTurn:
 class PublicationBuffer:
     """Two segments, a third only while somebody holds a lease on one. One thread at a time.
 
-    Memory is allocated when it is first needed, whole: a write never meets a full /dev/shm.
+    Memory is allocated when it is first needed, whole: a write never meets a full /dev/shm. The first two are made by
+    `acquire` itself, since nothing can be published without them; the third, and whatever is given back, is a
+    background thread's work (`SpareSegment`).
 
     Args:
         size_bytes: of each segment.
-        guard_s: how long `acquire` waits for readers of superseded versions, at most.
-        let_go: told of a segment's memory before it is given back: for whoever has pinned its pages.
+        guard_s: how long `acquire` waits for readers of superseded versions, or for the third segment, at most.
+        let_go: told of a segment's memory before it is given back, for whoever has pinned its pages; from a thread.
     """
 
     def __init__(self, size_bytes: int, *, guard_s: float, let_go: Callable[[memoryview], None] | None = None) -> None:
         self.size_bytes = size_bytes
         self._guard_s = guard_s
-        self._let_go = let_go
         self._segments: list[Segment] = []
         self._current: Segment | None = None
+        self._spare = SpareSegment(size_bytes, wanted=self._leased, let_go=let_go)
+        self._why_not = ""
 
     @property
     def num_segments(self) -> int:
-        """How many are allocated."""
+        """How many hold, or held, a version: two, or three under a lease."""
         return len(self._segments)
+
+    @property
+    def why_not(self) -> str:
+        """In words, why the last `acquire` that gave nothing did so."""
+        return self._why_not
 
     def acquire(self, reset_superseded: Callable[[], None]) -> WriteTurn | None:
         """A segment that nobody reads and that does not hold the newest version; None where there is none.
@@ -61,16 +70,17 @@ class PublicationBuffer:
             SharedMemoryError: there is no room for the first two segments. Nothing was changed.
         """
         guard, patience = Deadline(self._guard_s), Deadline(_RESET_AT * self._guard_s)
-        told, room = False, True
+        told = False
+        failure: SharedMemoryError | None = None
         while True:
             turn = self._free()
-            if turn is None and room:
+            if turn is None and len(self._segments) < _NUM_SEGMENTS:
+                turn = self._grown(self._made())
+            if turn is None and failure is None:
                 try:
-                    turn = self._grown()
-                except SharedMemoryError as error:
-                    if len(self._segments) < _NUM_SEGMENTS:
-                        raise
-                    room = False  # a receiver's lease is no reason to end the trainer's step with an error
+                    turn = self._third()
+                except SharedMemoryError as error:  # a receiver's lease is no reason to end the trainer's step
+                    failure = error
                     _logger.warning("no third segment beside a lease: %s", error)
             if turn is not None:
                 return turn
@@ -78,6 +88,7 @@ class PublicationBuffer:
                 reset_superseded()
                 told = True
             elif guard.expired:
+                self._why_not = self._said_of(failure)
                 return None
             threading.Event().wait(min(_POLL_S, guard.remaining_s))
 
@@ -92,10 +103,23 @@ class PublicationBuffer:
         turn.lock.close()
 
     def close(self) -> None:
-        """Unlinks everything; who maps a segment keeps its memory until they let go. Idempotent."""
+        """Unlinks everything, when a segment that is being made is ready; who maps one keeps its memory. Idempotent."""
+        self._spare.close()
         while self._segments:
             self._segments.pop().close()
         self._current = None
+
+    def _said_of(self, failure: SharedMemoryError | None) -> str:
+        """Why there was no segment."""
+        third = ""
+        if failure is not None:
+            third = f"; no third segment beside a lease: {failure}"
+        elif self._spare.under_way:
+            third = "; a third one is being made, and will be there for a later version"
+        return (
+            f"every segment was still read {self._guard_s:g} s after it was wanted: leases or transfers of receivers "
+            f"that stand still{third}"
+        )
 
     def _free(self) -> WriteTurn | None:
         for segment in list(self._segments):
@@ -107,25 +131,37 @@ class PublicationBuffer:
                 except SharedMemoryError as error:  # somebody took its name away: nobody can be given it any more
                     _logger.warning("a segment is lost, and replaced: %s", error)
                     self._segments.remove(segment)
-                    if self._let_go is not None:
-                        self._let_go(segment.memory)
-                    segment.close()
+                    self._spare.give_back(segment)
         return None
 
     def _leased(self) -> bool:
-        """Whether anybody maps a segment that does not hold the newest version."""
-        for segment in self._segments:
+        """Whether anybody maps a segment that does not hold the newest version. From any thread."""
+        for segment in list(self._segments):
             with contextlib.suppress(SharedMemoryError):
                 if segment is not self._current and is_read(segment.name, Reader.MAPPED):
                     return True
         return False
 
-    def _grown(self) -> WriteTurn | None:
-        """A new segment, where one more is allowed."""
-        if len(self._segments) >= (_NUM_WITH_LEASE if self._leased() else _NUM_SEGMENTS):
-            return None
+    def _made(self) -> Segment:
         segment = Segment(self.size_bytes)
         segment.pin()
+        return segment
+
+    def _third(self) -> WriteTurn | None:
+        """The third segment, where one is allowed and ready; begins to make it where there is none.
+
+        Raises:
+            SharedMemoryError: it could not be made.
+        """
+        if len(self._segments) >= _NUM_WITH_LEASE or not self._leased():
+            return None
+        spare = self._spare.take()
+        if spare is None:
+            self._spare.ask()
+            return None
+        return self._grown(spare)
+
+    def _grown(self, segment: Segment) -> WriteTurn:
         try:
             turn = WriteTurn(segment=segment, lock=Lock(segment.name, None))
         except BaseException:
@@ -136,14 +172,12 @@ class PublicationBuffer:
 
     def _shrink(self) -> None:
         """Gives the third segment back when there is no lease any more. Under one it would be needed again at once."""
-        if len(self._segments) <= _NUM_SEGMENTS or self._leased():
+        if self._leased():
             return
-        for segment in self._segments:
+        self._spare.discard()
+        for segment in self._segments if len(self._segments) > _NUM_SEGMENTS else ():
             if segment is not self._current:
                 with contextlib.suppress(BlockingIOError, SharedMemoryError), Lock(segment.name, None):
-                    if self._let_go is not None:
-                        self._let_go(segment.memory)
-                    segment.give_back_pages()
-                    segment.close()
                     self._segments.remove(segment)
+                    self._spare.give_back(segment)
                     return

@@ -17,7 +17,8 @@ from weightsync.errors import ConfigError, InvalidRequestError, WeightSyncError
 from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.plan.boxes import whole_box
 from weightsync.plan.safetensors import read_header
-from weightsync.publish.manager import OffloadReport, WeightManager
+from weightsync.publish.manager import WeightManager
+from weightsync.publish.offload_report import OffloadReport
 from weightsync.tensors import byte_array, torch_dtype
 from weightsync.types import Box, TensorSpec
 

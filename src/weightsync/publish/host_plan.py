@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightsync.plan.boxes import check_partition, whole_box
 from weightsync.plan.safetensors import Layout, plan_layout
-from weightsync.types import Box, TensorSpec
+from weightsync.types import Box, Manifest, TensorSpec, Version
+from weightsync.types.publication import Publication, Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,38 @@ class HostPlan:
     def parts(self) -> tuple[TensorSpec, ...]:
         """The parts of all hosts."""
         return tuple(part for layout in self.layouts for part in layout.parts)
+
+    def publication(
+        self,
+        version: Version,
+        model_id: str,
+        specs: Sequence[TensorSpec],
+        *,
+        endpoints: Sequence[str | None],
+        segments: Mapping[str, str],
+        block_bytes: int,
+    ) -> Publication:
+        """What is said of a version that lies there.
+
+        Args:
+            version, model_id: which.
+            specs: of the whole tensors, as for `plan_hosts`.
+            endpoints: the agents' URLs, by rank.
+            segments: names of the segments that it was written to, by host.
+            block_bytes: what one checksum covers.
+        """
+        sources = (
+            Source(
+                endpoint=endpoints[leader] or "",
+                segment=segments[host],
+                data_start=layout.data_start,
+                data_end=layout.total_bytes,
+                block_bytes=block_bytes,
+            )
+            for host, leader, layout in zip(self.hosts, self.leaders, self.layouts, strict=True)
+        )
+        manifest = Manifest(version=version, model_id=model_id, tensors=tuple(specs))
+        return Publication(manifest=manifest, parts=self.parts, sources=tuple(sources))
 
 
 def plan_hosts(specs: Sequence[TensorSpec], said: Sequence[dict[str, Any]]) -> HostPlan:

@@ -12,72 +12,36 @@ agents' work.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import logging
-import threading
 import uuid
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 import xxhash
 
-from weightsync.errors import (
-    ConfigError,
-    InvalidRequestError,
-    StateError,
-    VersionError,
-    WeightSyncError,
-    as_weightsync_error,
-)
+from weightsync.errors import ConfigError, InvalidRequestError, StateError, WeightSyncError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor
-from weightsync.extract.fsdp import FSDPWeightExtractor
-from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.memory import host_nonce
-from weightsync.net.auth import check_exposure
 from weightsync.observe import Recorder, now_s
 from weightsync.plan.boxes import whole_box
-from weightsync.publish.agent import AgentConfig
+from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.agent_process import AgentProcess
 from weightsync.publish.buffer import PublicationBuffer, WriteTurn
+from weightsync.publish.checks import check_call, check_names, check_reachable, check_settings
 from weightsync.publish.host_plan import HostPlan, plan_hosts
 from weightsync.publish.host_segments import HostSegments, write_header
+from weightsync.publish.offload_report import OffloadReport
+from weightsync.publish.proof_news import ProofNews
 from weightsync.publish.ranks import TrainingRanks
-from weightsync.types import Box, Deadline, Manifest, PhaseRecord, TensorSpec, Version
-from weightsync.types.deadline import check_wait_s
-from weightsync.types.publication import Publication, Source
+from weightsync.publish.weights import Weights, extractor_of
+from weightsync.types import Box, Deadline, PhaseRecord, TensorSpec, Version
 
 BLOCK_BYTES = 4 << 20
-_MAX_STAMP_BYTES = 500
+
+__all__ = ["BLOCK_BYTES", "OffloadReport", "WeightManager"]
 
 _logger = logging.getLogger(__name__)
 
 Boxes = tuple[tuple[int, Box], ...]
-Weights = WeightExtractor | torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OffloadReport:
-    """What one `offload` did.
-
-    Attributes:
-        version: that was given.
-        published: whether the agents were told of it. False: no segment came free within the guard.
-        path: "shards" (each rank its own part, without communication) or "gather".
-        seconds: of the whole call.
-        waited_s: for a segment.
-        copied_bytes: by this rank.
-        why: in words, where it was not published.
-    """
-
-    version: Version
-    published: bool
-    path: str
-    seconds: float
-    waited_s: float
-    copied_bytes: int
-    why: str | None = None
 
 
 class WeightManager:
@@ -92,6 +56,7 @@ class WeightManager:
         host: where the agent listens; beyond loopback only with a token.
         port: of the agent's HTTP; 0 lets the system choose.
         advertise: host name under which receivers reach the agent; `host` where not given.
+        agent_timeout_s: an agent that answers nothing for so long is killed and started again.
         token: bearer token.
         certificate, key: PEM files: agents speak TLS.
         host_group: name of this rank's host; ranks of one name share memory, a segment and an agent. By default what
@@ -120,18 +85,14 @@ class WeightManager:
         certificate: str | None = None,
         key: str | None = None,
         host_group: str | None = None,
+        agent_timeout_s: float = 10.0,
         recorder: Recorder | None = None,
     ) -> None:
-        if not model_id:
-            raise ConfigError("a model_id is not empty")
-        check_exposure(host, token)
-        if host in ("0.0.0.0", "::") and advertise is None:
-            raise ConfigError(f"host {host!r} is no address that receivers can call: give advertise= as well")
-        if (certificate is None) != (key is None):
-            raise ConfigError("TLS needs a certificate and a key")
-        check_wait_s("timeout_s", timeout_s)
-        if not 0 <= guard_s < timeout_s:
-            raise ConfigError(f"guard_s is 0 or more seconds, and less than timeout_s ({timeout_s:g}), not {guard_s}")
+        check_settings(model_id, guard_s=guard_s, timeout_s=timeout_s, agent_timeout_s=agent_timeout_s)
+        config = AgentConfig(
+            model_id=model_id, host=host, port=port, advertise=advertise, token=token, certificate=certificate, key=key
+        )
+        check_reachable(config)
         self.recorder = recorder or Recorder("trainer/offload")
         self._model_id = model_id
         self._dtype = dtype
@@ -139,9 +100,8 @@ class WeightManager:
         self._run_id = ""
         self._guard_s = guard_s
         self._timeout_s = timeout_s
-        self._config = AgentConfig(
-            model_id=model_id, host=host, port=port, advertise=advertise, token=token, certificate=certificate, key=key
-        )
+        self._agent_timeout_s = agent_timeout_s
+        self._config = config
         self._host_group = host_group
         self._ranks: TrainingRanks | None = None
         self._agent: AgentProcess | None = None
@@ -154,9 +114,7 @@ class WeightManager:
         self._buffer: PublicationBuffer | None = None
         self._segments = HostSegments()
         self._newest = -1
-        self._published = -1
-        self._not_published: dict[int, str] = {}
-        self._news = threading.Condition()
+        self._proofs = ProofNews()
         self._closed = False
 
     # --- what callers use ---
@@ -194,8 +152,7 @@ class WeightManager:
         if self._endpoints:
             return
         ranks = self._ranks = TrainingRanks(timeout_s=self._timeout_s)
-        if len(json.dumps([self._given_run_id or "", 2**63, self._model_id])) > _MAX_STAMP_BYTES:
-            raise ConfigError("run_id and model_id are too long together to be written into a segment")
+        check_names(self._given_run_id, self._model_id)
         host = self._host_group or host_nonce()
         said = ranks.exchange({"host": host, "run_id": self._given_run_id, "model_id": self._model_id})
         self._run_id = said[0]["run_id"] or f"run-{uuid.uuid4().hex[:12]}" if ranks.rank == 0 else ""
@@ -204,7 +161,7 @@ class WeightManager:
         endpoint = None
         if self._leads:
             try:
-                self._agent = AgentProcess(self._config, self._heard)
+                self._agent = AgentProcess(self._config, self._heard, answer_within_s=self._agent_timeout_s)
                 endpoint = self._agent.start()
             except Exception as caught:
                 error = as_weightsync_error(caught, StateError, "the agent did not start")
@@ -248,8 +205,8 @@ class WeightManager:
             key, waited_s = "", 0.0
             boxes: Boxes = ()
             try:
-                self._check(version, rank, world_size)
-                extractor = _extractor(weights)
+                check_call(version, after=self._newest, given=(rank, world_size), ranks=ranks)
+                extractor = extractor_of(weights)
                 key = self._key(extractor)
                 boxes = self._boxes(extractor)
             except Exception as caught:
@@ -268,12 +225,14 @@ class WeightManager:
                         segment = None if turn is None else turn.segment.name
                     except Exception as caught:
                         error = as_weightsync_error(caught, StateError, "no segment")
-                said = ranks.settle(error, segment=segment, writes=self._buffer is not None)
+                writes = self._buffer is not None
+                why = self._buffer.why_not if self._buffer is not None and segment is None else None
+                said = ranks.settle(error, segment=segment, writes=writes, why=why)
                 waited_s = now_s() - wait_begun_s
             segments = {self._hosts[number]: what["segment"] for number, what in enumerate(said) if what["writes"]}
             if None in segments.values():
                 self._newest = version
-                return self._skipped(version, begun_s, waited_s)
+                return self._skipped(version, begun_s, waited_s, next(what["why"] for what in said if what["why"]))
             with self.recorder.phase("offload", detail=str(version)):
                 copied_bytes = self._copy(extractor, segments, turn)
             self._newest = version
@@ -295,21 +254,17 @@ class WeightManager:
         """Waits until this host's agent has proved a version and serves it, or a newer one. Only the host's first rank.
 
         Raises:
-            StateError: it was not published, in words why; or another rank has the agent.
+            StateError: it was not published, in words why; or another rank has the agent; or `close` came before it.
             DeadlineExceededError: it takes longer.
         """
         if self._agent is None:
             raise StateError("the agent of this host belongs to another rank")
-        deadline = Deadline(timeout_s)
-        with self._news:
-            while self._published < version:
-                if version in self._not_published:
-                    raise StateError(f"version {version} was not published: {self._not_published[version]}")
-                self._news.wait(deadline.check("proof of the publication"))
+        self._proofs.wait(version, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Ends the agent and unlinks the segments. Receivers go on with what they serve. Idempotent."""
         self._closed = True
+        self._proofs.close()
         if self._agent is not None:
             self._agent.close()
         if self._buffer is not None:
@@ -331,26 +286,6 @@ class WeightManager:
         """Whether this rank is the first of its host group."""
         assert self._ranks is not None
         return self._hosts.index(self._hosts[self._ranks.rank]) == self._ranks.rank
-
-    def _check(self, version: int, rank: int | None, world_size: int | None) -> None:
-        assert self._ranks is not None
-        if type(version) is not int:
-            raise InvalidRequestError(f"version is a whole number, not {version!r}")
-        if version <= self._newest or version < 0:
-            raise VersionError(
-                f"versions rise within a run: {version} comes after {self._newest}; going back to older weights is "
-                "publishing them under a new version",
-                version=str(version),
-            )
-        for name, given, known in (
-            ("rank", rank, self._ranks.rank),
-            ("world_size", world_size, self._ranks.world_size),
-        ):
-            if given is not None and given != known:
-                raise ConfigError(
-                    f"{name} {given} was given, torch.distributed's default group says {known}: call "
-                    "init_process_group first, or leave it out"
-                )
 
     def _key(self, extractor: WeightExtractor) -> str:
         """What the layout depends on, in short."""
@@ -425,36 +360,19 @@ class WeightManager:
         source = self._plan.leaders.index(self._ranks.rank)
         write_header(turn.segment.memory, self._plan.layouts[source], named, self._model_id)
         self._buffer.written(turn)
-        publication = Publication(
-            manifest=Manifest(version=named, model_id=self._model_id, tensors=self._specs),
-            parts=self._plan.parts,
-            sources=tuple(
-                Source(
-                    endpoint=self._endpoints[leader] or "",
-                    segment=segments[host],
-                    data_start=layout.data_start,
-                    data_end=layout.total_bytes,
-                    block_bytes=BLOCK_BYTES,
-                )
-                for host, leader, layout in zip(self._plan.hosts, self._plan.leaders, self._plan.layouts, strict=True)
-            ),
+        publication = self._plan.publication(
+            named, self._model_id, self._specs, endpoints=self._endpoints, segments=segments, block_bytes=BLOCK_BYTES
         )
         assert self._agent is not None
         self._agent.publish(publication, source)
 
-    def _skipped(self, version: int, begun_s: float, waited_s: float) -> OffloadReport:
-        why = (
-            f"every segment was still read {self._guard_s:g} s after it was wanted: leases or transfers of receivers "
-            "that stand still"
-        )
+    def _skipped(self, version: int, begun_s: float, waited_s: float, why: str) -> OffloadReport:
         _logger.warning("version %s was not published: %s", version, why)
         track = self.recorder.track
         self.recorder.add(
             PhaseRecord(name="not published", start_s=begun_s, end_s=now_s(), track=track, detail=str(version))
         )
-        with self._news:
-            self._not_published[version] = why
-            self._news.notify_all()
+        self._proofs.skipped(version, why)
         return OffloadReport(
             version=Version(run_id=self._run_id, number=version), published=False,
             path="gather" if self._gathers else "shards", seconds=now_s() - begun_s, waited_s=waited_s,
@@ -467,26 +385,11 @@ class WeightManager:
 
     def _heard(self, event: dict[str, Any]) -> None:
         """What the agent tells, in its thread."""
+        self._proofs.hear(event)
         kind = event.get("event")
-        with self._news:
-            if kind == "published":
-                self._published = max(self._published, event["version"])
-            elif kind == "not_published":
-                self._not_published[event["version"]] = event["error"].get("message", "")
-            self._news.notify_all()
-        if kind == "restarted":
+        if kind in ("restarted", "hung"):
             at = now_s()
-            self.recorder.add(PhaseRecord(name="agent restarted", start_s=at, end_s=at, track=self.recorder.track))
+            self.recorder.add(PhaseRecord(name=f"agent {kind}", start_s=at, end_s=at, track=self.recorder.track))
         for record in event.get("phases", ()):
             with contextlib.suppress(Exception):
                 self.recorder.add(PhaseRecord(**record))
-
-
-def _extractor(weights: Weights) -> WeightExtractor:
-    if isinstance(weights, WeightExtractor):
-        return weights
-    if isinstance(weights, torch.nn.Module):
-        return FSDPWeightExtractor(weights)
-    if isinstance(weights, (str, bytes)) or not isinstance(weights, (Iterator, Iterable)):
-        raise ConfigError(f"weights are named parameters, a module or an extractor, not a {type(weights).__name__}")
-    return NamedTensorsExtractor(weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -23,14 +24,15 @@ _logger = logging.getLogger(__name__)
 
 
 class SegmentWriter:
-    """Aimed at a segment, then given parts. One thread."""
+    """Aimed at a segment, then given parts. One thread; `let_go` from any."""
 
     def __init__(self) -> None:
         self._flat: torch.Tensor | None = None
         self._places: dict[str, list[TensorSpec]] = {}
         self._parts: Sequence[TensorSpec] | None = None
         # What the driver knows, by address. Held: were it unmapped, other memory could come to lie at that address.
-        self._pinned: dict[int, torch.Tensor] = {}
+        self._pinned: dict[int, tuple[torch.Tensor, torch.device]] = {}
+        self._lock = threading.Lock()  # of what `let_go` changes
         self._stream: torch.cuda.Stream | None = None
         self._copier = Copier()
         self._queued: list[tuple[torch.Tensor, int]] = []  # what needs no conversion, and its first byte
@@ -43,7 +45,8 @@ class SegmentWriter:
             memory: the segment's.
             parts: of its layout.
         """
-        self._flat = torch.frombuffer(memory, dtype=torch.uint8)
+        with self._lock:
+            self._flat = torch.frombuffer(memory, dtype=torch.uint8)
         self._queued, self._queued_bytes = [], 0
         if parts is not self._parts:
             self._parts = parts
@@ -95,12 +98,12 @@ class SegmentWriter:
             self._unpin(address)
 
     def let_go(self, memory: memoryview) -> None:
-        """Lets go of one segment: its memory is about to be given back."""
-        if self._flat is not None or self._pinned:
-            flat = torch.frombuffer(memory, dtype=torch.uint8)
-            if self._flat is not None and self._flat.data_ptr() == flat.data_ptr():
+        """Lets go of one segment, which is not aimed at again: its memory is about to be given back."""
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        with self._lock:
+            if self._flat is not None and self._flat.data_ptr() == address:
                 self._flat = None
-            self._unpin(flat.data_ptr())
+        self._unpin(address)
 
     def close(self) -> None:
         """Idempotent."""
@@ -131,7 +134,7 @@ class SegmentWriter:
         assert self._flat is not None
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-        self._pin(self._flat)
+        self._pin(self._flat, tensor.device)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
             # converted on the device, so that half the bytes cross the bus, into memory that the stream then owns
@@ -139,7 +142,7 @@ class SegmentWriter:
             target.copy_(converted, non_blocking=True)
             converted.record_stream(self._stream)
 
-    def _pin(self, flat: torch.Tensor) -> None:
+    def _pin(self, flat: torch.Tensor, device: torch.device) -> None:
         """Registers the segment's pages once: a copy from the device then needs no bounce buffer."""
         address = flat.data_ptr()
         if address in self._pinned:
@@ -149,8 +152,10 @@ class SegmentWriter:
         code = int(torch.cuda.cudart().cudaHostRegister(address, flat.numel(), 0))  # type: ignore[no-untyped-call]
         if code != 0:
             _logger.warning("the segment could not be pinned (CUDA error %s): copies go through a bounce buffer", code)
-        self._pinned[address] = flat
+        self._pinned[address] = flat, device
 
     def _unpin(self, address: int) -> None:
-        if self._pinned.pop(address, None) is not None:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        pinned = self._pinned.pop(address, None)
+        if pinned is not None:
+            with torch.cuda.device(pinned[1]):  # another thread's own device may be one that this rank never uses
+                torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ import ssl
 from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import AuthError, InvalidRequestError, WeightSyncError
+from weightsync.errors import InvalidRequestError, NotRegisteredError, WeightSyncError
 from weightsync.memory import host_nonce
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import RangedSource
@@ -89,7 +89,7 @@ class Agents:
             try:
                 left = min(CALL_S, deadline.check("time to ask", peer=endpoint))
                 grant = client.request_transfer(request, timeout_s=left)
-            except AuthError:
+            except NotRegisteredError:  # it was started again
                 self._registered.discard(endpoint)
                 if not again:
                     raise

@@ -6,9 +6,9 @@ own thread and its transfer's lock on the segment.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
-import secrets
 import socket
 import ssl
 import struct
@@ -16,134 +16,35 @@ import threading
 from collections.abc import Callable
 
 from weightsync.errors import ConfigError, StateError, VersionError
-from weightsync.memory import Lock, Reader
-from weightsync.memory.folder import open_own
-from weightsync.observe import now_s
 from weightsync.transfer.blocks import ASK, HELLO, MAGIC, Answer, Code, answer_bytes, parse_ask
+from weightsync.transfer.granted import Transfer
 from weightsync.types import Version
 from weightsync.types.publication import Source
 
 _HELLO_WITHIN_S = 5.0
-_MAX_CONNECTIONS = 1024
+_MAX_SILENT = 128
+"""Connections that have not shown a transfer yet: beyond it the oldest goes, since an honest one speaks at once."""
 _MAX_TRANSFERS = 256
-
-
-class Transfer:
-    """One granted transfer: a lock on its segment, and the connections that read it.
-
-    Args:
-        version: of the publication.
-        source: what is read.
-        receiver_id: who asked.
-        take_up_s: it is over when nothing was read for so long.
-        on_end: told once, with the transfer and whether the receiver has everything.
-
-    Raises:
-        BlockingIOError: the segment is being written.
-        SharedMemoryError: it is gone.
-    """
-
-    def __init__(
-        self,
-        version: Version,
-        source: Source,
-        *,
-        receiver_id: str,
-        take_up_s: float,
-        on_end: Callable[[Transfer, bool], None],
-    ) -> None:
-        self.id = secrets.token_hex(16)
-        self.start_s = now_s()
-        self.version = version
-        self.source = source
-        self.receiver_id = receiver_id
-        self._on_end = on_end
-        self._take_up_s = take_up_s
-        self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
-        self._segment = Lock(source.segment, Reader.SENT)
-        try:
-            self.fd = open_own(source.segment, os.O_RDONLY)
-        except BaseException:
-            self._segment.close()
-            raise
-        self._over = False
-        self._num_reading = 0
-        self._timer: threading.Timer | None = None
-        self._wait_for_readers()
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended."""
-        return self._over
-
-    def attach(self, connection: socket.socket) -> bool:
-        """A connection begins to read; False where the transfer is over."""
-        with self._lock:
-            if self._over:
-                return False
-            self._connections.add(connection)
-            self._num_reading += 1
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            return True
-
-    def detach(self, connection: socket.socket) -> None:
-        """A connection ended. The descriptor is closed with the last one, so that nobody sends from another's."""
-        with self._lock:
-            self._connections.discard(connection)
-            self._num_reading -= 1
-            last = self._num_reading == 0
-            if last and self._over:
-                os.close(self.fd)
-        if last and not self._over:
-            self._wait_for_readers()
-
-    def end(self, *, ok: bool) -> None:
-        """Cuts its connections, discards what they have not delivered, and gives the segment back. Idempotent."""
-        with self._lock:
-            if self._over:
-                return
-            self._over = True
-            if self._timer is not None:
-                self._timer.cancel()
-            for connection in self._connections:
-                with contextlib.suppress(OSError):
-                    # A reset. What lies in the socket's buffer is pages, whose content may change now: some of it may
-                    # still be delivered, and the receiver's checksum tells.
-                    if not ok:
-                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    connection.shutdown(socket.SHUT_RDWR)
-            if self._num_reading == 0:
-                os.close(self.fd)
-        self._segment.close()
-        self._on_end(self, ok)
-
-    def _wait_for_readers(self) -> None:
-        timer = threading.Timer(self._take_up_s, self._not_taken_up)
-        timer.daemon = True
-        with self._lock:
-            if self._over or self._num_reading:
-                return
-            self._timer = timer
-        timer.start()
-
-    def _not_taken_up(self) -> None:
-        with self._lock:
-            if self._num_reading:
-                return
-        self.end(ok=False)
+_MAX_STREAMS = 6 * _MAX_TRANSFERS
+"""Connections that read a granted transfer, each with a thread."""
 
 
 class BlockServer:
     """Serves granted transfers, from `start` to `close`.
+
+    Who says nothing for 5 s is cut, and earlier where such connections are too many; those that have shown a transfer
+    are limited on their own, so that a crowd of strangers keeps nobody out.
 
     Args:
         host: where to listen.
         port: 0 lets the system choose.
         stall_s: a connection that takes nothing for so long is cut.
         tls: where given, connections speak TLS, and bytes are copied instead of handed to the kernel.
+
+    Attributes:
+        rejected: connections that were cut or refused, by reason: "no hello" (wrong, or not in time), "crowd" (none so
+            far, and too many such), "no transfer", "full", "no thread".
+        sent_bytes: of blocks, so far.
     """
 
     def __init__(
@@ -154,8 +55,11 @@ class BlockServer:
         self._tls = tls
         self._transfers: dict[str, Transfer] = {}
         self._lock = threading.Lock()
-        self._num_connections = 0
+        self._silent: dict[socket.socket, None] = {}  # the oldest first
+        self._num_streams = 0
         self._closed = False
+        self.rejected: collections.Counter[str] = collections.Counter()
+        self.sent_bytes = 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -166,6 +70,18 @@ class BlockServer:
             self._listener.close()
             raise ConfigError(f"can't listen on {host}:{port}: {error}; choose another port or host") from error
         self.port = int(self._listener.getsockname()[1])
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open now."""
+        with self._lock:
+            return len(self._silent) + self._num_streams
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that are granted and not over."""
+        with self._lock:
+            return len(self._transfers)
 
     def start(self) -> None:
         """Starts to accept connections, in a thread."""
@@ -241,31 +157,55 @@ class BlockServer:
                 threading.Event().wait(0.05)  # out of descriptors: others may be given back
                 continue
             with self._lock:
-                full = self._num_connections >= _MAX_CONNECTIONS
-                self._num_connections += not full
-            if full:
-                connection.close()
-                continue
+                if len(self._silent) >= _MAX_SILENT:
+                    oldest = next(iter(self._silent))
+                    del self._silent[oldest]
+                    self.rejected["crowd"] += 1
+                    with contextlib.suppress(OSError):  # its thread wakes up and closes it
+                        socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+                self._silent[connection] = None
             try:
                 threading.Thread(target=self._serve, args=(connection,), name="weightsync-stream", daemon=True).start()
             except RuntimeError:  # no thread can be had now: later ones can
+                self._heard_of(connection, rejected="no thread")
                 connection.close()
-                with self._lock:
-                    self._num_connections -= 1
+
+    def _heard_of(self, connection: socket.socket, *, rejected: str | None = None) -> bool:
+        """A connection is silent no longer; False where it has been cut meanwhile."""
+        with self._lock:
+            known = connection in self._silent
+            self._silent.pop(connection, None)
+            if known and rejected is not None:
+                self.rejected[rejected] += 1
+            return known
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection:
-                connection.settimeout(_HELLO_WITHIN_S)
-                if self._tls is not None:
-                    connection = self._tls.wrap_socket(connection, server_side=True)
-                self._greet(connection)
+            connection.settimeout(_HELLO_WITHIN_S)
+            if self._tls is not None:
+                connection = self._wrapped(connection, self._tls)
+            self._greet(connection)
         except (OSError, ValueError):  # the peer is gone, too slow, or speaks something else
             pass
         finally:
+            self._heard_of(connection, rejected="no hello")
             connection.close()
-            with self._lock:
-                self._num_connections -= 1
+
+    def _wrapped(self, plain: socket.socket, tls: ssl.SSLContext) -> socket.socket:
+        """The same connection with TLS in it; it stays one of the silent while hands are shaken."""
+        with self._lock:
+            if plain not in self._silent:
+                raise ConnectionAbortedError("cut meanwhile")
+            del self._silent[plain]
+            connection = tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+            self._silent[connection] = None
+        try:
+            connection.do_handshake()
+        except BaseException:
+            self._heard_of(connection, rejected="no hello")
+            connection.close()
+            raise
+        return connection
 
     def _greet(self, connection: socket.socket) -> None:
         hello = _read(connection, HELLO.size, first_within_s=_HELLO_WITHIN_S, all_within_s=_HELLO_WITHIN_S)
@@ -274,7 +214,25 @@ class BlockServer:
             return
         with self._lock:
             transfer = self._transfers.get(raw_id.hex())
-        if transfer is None or not transfer.attach(connection):
+        if transfer is None:
+            if self._heard_of(connection, rejected="no transfer"):
+                connection.sendall(answer_bytes(Answer(code=Code.ENDED, block=0, offset=0, length=0)))
+            return
+        with self._lock:
+            full = self._num_streams >= _MAX_STREAMS
+            self._num_streams += not full
+        if full:
+            self._heard_of(connection, rejected="full")
+            return
+        try:
+            if self._heard_of(connection):
+                self._stream(connection, transfer)
+        finally:
+            with self._lock:
+                self._num_streams -= 1
+
+    def _stream(self, connection: socket.socket, transfer: Transfer) -> None:
+        if not transfer.attach(connection):
             connection.sendall(answer_bytes(Answer(code=Code.ENDED, block=0, offset=0, length=0)))
             return
         try:
@@ -303,6 +261,7 @@ class BlockServer:
         if self._tls is not None:
             connection.sendall(head)
             connection.sendall(os.pread(transfer.fd, length, offset))
+            self._count(length)
             return
         connection.sendall(head, socket.MSG_MORE)
         # A blocking socket with the kernel's own send timeout: else sendfile would have to be tried and waited for.
@@ -317,6 +276,11 @@ class BlockServer:
             if sent == 0:
                 raise ConnectionAbortedError("the segment is shorter than it was")
             offset += sent
+            self._count(sent)
+
+    def _count(self, sent_bytes: int) -> None:
+        with self._lock:
+            self.sent_bytes += sent_bytes
 
 
 def _read(connection: socket.socket, count: int, *, first_within_s: float, all_within_s: float) -> bytes:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from weightsync.clients import agent as agent_module
+from weightsync.clients import http_edge
 from weightsync.clients.agent import AgentClient
 from weightsync.clients.rollout import RolloutClient
 from weightsync.errors import (
@@ -119,6 +121,22 @@ def test_an_answer_without_end_is_not_collected() -> None:
     with pytest.raises(EngineError, match="has over"):
         asked(flood)
     assert sent < 300
+
+
+@pytest.mark.parametrize("size", [70 << 20, 3000], ids=["a large publication", "a small one"])
+def test_an_answer_with_a_publication_may_be_longer(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Seen to fail: 64 MiB were too much for 150 000 tensors. Beyond its own limit the error says what to do."""
+    body = encode({"publication": "x" * size})
+    with raw_server(says(200, body)) as url, contextlib.closing(AgentClient(url)) as client:
+        with pytest.raises(EngineError, match="what is no answer"):  # it was read, and is no publication
+            client.manifest()
+        monkeypatch.setattr(agent_module, "MAX_PUBLICATION_BYTES", 0)
+        monkeypatch.setattr(agent_module, "_AROUND_BYTES", size - 1)
+        with pytest.raises(EngineError, match=r"has over .* bytes: .*in pieces"):
+            client.manifest()
+        monkeypatch.setattr(http_edge, "MAX_REPLY_BYTES", size - 1)
+        with pytest.raises(EngineError, match="has over"):
+            client.get_version()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,32 @@
+"""AgentConfig: how a `TransferAgent` runs."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an agent runs. Travels to its process as JSON on a pipe, so a token never stands in a command line.
+
+    Attributes:
+        model_id: the one model that it serves.
+        host: where it listens; beyond loopback only with a token.
+        port, blocks_port, news_port: of HTTP, of the block server, of the announcements over ZMQ; 0: any.
+        advertise: host name that receivers reach it by; `host` where not given.
+        token: bearer token.
+        certificate, key: PEM files; HTTP and block server speak TLS then.
+        take_up_s: a transfer that nothing reads for so long is over.
+        stall_s: a connection that takes nothing for so long is cut.
+    """
+
+    model_id: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    blocks_port: int = 0
+    news_port: int = 0
+    advertise: str | None = None
+    token: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    take_up_s: float = 10.0
+    stall_s: float = 10.0

@@ -1,0 +1,106 @@
+"""The agent's process: `python -m weightsync.publish.agent_main`, started by `AgentProcess`.
+
+It talks in JSON lines: over its standard input come orders, over its standard output go events. It ends when its
+standard input does, or its parent: then the trainer is gone.
+
+    {"order": "publish", "publication": ..., "source": 0}   {"order": "reset"}   {"order": "ping"}   {"order": "end"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import resource
+import sys
+import threading
+from typing import Any, Literal
+
+import msgspec
+
+from weightsync.errors import WeightSyncError
+from weightsync.memory import reclaim_dead
+from weightsync.publish.agent import TransferAgent
+from weightsync.publish.agent_config import AgentConfig
+from weightsync.types.publication import Publication
+
+_LAST_RECLAIMS = 20
+_LOOK_EVERY_S = 0.5
+_MAX_EVENTS = 1000
+
+
+class _Order(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the standard input."""
+
+    order: Literal["publish", "reset", "ping", "end"]
+    publication: Publication | None = None
+    source: int = 0
+
+
+def main() -> None:
+    """A config on the first line, orders on the next ones, the end where they end."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints must not stand between the events
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells each request
+    events: queue.Queue[dict[str, Any]] = queue.Queue(_MAX_EVENTS)
+
+    def tell(event: dict[str, Any]) -> None:
+        with contextlib.suppress(queue.Full):  # a trainer that stands still must not hold up receivers
+            events.put_nowait(event)
+
+    def write_events() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                out.write(json.dumps(events.get()) + "\n")
+                out.flush()
+
+    threading.Thread(target=write_events, name="weightsync-events", daemon=True).start()
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="weightsync-parent", daemon=True).start()
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # each connection is a descriptor, and each segment that is read
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    lines = sys.stdin.buffer
+    try:
+        agent = TransferAgent(msgspec.json.decode(lines.readline(), type=AgentConfig), tell)
+        tell(agent.start())
+    except WeightSyncError as error:
+        out.write(json.dumps({"event": "failed", "error": error.to_dict()}) + "\n")
+        out.flush()
+        os._exit(1)
+    orderly = False
+    decoder = msgspec.json.Decoder(_Order)
+    for line in lines:
+        order = decoder.decode(line)
+        orderly = order.order == "end"
+        if order.order == "ping":
+            tell({"event": "pong"})
+        elif order.order == "reset":
+            tell({"event": "reset", "num_transfers": agent.reset()})
+        elif order.publication is not None:
+            agent.publish(order.publication, order.source)
+    agent.close()
+    _end(orderly=orderly)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent has ended, though a child that it forked keeps our input open."""
+    pause = threading.Event()
+    while os.getppid() == parent:
+        pause.wait(_LOOK_EVERY_S)
+    _end(orderly=False)
+
+
+def _end(*, orderly: bool) -> None:
+    for _ in range(0 if orderly else _LAST_RECLAIMS):  # the trainer's lock comes free, and its segments go
+        with contextlib.suppress(OSError, WeightSyncError):
+            reclaim_dead()
+        threading.Event().wait(0.05)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

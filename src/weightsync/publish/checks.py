@@ -1,0 +1,68 @@
+"""What a `WeightManager` refuses before anything is started or written."""
+
+from __future__ import annotations
+
+import json
+
+from weightsync.errors import ConfigError, InvalidRequestError, VersionError
+from weightsync.net.auth import check_exposure
+from weightsync.publish.agent_config import AgentConfig
+from weightsync.publish.ranks import TrainingRanks
+from weightsync.types.deadline import check_wait_s
+
+_MAX_STAMP_BYTES = 500
+
+
+def check_settings(model_id: str, *, guard_s: float, timeout_s: float, agent_timeout_s: float) -> None:
+    """Raises ConfigError where a name is empty, or where waits make no sense together."""
+    if not model_id:
+        raise ConfigError("a model_id is not empty")
+    check_wait_s("timeout_s", timeout_s)
+    check_wait_s("agent_timeout_s", agent_timeout_s)
+    if not 0 <= guard_s < timeout_s:
+        raise ConfigError(f"guard_s is 0 or more seconds, and less than timeout_s ({timeout_s:g}), not {guard_s}")
+
+
+def check_reachable(config: AgentConfig) -> None:
+    """Raises ConfigError where receivers could not reach an agent, or strangers could."""
+    check_exposure(config.host, config.token)
+    if config.host in ("0.0.0.0", "::") and config.advertise is None:
+        raise ConfigError(f"host {config.host!r} is no address that receivers can call: give advertise= as well")
+    if (config.certificate is None) != (config.key is None):
+        raise ConfigError("TLS needs a certificate and a key")
+
+
+def check_names(run_id: str | None, model_id: str) -> None:
+    """Raises ConfigError where they don't fit into a segment's stamp."""
+    if len(json.dumps([run_id or "", 2**63, model_id])) > _MAX_STAMP_BYTES:
+        raise ConfigError("run_id and model_id are too long together to be written into a segment")
+
+
+def check_call(version: int, *, after: int, given: tuple[int | None, int | None], ranks: TrainingRanks) -> None:
+    """Checks one `offload`.
+
+    Args:
+        version: that is to be published.
+        after: the newest so far; -1 where there is none.
+        given: rank and world size as the caller says; None is not checked.
+        ranks: as `torch.distributed` says.
+
+    Raises:
+        InvalidRequestError: the version is no number.
+        VersionError: it does not rise.
+        ConfigError: ranks differ.
+    """
+    if type(version) is not int:
+        raise InvalidRequestError(f"version is a whole number, not {version!r}")
+    if version <= after or version < 0:
+        raise VersionError(
+            f"versions rise within a run: {version} comes after {after}; going back to older weights is publishing "
+            "them under a new version",
+            version=str(version),
+        )
+    for name, said, known in zip(("rank", "world_size"), given, (ranks.rank, ranks.world_size), strict=True):
+        if said is not None and said != known:
+            raise ConfigError(
+                f"{name} {said} was given, torch.distributed's default group says {known}: call init_process_group "
+                "first, or leave it out"
+            )

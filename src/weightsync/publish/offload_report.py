@@ -1,0 +1,30 @@
+"""OffloadReport: what one `WeightManager.offload` did."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from weightsync.types import Version
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadReport:
+    """What one `offload` did.
+
+    Attributes:
+        version: that was given.
+        published: whether the agents were told of it. False: no segment came free within the guard.
+        path: "shards" (each rank its own part, without communication) or "gather".
+        seconds: of the whole call.
+        waited_s: for a segment.
+        copied_bytes: by this rank.
+        why: in words, where it was not published.
+    """
+
+    version: Version
+    published: bool
+    path: str
+    seconds: float
+    waited_s: float
+    copied_bytes: int
+    why: str | None = None

@@ -1,0 +1,201 @@
+"""The agent's process beside a manager: stopped, hung, short of descriptors, asked for its metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.multiproc.pull_hook import Hook
+from tests.multiproc.pull_kit import Trainer, shm_of, wait_until
+from tests.multiproc.test_pull_attacks import check_bytes
+from weightsync.clients.agent import AgentClient
+from weightsync.errors import StateError
+from weightsync.memory import Lock, Reader
+from weightsync.publish import agent_process
+from weightsync.publish.manager import WeightManager
+from weightsync.rollout.puller import Puller
+from weightsync.testing.processes import ChildFailedError, children
+from weightsync.types import Deadline
+from weightsync.types.publication import RegisterRequest, TransferRequest, Transport
+
+TOKEN = "a-token-for-tests-only"
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((300, 1000), float(version))}
+
+
+def published(manager: WeightManager, version: int) -> None:
+    assert manager.offload(weights(version).items(), version).published
+    manager.wait_published(version, timeout_s=30)
+
+
+def pulled(manager: WeightManager, version: int, transport: Transport = Transport.TCP) -> None:
+    with (
+        contextlib.closing(
+            Puller(manager.endpoint, "m", receiver_id=f"r-{transport}", token=TOKEN, transport=transport)
+        ) as puller,
+        puller.pull(deadline=Deadline(20)) as got,
+    ):
+        assert got.version.number == version
+        check_bytes(got, weights(version))
+
+
+# --- an agent that stands still ---
+
+
+def test_an_agent_that_was_stopped_is_killed_and_started_again() -> None:
+    """Seen to fail: a stopped agent is not dead, and nobody noticed. It comes back on its port with what it served."""
+    with WeightManager("m", token=TOKEN, agent_timeout_s=0.6) as manager:
+        published(manager, 1)
+        pid, endpoint = manager.agent_pid, manager.endpoint
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        published(manager, 2)
+        assert manager.agent_pid != pid
+        assert manager.endpoint == endpoint
+        pulled(manager, 2)
+        names = [record.name for record in manager.recorder.records()]
+        assert names.count("agent hung") == names.count("agent restarted") == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_an_agent_that_answers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this process itself stood still for longer than it gives the agent: nothing was read meanwhile."""
+    looks: list[float] = []
+    waited = threading.Semaphore(0)
+
+    class Clock:
+        """Jumps ahead by a minute whenever it is looked at."""
+
+        @staticmethod
+        def monotonic() -> float:
+            looks.append(60.0)
+            waited.release()
+            return sum(looks)
+
+    monkeypatch.setattr(agent_process, "time", Clock)
+    with WeightManager("m", token=TOKEN, agent_timeout_s=5.0) as manager:
+        published(manager, 1)
+        pid = manager.agent_pid
+        for _ in range(8):
+            assert waited.acquire(timeout=20)
+        assert manager.agent_pid == pid
+        pulled(manager, 1)
+
+
+# --- a trainer that is killed while a third segment is made for it ---
+
+
+def test_a_trainer_that_is_killed_while_its_third_segment_is_made_leaves_nothing(tmp_path: Path) -> None:
+    hook = Hook(at="weightsync.memory:Segment.pin", do="kill", path=str(tmp_path / "third"), nth=3, after=True)
+    with children() as start:
+        trainer = Trainer(start, 1, hook=hook.set(), guard_s=20.0)
+        trainer.publish(0)
+        (first,) = shm_of(trainer.pid)
+        with Lock(first, Reader.MAPPED):
+            trainer.publish(1)
+            trainer.tell("offload", 2)
+            with pytest.raises(ChildFailedError):
+                trainer.answer()
+            wait_until(lambda: not shm_of(trainer.pid), "its segments go")
+
+
+# --- who waits for a proof ---
+
+
+def test_closing_wakes_whoever_waits_for_a_proof() -> None:
+    """Seen to fail: the wait went on until its own end."""
+    manager = WeightManager("m", token=TOKEN)
+    published(manager, 1)
+    said: list[BaseException] = []
+    waits = threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        try:
+            manager.wait_published(2, timeout_s=60)
+        except StateError as error:
+            said.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waits.wait(20)
+    manager.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "closed" in str(said[0])
+    with pytest.raises(StateError, match="closed"):
+        manager.wait_published(2, timeout_s=60)
+
+
+# --- metrics ---
+
+
+def metrics(manager: WeightManager) -> dict[str, float]:
+    """By sample, labels as they stand."""
+    answer = httpx.get(
+        f"{manager.endpoint}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=10
+    )
+    assert answer.status_code == 200
+    lines = (line.rpartition(" ") for line in answer.text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_metrics_say_what_was_published_sent_and_refused() -> None:
+    """Seen to fail: families of syncs that an agent never does, all of them zero."""
+    with WeightManager("m", token=TOKEN) as manager:
+        manager.start()
+        before = metrics(manager)
+        assert before['weightsync_agent_transfers_total{event="ok",transport="tcp"}'] == 0
+        assert not any(name.startswith(("weightsync_sync", "weightsync_pause", "weightsync_phase")) for name in before)
+        for version in (7, 8):
+            published(manager, version)
+        pulled(manager, 8)
+        with contextlib.closing(Puller(manager.endpoint, "m", receiver_id="shm", token=TOKEN)) as puller:
+            got = puller.pull(deadline=Deadline(20))
+            assert got.transport is Transport.SHM
+            said = metrics(manager)
+            assert said["weightsync_agent_leased_segments"] == 1
+            got.release()
+        client = AgentClient(manager.endpoint, token=TOKEN)
+        client.register(RegisterRequest(receiver_id="idle"))
+        client.request_transfer(TransferRequest(receiver_id="idle", model_id="m"))
+        assert httpx.get(f"{manager.endpoint}/metrics", trust_env=False).status_code == 401
+        wait_until(lambda: metrics(manager)["weightsync_agent_leased_segments"] == 0, "the lease is over")
+        said = metrics(manager)
+        assert said["weightsync_agent_version"] == 8
+        assert said["weightsync_agent_publication_bytes"] == 1_200_000
+        assert said["weightsync_agent_published_timestamp_seconds"] > 1.7e9
+        assert said['weightsync_agent_publications_total{outcome="ok"}'] == 2
+        assert said["weightsync_agent_proof_seconds_count"] == 2
+        assert said['weightsync_agent_transfers_total{event="ok",transport="tcp"}'] == 1
+        assert said['weightsync_agent_transfers_total{event="ok",transport="shm"}'] == 1
+        assert said['weightsync_agent_transfers_total{event="begun",transport="tcp"}'] == 2
+        assert said["weightsync_agent_active_transfers"] == 1
+        assert said["weightsync_agent_sent_bytes_total"] == 1_200_000
+        assert said["weightsync_agent_auth_failures_total"] == 1
+
+
+# --- what many ask for is encoded once ---
+
+
+def test_each_grant_says_the_whole_publication() -> None:
+    with WeightManager("m", token=TOKEN) as manager:
+        published(manager, 1)
+        client = AgentClient(manager.endpoint, token=TOKEN)
+        client.register(RegisterRequest(receiver_id="r"))
+        grants = [client.request_transfer(TransferRequest(receiver_id="r", model_id="m")) for _ in range(2)]
+        now = client.manifest()
+        assert grants[0].publication == grants[1].publication == now.publication
+        assert grants[0].proof == grants[1].proof == now.proof
+        assert grants[0].transfer_id != grants[1].transfer_id
+        now.proof.check_fits(now.publication, now.source)
