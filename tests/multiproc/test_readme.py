@@ -1,15 +1,17 @@
-"""The README's two examples, run as they stand but for the address: a trainer of two FSDP2 ranks, and an engine."""
+"""The README's examples, run as they stand but for the addresses: a trainer of two FSDP2 ranks, and an engine."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.multiproc.spine import TOKEN, build, cast_bytes, shard, step
+from weightsync.clients.rollout import RolloutClient
 from weightsync.tensors import byte_array
 from weightsync.testing.processes import children, free_port, run_ranks
 
@@ -17,8 +19,14 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def examples() -> tuple[str, str]:
-    trainer, engine, _vllm = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)  # tests/engines has vLLM
-    return trainer, engine
+    return blocks()[0], blocks()[1]
+
+
+def blocks() -> list[str]:
+    """Trainer, engine, vLLM (which tests/engines runs), publishing trainer, rollout host."""
+    found = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(found) == 5
+    return found
 
 
 def serve(code: str, port: int, conn: Any) -> None:
@@ -55,3 +63,53 @@ def test_the_readme_examples_work() -> None:
             step(model)
         assert version == 3
         assert weights == cast_bytes(model)
+
+
+def host(engine_code: str, code: str, ports: dict[str, str], conn: Any) -> None:
+    model: Any = build(99, dtype=torch.bfloat16)
+    model.generate = lambda prompt: model(torch.tensor([1, 2]))
+    os.environ["WEIGHTSYNC_TOKEN"] = TOKEN
+    scope: dict[str, Any] = {"model": model}
+    for block in (engine_code, code):
+        exec(at(block, ports), scope)  # noqa: S102
+    conn.send("listening")
+    while conn.recv() is not None:
+        version, _ = scope["answer"]("hello")
+        weights = {name: byte_array(t.detach().contiguous()).tobytes() for name, t in model.state_dict().items()}
+        conn.send((version and version.number, weights))
+
+
+def publish(rank: int, world_size: int, code: str, ports: dict[str, str]) -> None:
+    model = shard(build(5), "shard0", world_size)
+    os.environ["WEIGHTSYNC_TOKEN"] = TOKEN
+    late = "\n        if rank == 0:\n            wm.wait_published(step + 1, timeout_s=30)\n            wait()\n"
+    scope: dict[str, Any] = {"model": model, "num_steps": 3, "train_step": step, "rank": rank}
+    scope["wait"] = lambda: served(scope["host"], scope["step"] + 1)
+    exec(at(code, ports).rstrip() + late, scope)  # noqa: S102
+
+
+def served(client: RolloutClient, version: int) -> None:
+    end = time.monotonic() + 30
+    while client.status().models["actor"].version != version:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def at(code: str, ports: dict[str, str]) -> str:
+    return re.sub("8123|8765|9000", lambda found: ports[found[0]], code)
+
+
+def test_the_readme_pull_examples_work() -> None:
+    _, engine, _, trainer, rollout = blocks()
+    ports = {written: str(free_port()) for written in ("8123", "8765", "9000")}
+    with children() as start:
+        serving = start(host, engine, rollout, ports, talk=True)
+        assert serving.recv() == "listening"
+        run_ranks(publish, 2, trainer, ports)
+        serving.conn.send("what do you serve?")
+        version, weights = serving.recv()
+    model = build(5)
+    for _ in range(3):
+        step(model)
+    assert version == 3
+    assert weights == cast_bytes(model)

@@ -17,10 +17,7 @@ import msgspec
 from weightsync.clients.agent import AgentClient
 from weightsync.errors import (
     DeadlineExceededError,
-    StateError,
     SyncFailedError,
-    TransferAbortedError,
-    VersionError,
     as_weightsync_error,
 )
 from weightsync.observe import Metrics, Recorder, now_s
@@ -28,8 +25,9 @@ from weightsync.rollout.engine_group import EngineGroup
 from weightsync.rollout.puller import Puller
 from weightsync.rollout.settings import RolloutConfig
 from weightsync.rollout.staging import Staging
-from weightsync.rollout.takeover import Takeover, Wish
+from weightsync.rollout.takeover import Wish
 from weightsync.rollout.version_path import VersionPath
+from weightsync.rollout.wishes import Wishes
 from weightsync.types import Deadline, EngineHandle, SyncReport, Version
 from weightsync.types.publication import ModelStatus
 
@@ -37,7 +35,6 @@ _RETRY_S = 0.5
 _LONGEST_RETRY_S = 10.0
 _ASK_S = 3.0
 LOOK_EVERY_S = 5.0
-_MAX_RUNS = 1000
 _CLOSE_S = 15.0
 
 _logger = logging.getLogger(__name__)
@@ -81,21 +78,16 @@ class Follower:
         self._changed = threading.Condition()
         self._listeners: set[Callable[[], None]] = set()
         self._senders: set[str] = set()
-        self._wanted: Wish | None = None
-        self._wanted_since = Deadline(config.patience_s)
-        self._num_wishes = 0
+        self._wishes = Wishes(
+            model_id, self._changed, ask=self.newest_at, taken_over=self._taken_over, told=self._tell_listeners,
+            patience_s=config.patience_s, timeout_s=config.pull_timeout_s,
+        )  # fmt: skip
         self._num_done = 0
-        self._runs_over: dict[str, str] = {}
-        self._runs_refused: dict[str, str] = {}
         self._status = ModelStatus(since_s=now_s())
         self._staging = Staging()
         self._paths = None if config.path_root is None else VersionPath(config.path_root, model_id)
         self._receiver_id = f"{config.service_id}-{uuid.uuid4().hex[:8]}/{model_id}"  # two of one name end each other's
         self._puller: Puller | None = None
-        self._takeover = Takeover(
-            self.newest_at, self._take_over, self._refuse_run,
-            timeout_s=config.pull_timeout_s, name=f"weightsync-takeover-{model_id}",
-        )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name=f"weightsync-follow-{model_id}", daemon=True)
         self._closed = False
 
@@ -108,8 +100,8 @@ class Follower:
         with self._changed:
             self._closed = True
             puller = self._puller
+        self._wishes.close()
         self._tell_listeners()
-        self._takeover.close()
         if puller is not None:
             puller.cancel()
         if self._thread.is_alive():
@@ -138,25 +130,14 @@ class Follower:
             StateError: this service is closing.
             TransferAbortedError: another run took over from that one.
         """
-        wish = Wish(version=version, endpoint=endpoint)
-        with self._changed:
-            self._check_open(version)
-            before = self._wanted
-            self._num_wishes += 1
-            ticket = self._num_wishes
-            if before is None or before.version.run_id == version.run_id:
-                if before is None or not before.version.is_newer_than(version):
-                    self._set_wanted(wish)
-            else:
-                self._runs_refused.pop(version.run_id, None)
-                self._takeover.offer(wish)
+        ticket = self._wishes.add(Wish(version=version, endpoint=endpoint))
         self._tell_listeners()
         return ticket
 
     def catch_up(self, version: Version, endpoint: str) -> None:
         """A wish like any other, where there is none yet."""
         with self._changed:
-            if self._wanted is None and not self._closed:
+            if self._wishes.wanted is None and not self._closed:
                 self.want(version, endpoint)
 
     def settled(self, version: Version, ticket: int) -> bool:
@@ -169,16 +150,11 @@ class Follower:
             VersionError: its sender never had that run.
         """
         with self._changed:
-            if (
-                self._engines.serve(version) and self._status.state != "loading"
-            ):  # on_served was told, and status has it
+            # while it says "loading", on_served was not told yet
+            if self._engines.serve(version) and self._status.state != "loading":
                 return True
-            self._check_open(version)
-            if version.run_id in self._runs_refused:
-                why = self._runs_refused[version.run_id]
-                raise VersionError(f"run {version.run_id} was not taken up: {why}", version=str(version))
-            follows = self._wanted is not None and self._wanted.version.run_id == version.run_id
-            if follows and self._num_done >= ticket and self._status.errors:
+            self._wishes.check_taken_up(version)
+            if self._wishes.follows(version) and self._num_done >= ticket and self._status.errors:
                 raise SyncFailedError(
                     "; ".join(f"{who}: {why}" for who, why in self._status.errors.items()),
                     causes={},
@@ -210,7 +186,7 @@ class Follower:
     def status(self) -> ModelStatus:
         """See `ModelStatus`."""
         with self._changed:
-            wanted, served = self._wanted, self._engines.served()
+            wanted, served = self._wishes.wanted, self._engines.served()
             return msgspec.structs.replace(
                 self._status,
                 sender=None if wanted is None else wanted.endpoint,
@@ -239,49 +215,11 @@ class Follower:
             return None
         return Version(run_id=found.run_id, number=found.version)
 
-    # --- wishes; under the lock ---
-
-    def _check_open(self, version: Version) -> None:
-        if self._closed:
-            raise StateError("this service is closing", version=str(version))
-        if version.run_id in self._runs_over:
-            raise TransferAbortedError(
-                f"run {version.run_id} was taken over by {self._runs_over[version.run_id]}", version=str(version)
-            )
-
-    def _set_wanted(self, wish: Wish) -> None:
-        before = self._wanted
-        if before is not None and before.version.run_id == wish.version.run_id:
-            if before.version.is_newer_than(wish.version):
-                return  # told late
-            if before.version == wish.version:
-                self._wanted = wish
-                return
-        self._wanted, self._wanted_since = wish, Deadline(self._config.patience_s)
-
-    def _take_over(self, wish: Wish) -> None:
-        """Its agent has the run: whoever was followed before is not any more."""
-        with self._changed:
-            before = self._wanted
-            if self._closed or wish.version.run_id in self._runs_over:
-                return
-            self._set_wanted(wish)
-            if before is not None and before.version.run_id != wish.version.run_id:
-                self._runs_over[before.version.run_id] = wish.version.run_id
-                _forget_oldest(self._runs_over)
-                self._status = msgspec.structs.replace(self._status, errors={}, retrying=None)
-                if self._puller is not None:
-                    self._puller.cancel()
-                _logger.info("model %s: run %s takes over from %s", self.model_id, wish.version.run_id, before.version)
-            self._num_wishes += 1
-        self._tell_listeners()
-
-    def _refuse_run(self, wish: Wish, why: str) -> None:
-        _logger.warning("model %s: %s was not taken up: %s", self.model_id, wish.version, why)
-        with self._changed:
-            self._runs_refused[wish.version.run_id] = why
-            _forget_oldest(self._runs_refused)
-        self._tell_listeners()
+    def _taken_over(self) -> None:
+        """Under the lock: what failed, or is pulled, is of a run that nobody follows."""
+        self._status = msgspec.structs.replace(self._status, errors={}, retrying=None)
+        if self._puller is not None:
+            self._puller.cancel()
 
     def _tell_listeners(self) -> None:
         with self._changed:
@@ -299,7 +237,7 @@ class Follower:
                 told = self._changed.wait_for(lambda: self._closed or self._has_work(), LOOK_EVERY_S)
                 if self._closed:
                     return
-                wish, ticket = self._wanted, self._num_wishes
+                wish, ticket = self._wishes.wanted, self._wishes.count
             if wish is None:
                 continue
             if not told:
@@ -310,22 +248,20 @@ class Follower:
             except Exception as error:  # a bug, or a caller's: this thread must outlive it
                 _logger.exception("model %s: %s was not brought to its engines", self.model_id, wish.version)
                 errors = {"service": f"{type(error).__name__}: {error}"}
-            if not self._is_followed(wish):
-                errors = {}  # nobody asks for that run any more
-            self._note(state="waiting" if errors else "idle", errors=errors, retrying=None, num_done=ticket)
+            with self._changed:
+                if not self._wishes.follows(wish.version):
+                    errors = {}  # nobody asks for that run any more
+                self._note(state="waiting" if errors else "idle", errors=errors, retrying=None, num_done=ticket)
             if errors:  # the failed ones are tried again, by and by, or at the next wish
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._num_wishes > ticket, retry_s)  # noqa: B023
+                    self._changed.wait_for(lambda: self._closed or self._wishes.count > ticket, retry_s)  # noqa: B023
                 retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
             else:
                 retry_s = _RETRY_S
 
     def _has_work(self) -> bool:
-        return self._wanted is not None and not self._engines.serve(self._wanted.version)
-
-    def _is_followed(self, wish: Wish) -> bool:
-        with self._changed:
-            return self._wanted is not None and self._wanted.version.run_id == wish.version.run_id
+        wanted = self._wishes.wanted
+        return wanted is not None and not self._engines.serve(wanted.version)
 
     def _sync(self, wish: Wish) -> dict[str, str]:
         """One attempt at a version or a newer one; what failed, by engine or "pull"."""
@@ -339,7 +275,7 @@ class Follower:
                 return self._pull_and_load(wish, began_s)
         except Exception as error:
             typed = as_weightsync_error(error, SyncFailedError, "the pull failed")
-            if self._is_followed(wish):
+            if self._wishes.follows(wish.version):
                 _logger.warning("model %s: %s could not be pulled: %s", self.model_id, wish.version, typed)
                 self._metrics.observe_failure(typed)
             return {"pull": f"{type(typed).__name__}: {typed}"}
@@ -347,7 +283,7 @@ class Follower:
     def _pull_and_load(self, wish: Wish, began_s: float) -> dict[str, str]:
         with self._puller_at(wish.endpoint).pull(
             deadline=Deadline(self._config.pull_timeout_s),
-            at_least=lambda: self._still_wanted(wish),
+            at_least=lambda: self._wishes.still(wish, self._engines.served().values()),
             retrying=lambda error: self._note(retrying=f"{type(error).__name__}: {error}"),
         ) as pulled:
             loading_s = now_s()
@@ -393,26 +329,6 @@ class Follower:
         )  # fmt: skip
         return {}
 
-    def _still_wanted(self, wish: Wish) -> Version:
-        """What a pull under way has to bring by now.
-
-        Once it was waited for too long, whatever is newer than what is served will do: nobody's word alone makes a host
-        wait for a version that never comes.
-
-        Raises:
-            TransferAbortedError: another sender was named meanwhile.
-        """
-        with self._changed:
-            wanted = self._wanted
-            if self._closed or wanted is None or wanted.endpoint != wish.endpoint or not self._is_followed(wish):
-                raise TransferAbortedError("another sender was named meanwhile, or the service is closing")
-            if not self._wanted_since.expired:
-                return wanted.version
-            run_id = wanted.version.run_id
-            served = [each.number if each and each.run_id == run_id else -1 for each in self._engines.served().values()]
-            everywhere = min(served) == max(served)
-            return Version(run_id=run_id, number=min(max(served) + everywhere, wanted.version.number))
-
     def _puller_at(self, endpoint: str) -> Puller:
         if self._puller is not None and self._puller.endpoint == endpoint and not self._puller.cancelled:
             return self._puller
@@ -450,8 +366,3 @@ def late(version: Version, deadline: Deadline) -> DeadlineExceededError:
     return DeadlineExceededError(
         f"{version} is not served within {deadline.timeout_s:g} s; it is still tried", version=str(version)
     )
-
-
-def _forget_oldest(runs: dict[str, str]) -> None:
-    while len(runs) > _MAX_RUNS:
-        del runs[next(iter(runs))]
