@@ -132,7 +132,7 @@ def patch_sum(
 
     Args:
         spec: the whole tensor's spec.
-        positions: int64, 1-D, strictly rising: flat indices into the contiguous global tensor.
+        positions: int64 or uint32, 1-D, strictly rising: flat indices into the contiguous global tensor.
         old_values: 1-D, of the spec's dtype, as many: the elements before. They must be the true ones;
             otherwise the digest goes wrong, which is what it is for.
         new_values: likewise, after.
@@ -155,6 +155,26 @@ def patch_sum(
 
     step = max(_SMALL_BYTES // 8, -(-len(where) // num_workers()))
     return _added(map_all(one, (slice(start, min(start + step, len(where))) for start in range(0, len(where), step))))
+
+
+def change_sum(
+    spec: TensorSpec, width_bytes: int, places: npt.NDArray[np.int64], old: npt.NDArray[Any], new: npt.NDArray[Any]
+) -> ShardSum:
+    """As `patch_sum`, of pieces of 1, 2, 4 or 8 bytes whatever the dtype, on the caller's thread.
+
+    Args:
+        spec: the whole tensor's spec.
+        width_bytes: size of a piece; the tensor's bytes are a multiple of it.
+        places: which pieces of the whole, contiguous tensor; the caller has checked them.
+        old, new: unsigned integers of that width, as many.
+    """
+    seeds = _seeds(spec.name, spec.dtype, spec.shape)
+    if width_bytes in _NARROW:
+        _, shift = _NARROW[width_bytes]
+        lanes = _kernels().patch_sum_narrow(places, old, new, shift, seeds.key_1, seeds.key_2)
+    else:
+        lanes = _kernels().patch_sum_wide(places, old, new, 1, seeds.key_1, seeds.key_2)
+    return _added([lanes])
 
 
 def model_digest(specs: Iterable[TensorSpec], total: ShardSum) -> str:
@@ -289,15 +309,16 @@ def _checked_positions(
     spec: TensorSpec, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor
 ) -> npt.NDArray[np.int64]:
     count = positions.numel()
-    if positions.dtype != torch.int64 or positions.dim() != 1:
-        raise InvalidRequestError("positions of a patch are int64 and 1-D", parameter=spec.name)
+    if positions.dtype not in (torch.int64, torch.uint32) or positions.dim() != 1:
+        raise InvalidRequestError("positions of a patch are int64 or uint32 and 1-D", parameter=spec.name)
     for values in (old, new):
         if tuple(values.shape) != (count,) or dtype_name(values.dtype) != spec.dtype:
             raise InvalidRequestError(
                 f"{count} positions of {spec.dtype} don't go with {values.dtype} values of shape {tuple(values.shape)}",
                 parameter=spec.name,
             )
-    where: npt.NDArray[np.int64] = np.require(_host_bytes(positions).view(np.int64), requirements="A")
+    as_they_are = _host_bytes(positions).view(np.int64 if positions.dtype == torch.int64 else np.uint32)
+    where: npt.NDArray[np.int64] = np.require(as_they_are, dtype=np.int64, requirements="A")
     rising = count == 0 or (where[0] >= 0 and bool((where[1:] > where[:-1]).all()))
     if not rising or (count and where[-1] >= whole_box(spec.shape).numel):
         raise InvalidRequestError("positions of a patch rise strictly and lie within the tensor", parameter=spec.name)

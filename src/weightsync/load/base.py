@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from weightsync.errors import StateError, UnsupportedError
 from weightsync.types import HeldTensor, Manifest, Update, Version
+
+if TYPE_CHECKING:
+    from weightsync.load.patching import Change
 
 
 class WeightLoader(abc.ABC):
@@ -21,6 +25,16 @@ class WeightLoader(abc.ABC):
     4. `live_tensors()` gives what `commit` will serve, so that it can be proved.
     5. `commit(version)`: from here on the engine serves it. Called while generation is paused.
        Or `abort(reason)` at any point after begin.
+
+    The bracket of a patch, for loaders that accept it, on what is live now:
+
+    1. `begin_patch(manifest)` instead of `begin`.
+    2. `load_weights(updates)` with patches alone, each tensor at most once; it copies and checks them.
+    3. `prepare_patch()` instead of `verify` and `live_tensors`: gives what will change, so that it can be proved.
+    4. `commit(version)` writes it into the live weights, in the pause, and reads it again. One that fails has undone
+       it: the loader is healthy and serves exactly what it did before. Until then live weights are only read.
+    5. `rollback()` undoes that commit, exactly, because it failed elsewhere; or `settle()` forgets how. The next begin
+       settles too.
 
     Attributes:
         accepts: kinds of updates it takes, of "full" and "patch".
@@ -77,3 +91,36 @@ class WeightLoader(abc.ABC):
     @abc.abstractmethod
     def abort(self, reason: str) -> None:
         """Closes the bracket without serving what was loaded. Idempotent; the next `begin` works."""
+
+    def begin_patch(self, manifest: Manifest) -> None:
+        """Opens the bracket of a patch on the live weights.
+
+        Raises:
+            UnsupportedError: this loader, or this model, can't be patched. Nothing was changed.
+            ManifestMismatchError: wrong shape or dtype, a missing or an extra name. Nothing was changed.
+            StateError: a bracket is open already, or what is live is half-loaded.
+        """
+        raise UnsupportedError("this loader takes whole tensors alone", state_left="nothing was changed")
+
+    def prepare_patch(self) -> Iterator[Change]:
+        """Everything that a commit needs and that can be done before the pause; reads the live weights.
+
+        Returns:
+            What will change, tensor by tensor, with what is there now. Borrowed until the bracket ends.
+
+        Raises:
+            LoadError: the live weights can't be read. The caller aborts.
+        """
+        raise StateError("no patch is under way: begin_patch first", state_left="nothing was changed")
+
+    def rollback(self) -> None:
+        """Undoes the last commit, where that was a patch which nobody has settled.
+
+        Raises:
+            StateError: there is no such commit. Nothing was changed.
+            LoadError: it could not be undone; `healthy` is False until a later full load commits.
+        """
+        raise StateError("there is no patch to roll back", state_left="nothing was changed")
+
+    def settle(self) -> None:  # noqa: B027  (nothing is kept where there are no patches)
+        """The last commit stays: forgets what `rollback` would need. Idempotent."""

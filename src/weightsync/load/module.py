@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar
 
 import torch
 
-from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
+from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError, as_weightsync_error
 from weightsync.load.base import WeightLoader
+from weightsync.load.patching import Change, LivePatch, check_patchable, kernels
+from weightsync.load.spans import overlapping
 from weightsync.tensors import spec_of
-from weightsync.types import Full, HeldTensor, Manifest, TensorSpec, Update, Version
+from weightsync.types import Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version
 
 
 class ModuleWeightLoader(WeightLoader):
@@ -22,12 +24,17 @@ class ModuleWeightLoader(WeightLoader):
     With `in_place=True` updates are written into the live weights: no second set, fixed storages, but generation is
     paused for the whole transfer and an abort leaves the engine refusing to serve until the next commit.
 
+    A patch is written straight into the live weights in both modes, in proportion to what changes, and undone where it
+    fails. The second set, where there is one, is left behind by it: the next full load overwrites all of it.
+
     Args:
         module: the engine's model; its dtypes and shapes are what the manifest has to have.
         in_place: see above.
         name_map: from a manifest's name to the module's; None is the identity.
         ignore: names of the manifest that the module has no place for, on purpose.
     """
+
+    accepts: ClassVar[frozenset[str]] = frozenset({"full", "patch"})
 
     def __init__(
         self,
@@ -48,6 +55,8 @@ class ModuleWeightLoader(WeightLoader):
         self._loaded: set[str] = set()
         self._ignored: frozenset[str] = frozenset()
         self._verified = False
+        self._patch: LivePatch | None = None  # of the bracket that is open
+        self._undo: LivePatch | None = None  # of the last commit
         self.writes_live = in_place
 
     @property
@@ -57,9 +66,7 @@ class ModuleWeightLoader(WeightLoader):
 
     def begin(self, manifest: Manifest) -> None:
         """See the base class."""
-        if self._manifest is not None:
-            raise StateError("a load is under way: commit or abort it first", version=str(self._manifest.version))
-        placed = self._match(manifest)
+        placed = self._match_closed(manifest)
         if not self._in_place:
             _refuse_aliases(self._module, placed)
             self._spare = {
@@ -68,32 +75,55 @@ class ModuleWeightLoader(WeightLoader):
                 else torch.empty_like(live, memory_format=torch.contiguous_format)
                 for name, live in placed.items()
             }
-        self._placed = placed
-        self._ignored = self._ignore.intersection(spec.name for spec in manifest.tensors)
-        self._loaded = set()
-        self._verified = False
-        self._manifest = manifest
+        self._open(manifest, placed, None)
+
+    def begin_patch(self, manifest: Manifest) -> None:
+        """See the base class."""
+        placed = self._match_closed(manifest)
+        if not self._healthy:
+            raise StateError("what is live is half-loaded: load it in full", version=str(manifest.version))
+        for name, live in placed.items():
+            check_patchable(name, live)
+        for (name, _), (other, _) in overlapping(placed.items()):
+            raise UnsupportedError(f"{name} and {other} share memory: they can't be patched", parameter=name)
+        kernels()
+        self._open(manifest, placed, LivePatch())
 
     def load_weights(self, updates: Iterable[Update]) -> None:
         """See the base class."""
         self._open_bracket()
         for update in updates:
-            if not isinstance(update, Full):
-                raise UnsupportedError("this loader takes whole tensors alone", parameter=update.name)
-            self._load_one(update)
+            if isinstance(update, Full) and self._patch is None:
+                self._load_one(update)
+            elif isinstance(update, Patch) and self._patch is not None:
+                self._patch_one(self._patch, update)
+            else:
+                raise UnsupportedError(
+                    "a bracket takes whole tensors alone, that of a patch patches alone", parameter=update.name
+                )
+
+    def prepare_patch(self) -> Iterator[Change]:
+        """See the base class."""
+        if self._patch is None:
+            return super().prepare_patch()
+        self._patch.gather()
+        self._verified = True
+        return self._patch.changes()
 
     def verify(self) -> None:
         """See the base class."""
         self._open_bracket()
+        if self._patch is not None:
+            raise StateError("a patch is prepared, not verified")
         if missing := sorted(self._placed.keys() - self._loaded):
             raise ManifestMismatchError(f"{len(missing)} tensors did not arrive", parameter=missing[0])
         self._verified = True
 
     def live_tensors(self) -> Iterator[HeldTensor]:
-        """See the base class."""
+        """See the base class. In the bracket of a patch that which serves now, up to its commit."""
         if self._ignored:
             raise UnsupportedError(f"the loader was told to ignore {', '.join(sorted(self._ignored)[:3])}")
-        staged = self._verified and not self._in_place
+        staged = self._verified and not self._in_place and self._patch is None
         placed = self._placed or _named_tensors(self._module)
         for name, live in placed.items():
             tensor = self._spare[name] if staged else live
@@ -104,10 +134,15 @@ class ModuleWeightLoader(WeightLoader):
         manifest = self._open_bracket()
         if manifest.version != version or not self._verified:
             raise StateError(f"what was loaded and verified is {manifest.version}, not {version}")
-        self._healthy = False  # until all are swapped
-        if not self._in_place:
-            for name, live in self._placed.items():
-                live.data, self._spare[name] = self._spare[name], live.data
+        if self._patch is not None:
+            self._verified = False  # one that fails is not tried again
+            self._write_patch(self._patch)
+            self._undo, self._patch = self._patch, None
+        else:
+            self._healthy = False  # until all are swapped
+            if not self._in_place:
+                for name, live in self._placed.items():
+                    live.data, self._spare[name] = self._spare[name], live.data
         self._manifest = None
         self._verified = False
         self._healthy = True
@@ -118,21 +153,86 @@ class ModuleWeightLoader(WeightLoader):
             return
         self._manifest = None
         self._verified = False
+        if self._patch is not None:
+            self._patch.close()
+            self._patch = None
+
+    def rollback(self) -> None:
+        """See the base class."""
+        if self._undo is None or self._manifest is not None:
+            return super().rollback()
+        self._undo_patch(self._undo)
+        self.settle()
+        return None
+
+    def settle(self) -> None:
+        """See the base class."""
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
+
+    def _write_patch(self, patch: LivePatch) -> None:
+        """All of it, or none of it."""
+        patch.check_memory()
+        self._healthy = False
+        try:
+            patch.apply()
+        except BaseException as error:
+            self._undo_patch(patch)
+            raise as_weightsync_error(error, LoadError, "writing a patch failed; it was undone") from error
+
+    def _undo_patch(self, patch: LivePatch) -> None:
+        self._healthy = False
+        try:
+            patch.undo()
+        except BaseException as error:
+            raise LoadError(
+                f"a patch could not be undone: {error}", state_left="refuses to serve until the next full load"
+            ) from error
+        self._healthy = True
+
+    def _match_closed(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        if self._manifest is not None:
+            raise StateError("a load is under way: commit or abort it first", version=str(self._manifest.version))
+        return self._match(manifest)
+
+    def _open(self, manifest: Manifest, placed: dict[str, torch.Tensor], patch: LivePatch | None) -> None:
+        self.settle()
+        self._placed = placed
+        self._ignored = self._ignore.intersection(spec.name for spec in manifest.tensors)
+        self._loaded = set()
+        self._verified = False
+        self._patch = patch
+        self._manifest = manifest
 
     def _open_bracket(self) -> Manifest:
         if self._manifest is None:
             raise StateError("no load is under way: begin first", state_left="nothing was changed")
         return self._manifest
 
-    def _load_one(self, update: Full) -> None:
-        name = update.name
+    def _target(self, name: str) -> torch.Tensor | None:
+        """The live tensor of an update; None where it is to be ignored."""
         if name in self._ignore and name not in self._placed:
-            return
+            return None
         live = self._placed.get(name)
         if live is None:
             raise ManifestMismatchError("this tensor is not in the manifest", parameter=name)
         if name in self._loaded:
             raise ManifestMismatchError("this tensor came twice", parameter=name)
+        return live
+
+    def _patch_one(self, patch: LivePatch, update: Patch) -> None:
+        live = self._target(update.name)
+        if live is not None:
+            self._verified = False
+            patch.add(live, update)
+            self._loaded.add(update.name)
+
+    def _load_one(self, update: Full) -> None:
+        name = update.name
+        live = self._target(name)
+        if live is None:
+            return
         target = live if self._in_place else self._spare[name]
         if update.tensor.dtype != target.dtype or update.tensor.shape != target.shape:
             raise ManifestMismatchError(
@@ -197,26 +297,13 @@ def _refuse_aliases(module: torch.nn.Module, placed: dict[str, torch.Tensor]) ->
     others += list(module.named_buffers(remove_duplicate=False))
     for path, child in module.named_modules(remove_duplicate=False):
         others += [(f"{path}.{name}", value) for name, value in vars(child).items() if isinstance(value, torch.Tensor)]
-    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in others:
-        if tensor.numel() and tensor.layout == torch.strided:
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
-    for sharing in by_storage.values():
-        spans = sorted((_span(tensor), name, id(tensor)) for name, tensor in sharing)
-        for ((_, end), name, one), ((start, _), other_name, other) in itertools.pairwise(spans):
-            if start < end and one != other and (one in swapped or other in swapped):
-                raise UnsupportedError(
-                    f"{name} and {other_name} share memory: swapping one would leave the other on old weights; use "
-                    "ModuleWeightLoader(..., in_place=True)",
-                    parameter=name,
-                )
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and end of what a strided tensor touches of its storage."""
-    first = int(tensor.storage_offset())
-    reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * tensor.element_size(), (first + reach + 1) * tensor.element_size()
+    for (name, one), (other_name, other) in overlapping(others):
+        if one in swapped or other in swapped:
+            raise UnsupportedError(
+                f"{name} and {other_name} share memory: swapping one would leave the other on old weights; use "
+                "ModuleWeightLoader(..., in_place=True)",
+                parameter=name,
+            )
 
 
 def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import secrets
 import ssl
 import threading
 from collections.abc import Callable
@@ -32,13 +33,17 @@ from weightsync.observe import Recorder, now_s
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.agent_metrics import AgentMetrics
 from weightsync.publish.announce import Announcer
+from weightsync.publish.deltas import Deltas, Proved, facts_of
 from weightsync.publish.prover import Prover
 from weightsync.publish.stamp import check_stamp
 from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import PhaseRecord, Version
 from weightsync.types.publication import (
+    MODES,
     AgentVersion,
+    DeltaBase,
+    DeltaLink,
     FinishRequest,
     Publication,
     RegisterRequest,
@@ -53,17 +58,13 @@ _RECLAIM_EVERY_S = 2.0
 _MAX_RECEIVERS = 10_000
 
 
-class _Served(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest publication, proved. What is asked for by everybody is encoded once.
+class _Served(Proved, frozen=True, kw_only=True):
+    """The newest publication. What is asked for by everybody is encoded once.
 
     Attributes:
-        publication, source, proof: what it is.
-        raw_publication, raw_proof: the same as JSON.
+        raw_publication, raw_proof: `publication` and `proof` as JSON.
     """
 
-    publication: Publication
-    source: int
-    proof: SourceProof
     raw_publication: msgspec.Raw
     raw_proof: msgspec.Raw
 
@@ -83,7 +84,13 @@ class TransferAgent:
         self._lock = threading.Lock()
         self._receivers: dict[str, None] = {}
         self._current: _Served | None = None
-        self._prover = Prover(self._proved, self._not_proved)
+        self._deltas = Deltas(
+            lambda: self.endpoint,
+            budget_bytes=config.delta_budget_bytes,
+            full_sync_interval=config.full_sync_interval,
+            evicted=lambda segment: self._blocks.end_all_of(segment),
+        )
+        self._prover = Prover(self._proved, self._not_proved, served=lambda: self._current, deltas=self._deltas)
         self._closed = False
         self.recorder = Recorder(f"agent/{config.model_id}")
         tls = None
@@ -138,6 +145,7 @@ class TransferAgent:
 
         A proof under way goes on: where publications come faster than proofs, none would ever end.
         """
+        self._deltas.let_go()
         current = self._current
         served = None if current is None else current.publication.manifest.version
         return self._blocks.reset(keep=self._prover.newest or served)
@@ -147,6 +155,7 @@ class TransferAgent:
         self._closed = True
         self._prover.close()
         self._blocks.close()
+        self._deltas.clear()
         self._server.close()
         self._news.close()
 
@@ -178,7 +187,19 @@ class TransferAgent:
         self._metrics.published(publication, source, proof_s=seconds)
         size_bytes = where.data_end - where.data_start
         _logger.info("version %s is published: %d bytes, proved in %.3f s", version, size_bytes, seconds)
-        self._tell({"event": "published", "version": version.number, "phases": self._phases()})
+        delta = self._deltas.to(version.number)
+        if delta is not None:
+            self._metrics.delta(delta)
+            _logger.info(
+                "delta %d -> %d: %d of %d elements, %d bytes, made in %.3f s",
+                delta.base, delta.version, delta.num_changed, delta.num_elements, delta.nbytes, delta.seconds,
+            )  # fmt: skip
+        self._tell(
+            {
+                "event": "published", "version": version.number, "phases": self._phases(),
+                "delta": None if delta is None else facts_of(delta),
+            }
+        )  # fmt: skip
         self._news.send("version", run_id=version.run_id, version=version.number)
 
     def _not_proved(self, version: Version, error: WeightSyncError) -> None:
@@ -225,12 +246,15 @@ class TransferAgent:
         return _json({"publication": served.raw_publication, "source": served.source, "proof": served.raw_proof})
 
     async def _get_capabilities(self) -> Response:
+        kept = self._deltas.kept()
         return _json(
             {
-                "modes": ["full"],
+                "modes": list(MODES),
                 "transports": list(Transport),
                 "host_nonce": self._nonce,
-                "delta_ready": False,
+                "delta_ready": bool(kept),
+                "deltas": [facts_of(stored) for stored in kept],
+                "full_sync_interval": self._config.full_sync_interval,
                 "news": self._news.endpoint,
                 "tls": self._config.certificate is not None,
             }
@@ -273,6 +297,11 @@ class TransferAgent:
                 version=str(manifest.version),
             )
         transport = Transport.SHM if asked.host_nonce == self._nonce else Transport.TCP
+        delta = self._delta(asked, served, transport)
+        if delta is not None:
+            return self._granted(
+                served, transport, delta[-1].transfer_id if delta else secrets.token_hex(16), asked.base, delta
+            )
         transfer = self._blocks.grant(
             manifest.version,
             publication.sources[source],
@@ -286,17 +315,66 @@ class TransferAgent:
         except BaseException:
             transfer.end(ok=False)
             raise
-        facts = {  # a `TransferGrant`, of which the largest fields are encoded already
-            "transfer_id": transfer.id,
+        return self._granted(served, transport, transfer.id)
+
+    def _granted(
+        self,
+        served: _Served,
+        transport: Transport,
+        transfer_id: str,
+        base: DeltaBase | None = None,
+        delta: tuple[DeltaLink, ...] | None = None,
+    ) -> Response:
+        """A `TransferGrant`, of which the largest fields are encoded already."""
+        facts = {
+            "transfer_id": transfer_id,
             "publication": served.raw_publication,
-            "source": source,
+            "source": served.source,
             "proof": served.raw_proof,
             "transport": transport,
             "host": self._config.advertise or self._config.host,
             "port": self._blocks.port,
             "take_up_s": self._config.take_up_s,
+            "base": base,
+            "delta": delta,
         }
         return _json(facts)
+
+    def _delta(self, asked: TransferRequest, served: _Served, transport: Transport) -> tuple[DeltaLink, ...] | None:
+        """Deltas for a receiver, each granted; None where it is to have the source's bytes."""
+        if asked.mode == "full" or (asked.mode == "auto" and (transport is Transport.SHM or asked.base is None)):
+            return None
+        self._deltas.want()
+        found = None if asked.base is None else self._deltas.from_base(asked.base, served)
+        if found is None or sum(stored.nbytes for stored in found) >= served.where.data_end - served.where.data_start:
+            return None
+        transfers: list[Transfer] = []
+        try:
+            for stored in found:
+                transfers.append(
+                    self._blocks.grant(
+                        Version(run_id=served.run_id, number=stored.version),
+                        stored.blob,
+                        receiver_id=asked.receiver_id,
+                        take_up_s=self._config.take_up_s,
+                        on_end=functools.partial(self._ended, transport),
+                        beside=tuple(transfers),
+                        lasting=True,
+                    )
+                )
+                self._metrics.transfer(transport, "begun")
+        except WeightSyncError as error:  # given up just now
+            _logger.info("a delta was asked for and is gone: %s", error)
+            for transfer in transfers:
+                transfer.end(ok=False)
+            return None
+        return tuple(
+            DeltaLink(
+                base=stored.base, version=stored.version, blob=stored.blob, block_checksums=stored.block_checksums,
+                transfer_id=transfer.id,
+            )
+            for stored, transfer in zip(found, transfers, strict=True)
+        )  # fmt: skip
 
     def _published(self) -> _Served:
         current = self._current
@@ -306,6 +384,8 @@ class TransferAgent:
 
     def _ended(self, transport: Transport, transfer: Transfer, ok: bool) -> None:
         self._metrics.transfer(transport, "ok" if ok else "failed")
+        if ok and transport is Transport.TCP:
+            self._deltas.observe_link(transfer.source.data_end - transfer.source.data_start, now_s() - transfer.start_s)
         name = "serve" if ok else "serve, ended early"
         track, who = self.recorder.track, transfer.receiver_id
         self.recorder.add(PhaseRecord(name=name, start_s=transfer.start_s, end_s=now_s(), track=track, detail=who))

@@ -17,6 +17,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         certificate, key: PEM files; HTTP and block server speak TLS then.
         take_up_s: a transfer that nothing reads for so long is over.
         stall_s: a connection that takes nothing for so long is cut.
+        delta_budget_bytes: what deltas may take of shared memory; None: a quarter of the model's bytes on this host; 0:
+            none are made.
+        full_sync_interval: each version whose number is a multiple of it goes out in full; 0: none has to.
     """
 
     model_id: str
@@ -30,3 +33,5 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     key: str | None = None
     take_up_s: float = 10.0
     stall_s: float = 10.0
+    delta_budget_bytes: int | None = None
+    full_sync_interval: int = 0

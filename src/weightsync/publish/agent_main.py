@@ -22,6 +22,7 @@ import msgspec
 
 from weightsync.errors import WeightSyncError
 from weightsync.memory import reclaim_dead
+from weightsync.memory.segment import unlink_own
 from weightsync.publish.agent import TransferAgent
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.types.publication import Publication
@@ -99,6 +100,7 @@ def _end(*, orderly: bool) -> None:
         with contextlib.suppress(OSError, WeightSyncError):
             reclaim_dead()
         threading.Event().wait(0.05)
+    unlink_own()  # deltas
     os._exit(0)
 
 

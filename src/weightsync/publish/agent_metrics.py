@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weightsync.errors import MissingDependencyError, SharedMemoryError
 from weightsync.memory import Reader, is_read
 from weightsync.observe import now_s
+from weightsync.publish.deltas import StoredDelta
 from weightsync.types.publication import Publication, Transport
 
 if TYPE_CHECKING:
@@ -59,6 +60,15 @@ class AgentMetrics:
             ["transport", "event"],
             registry=own,
         )
+        self._deltas = Counter("weightsync_agent_deltas", "Deltas made.", registry=own)
+        self._delta_bytes = Gauge("weightsync_agent_delta_bytes", "Bytes of the newest delta.", registry=own)
+        self._delta_density = Gauge(
+            "weightsync_agent_delta_density", "Elements that the newest delta changes, of all.", registry=own
+        )
+        self._delta_seconds = Histogram(
+            "weightsync_agent_delta_seconds", "Seconds that each delta took to make.", buckets=_PROOF_BUCKETS_S,
+            registry=own,
+        )  # fmt: skip
         self._refused = Counter("weightsync_agent_auth_failures", "HTTP requests without the token.", registry=own)
         for outcome in ("ok", "failed"):
             self._publications.labels(outcome)
@@ -80,6 +90,13 @@ class AgentMetrics:
         self._version.set(publication.manifest.version.number)
         self._since.set(now_s())
         self._bytes.set(where.data_end - where.data_start)
+
+    def delta(self, delta: StoredDelta) -> None:
+        """One was made."""
+        self._deltas.inc()
+        self._delta_bytes.set(delta.nbytes)
+        self._delta_density.set(delta.num_changed / max(1, delta.num_elements))
+        self._delta_seconds.observe(delta.seconds)
 
     def not_published(self) -> None:
         """A version could not be proved."""

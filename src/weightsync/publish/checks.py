@@ -32,6 +32,16 @@ def check_reachable(config: AgentConfig) -> None:
         raise ConfigError("TLS needs a certificate and a key")
 
 
+def check_deltas(config: AgentConfig) -> None:
+    """Raises ConfigError where a number for deltas is none."""
+    for name, value in (
+        ("delta_budget_bytes", config.delta_budget_bytes),
+        ("full_sync_interval", config.full_sync_interval),
+    ):
+        if value is not None and (type(value) is not int or value < 0):
+            raise ConfigError(f"{name} is a whole number, 0 or more, not {value!r}")
+
+
 def check_names(run_id: str | None, model_id: str) -> None:
     """Raises ConfigError where they don't fit into a segment's stamp."""
     if len(json.dumps([run_id or "", 2**63, model_id])) > _MAX_STAMP_BYTES:

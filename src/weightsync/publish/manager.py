@@ -26,10 +26,10 @@ from weightsync.plan.boxes import whole_box
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.agent_process import AgentProcess
 from weightsync.publish.buffer import PublicationBuffer, WriteTurn
-from weightsync.publish.checks import check_call, check_names, check_reachable, check_settings
+from weightsync.publish.checks import check_call, check_deltas, check_names, check_reachable, check_settings
 from weightsync.publish.host_plan import HostPlan, plan_hosts
 from weightsync.publish.host_segments import HostSegments, write_header
-from weightsync.publish.offload_report import OffloadReport
+from weightsync.publish.offload_report import DeltaReport, OffloadReport
 from weightsync.publish.proof_news import ProofNews
 from weightsync.publish.ranks import TrainingRanks
 from weightsync.publish.weights import Weights, extractor_of
@@ -37,7 +37,7 @@ from weightsync.types import Box, Deadline, PhaseRecord, TensorSpec, Version
 
 BLOCK_BYTES = 4 << 20
 
-__all__ = ["BLOCK_BYTES", "OffloadReport", "WeightManager"]
+__all__ = ["BLOCK_BYTES", "DeltaReport", "OffloadReport", "WeightManager"]
 
 _logger = logging.getLogger(__name__)
 
@@ -61,6 +61,9 @@ class WeightManager:
         certificate, key: PEM files: agents speak TLS.
         host_group: name of this rank's host; ranks of one name share memory, a segment and an agent. By default what
             the shared memory itself says.
+        delta_budget_bytes: shared memory that deltas may take on each host; None: a quarter of the model's bytes there;
+            0: none are made.
+        full_sync_interval: every version whose number is a multiple of it goes out in full; 0: none has to.
         recorder: where phases go; an own one where not given.
 
     Attributes:
@@ -86,13 +89,17 @@ class WeightManager:
         key: str | None = None,
         host_group: str | None = None,
         agent_timeout_s: float = 10.0,
+        delta_budget_bytes: int | None = None,
+        full_sync_interval: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
         check_settings(model_id, guard_s=guard_s, timeout_s=timeout_s, agent_timeout_s=agent_timeout_s)
         config = AgentConfig(
-            model_id=model_id, host=host, port=port, advertise=advertise, token=token, certificate=certificate, key=key
-        )
+            model_id=model_id, host=host, port=port, advertise=advertise, token=token, certificate=certificate, key=key,
+            delta_budget_bytes=delta_budget_bytes, full_sync_interval=full_sync_interval,
+        )  # fmt: skip
         check_reachable(config)
+        check_deltas(config)
         self.recorder = recorder or Recorder("trainer/offload")
         self._model_id = model_id
         self._dtype = dtype
@@ -260,6 +267,28 @@ class WeightManager:
         if self._agent is None:
             raise StateError("the agent of this host belongs to another rank")
         self._proofs.wait(version, timeout_s=timeout_s)
+
+    def wait_delta_ready(self, version: int | None = None, *, timeout_s: float = 60.0) -> DeltaReport | None:
+        """Waits until this host's agent has made what receivers can take of a version. Only the host's first rank.
+
+        A delta is there as soon as its version is. Deltas are made while receivers ask for them, where the trainer
+        leaves the time; without one, receivers take the version in full.
+
+        Args:
+            version: the newest that was published where not given.
+            timeout_s: how long to wait.
+
+        Returns:
+            The delta from the version before, None where there is none.
+
+        Raises:
+            StateError: see `wait_published`.
+            DeadlineExceededError: it takes longer.
+        """
+        wanted = self._newest if version is None else version
+        self.wait_published(wanted, timeout_s=timeout_s)
+        facts = self._proofs.delta_to(wanted)
+        return None if facts is None else DeltaReport(**facts)
 
     def close(self) -> None:
         """Ends the agent and unlinks the segments. Receivers go on with what they serve. Idempotent."""

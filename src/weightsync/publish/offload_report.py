@@ -28,3 +28,22 @@ class OffloadReport:
     waited_s: float
     copied_bytes: int
     why: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaReport:
+    """A delta that receivers can take.
+
+    Attributes:
+        base, version: numbers of the versions that it leads from and to.
+        nbytes: its size.
+        num_changed, num_elements: how many elements it changes on this host, and of how many.
+        seconds: that the agent took to make it.
+    """
+
+    base: int
+    version: int
+    nbytes: int
+    num_changed: int
+    num_elements: int
+    seconds: float

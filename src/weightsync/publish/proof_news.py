@@ -16,6 +16,7 @@ class ProofNews:
         self._changed = threading.Condition()
         self._published = -1
         self._not_published: dict[int, str] = {}
+        self._delta: dict[str, Any] | None = None
         self._closed = False
 
     def hear(self, event: dict[str, Any]) -> None:
@@ -23,6 +24,7 @@ class ProofNews:
         with self._changed:
             if event.get("event") == "published":
                 self._published = max(self._published, event["version"])
+                self._delta = event.get("delta")
             elif event.get("event") == "not_published":
                 self._not_published[event["version"]] = event["error"].get("message", "")
             self._changed.notify_all()
@@ -49,10 +51,16 @@ class ProofNews:
                     raise StateError(f"version {version} was not proved before this WeightManager was closed")
                 self._changed.wait(deadline.check("proof of the publication"))
 
+    def delta_to(self, version: int) -> dict[str, Any] | None:
+        """Facts of the delta that leads to that version, where it is the newest; None where there is none."""
+        with self._changed:
+            return self._delta if self._delta is not None and self._delta["version"] == version else None
+
     def begin_anew(self) -> None:
         """Forgets all versions: a new run begins."""
         with self._changed:
             self._published = -1
+            self._delta = None
             self._not_published.clear()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from weightsync.errors import StateError, TransferAbortedError, WeightSyncError, as_weightsync_error
 from weightsync.memory import Lock, Reader
 from weightsync.observe import now_s
+from weightsync.publish.deltas import Deltas, Proved
 from weightsync.publish.stamp import check_stamp
 from weightsync.types import Version
 from weightsync.types.publication import Publication, SourceProof
@@ -30,15 +31,22 @@ class Prover:
     Args:
         proved: takes a publication, the index of its source here, its proof, and the seconds it took; from the thread.
         refused: takes one that can't be proved, and why; from the thread.
+        served: what is served now.
+        deltas: makes a delta of each, where one is wanted.
     """
 
     def __init__(
         self,
         proved: Callable[[Publication, int, SourceProof, float], None],
         refused: Callable[[Version, WeightSyncError], None],
+        *,
+        served: Callable[[], Proved | None],
+        deltas: Deltas,
     ) -> None:
         self._proved = proved
         self._refused = refused
+        self._served = served
+        self._deltas = deltas
         self._changed = threading.Condition()
         self._next: tuple[Publication, int] | None = None
         self._proving: Version | None = None
@@ -120,9 +128,11 @@ class Prover:
             lock = Lock(publication.sources[source].segment, Reader.SENT)
         except BlockingIOError:
             raise TransferAbortedError(f"{version} is superseded before it was proved", version=str(version)) from None
-        with lock:
+        with lock, self._deltas.holding(self._served(), publication, source):
             check_stamp(publication, source)
-            return prove(publication, source, go_on=go_on)
+            proof = prove(publication, source, go_on=go_on)
+            self._deltas.make(publication, source, proof, go_on=go_on)
+            return proof
 
 
 def is_passing(error: BaseException) -> bool:

@@ -8,13 +8,22 @@ import ssl
 from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import InvalidRequestError, NotRegisteredError, WeightSyncError
+from weightsync.errors import InvalidRequestError, NotRegisteredError, VersionError, WeightSyncError
 from weightsync.memory import host_nonce
 from weightsync.transfer.shm import ShmSource
-from weightsync.transfer.source import RangedSource
+from weightsync.transfer.source import Checksums, RangedSource
 from weightsync.transfer.tcp import TcpSource
 from weightsync.types import Deadline, Version
-from weightsync.types.publication import FinishRequest, RegisterRequest, TransferGrant, TransferRequest, Transport
+from weightsync.types.publication import (
+    DeltaBase,
+    DeltaLink,
+    FinishRequest,
+    RegisterRequest,
+    Source,
+    TransferGrant,
+    TransferRequest,
+    Transport,
+)
 
 CALL_S = 10.0
 """No call takes longer."""
@@ -71,8 +80,15 @@ class Agents:
             return None
         return Version(run_id=found.run_id, number=found.version)
 
-    def grant(self, endpoint: str, version: Version | None, deadline: Deadline) -> TransferGrant:
-        """A grant; registers first where the agent does not know us (any more)."""
+    def grant(
+        self, endpoint: str, version: Version | None, deadline: Deadline, *, mode: str = "auto", base: DeltaBase | None
+    ) -> TransferGrant:
+        """A grant; registers first where the agent does not know us (any more).
+
+        Raises:
+            VersionError: it has another version, or a delta from another base than was asked for.
+            WeightSyncError: there is none to be had.
+        """
         client = self.client(endpoint)
         request = TransferRequest(
             receiver_id=self._receiver_id,
@@ -80,6 +96,8 @@ class Agents:
             run_id=None if version is None else version.run_id,
             version=None if version is None else version.number,
             host_nonce=None if self._transport is Transport.TCP else host_nonce(),
+            mode=mode,
+            base=base,
         )
         for again in (True, False):
             if endpoint not in self._registered:
@@ -94,15 +112,17 @@ class Agents:
                 if not again:
                     raise
                 continue
+            if grant.delta is not None and grant.base != base:
+                self._finish(client, grant, ok=False, timeout_s=left)
+                raise VersionError(f"{endpoint} answered with a delta from another base than was asked for")
             if self._transport is Transport.SHM and grant.transport is not Transport.SHM:
-                with contextlib.suppress(WeightSyncError):
-                    client.finish_transfer(FinishRequest(transfer_id=grant.transfer_id, ok=False), timeout_s=left)
+                self._finish(client, grant, ok=False, timeout_s=left)
                 raise InvalidRequestError(f"{endpoint} is not on this host: its memory can't be mapped", peer=endpoint)
             return grant
         raise AssertionError("unreachable")
 
     def source(self, granted: Granted) -> RangedSource:
-        """Where a grant's bytes are read from; the caller's to close.
+        """Where the bytes of a grant's source are read from; the caller's to close.
 
         Raises:
             VersionError: another version lies there by now.
@@ -111,11 +131,25 @@ class Agents:
         grant = granted.grant
         where, manifest = grant.publication.sources[grant.source], grant.publication.manifest
         if grant.transport is Transport.SHM:
-            return ShmSource(where, grant.proof, version=manifest.version, model_id=manifest.model_id)
+            return ShmSource(where, grant.proof, stamp=(manifest.version, manifest.model_id))
+        return self._tcp(granted, where, grant.proof, grant.transfer_id)
+
+    def blob(self, granted: Granted, link: DeltaLink) -> RangedSource:
+        """Where one delta of a grant is read from; the caller's to close.
+
+        Raises:
+            SharedMemoryError: it is gone.
+        """
+        if granted.grant.transport is Transport.SHM:
+            return ShmSource(link.blob, link, stamp=None)
+        return self._tcp(granted, link.blob, link, link.transfer_id)
+
+    def _tcp(self, granted: Granted, where: Source, checksums: Checksums, transfer_id: str) -> TcpSource:
+        grant = granted.grant
         return TcpSource(
             where,
-            grant.proof,
-            transfer_id=grant.transfer_id,
+            checksums,
+            transfer_id=transfer_id,
             address=(urlsplit(granted.endpoint).hostname or "", grant.port),  # no other host than was registered
             num_streams=self._num_streams,
             stall_s=self._stall_s,
@@ -124,20 +158,21 @@ class Agents:
 
     def acknowledge(self, granted: dict[int, Granted]) -> None:
         """The bytes are here and right: from now on it does not matter what becomes of the source. Forgets them."""
-        for each in granted.values():
-            with contextlib.suppress(WeightSyncError):  # proved by digest: nothing the agent says changes that
-                self.client(each.endpoint).finish_transfer(
-                    FinishRequest(transfer_id=each.grant.transfer_id, ok=True), timeout_s=_ACKNOWLEDGE_S
-                )
+        for each in granted.values():  # proved by digest: nothing the agent says changes that
+            self._finish(self.client(each.endpoint), each.grant, ok=True, timeout_s=_ACKNOWLEDGE_S)
         granted.clear()
 
     def give_up(self, granted: dict[int, Granted]) -> None:
         """The agent may forget transfers that this attempt will not go on with."""
         for each in granted.values():
+            self._finish(self.client(each.endpoint), each.grant, ok=False, timeout_s=_GIVE_UP_S)
+
+    @staticmethod
+    def _finish(client: AgentClient, grant: TransferGrant, *, ok: bool, timeout_s: float) -> None:
+        granted_ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta]
+        for transfer_id in granted_ids:
             with contextlib.suppress(WeightSyncError):
-                self.client(each.endpoint).finish_transfer(
-                    FinishRequest(transfer_id=each.grant.transfer_id, ok=False), timeout_s=_GIVE_UP_S
-                )
+                client.finish_transfer(FinishRequest(transfer_id=transfer_id, ok=ok), timeout_s=timeout_s)
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""

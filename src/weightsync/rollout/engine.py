@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION
@@ -15,6 +16,7 @@ from weightsync.clients.fanout import in_thread
 from weightsync.codec.base import Codec
 from weightsync.errors import (
     DeadlineExceededError,
+    DigestMismatchError,
     EngineError,
     NoEnginesError,
     StateError,
@@ -45,11 +47,15 @@ from weightsync.types import (
     UpdateRequest,
     Version,
 )
+from weightsync.types.deadline import MAX_WAIT_S
 
 _T = TypeVar("_T")
 _DESCRIBE_TIMEOUT_S = 3.0
 _ABORT_TIMEOUT_S = 3.0
 _DRAIN_TIMEOUT_S = 1.0
+_ROLLBACK_TIMEOUT_S = 30.0
+
+_logger = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
@@ -62,6 +68,8 @@ class Worker(Protocol):
     def stage(self, request: StageRequest) -> EngineReply: ...
     def commit(self, name: str) -> Version: ...
     def abort(self, name: str | None, reason: str) -> None: ...
+    def rollback(self, name: str, reason: str) -> None: ...
+    def audit(self, name: str) -> None: ...
     def drain_phases(self) -> tuple[PhaseRecord, ...]: ...
     def close(self) -> None: ...
 
@@ -87,6 +95,9 @@ class EmbeddedEngine:
         self._lock = threading.Lock()
         self._writes_live: bool | None = None
         self._open: str | None = None  # the session that the workers have open
+        self._patching = False  # whether it has a base: then no live weight is written before its commit
+        self._committing = False
+        self._num_commits = 0
 
     @classmethod
     def of(
@@ -168,6 +179,8 @@ class EmbeddedEngine:
         with self._lock:
             if self._open == request.session:
                 raise SyncInProgressError(f"session {request.session} is open already", state_left="it goes on")
+            if self._committing:  # some workers have ended that session already
+                raise SyncInProgressError(f"session {self._open} is being committed", state_left="it goes on")
         try:
             self._all(lambda worker: worker.begin(request), deadline)
         except WeightSyncError:
@@ -175,10 +188,11 @@ class EmbeddedEngine:
             raise
         with self._lock:
             self._open = request.session
+            self._patching = request.base is not None
         self._gate.release_other(request.session)
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
-        if self._is_writing_live():
+        if self._writes_before_commit():
             why = "new weights are being written over the old ones"
             if not self._gate.fence_if_paused_by(update.session, why):
                 raise StateError("this engine is loaded in place: pause it before the first chunk")
@@ -221,15 +235,54 @@ class EmbeddedEngine:
         if not self._gate.fence_if_paused_by(request.session, "a commit is under way"):
             self._abort(request.session, "not paused at commit")
             raise StateError("commit comes while the session holds the pause; it does not", state_left="aborted")
+        with self._lock:
+            self._committing = True
+            patching = self._patching
         try:
             versions = self._all(lambda worker: worker.commit(request.session), deadline, settle=True)
         except WeightSyncError as error:
+            if patching:
+                self._rollback(request.session, error)
             self._abort(request.session, "commit failed on a worker")
             self._refuse_if_mixed(error)
             raise
-        with self._lock:
-            self._open = None
-        self._gate.serve(versions[0])
+        else:
+            with self._lock:
+                self._open = None
+                self._num_commits += 1
+                mine = self._num_commits
+                self._gate.serve(versions[0])
+        finally:
+            with self._lock:
+                self._committing = False
+        if patching:
+            in_thread(lambda: self._audit(request.session, mine), name=f"{self._engine_id}-audit")
+
+    def _rollback(self, session: str, error: WeightSyncError) -> None:
+        """Undoes a patch where it was committed already. Whether all of them could is looked at afterwards."""
+        reason = f"commit failed on a worker: {error.message}"
+        try:
+            self._all(lambda worker: worker.rollback(session, reason), Deadline(_ROLLBACK_TIMEOUT_S), settle=True)
+        except WeightSyncError as failed:
+            _logger.error("engine %s: a patch was not undone on every worker: %s", self._engine_id, failed)
+
+    def _audit(self, session: str, number: int) -> None:
+        """Lets every worker read its live weights again, as soon as generation goes on; fences where one is wrong."""
+
+        def audit(worker: Worker) -> None:
+            try:
+                worker.audit(session)
+            except DigestMismatchError as error:
+                with self._lock:
+                    if self._num_commits == number:  # else a later one has healed it
+                        self._gate.fence(error.message)
+
+        with contextlib.suppress(WeightSyncError), self._gate.generation(timeout_s=MAX_WAIT_S):
+            pass  # the pause is over
+        try:
+            self._all(audit, Deadline(MAX_WAIT_S), settle=True)
+        except WeightSyncError as error:
+            _logger.warning("engine %s could not be audited: %s", self._engine_id, error)
 
     def _refuse_if_mixed(self, error: WeightSyncError) -> None:
         """After a failed commit: serve again only if every worker is whole and on the version served before."""
@@ -259,7 +312,7 @@ class EmbeddedEngine:
             ours = self._open == session
             if ours:
                 self._open = None
-        if ours and self._is_writing_live():
+        if ours and self._writes_before_commit():
             try:
                 whole = all(reply.serving for reply in self._described())
             except WeightSyncError:
@@ -283,16 +336,25 @@ class EmbeddedEngine:
     def _describe(self, deadline: Deadline) -> EngineReply:
         replies = self._all(lambda worker: worker.describe(), deadline)
         groups = {reply.group for reply in replies}
+        digests = {reply.model_digest for reply in replies}
+        unhealthy = "; ".join(sorted({reply.unhealthy for reply in replies if reply.unhealthy}))
         reply = self._reply(drain=False)
         return msgspec.structs.replace(
             reply,
             group=groups.pop() if len(groups) == 1 else None,
-            model_digest=replies[0].model_digest,
+            version=None if unhealthy else reply.version,
+            model_digest=digests.pop() if len(digests) == 1 else None,
             run_id=replies[0].run_id,
+            accepts=tuple(sorted(set.intersection(*(set(reply.accepts) for reply in replies)))),
+            unhealthy=unhealthy or None,
         )
 
     def _described(self) -> list[EngineReply]:
         return self._all(lambda worker: worker.describe(), Deadline(_DESCRIBE_TIMEOUT_S))
+
+    def _writes_before_commit(self) -> bool:
+        """Whether chunks of the open session go into live weights."""
+        return self._is_writing_live() and not self._patching
 
     def _is_writing_live(self) -> bool:
         if self._writes_live is None:

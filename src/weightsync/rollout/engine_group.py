@@ -36,6 +36,7 @@ class GroupReport:
         paused_s: the longest pause of any.
         num_chunks: how many requests each was given.
         unprovable: why some could not prove their live bytes, by engine.
+        num_patched: how many were given the changed elements alone.
     """
 
     engine_ids: tuple[str, ...]
@@ -44,6 +45,7 @@ class GroupReport:
     paused_s: float
     num_chunks: int
     unprovable: dict[str, str]
+    num_patched: int = 0
 
 
 class EngineGroup:
@@ -85,6 +87,11 @@ class EngineGroup:
         self._lock = threading.Lock()
         self._served: dict[str, Version | None] = dict.fromkeys(names)
         self._unprovable: dict[str, str] = {}
+
+    @property
+    def take_patches(self) -> bool:
+        """Whether any engine could be given changed elements alone, as far as is known."""
+        return any(getattr(loader, "takes_patches", False) for loader in self._loaders)
 
     def served(self) -> dict[str, Version | None]:
         """What each serves, as far as is known."""

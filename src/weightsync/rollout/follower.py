@@ -289,7 +289,7 @@ class Follower:
             loading_s = now_s()
             self._note(
                 state="loading", retrying=None, num_pulled=self._status.num_pulled + 1, pull_s=loading_s - began_s,
-                transport=pulled.transport,
+                transport=pulled.transport, num_deltas=pulled.num_deltas, received_bytes=pulled.received_bytes,
             )  # fmt: skip
             with contextlib.nullcontext() if self._paths is None else self._paths.held(pulled):
                 loaded = self._engines.load(pulled, Deadline(self._config.load_timeout_s))
@@ -314,8 +314,10 @@ class Follower:
             model_id=self.model_id,
         )
         _logger.info(
-            "model %s: %s is served: %.1f MB by %s in %.3f s, loaded in %.3f s, paused for %.3f s",
-            self.model_id, version, size / 1e6, pulled.transport, loading_s - began_s, done_s - loading_s,
+            "model %s: %s is served: %.1f MB by %s%s in %.3f s, loaded in %.3f s, paused for %.3f s",
+            self.model_id, version, size / 1e6, pulled.transport,
+            f" ({pulled.num_deltas} deltas of {pulled.received_bytes / 1e6:.1f} MB)" if pulled.num_deltas else "",
+            loading_s - began_s, done_s - loading_s,
             loaded.paused_s,
         )  # fmt: skip
         if self._on_served is not None:
@@ -325,7 +327,7 @@ class Follower:
                 _logger.exception("on_served failed for %s of model %s", version, self.model_id)
         self._note(
             run_id=version.run_id, version=version.number, served_s=done_s, load_s=done_s - loading_s,
-            paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1,
+            paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1, num_patched=loaded.num_patched,
         )  # fmt: skip
         return {}
 
@@ -342,6 +344,8 @@ class Follower:
             verify=self._config.sender_verify,
             may_call=self.may_call,
             transport=self._config.transport,
+            mode=self._config.mode,
+            patch_limit=lambda: self._config.patch_limit if self._engines.take_patches else 0.0,
             num_streams=self._config.num_streams,
             staging=self._staging,
             recorder=self._recorder,

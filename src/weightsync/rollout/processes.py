@@ -131,6 +131,14 @@ class ProcessWorker:
         """See `EngineWorker`."""
         self._ask("abort", [name, reason])
 
+    def rollback(self, name: str, reason: str) -> None:
+        """See `EngineWorker`."""
+        self._ask("rollback", [name, reason])
+
+    def audit(self, name: str) -> None:
+        """See `EngineWorker`."""
+        self._ask("audit", name)
+
     def drain_phases(self) -> tuple[PhaseRecord, ...]:
         """See `EngineWorker`; empty once the child is gone."""
         if self._dead is not None:
@@ -258,6 +266,10 @@ def _dispatch(worker: EngineWorker, asks: Asks, op: str, body: Any) -> Any:
             return worker.commit(body)
         case "abort":
             return worker.abort(*body)
+        case "rollback":
+            return worker.rollback(*body)
+        case "audit":
+            return worker.audit(body)
         case "drain_phases":
             return worker.drain_phases()
         case "ask":

@@ -17,6 +17,40 @@ from weightsync.types.publication import Transport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchedTensor:
+    """Where one tensor's change lies in a patch's segment.
+
+    Attributes:
+        name: in the manifest.
+        count: changed elements.
+        positions_offset: first byte of its positions: uint32, strictly rising, flat indices into the whole tensor.
+        values_offset: first byte of its new elements, of its dtype; as many. Aligned to them.
+    """
+
+    name: str
+    count: int
+    positions_offset: int
+    values_offset: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PulledPatch:
+    """A version as a change of the one before it, beside the staging that holds all of it.
+
+    Attributes:
+        base: what it is a change of.
+        base_digest: the model's digest of that.
+        segment: name of the shared memory that positions and values lie in.
+        tensors: those that have changed, none twice.
+    """
+
+    base: Version
+    base_digest: str
+    segment: str
+    tensors: tuple[PatchedTensor, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pulled:
     """A version that is here, proved. A context manager: at its end the memory is given back.
 
@@ -26,6 +60,9 @@ class Pulled:
         offsets: first byte of each tensor in it.
         transport: how it came. "shm": it lies in the publisher's own segment, under a lease.
         num_attempts: how often it was begun anew at another version, plus one.
+        num_deltas: how many deltas brought it, over all sources; 0: it came in full.
+        received_bytes: that were sent for it, in this attempt.
+        patch: what an engine that serves the version before it can take instead; gone with the staging.
     """
 
     manifest: Manifest
@@ -34,6 +71,9 @@ class Pulled:
     transport: Transport
     num_attempts: int
     release: Callable[[], None]
+    num_deltas: int = 0
+    received_bytes: int = 0
+    patch: PulledPatch | None = None
 
     @property
     def version(self) -> Version:

@@ -18,8 +18,11 @@ from concurrent.futures import wait as wait_for
 import xxhash
 
 from weightsync.clients.fanout import in_thread
+from weightsync.codec.delta_format import DeltaFormatError
 from weightsync.errors import (
+    ConfigError,
     DeadlineExceededError,
+    DigestMismatchError,
     EngineUnreachableError,
     NotRegisteredError,
     SharedMemoryError,
@@ -28,14 +31,17 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
 )
+from weightsync.memory import Segment
 from weightsync.observe import Recorder
 from weightsync.rollout.agents import CALL_S, Agents, Granted
-from weightsync.rollout.pulled import Pulled, check_whole, proved_manifest
-from weightsync.rollout.staging import Staging, TargetMap
+from weightsync.rollout.delta_apply import Changed
+from weightsync.rollout.delta_pull import apply_blobs, fetch_blobs, lay_out_patch, num_bytes
+from weightsync.rollout.pulled import Pulled, PulledPatch, check_whole, proved_manifest
+from weightsync.rollout.staging import Held, Staging, Target, TargetMap
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Arrived, Destination, RangedSource
 from weightsync.types import Deadline, Version
-from weightsync.types.publication import Transport
+from weightsync.types.publication import MODES, DeltaBase, TransferGrant, Transport
 
 _RETRY_S = 0.05
 _LONGEST_RETRY_S = 0.2
@@ -58,6 +64,10 @@ class Puller:
         verify: see `AgentClient`; for the block server too.
         may_call: which other endpoints a publication may name; by default none but `endpoint`.
         transport: "tcp" or "shm" alone; chosen by itself where not given.
+        mode: "full"; "delta" where the agent has one from what the staging holds, on the same host too; "auto" for a
+            delta over TCP and the publisher's own memory on the same host.
+        patch_limit: says up to which share of the model's bytes the changed elements are laid out for engines that
+            take patches; 0: not at all. Asked at each pull.
         num_streams: TCP connections to each agent.
         stall_s: a connection over which nothing comes for so long is opened anew.
         staging: where TCP pulls go; an own one where not given. Kept from pull to pull.
@@ -74,6 +84,8 @@ class Puller:
         verify: bool | str = True,
         may_call: Callable[[str], bool] | None = None,
         transport: Transport | None = None,
+        mode: str = "auto",
+        patch_limit: Callable[[], float] = lambda: 0.0,
         num_streams: int = 6,
         stall_s: float = 10.0,
         staging: Staging | None = None,
@@ -82,6 +94,12 @@ class Puller:
         self.endpoint = endpoint.rstrip("/")
         self.model_id = model_id
         self.recorder = recorder or Recorder(f"puller/{receiver_id}")
+        if mode not in MODES:
+            raise ConfigError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
+        self._mode = mode
+        self._patch_limit = patch_limit
+        self._source_of: dict[str, int] = {}
+        self._full_next = False
         self._may_call = may_call or (lambda _: False)
         self._staging = staging or Staging()
         self._own_staging = staging is None
@@ -201,7 +219,7 @@ class Puller:
                     raise StateError(f"nothing is published there yet, {at_least} was announced")
                 self._check_wanted(newest, at_least)
             with self.recorder.phase("request transfer"):
-                first = self._agents.grant(self.endpoint, None, deadline)
+                first = self._grant(self.endpoint, None, self._source_of.get(self.endpoint), deadline)
             # by source: whom we asked, which is not always what the publication calls it, and what it answered
             granted = {first.source: Granted(endpoint=self.endpoint, grant=first)}
             stack.callback(self._agents.give_up, granted)
@@ -215,20 +233,33 @@ class Puller:
                         raise NotRegisteredError(
                             f"{version} lies at {source.endpoint} too, which was not registered here: nobody calls it"
                         )
-                    grant = self._agents.grant(source.endpoint, version, deadline)
+                    grant = self._grant(source.endpoint, version, index, deadline)
                     if grant.publication != publication or grant.source != index:
+                        self._agents.give_up({index: Granted(endpoint=source.endpoint, grant=grant)})
                         raise VersionError(f"{source.endpoint} tells another story of {version}", version=str(version))
                     granted[index] = Granted(endpoint=source.endpoint, grant=grant)
+            self._source_of = {each.endpoint: index for index, each in granted.items()}
             sources: dict[int, RangedSource] = {}
             for index, each in granted.items():
-                sources[index] = self._agents.source(each)
-                stack.callback(sources[index].close)
+                if each.grant.delta is None:
+                    sources[index] = self._agents.source(each)
+                    stack.callback(sources[index].close)
             whole = all(part.box is None for part in publication.parts)
-            if len(sources) == 1 and isinstance(sources[0], ShmSource) and whole:
+            mapped = sources.get(0)
+            if len(granted) == 1 and isinstance(mapped, ShmSource) and whole and self._mode != "delta":
                 with self.recorder.phase("pull", detail=f"{version}, mapped"):
-                    return self._mapped(granted, sources[0], stack, attempts)
-            with self.recorder.phase("pull", detail=str(version)):
+                    return self._mapped(granted, mapped, stack, attempts)
+            how = "delta" if any(each.grant.delta is not None for each in granted.values()) else "full"
+            with self.recorder.phase("pull", detail=f"{version}, {how}"):
                 return self._copied(granted, sources, deadline, progress, stack, attempts)
+
+    def _grant(self, endpoint: str, version: Version | None, source: int | None, deadline: Deadline) -> TransferGrant:
+        """A grant, for a delta where the staging holds what one can build on."""
+        held = None if self._full_next or self._mode == "full" else self._staging.held
+        base = None
+        if held is not None and source is not None and source < len(held.digests):
+            base = DeltaBase(run_id=held.version.run_id, version=held.version.number, digest=held.digests[source])
+        return self._agents.grant(endpoint, version, deadline, mode=self._mode, base=base)
 
     @staticmethod
     def _check_wanted(version: Version, at_least: Version | None) -> None:
@@ -265,9 +296,15 @@ class Puller:
     ) -> Pulled:
         publication = granted[0].grant.publication
         manifest = publication.manifest
+        deltas = {index: each for index, each in granted.items() if each.grant.delta is not None}
+        tally = _Tally(num_bytes(granted), progress)
+        read = functools.partial(self._read, deadline=deadline)
+        blobs = {index: fetch_blobs(self._agents, each, read, tally.add) for index, each in deltas.items()}
+        held = self._staging.held
         checksums = "".join(each.grant.proof.block_checksums for _, each in sorted(granted.items()))
         target = self._staging.open(manifest, str(xxhash.xxh3_128_hexdigest(checksums.encode())))
-        tally = _Tally(publication.sources, progress)
+        if deltas and (held is None or target.was is not held):
+            raise StateError("the staging has another layout than what the delta builds on")
         reads: list[Callable[[], None]] = []
         for index, source in sources.items():
             where = publication.sources[index]
@@ -281,24 +318,58 @@ class Puller:
                 tally.add(len(data))
 
             if wanted:
-                reads.append(functools.partial(self._read, source, wanted, blocks.into, arrived, deadline))
+                reads.append(functools.partial(read, source, wanted, blocks.into, arrived))
         _all_at_once(reads, sources.values())
+        patch, segment = self._applied(deltas, blobs, target, held)
         proved = proved_manifest(granted, target.tensor_of)
+        granted_digests = {index: each.grant.proof.digest for index, each in granted.items()}
+        granted_transport = granted[0].grant.transport
         self._agents.acknowledge(granted)
         finished = stack.pop_all()
         finished.close()  # connections go; the transfers are finished already
-        self._staging.verified(proved.version)
+        self._full_next = False
+        digests = tuple(granted_digests[index] for index in range(len(publication.sources)))
+        self._staging.verified(Held(version=proved.version, model_digest=proved.model_digest or "", digests=digests))
         return Pulled(
             manifest=proved,
             segment=target.segment.name,
             offsets=target.offsets,
-            transport=Transport.TCP,
+            transport=granted_transport,
             num_attempts=attempts,
-            release=self._staging.release,
+            release=functools.partial(_release, self._staging, segment),
+            num_deltas=sum(len(found) for found in blobs.values()),
+            received_bytes=tally.received,
+            patch=patch,
         )
 
+    def _applied(
+        self, deltas: Mapping[int, Granted], blobs: Mapping[int, list[memoryview]], target: Target, held: Held | None
+    ) -> tuple[PulledPatch | None, Segment | None]:
+        """Deltas onto the staging, and what they changed laid out for engines.
+
+        Raises:
+            StateError: they did not give what was published; the next attempt takes a full.
+        """
+        if not deltas:
+            return None, None
+        assert held is not None
+        manifest = next(iter(deltas.values())).grant.publication.manifest
+        limit_bytes = int(self._patch_limit() * manifest.total_bytes)
+        changes: list[Changed] | None = []
+        try:
+            with self.recorder.phase("apply delta", detail=str(manifest.version)):
+                for index, each in deltas.items():
+                    found = apply_blobs(each, blobs[index], target, held, keep_at_most=limit_bytes // 4)
+                    changes = None if found is None or changes is None else changes + found
+        except (DeltaFormatError, DigestMismatchError) as error:
+            self._staging.forget()
+            self._full_next = True
+            raise StateError(f"a delta did not give what was published, a full is taken: {error}") from error
+        laid_out = None if changes is None else lay_out_patch(changes, target, held, limit_bytes)
+        return laid_out or (None, None)
+
     def _read(
-        self, source: RangedSource, wanted: list[int], into: Destination, arrived: Arrived, deadline: Deadline
+        self, source: RangedSource, wanted: list[int], into: Destination, arrived: Arrived, *, deadline: Deadline
     ) -> None:
         """`source.read`, which `cancel` ends."""
         self._reading.add(source)
@@ -313,11 +384,17 @@ class Puller:
 class _Tally:
     """Bytes that are there, told as they come."""
 
-    def __init__(self, sources: tuple[object, ...], progress: Progress | None) -> None:
-        self._total = sum(source.data_end - source.data_start for source in sources)  # type: ignore[attr-defined]
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self._total = total_bytes
         self._progress = progress
         self._lock = threading.Lock()
         self._done = 0
+        self._skipped = 0
+
+    @property
+    def received(self) -> int:
+        """Bytes that came, less what was there before."""
+        return self._done - self._skipped
 
     def add(self, count: int) -> None:
         with self._lock:
@@ -328,7 +405,15 @@ class _Tally:
 
     def skip(self, num_blocks: int, block_bytes: int) -> None:
         if num_blocks:
+            before = self._done
             self.add(num_blocks * block_bytes)
+            self._skipped += self._done - before
+
+
+def _release(staging: Staging, patch: Segment | None) -> None:
+    staging.release()
+    if patch is not None:
+        patch.close()
 
 
 def _all_at_once(reads: list[Callable[[], None]], sources: Iterable[RangedSource]) -> None:

@@ -15,7 +15,7 @@ from weightsync.errors import (
     as_weightsync_error,
 )
 from weightsync.transfer.base import WeightTransferReceiver
-from weightsync.types import AnyUpdateRequest, BeginRequest, Deadline, Manifest
+from weightsync.types import AnyUpdateRequest, BeginRequest, Deadline, Manifest, PatchWeightUpdateRequest
 
 _MAX_AHEAD = 8  # chunks that may wait for their turn; each holds a thread of the server
 
@@ -26,12 +26,14 @@ class Session:
     def __init__(self, request: BeginRequest, decoder: Decoder, receiver: WeightTransferReceiver) -> None:
         self.name = request.session
         self.manifest = request.manifest
+        self.base = request.base
         self.deadline = Deadline(request.deadline_s)
         self.decoder = decoder
         self.receiver = receiver
         self.receiving = Turns()
         self.loading = Turns()
         self.staged: Manifest | None = None
+        self.proved = False  # what was staged, from the memory that will serve
         self.error: WeightSyncError | None = None
         self.ended = False
         self.watchdog: threading.Timer | None = None
@@ -57,6 +59,8 @@ class Session:
 
     def check_announced(self, request: AnyUpdateRequest) -> None:
         """Refuses a chunk that the manifest does not have, before anything is allocated or received."""
+        if isinstance(request, PatchWeightUpdateRequest) != (self.base is not None):
+            raise InvalidRequestError("a session on a base takes patches alone, any other whole tensors alone")
         for name, dtype, shape in zip(request.names, request.dtypes, request.shapes, strict=True):
             expected = self._expected.get(name)
             if expected is None:

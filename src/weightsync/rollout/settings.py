@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from weightsync.errors import ConfigError
 from weightsync.net.server import TlsFiles
 from weightsync.types.deadline import check_wait_s
-from weightsync.types.publication import Transport
+from weightsync.types.publication import MODES, Transport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,10 @@ class RolloutConfig:
         pause_timeout_s: how long an engine may take to finish running generations.
         patience_s: after so long without the version that was announced, the newest that the agent has is taken.
         transport: "tcp" or "shm" alone; chosen by itself where not given.
+        mode: "full"; "delta" for deltas wherever the agent has them, on the same host too; "auto" for deltas over TCP,
+            and for the publisher's own memory on the same host.
+        patch_limit: engines that take patches are given the changed elements alone where these, with their positions,
+            have at most this share of the model's bytes; 0: never.
         num_streams: TCP connections of a pull.
         path_root: for engines that load from a path: a folder in which the version that is being loaded is
             `<model_id>/<run_id>-<version>/model.safetensors`, for as long as it is. See `rollout.version_path`.
@@ -45,9 +50,15 @@ class RolloutConfig:
     pause_timeout_s: float = 10.0
     patience_s: float = 10.0
     transport: Transport | None = None
+    mode: str = "auto"
+    patch_limit: float = 0.25
     num_streams: int = 6
     path_root: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("pull_timeout_s", "load_timeout_s", "pause_timeout_s", "patience_s"):
             check_wait_s(name, getattr(self, name))
+        if self.mode not in MODES:
+            raise ConfigError(f"mode is one of {', '.join(MODES)}, not {self.mode!r}")
+        if not 0 <= self.patch_limit <= 1:
+            raise ConfigError(f"patch_limit is a share of the model, from 0 to 1, not {self.patch_limit}")

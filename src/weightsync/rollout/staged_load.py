@@ -5,23 +5,41 @@
 
 The chunks are the `cuda_ipc` strategy's requests for CPU tensors: handles into the staging, which the engine maps. So
 an engine needs nothing for the pull path that it has not for the push path, and proves its bytes in the same way.
+
+An engine that takes patches and serves exactly the version before is given the change alone (`load_patch` has the
+requests). Where that can't be, or fails, it is loaded in full by the same call: the staging holds all of the version.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import uuid
+from collections.abc import Iterable
 
-from weightsync.errors import DigestMismatchError, EngineError, WeightSyncError
+from weightsync.errors import (
+    DigestMismatchError,
+    EngineError,
+    InvalidRequestError,
+    LoadError,
+    ManifestMismatchError,
+    SharedMemoryError,
+    StateError,
+    UnsupportedError,
+    VersionError,
+    WeightSyncError,
+)
 from weightsync.memory import host_nonce
 from weightsync.observe import Recorder, paused_s
 from weightsync.plan.buckets import split_specs
-from weightsync.rollout.pulled import Pulled
+from weightsync.rollout.load_patch import patch_requests, patch_that_fits
+from weightsync.rollout.pulled import Pulled, PulledPatch
 from weightsync.transfer.base import init_requests
 from weightsync.transfer.ipc import CudaIpcTransferStrategy
 from weightsync.types import (
     AbortRequest,
+    AnyUpdateRequest,
     BeginRequest,
     CommitRequest,
     CudaIpcWeightUpdateRequest,
@@ -31,6 +49,7 @@ from weightsync.types import (
     EngineOp,
     EngineReply,
     EngineRequest,
+    PatchBase,
     PauseRequest,
     PhaseRecord,
     ResumeRequest,
@@ -48,6 +67,21 @@ _COMMIT_LEASE_S = 10.0
 _DESCRIBE_S = 10.0
 """An engine that stands still keeps the others waiting no longer than this."""
 
+_FALLS_BACK = (
+    VersionError,
+    UnsupportedError,
+    DigestMismatchError,
+    LoadError,
+    InvalidRequestError,
+    ManifestMismatchError,
+    SharedMemoryError,
+    StateError,
+)
+"""What a patch may fail with and the whole version may still be loaded after. An engine that is gone, or a deadline that
+is over, is not among them."""
+
+_logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadReport:
@@ -58,12 +92,14 @@ class LoadReport:
         unprovable: why the engine could not prove its live bytes; None where it did.
         paused_s: how long no generation could start.
         num_chunks: how many requests its weights came in.
+        patched: whether it was given the change alone.
     """
 
     version: Version
     unprovable: str | None
     paused_s: float
     num_chunks: int
+    patched: bool
 
 
 class EngineLoader:
@@ -110,23 +146,50 @@ class EngineLoader:
         Raises:
             WeightSyncError: typed; the engine serves its old version, or refuses to serve.
         """
-        version = pulled.version
         steps = _Steps(self._engine, deadline, self._recorder)
-        reply = steps.call(EngineOp.DESCRIBE, DescribeRequest(), at_most_s=_DESCRIBE_S)
-        if reply.group is None or reply.group != self._group or self._run_id != version.run_id:
-            self._join(steps, reply, version.run_id)
-        session = f"{version}#{uuid.uuid4().hex[:8]}"
+        reply = self._ready(steps, pulled.version)
+        patch = patch_that_fits(pulled, reply)
+        if patch is not None:
+            try:
+                return self._load_patch(steps, pulled, patch)
+            except _FALLS_BACK as error:
+                _logger.warning("engine %s: loaded in full, not patched: %s", self.engine_id, error)
+            self._ready(steps, pulled.version)
+        return self._load_full(steps, pulled)
+
+    def _load_patch(self, steps: _Steps, pulled: Pulled, patch: PulledPatch) -> LoadReport:
+        session = _session_of(pulled.version)
+        requests = tuple(patch_requests(patch, pulled.manifest, session, max_bytes=self._chunk_bytes))
+        base = PatchBase(version=patch.base, model_digest=patch.base_digest)
+        return self._load(steps, pulled, session, requests, base)
+
+    def _load_full(self, steps: _Steps, pulled: Pulled) -> LoadReport:
+        session = _session_of(pulled.version)
+        chunks = tuple(split_specs(pulled.manifest.tensors, self._chunk_bytes))
+        return self._load(
+            steps, pulled, session, (_request(pulled, specs, session, seq) for seq, specs in enumerate(chunks)), None
+        )
+
+    def _load(
+        self,
+        steps: _Steps,
+        pulled: Pulled,
+        session: str,
+        requests: Iterable[AnyUpdateRequest],
+        base: PatchBase | None,
+    ) -> LoadReport:
+        version, deadline = pulled.version, steps.deadline
+        num_chunks = 0
         try:
-            reply = steps.call(
-                EngineOp.BEGIN,
-                BeginRequest(session=session, manifest=pulled.manifest, deadline_s=deadline.check("time to begin")),
+            begin = BeginRequest(
+                session=session, manifest=pulled.manifest, deadline_s=deadline.check("time to begin"), base=base
             )
-            early = reply.writes_live
+            early = steps.call(EngineOp.BEGIN, begin).writes_live and base is None
             if early:
                 self._pause(steps, session, lease_s=deadline.remaining_s)
-            chunks = tuple(split_specs(pulled.manifest.tensors, self._chunk_bytes))
-            for seq, specs in enumerate(chunks):
-                steps.call(EngineOp.UPDATE_WEIGHTS, UpdateRequest(update=_request(pulled, specs, session, seq)))
+            for update in requests:
+                steps.call(EngineOp.UPDATE_WEIGHTS, UpdateRequest(update=update))
+                num_chunks += 1
             staged = steps.call(EngineOp.STAGE, StageRequest(session=session, manifest=pulled.manifest))
             if staged.digests_equal is not True and not staged.unprovable:
                 raise DigestMismatchError(
@@ -150,8 +213,16 @@ class EngineLoader:
             version=version,
             unprovable=staged.unprovable,
             paused_s=paused_s(steps.phases),
-            num_chunks=len(chunks),
+            num_chunks=num_chunks,
+            patched=base is not None,
         )
+
+    def _ready(self, steps: _Steps, version: Version) -> EngineReply:
+        """What the engine says of itself; after this it is in our group."""
+        reply = steps.call(EngineOp.DESCRIBE, DescribeRequest(), at_most_s=_DESCRIBE_S)
+        if reply.group is None or reply.group != self._group or self._run_id != version.run_id:
+            self._join(steps, reply, version.run_id)
+        return reply
 
     def _join(self, steps: _Steps, reply: EngineReply, run_id: str) -> None:
         sizes = {self.engine_id: reply.world_size}
@@ -181,6 +252,10 @@ class _Steps:
         self.phases += reply.phases
         self._recorder.extend(reply.phases)
         return reply
+
+
+def _session_of(version: Version) -> str:
+    return f"{version}#{uuid.uuid4().hex[:8]}"
 
 
 def _request(pulled: Pulled, specs: tuple[TensorSpec, ...], session: str, seq: int) -> CudaIpcWeightUpdateRequest:

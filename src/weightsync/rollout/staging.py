@@ -6,7 +6,8 @@ until that version was proved, and while it is dirty its stamp is empty, so nobo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -24,8 +25,27 @@ from weightsync.types.publication import Source
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a staging has, proved, and nobody has written since: what a delta may build on.
+
+    Attributes:
+        version, model_digest: of the publication.
+        digests: of each of its sources, as `SourceProof.digest` has them.
+    """
+
+    version: Version
+    model_digest: str
+    digests: tuple[str, ...]
+
+
 class Target:
-    """The segment of one version while it is filled."""
+    """The segment of one version while it is filled.
+
+    Attributes:
+        layout, segment, offsets: where what lies.
+        was: what it had, proved, when it was opened last; None once anything was written.
+    """
 
     def __init__(self, layout: Layout, segment: Segment) -> None:
         self.layout = layout
@@ -35,6 +55,7 @@ class Target:
         self._version: Version | None = None
         self._proof = ""
         self._there: set[tuple[int, int]] = set()
+        self.was: Held | None = None
 
     def begin(self, version: Version, proof: str) -> None:
         """What arrives from now on is of that version, and of those checksums; what arrived of others is forgotten."""
@@ -45,6 +66,7 @@ class Target:
     def forget(self) -> None:
         """Whatever arrived does not count any more."""
         self._version = None
+        self.was = None
         self._there.clear()
 
     def has(self, version: Version, source: int, block: int) -> bool:
@@ -74,6 +96,12 @@ class Staging:
         self._target: Target | None = None
         self._model_id = ""
         self._in_use = False
+        self._held: Held | None = None
+
+    @property
+    def held(self) -> Held | None:
+        """What is there, proved; None from `open` to `verified`, and where nothing is."""
+        return self._held
 
     def open(self, manifest: Manifest, proof: str = "") -> Target:
         """The target for a version, dirty. What an earlier, broken attempt at the same version has brought is kept.
@@ -94,14 +122,16 @@ class Staging:
             self.close()
             target = self._target = Target(layout, Segment(max(1, layout.total_bytes)))
         target.begin(manifest.version, proof)
+        target.was, self._held = self._held, None
         self._model_id = manifest.model_id
         self._stamp(target, None)
         return target
 
-    def verified(self, version: Version) -> None:
+    def verified(self, held: Held) -> None:
         """It holds that version, proved; until `release` nobody may write it."""
         assert self._target is not None
-        self._stamp(self._target, version)
+        self._stamp(self._target, held.version)
+        self._held = held
         self._in_use = True
 
     def release(self) -> None:
@@ -111,12 +141,14 @@ class Staging:
 
     def forget(self) -> None:
         """What is there is not what was proved any more: every block is fetched anew."""
+        self._held = None
         if self._target is not None:
             self._target.forget()
 
     def close(self) -> None:
         """Gives the memory back. Idempotent."""
         target, self._target = self._target, None
+        self._held = None
         self._in_use = False
         if target is not None:
             target.segment.give_back_pages()
@@ -155,22 +187,50 @@ class TargetMap:
 
     def take(self, block: int, data: memoryview) -> None:
         """A block has arrived, and was right: its bytes go where they belong."""
-        if self._shift is not None:
-            return
-        start, length = self._source.block(block)
-        end = start + length
-        first = max(0, int(np.searchsorted(self._starts, start, side="right")) - 1)
-        flat = np.frombuffer(self._target.segment.memory, dtype=np.uint8)
-        received = np.frombuffer(data, dtype=np.uint8)
+        if self._shift is None:
+            self.put(self._source.block(block)[0], np.frombuffer(data, dtype=np.uint8))
+
+    def borrow(self, offset: int, length: int) -> _Bytes | None:
+        """The target's own memory for a range of the source; None where the range does not lie there in one piece."""
+        if self._shift is None:
+            return None
+        return np.frombuffer(self._target.segment.memory, np.uint8, length, offset + self._shift)
+
+    def get(self, offset: int, length: int) -> _Bytes:
+        """A range of the source as the target has it now, copied."""
+        data = np.empty(length, np.uint8)
+        self._move(offset, data, out=True)
+        return data
+
+    def put(self, offset: int, data: _Bytes) -> None:
+        """A range of the source goes where it belongs."""
+        self._move(offset, data, out=False)
+
+    def parts_in(self, offset: int, length: int) -> Iterator[tuple[TensorSpec, int, int]]:
+        """The parts that a range of the source touches, each with the first byte and the end of what it touches."""
+        end = offset + length
+        first = max(0, int(np.searchsorted(self._starts, offset, side="right")) - 1)
         for part in self._parts[first:]:
             if part.offset >= end:
-                break
-            low, high = max(start, part.offset), min(end, part.offset + part.nbytes)
+                return
+            low, high = max(offset, part.offset), min(end, part.offset + part.nbytes)
             if low < high:
-                self._scatter(part, low - part.offset, received[low - start : high - start], flat)
+                yield part, low, high
 
-    def _scatter(self, part: TensorSpec, first: int, data: _Bytes, flat: _Bytes) -> None:
-        """Bytes of a part, from its byte `first` on, to the runs that its box has in the whole tensor."""
+    def _move(self, offset: int, data: _Bytes, *, out: bool) -> None:
+        flat = np.frombuffer(self._target.segment.memory, dtype=np.uint8)
+        for part, low, high in self.parts_in(offset, len(data)):
+            self._move_part(part, low - part.offset, data[low - offset : high - offset], flat, out=out)
+
+    def _move_part(self, part: TensorSpec, first: int, data: _Bytes, flat: _Bytes, *, out: bool) -> None:
+        """Bytes of a part, from its byte `first` on, to (or out of) the runs that its box has in the whole tensor."""
+
+        def move(place: _Bytes, piece: _Bytes) -> None:
+            if out:
+                piece[:] = place
+            else:
+                place[:] = piece
+
         box = part.box or whole_box(part.shape)
         itemsize = part.nbytes // box.numel
         run_elements, offsets = box_runs(part.shape, box)
@@ -183,13 +243,13 @@ class TargetMap:
             # columns: all runs but the first and the last, which may be cut, at once
             head, count = run - within, len(starts) - 2
             middle = np.ndarray((count, run), np.uint8, flat, int(starts[1]), (int(steps[0]), 1))
-            middle[:] = data[head : head + count * run].reshape(count, run)
-            flat[starts[0] + within : starts[0] + run] = data[:head]
+            move(middle, data[head : head + count * run].reshape(count, run))
+            move(flat[starts[0] + within : starts[0] + run], data[:head])
             rest = data[head + count * run :]
-            flat[starts[-1] : starts[-1] + len(rest)] = rest
+            move(flat[starts[-1] : starts[-1] + len(rest)], rest)
             return
         done = 0
         for start in starts:
             size = min(run - within, len(data) - done)
-            flat[start + within : start + within + size] = data[done : done + size]
+            move(flat[start + within : start + within + size], data[done : done + size])
             done, within = done + size, 0

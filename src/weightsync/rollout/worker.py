@@ -6,10 +6,15 @@ load, decodes and loads, releases the bucket. So chunk k + 1 arrives while chunk
 Failure: whatever fails in a session (here, at the trainer, or by its deadline) ends it once: the loader aborts, the
 group is dropped so that every other member's pending operation fails too, and later calls of that
 session are told why.
+
+A session on a base is a patch: nothing live is written before its commit, and its commit can be rolled back until it is
+settled: by `audit`, by the next begin, or by the end.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import threading
 from collections.abc import Callable
 
@@ -17,8 +22,9 @@ import torch
 
 from weightsync.clients.fanout import in_thread
 from weightsync.codec.base import Codec
-from weightsync.codec.digest import digest_of, warm_up
+from weightsync.codec.digest import ShardSum, digest_of, patch_sum, patched_digest, warm_up
 from weightsync.codec.full import FullCodec
+from weightsync.codec.patch import PatchDecoder
 from weightsync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
@@ -34,6 +40,7 @@ from weightsync.errors import (
 )
 from weightsync.load.base import WeightLoader
 from weightsync.observe import Recorder
+from weightsync.rollout.audit import Audit
 from weightsync.rollout.session import Session
 from weightsync.transfer.base import WeightTransferReceiver, WeightTransferStrategy
 from weightsync.transfer.registry import strategy_named
@@ -43,6 +50,7 @@ from weightsync.types import (
     EngineReply,
     InitRequest,
     Manifest,
+    PatchBase,
     PhaseRecord,
     StageRequest,
     Version,
@@ -51,6 +59,32 @@ from weightsync.types.deadline import MAX_WAIT_S
 
 _STUCK_LOADER_S = 30.0
 _MAX_SUPERSEDED = 1000
+_AUDIT_ENDS_S = 2.0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Served:
+    """What is live.
+
+    Attributes:
+        manifest: of the version that was committed.
+        session: that committed it.
+        proved: whether its digest was computed from the live weights; a patch needs that of its base.
+    """
+
+    manifest: Manifest
+    session: str
+    proved: bool
+
+    @property
+    def version(self) -> Version:
+        return self.manifest.version
+
+    @property
+    def digest(self) -> str | None:
+        return self.manifest.model_digest
 
 
 class EngineWorker:
@@ -90,7 +124,10 @@ class EngineWorker:
         self._num_inits = 0
         self._session: Session | None = None
         self._ended: Session | None = None  # the latest, for whoever asks late why it ended
-        self._served: tuple[Version, str | None] | None = None
+        self._served: _Served | None = None
+        self._undoable: tuple[Session, _Served | None] | None = None  # a patch that was committed, and what was before
+        self._audit: Audit | None = None
+        self._rotten: DigestMismatchError | None = None  # what an audit found; until the next full load
         self._stuck: str | None = None
 
     @property
@@ -109,12 +146,14 @@ class EngineWorker:
             self._check_stuck()
             return EngineReply(
                 engine_id=self.recorder.track,
-                serving=self.loader.healthy,
-                version=self._served[0] if self._served else None,
-                model_digest=self._served[1] if self._served else None,
+                serving=self.loader.healthy and self._rotten is None,
+                version=self._served.version if self._served and self._rotten is None else None,
+                model_digest=self._served.digest if self._served and self._rotten is None else None,
                 writes_live=self.loader.writes_live,
                 group=self._group,
                 run_id=self._run[0] if self._run else None,
+                accepts=tuple(sorted(self.loader.accepts)),
+                unhealthy=None if self._rotten is None else f"{type(self._rotten).__name__}: {self._rotten}",
             )
 
     def init(self, request: InitRequest) -> None:
@@ -168,7 +207,9 @@ class EngineWorker:
         Raises:
             SyncInProgressError: another session is open.
             StateError: no group: init first.
-            VersionError: not the current run, or older than what is served.
+            VersionError: not the current run, or older than what is served; or a patch on another base than what is
+                served, proved and whole here. Nothing was changed: load it in full.
+            UnsupportedError: this model can't be patched. Nothing was changed.
             ManifestMismatchError: the tensors don't fit the model. Nothing was changed.
         """
         version = request.manifest.version
@@ -185,19 +226,27 @@ class EngineWorker:
                     f"the current run and model are {self._run}, not {(version.run_id, request.manifest.model_id)}",
                     version=str(version),
                 )
-            served = self._served[0] if self._served else None
+            served = self._served.version if self._served else None
             if served and served.run_id == version.run_id and served.is_newer_than(version):
                 raise VersionError(f"{served} is served already; versions rise within a run", version=str(version))
-            session = Session(request, self._codec.decoder(), self._receiver)
+            if request.base is not None:
+                self._check_base(request.base, version)
+            decoder = self._codec.decoder() if request.base is None else PatchDecoder()
+            session = Session(request, decoder, self._receiver)
             session.watchdog = threading.Timer(request.deadline_s, self._expire, (session,))
             session.watchdog.daemon = True
-            self.loader.begin(request.manifest)
+            if request.base is None:
+                self.loader.begin(request.manifest)
+            else:
+                self.loader.begin_patch(request.manifest)
             try:
                 session.watchdog.start()
             except BaseException:
                 self.loader.abort("no watchdog")
                 raise
             self._session = session
+            self._undoable = None
+            self._stop_audit()
 
     def update(self, request: AnyUpdateRequest) -> None:
         """Receives and loads one chunk; returns when the loader has let go of its bytes.
@@ -230,16 +279,19 @@ class EngineWorker:
         try:
             with session.loading.idle(session), self.recorder.phase("verify"):
                 session.check_same_tensors(request.manifest)
-                self.loader.verify()
-                session.decoder.check(request.manifest)
-                digest, unprovable = self._prove(request.manifest)
+                if session.base is None:
+                    self.loader.verify()
+                    session.decoder.check(request.manifest)
+                    digest, unprovable = self._prove(request.manifest)
+                else:
+                    digest, unprovable = self._prove_patch(session.base, request.manifest), None
                 self._check_immutable(request.manifest)
-            session.staged = request.manifest
+            session.staged, session.proved = request.manifest, unprovable is None
         except BaseException as error:
             raise self._fail(session, as_weightsync_error(error, LoadError, "staging failed")) from error
         return EngineReply(
             engine_id=self.recorder.track,
-            version=self._served[0] if self._served else None,
+            version=self._served.version if self._served else None,
             digests_equal=None if unprovable else True,
             model_digest=digest,
             unprovable=unprovable,
@@ -262,9 +314,74 @@ class EngineWorker:
                     self.loader.commit(manifest.version)
             except BaseException as error:
                 raise self._fail(session, as_weightsync_error(error, LoadError, "commit failed")) from error
-            self._served = (manifest.version, manifest.model_digest)
+            before = self._served
+            self._served = _Served(manifest=manifest, session=session.name, proved=session.proved)
+            if session.base is None:
+                self._rotten = None
+            else:
+                self._undoable = (session, before)
             self._close(session)
             return manifest.version
+
+    def rollback(self, name: str, reason: str) -> None:
+        """Undoes a session's commit of a patch, which failed on another worker; aborts one that has not committed.
+
+        Raises:
+            LoadError: it could not be undone: this worker refuses to serve until a full load.
+        """
+        with self._lock:
+            if self._undoable is None or self._undoable[0].name != name:
+                self.abort(name, reason)
+                return
+            self._use_device()
+            session, before = self._undoable
+            self._undoable = None
+            self._stop_audit()
+            session.error = TransferAbortedError(f"rolled back: {reason}", version=str(session.manifest.version))
+            self._drop_receiver(of=session)
+            with self.recorder.phase("undo"):
+                self.loader.rollback()
+            self._served = before
+
+    def audit(self, name: str) -> None:
+        """The patch that session `name` committed stays; reads all live weights and compares them with its digest.
+
+        It is done on one core at low priority, and ends by itself: as soon as everything was read.
+        Returns at once where something else is served or loaded by now, and soon after the next begin.
+
+        Raises:
+            DigestMismatchError: they are not what was published: this worker refuses to serve until a full load.
+        """
+        with self._lock:
+            served = self._served
+            if self._session is not None or served is None or served.session != name or not served.proved:
+                return
+            self._undoable = None
+            self.loader.settle()
+            self._stop_audit()
+            audit = self._audit = Audit()
+            held = self.loader.live_tensors()
+        manifest = served.manifest
+
+        def read() -> str:
+            self._use_device()
+            return audit.run(held, manifest.tensors)
+
+        try:
+            with self.recorder.phase("audit", detail=str(served.version)):
+                digest = in_thread(read, name="weightsync-audit").result()
+        except TransferAbortedError:
+            return
+        with self._lock:
+            if audit.cancelled or digest == served.digest:
+                return
+            self._rotten = DigestMismatchError(
+                f"an audit found that the live weights have digest {digest}, {served.digest} was committed",
+                version=str(served.version),
+                state_left="this engine refuses to serve until the next full load",
+            )
+            _logger.error("%s: %s", self.recorder.track, self._rotten)
+            raise self._rotten
 
     def abort(self, name: str | None, reason: str) -> None:
         """Ends a session badly (any session, where `name` is None) and leaves the group. Idempotent."""
@@ -281,8 +398,48 @@ class EngineWorker:
         """Gives everything back. Idempotent."""
         self.abort(None, "the engine is closing")
         with self._lock:
+            self._stop_audit()
+            self._undoable = None
+            self.loader.settle()
             self._num_inits += 1  # one that is joining now gives up
             self._drop_receiver()
+
+    def _check_base(self, base: PatchBase, version: Version) -> None:
+        """Refuses a patch on anything but what is live here, proved and whole."""
+        served, reason = self._served, None
+        if "patch" not in self.loader.accepts:
+            reason = "this engine takes whole tensors alone"
+        elif served is None or (served.version, served.digest) != (base.version, base.model_digest):
+            said = f"{served.version} of digest {served.digest}" if served else "nothing that was synced"
+            reason = f"the patch is one on {base.version} of digest {base.model_digest}, this engine serves {said}"
+        elif not served.proved:
+            reason = f"nobody has proved that the live weights are {served.version}"
+        elif not self.loader.healthy:
+            reason = "the live weights are half-loaded"
+        elif self._rotten is not None:
+            reason = self._rotten.message
+        if reason is not None:
+            raise VersionError(reason, version=str(version), state_left="nothing was changed: load it in full")
+
+    def _prove_patch(self, base: PatchBase, manifest: Manifest) -> str:
+        """Base + change is the published digest, with the change taken from what is live now."""
+        change = ShardSum.zero()
+        for each in self.loader.prepare_patch():
+            change += patch_sum(each.spec, each.positions, each.old, each.new)
+        digest = patched_digest(base.model_digest, change)
+        if digest != manifest.model_digest:
+            raise DigestMismatchError(
+                f"with this patch the engine's weights would have digest {digest}, the trainer published "
+                f"{manifest.model_digest}",
+                version=str(manifest.version),
+                state_left="nothing was changed",
+            )
+        return digest
+
+    def _stop_audit(self) -> None:
+        audit, self._audit = self._audit, None
+        if audit is not None:
+            audit.cancel(wait_s=_AUDIT_ENDS_S)
 
     def _use_device(self) -> None:
         """The current device is the thread's own, and this one may be a server's or a timer's."""
@@ -301,7 +458,7 @@ class EngineWorker:
                 why = f"it ended with {ended.error}" if ended and ended.error else "it was aborted, or has ended"
                 raise TransferAbortedError(
                     f"session {name} is not open here: {why}",
-                    version=str(self._served[0]) if self._served else None,
+                    version=str(self._served.version) if self._served else None,
                 )
             return session
 
@@ -321,7 +478,8 @@ class EngineWorker:
         return digest, None
 
     def _check_immutable(self, manifest: Manifest) -> None:
-        if self._served and self._served[0] == manifest.version and self._served[1] != manifest.model_digest:
+        served = self._served
+        if served and served.version == manifest.version and served.digest != manifest.model_digest:
             raise VersionError(
                 "this version is served already with other bytes: a version is immutable",
                 version=str(manifest.version),

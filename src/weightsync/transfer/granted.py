@@ -25,6 +25,7 @@ class Transfer:
         source: what is read.
         receiver_id: who asked.
         take_up_s: it is over when nothing was read for so long.
+        lasting: the segment is never written again, so a newer version is no reason to end it.
         on_end: told once, with the transfer and whether the receiver has everything.
 
     Raises:
@@ -39,6 +40,7 @@ class Transfer:
         *,
         receiver_id: str,
         take_up_s: float,
+        lasting: bool = False,
         on_end: Callable[[Transfer, bool], None],
     ) -> None:
         self.id = secrets.token_hex(16)
@@ -46,6 +48,7 @@ class Transfer:
         self.version = version
         self.source = source
         self.receiver_id = receiver_id
+        self.lasting = lasting
         self._on_end = on_end
         self._take_up_s = take_up_s
         self._lock = threading.Lock()

@@ -19,6 +19,8 @@ from weightsync.types import (
     Full,
     MemoryHandle,
     PackedCudaIpcWeightUpdateRequest,
+    Patch,
+    PatchWeightUpdateRequest,
     Update,
     WeightUpdateRequest,
 )
@@ -31,10 +33,14 @@ class IpcTransferReceiver(WeightTransferReceiver):
     Args:
         request_type: the one kind of request that it takes.
         reach: the kinds of memory that this process can open; owned from here on.
+        takes_patches: whether it takes patches in shared memory besides.
     """
 
-    def __init__(self, request_type: type[WeightUpdateRequest], reach: Sequence[MemoryBorrower]) -> None:
+    def __init__(
+        self, request_type: type[WeightUpdateRequest], reach: Sequence[MemoryBorrower], *, takes_patches: bool = False
+    ) -> None:
         self._request_type = request_type
+        self._takes_patches = takes_patches
         self._borrowers = reach
         self._lock = threading.Lock()
         self._lent: dict[int, tuple[MemoryBorrower, list[MemoryHandle]]] = {}  # by chunk: whose, and what to let go of
@@ -48,7 +54,9 @@ class IpcTransferReceiver(WeightTransferReceiver):
             UnsupportedError: nobody lends memory that this process can reach.
             SharedMemoryError: the memory is gone: the trainer died, or gave up this sync.
         """
-        if type(request) is not self._request_type:
+        if type(request) is not self._request_type and not (
+            self._takes_patches and isinstance(request, PatchWeightUpdateRequest)
+        ):
             raise InvalidRequestError(
                 f"this receiver takes a {self._request_type.__name__} and was sent a {type(request).__name__}",
                 state_left="nothing was received",
@@ -119,7 +127,10 @@ class IpcTransferReceiver(WeightTransferReceiver):
         handles: Sequence[MemoryHandle],
         opened: list[MemoryHandle],
     ) -> list[torch.Tensor]:
-        """Opens a chunk's tensors. Adds to `opened` what has to be let go of with the chunk, also when it fails."""
+        """Opens a chunk's tensors (of a patch: all positions, then all values). Adds to `opened` what has to be let go
+        of with the chunk, also when it fails."""
+        if isinstance(request, PatchWeightUpdateRequest):
+            return [borrower.open(handle, keep=True) for handle in handles]
         if isinstance(request, PackedCudaIpcWeightUpdateRequest):
             at = [handles[0].offset_bytes + offset for offset in request.offsets]
         else:
@@ -148,6 +159,8 @@ def borrowers() -> list[MemoryBorrower]:
 def _offers(request: WeightUpdateRequest) -> tuple[tuple[MemoryHandle, ...], ...]:
     if isinstance(request, PackedCudaIpcWeightUpdateRequest):
         return tuple((handle,) for handle in request.handles)
+    if isinstance(request, PatchWeightUpdateRequest):
+        return ((*request.positions, *request.values),)
     assert isinstance(request, CudaIpcWeightUpdateRequest)
     return request.handles
 
@@ -157,5 +170,11 @@ def _place_of(handle: MemoryHandle) -> str:
 
 
 def _updates(request: WeightUpdateRequest, parts: Sequence[torch.Tensor]) -> Iterator[Update]:
+    if isinstance(request, PatchWeightUpdateRequest):
+        where, what = parts[: len(request.names)], parts[len(request.names) :]
+        for name, dtype, count, at, new in zip(request.names, request.dtypes, request.counts, where, what, strict=True):
+            positions = tensor_from_bytes(at, dtype="uint32", shape=(count,))
+            yield Patch(name=name, positions=positions, values=tensor_from_bytes(new, dtype=dtype, shape=(count,)))
+        return
     for name, dtype, shape, part in zip(request.names, request.dtypes, request.shapes, parts, strict=True):
         yield Full(name=name, tensor=tensor_from_bytes(part, dtype=dtype, shape=shape))

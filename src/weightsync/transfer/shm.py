@@ -7,9 +7,9 @@ from weightsync.memory import Lock, MappedSegment, Reader
 from weightsync.memory.folder import read_head
 from weightsync.plan.safetensors import STAMP_WITHIN_BYTES, read_stamp
 from weightsync.transfer.blocks import checksum
-from weightsync.transfer.source import Arrived, Destination
+from weightsync.transfer.source import Arrived, Checksums, Destination
 from weightsync.types import Deadline, Version
-from weightsync.types.publication import Source, SourceProof
+from weightsync.types.publication import Source
 
 
 class ShmSource:
@@ -17,27 +17,27 @@ class ShmSource:
 
     Args:
         source: what is read.
-        proof: its checksums.
-        version: that has to lie there.
-        model_id: of which model.
+        checksums: of its blocks.
+        stamp: version and model_id that have to lie there. None: it has no stamp, and only ever held these bytes.
 
     Raises:
         VersionError: another version lies there by now, or is being written: ask for the newest.
         SharedMemoryError: the segment is gone.
     """
 
-    def __init__(self, source: Source, proof: SourceProof, *, version: Version, model_id: str) -> None:
+    def __init__(self, source: Source, checksums: Checksums, *, stamp: tuple[Version, str] | None) -> None:
         self.segment = source.segment
         self._source = source
-        self._proof = proof
+        self._checksums = checksums
         try:
             self._lease = Lock(source.segment, Reader.MAPPED)
         except BlockingIOError:
-            raise VersionError("the segment is being written again: ask for the newest", version=str(version)) from None
+            raise _superseded("the segment is being written again", stamp) from None
         try:
-            head = read_head(source.segment, STAMP_WITHIN_BYTES, need_bytes=source.data_end)
-            if read_stamp(memoryview(head)) != (version, model_id):
-                raise VersionError("another version lies there by now: ask for the newest", version=str(version))
+            if stamp is not None:
+                head = read_head(source.segment, STAMP_WITHIN_BYTES, need_bytes=source.data_end)
+                if read_stamp(memoryview(head)) != stamp:
+                    raise _superseded("another version lies there by now", stamp)
         except BaseException:
             self._lease.close()
             raise
@@ -70,6 +70,10 @@ class ShmSource:
             self._mapped = MappedSegment(self.segment, need_bytes=self._source.data_end)
         offset, length = self._source.block(block)
         data = self._mapped.memory[offset : offset + length]
-        if checksum(data) != self._proof.checksum(block):
+        if checksum(data) != self._checksums.checksum(block):
             raise DigestMismatchError(f"block {block} of {self.segment} is not what was published")
         return data
+
+
+def _superseded(what: str, stamp: tuple[Version, str] | None) -> VersionError:
+    return VersionError(f"{what}: ask for the newest", version=None if stamp is None else str(stamp[0]))

@@ -14,6 +14,14 @@ Arrived: TypeAlias = Callable[[int, memoryview], None]
 """Called with a block's index and bytes when its checksum was found right; from several threads."""
 
 
+class Checksums(Protocol):
+    """What says of each block which bytes are right: a `SourceProof`, or a `DeltaLink`."""
+
+    def checksum(self, block: int) -> str:
+        """Checksum of one block, as `transfer.blocks.checksum` makes it."""
+        ...
+
+
 class RangedSource(Protocol):
     """One source of one granted transfer. Used once, then closed."""
 

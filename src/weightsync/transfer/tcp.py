@@ -18,9 +18,9 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, Code, ask_bytes, checksum, parse_answer
-from weightsync.transfer.source import Arrived, Destination
+from weightsync.transfer.source import Arrived, Checksums, Destination
 from weightsync.types import Deadline
-from weightsync.types.publication import Source, SourceProof
+from weightsync.types.publication import Source
 
 _AHEAD = 2
 _MAX_TRIES = 3
@@ -33,7 +33,7 @@ class TcpSource:
 
     Args:
         source: what is read.
-        proof: its checksums.
+        checksums: of its blocks.
         transfer_id: as granted, 32 hex digits.
         address: host and port of the block server.
         num_streams: connections.
@@ -44,7 +44,7 @@ class TcpSource:
     def __init__(
         self,
         source: Source,
-        proof: SourceProof,
+        checksums: Checksums,
         *,
         transfer_id: str,
         address: tuple[str, int],
@@ -53,7 +53,7 @@ class TcpSource:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._source = source
-        self._proof = proof
+        self._checksums = checksums
         self._hello = HELLO.pack(MAGIC, bytes.fromhex(transfer_id))
         self._address = address
         self._num_streams = num_streams
@@ -174,7 +174,7 @@ class TcpSource:
             if deadline.expired:
                 raise TimeoutError(_late(deadline))
             view = view[count:]
-        if checksum(target) != self._proof.checksum(block):
+        if checksum(target) != self._checksums.checksum(block):
             run.wrong(block)
             return
         arrived(block, target)

@@ -13,7 +13,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from weightsync.errors import ConfigError, StateError, VersionError
 from weightsync.transfer.blocks import ASK, HELLO, MAGIC, Answer, Code, answer_bytes, parse_ask
@@ -95,15 +95,23 @@ class BlockServer:
         receiver_id: str,
         take_up_s: float,
         on_end: Callable[[Transfer, bool], None],
+        beside: Sequence[Transfer] = (),
+        lasting: bool = False,
     ) -> Transfer:
-        """Begins a transfer; an earlier one of the same receiver and model has been given up by it, and ends.
+        """Begins a transfer; earlier ones of the same receiver and model have been given up by it, and end.
+
+        Args:
+            version, source, receiver_id, take_up_s, on_end, lasting: see `Transfer`.
+            beside: those of the same receiver that go on.
 
         Raises:
             VersionError: the segment is being written again: superseded.
             StateError: too many transfers are under way.
         """
         with self._lock:
-            earlier = [each for each in self._transfers.values() if each.receiver_id == receiver_id]
+            earlier = [
+                each for each in self._transfers.values() if each.receiver_id == receiver_id and each not in beside
+            ]
         for each in earlier:
             each.end(ok=False)
         if len(self._transfers) >= _MAX_TRANSFERS:
@@ -115,7 +123,9 @@ class BlockServer:
             on_end(transfer, ok)
 
         try:
-            transfer = Transfer(version, source, receiver_id=receiver_id, take_up_s=take_up_s, on_end=ended)
+            transfer = Transfer(
+                version, source, receiver_id=receiver_id, take_up_s=take_up_s, lasting=lasting, on_end=ended
+            )
         except BlockingIOError:
             raise VersionError("the segment is being written again: ask for the newest", version=str(version)) from None
         with self._lock:
@@ -132,12 +142,19 @@ class BlockServer:
         return True
 
     def reset(self, *, keep: Version | None) -> int:
-        """Ends all transfers but those of one version; says how many."""
+        """Ends all transfers but those of one version, and those whose bytes stay; says how many."""
         with self._lock:
-            old = [each for each in self._transfers.values() if each.version != keep]
+            old = [each for each in self._transfers.values() if each.version != keep and not each.lasting]
         for transfer in old:
             transfer.end(ok=False)
         return len(old)
+
+    def end_all_of(self, segment: str) -> None:
+        """Ends the transfers of one segment, which is about to go."""
+        with self._lock:
+            found = [each for each in self._transfers.values() if each.source.segment == segment]
+        for transfer in found:
+            transfer.end(ok=False)
 
     def close(self) -> None:
         """Stops listening and ends every transfer. Idempotent."""
@@ -145,7 +162,10 @@ class BlockServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.reset(keep=None)
+        with self._lock:
+            left = list(self._transfers.values())
+        for transfer in left:
+            transfer.end(ok=False)
 
     def _accept(self) -> None:
         while not self._closed:

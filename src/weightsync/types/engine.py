@@ -8,6 +8,9 @@ The steps of one sync, as a push drives them (all run on training rank 0's host)
 
 Proving the bytes (`stage`) and serving them (`commit`) are two steps, so that generation is paused for the
 second alone, and so that no engine commits before every engine has proved its bytes.
+
+A session with a base has patches instead of whole tensors: `stage` proves base + change, `commit` writes the change
+into the live weights, and after `resume` the engine audits all of them by itself.
 """
 
 from __future__ import annotations
@@ -60,6 +63,18 @@ class InitRequest(_Message, frozen=True, kw_only=True):
             raise InvalidRequestError(f"rank_offset lies between 1 and {members - 1}, not {self.rank_offset}")
 
 
+class PatchBase(_Message, frozen=True, kw_only=True):
+    """What a patch is a change of.
+
+    Attributes:
+        version: that the engine has to serve.
+        model_digest: of its weights. A version alone would not do: numbers are trusted, bytes are proved.
+    """
+
+    version: Version
+    model_digest: str
+
+
 class BeginRequest(_Message, frozen=True, kw_only=True):
     """Opens a session. The whole manifest is checked against the model before a byte moves.
 
@@ -67,11 +82,13 @@ class BeginRequest(_Message, frozen=True, kw_only=True):
         session: name of this sync, unique.
         manifest: specs in the stream's order, digests not known yet.
         deadline_s: after so many seconds without an end the engine aborts by itself.
+        base: this session has patches alone, on exactly that; whole tensors alone where it is None.
     """
 
     session: str
     manifest: Manifest
     deadline_s: float
+    base: PatchBase | None = None
 
     def __post_init__(self) -> None:
         check_wait_s("deadline_s", self.deadline_s)
@@ -176,7 +193,7 @@ class PhaseRecord(_Message, frozen=True, kw_only=True):
     """One phase as an engine timed it.
 
     Attributes:
-        name: "transfer", "load", "verify", "pause", "commit", "resume".
+        name: "transfer", "load", "verify", "pause", "commit", "resume"; "undo" and "audit" of a patch.
         start_s: seconds since the epoch.
         end_s: seconds since the epoch.
         track: who, e.g. "engine-0/worker-1".
@@ -197,7 +214,8 @@ class EngineReply(_Message, frozen=True, kw_only=True):
         engine_id: who answers.
         world_size: number of its workers (TP x PP x DP).
         serving: whether it answers generations.
-        version: the version whose bytes it serves; None before the first commit.
+        version: the version whose bytes it serves; None before the first commit, and where `unhealthy` says that
+            its bytes are those of no version.
         writes_live: whether loading touches live weights, so that it has to be paused before the first chunk.
         group: name of the transfer group that all its workers are in; None where there is none (any more).
         run_id: the run that last made it join; None before the first.
@@ -206,6 +224,9 @@ class EngineReply(_Message, frozen=True, kw_only=True):
         model_digest: at stage: the digest computed from the memory that commit will serve; later that of
             the version served.
         unprovable: why `digests_equal` is None.
+        accepts: at describe: the kinds of updates that every worker of it takes, of "full" and "patch".
+        unhealthy: at describe: why it refuses to serve until the next full load, where an audit of its live weights
+            has found other bytes than it committed.
         phases: what the engine timed since its last reply that carried phases.
     """
 
@@ -219,6 +240,8 @@ class EngineReply(_Message, frozen=True, kw_only=True):
     digests_equal: bool | None = None
     model_digest: str | None = None
     unprovable: str | None = None
+    accepts: tuple[str, ...] = ("full",)
+    unhealthy: str | None = None
     phases: tuple[PhaseRecord, ...] = ()
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from weightsync.types.spec import MAX_NBYTES, TensorSpec
 
 MAX_SOURCES = 4096
 _MAX_ID = 256
+MODES = ("auto", "full", "delta")
 _CHECKSUM_DIGITS = 16
 
 
@@ -118,6 +119,59 @@ class SourceProof(_Message, frozen=True, kw_only=True):
         if len(self.part_digests) != len(publication.parts_of(source)):
             raise InvalidRequestError("there is not one digest a part")
 
+    @property
+    def digest(self) -> str:
+        """Both lanes as 32 hex digits: what `DeltaBase` has of a source."""
+        return f"{self.lane_a:016x}{self.lane_b:016x}"
+
+    def checksum(self, block: int) -> str:
+        """Checksum of one block."""
+        return self.block_checksums[_CHECKSUM_DIGITS * block : _CHECKSUM_DIGITS * (block + 1)]
+
+
+class DeltaBase(_Message, frozen=True, kw_only=True):
+    """What a receiver holds of one source, proved: what a delta may build on.
+
+    Attributes:
+        run_id, version: of the publication that it is.
+        digest: the sum of that source's parts (both lanes of `SourceProof`, 32 hex digits).
+    """
+
+    run_id: str
+    version: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        check_id("run_id", self.run_id)
+        if self.version < 0:
+            raise InvalidRequestError(f"a version is not negative, got {self.version}")
+        if len(self.digest) != 32 or set(self.digest) - set("0123456789abcdef"):
+            raise InvalidRequestError("a base's digest has 32 hex digits")
+
+
+class DeltaLink(_Message, frozen=True, kw_only=True):
+    """One delta of a chain: a blob that turns a source's bytes of one version into those of a later one.
+
+    Attributes:
+        base, version: numbers within the run.
+        blob: where it lies; its bytes are what docs/delta-format.md says.
+        block_checksums: as of `SourceProof`, over the blob.
+        transfer_id: the right to read it.
+    """
+
+    base: int
+    version: int
+    blob: Source
+    block_checksums: str
+    transfer_id: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.base < self.version:
+            raise InvalidRequestError(f"a delta leads to a later version, not from {self.base} to {self.version}")
+        if len(self.block_checksums) != _CHECKSUM_DIGITS * self.blob.num_blocks:
+            raise InvalidRequestError("there is not one checksum a block")
+        _check_transfer_id(self.transfer_id)
+
     def checksum(self, block: int) -> str:
         """Checksum of one block."""
         return self.block_checksums[_CHECKSUM_DIGITS * block : _CHECKSUM_DIGITS * (block + 1)]
@@ -153,7 +207,8 @@ class TransferRequest(_Message, frozen=True, kw_only=True):
         version: number of the version; None takes the newest. Anything but the newest is refused as superseded.
         host_nonce: of the caller's shared memory (`memory.host_nonce`): where it is the agent's own, the segment may
             be mapped. None asks for TCP.
-        mode: "full", or "auto" for what is cheapest (full, so far).
+        mode: "full"; "delta" where there is one from `base`, else full; "auto" for what is cheapest.
+        base: what the caller holds of this agent's source; None: nothing.
     """
 
     receiver_id: str
@@ -162,11 +217,12 @@ class TransferRequest(_Message, frozen=True, kw_only=True):
     version: int | None = None
     host_nonce: str | None = None
     mode: str = "auto"
+    base: DeltaBase | None = None
 
     def __post_init__(self) -> None:
         check_id("receiver_id", self.receiver_id)
-        if self.mode not in ("auto", "full"):
-            raise InvalidRequestError(f"mode is auto or full, not {self.mode!r}: this agent has no deltas")
+        if self.mode not in MODES:
+            raise InvalidRequestError(f"mode is one of {', '.join(MODES)}, not {self.mode!r}")
 
 
 class TransferGrant(_Message, frozen=True, kw_only=True):
@@ -180,6 +236,9 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
         transport: "shm" where the caller may map the segment.
         host, port: of the block server, for "tcp".
         take_up_s: a transfer that nothing is read of for so long is over.
+        base: what `delta` builds on, as it was asked.
+        delta: blobs that lead from `base` to this version, in order; none where `base` is this version. None: there is
+            no delta, the source's own bytes are to be read.
     """
 
     transfer_id: str
@@ -190,16 +249,29 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
     host: str
     port: int
     take_up_s: float
+    base: DeltaBase | None = None
+    delta: tuple[DeltaLink, ...] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.transfer_id) != 32 or set(self.transfer_id) - set("0123456789abcdef"):
-            raise InvalidRequestError("a transfer_id has 32 hex digits")
+        _check_transfer_id(self.transfer_id)
         if not 0 <= self.source < len(self.publication.sources):
             raise InvalidRequestError(f"there is no source {self.source}")
         if not 0 <= self.port < 1 << 16:
             raise InvalidRequestError(f"{self.port} is no port")
         check_wait_s("take_up_s", self.take_up_s)
         self.proof.check_fits(self.publication, self.source)
+        if self.delta is not None:
+            version = self.publication.manifest.version
+            if self.base is None or self.base.run_id != version.run_id:
+                raise InvalidRequestError("a delta names its base, which is of the same run")
+            numbers = [self.base.version, *(link.version for link in self.delta)]
+            if numbers[-1] != version.number or numbers[:-1] != [link.base for link in self.delta]:
+                raise InvalidRequestError(f"these deltas do not lead from {self.base.version} to {version}")
+
+
+def _check_transfer_id(transfer_id: str) -> None:
+    if len(transfer_id) != 32 or set(transfer_id) - set("0123456789abcdef"):
+        raise InvalidRequestError("a transfer_id has 32 hex digits")
 
 
 class FinishRequest(_Message, frozen=True, kw_only=True):
@@ -275,6 +347,9 @@ class ModelStatus(_Message, frozen=True, kw_only=True):
         num_pulled, num_committed: since the service started.
         pull_s, load_s, paused_s: seconds of the last version: fetching it, loading it, no generation could start.
         transport: how the last version came.
+        num_deltas: how many deltas brought it; 0: it came in full.
+        received_bytes: that were sent for it.
+        num_patched: engines that were given its changed elements alone.
         unprovable: why engines could not prove their live bytes, by engine.
     """
 
@@ -295,6 +370,9 @@ class ModelStatus(_Message, frozen=True, kw_only=True):
     load_s: float | None = None
     paused_s: float | None = None
     transport: Transport | None = None
+    num_deltas: int = 0
+    received_bytes: int = 0
+    num_patched: int = 0
     unprovable: dict[str, str] = {}
 
 

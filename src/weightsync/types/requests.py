@@ -13,7 +13,11 @@ from weightsync.types.dtypes import itemsize_bytes
 from weightsync.types.spec import MAX_NBYTES, check_name, check_shape
 
 MAX_TENSORS_A_CHUNK = 1 << 20
+MAX_PATCHED_ELEMENTS = 1 << 32
+"""Elements of a tensor that a patch's positions, of 4 bytes, can name."""
+
 _MAX_PADDING_BYTES = 4096
+_POSITION_BYTES = 4
 
 
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -170,7 +174,54 @@ class PackedCudaIpcWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only
         _check_alignment(self.offsets, self.dtypes)
 
 
-AnyUpdateRequest = BroadcastWeightUpdateRequest | CudaIpcWeightUpdateRequest | PackedCudaIpcWeightUpdateRequest
+class PatchWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=True, tag="patch"):
+    """Some elements of some tensors: where they are, and what they become. Only in a session that has a base.
+
+    `names`, `dtypes` and `shapes` are those of the whole tensors, which are not in here.
+
+    Attributes:
+        counts: changed elements, one a name.
+        positions: uint32, strictly rising: flat indices into the contiguous whole tensor; one handle a name.
+        values: the new elements, of the tensor's dtype, as many as positions; one handle a name.
+    """
+
+    counts: tuple[int, ...]
+    positions: tuple[SharedMemoryHandle, ...]
+    values: tuple[SharedMemoryHandle, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not len(self.names) == len(self.counts) == len(self.positions) == len(self.values):
+            raise InvalidRequestError(
+                f"{len(self.names)} names have {len(self.counts)} counts, {len(self.positions)} handles of positions "
+                f"and {len(self.values)} of values"
+            )
+        for name, dtype, nbytes, count, positions, values in zip(
+            self.names, self.dtypes, self.tensor_bytes(), self.counts, self.positions, self.values, strict=True
+        ):
+            each = itemsize_bytes(dtype)
+            if not 0 <= count <= nbytes // each <= MAX_PATCHED_ELEMENTS:
+                raise InvalidRequestError(
+                    f"{count} of {nbytes // each} elements can't be patched; a tensor has at most "
+                    f"{MAX_PATCHED_ELEMENTS}, and none twice",
+                    parameter=name,
+                )
+            if positions.size_bytes != _POSITION_BYTES * count or values.size_bytes != each * count:
+                raise InvalidRequestError(
+                    f"{count} elements have {positions.size_bytes} bytes of positions and {values.size_bytes} of "
+                    f"values, not {_POSITION_BYTES * count} and {each * count}",
+                    parameter=name,
+                )
+            if positions.offset_bytes % _POSITION_BYTES or values.offset_bytes % each:
+                raise InvalidRequestError("positions and values are aligned to their elements", parameter=name)
+
+
+AnyUpdateRequest = (
+    BroadcastWeightUpdateRequest
+    | CudaIpcWeightUpdateRequest
+    | PackedCudaIpcWeightUpdateRequest
+    | PatchWeightUpdateRequest
+)
 
 
 def _check_extent(offset_bytes: int, size_bytes: int) -> None:

@@ -21,9 +21,12 @@ class Full:
 class Patch:
     """Some elements of a tensor, as overwrites (so applying it twice is harmless).
 
+    Both tensors are borrowed from the transport: they are valid until `load_weights` returns.
+
     Attributes:
         name: the parameter's name in manifest coordinates.
-        positions: int64, 1-D, rising: flat indices into the contiguous global tensor.
+        positions: int64 or uint32, 1-D, strictly rising: flat indices into the contiguous global tensor. uint32 is
+            what travels: half the bytes, and enough for 2^32 elements.
         values: 1-D, as many as positions, of the manifest's dtype: the new elements.
     """
 

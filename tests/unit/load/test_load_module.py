@@ -176,9 +176,8 @@ def test_names_left_out_on_purpose() -> None:
 
 
 @modes
-def test_a_patch_is_refused_in_words(in_place: bool) -> None:
+def test_a_patch_in_a_full_bracket_is_refused_in_words(in_place: bool) -> None:
     loader = ModuleWeightLoader(Model(), in_place=in_place)
-    assert loader.accepts == {"full"}
     loader.begin(manifest_of(weights(1)))
     patch = Patch(name="up.bias", positions=torch.tensor([0]), values=torch.ones(1).bfloat16())
     with pytest.raises(UnsupportedError) as caught:

@@ -1,0 +1,184 @@
+"""The receiving half of the delta codec: a blob that is checked, and the change of each of its units."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.codec.delta_format import DeltaFormatError, Entry, Form, head_bytes, read_head
+from weightsync.codec.delta_units import Unit
+from weightsync.errors import InvalidRequestError, MissingDependencyError, StateError
+
+Steps: TypeAlias = tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]
+"""Positions and zigzag steps of a unit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class UnitChange:
+    """What a delta does to one unit. Values are absolute: applied twice it does what it does once.
+
+    Attributes:
+        unit: the unit.
+        positions: uint32, rising: the elements that change, counted from the unit's first; None in a full unit,
+            where all are written.
+        old: the elements at `positions` before, as unsigned integers of their width, as `decode` found them. In a
+            full unit all elements before where `decode` was asked to keep them, else None.
+        new: as many elements after. In a full unit this may be a view of the blob, unaligned.
+    """
+
+    unit: Unit
+    positions: npt.NDArray[np.uint32] | None
+    old: npt.NDArray[Any] | None
+    new: npt.NDArray[Any]
+
+    @property
+    def num_written(self) -> int:
+        """Elements that `apply` writes."""
+        return len(self.new)
+
+    def apply(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Writes the new elements.
+
+        Args:
+            memory: the unit's bytes, 1-D and contiguous, of any alignment.
+
+        Raises:
+            InvalidRequestError: `memory` is not of the unit's size, or not writable. Nothing was written.
+        """
+        self._write(memory, self.new)
+
+    def undo(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Writes the old elements back.
+
+        Raises:
+            StateError: a full unit whose old elements were not kept. Nothing was written.
+            InvalidRequestError: as in `apply`.
+        """
+        if self.old is None:
+            raise StateError("a full unit is undone only where decode kept its old bytes (keep_old=True)")
+        self._write(memory, self.old)
+
+    def _write(self, memory: npt.NDArray[np.uint8], values: npt.NDArray[Any]) -> None:
+        _check_bytes(memory, self.unit)
+        if not memory.flags.writeable:
+            raise InvalidRequestError("a unit's memory has to be writable")
+        if self.positions is None:
+            memory[:] = values.view(np.uint8)
+            return
+        from weightsync.codec import delta_kernels
+
+        found = delta_kernels.put_elements(memory, self.positions, values, self.unit.kind.width_bytes)
+        assert found == 0  # whoever made the positions has checked them
+
+
+class DeltaReader:
+    """A delta's blob. The head is checked here, each unit's payload when it is decoded.
+
+    Any number of threads may decode at once, the same unit as well.
+
+    Args:
+        blob: the whole blob. It is borrowed: it must stay as it is while this, or a full unit's change, is in use.
+        units: what the reader's own layout is cut into; the blob has to name the same ones.
+
+    Attributes:
+        units: these units.
+        base: 16 bytes, what the sender calls the state that the delta starts from.
+        result: 16 bytes, what it calls the state after; None where it did not say.
+        nbytes: bytes of the blob.
+
+    Raises:
+        DeltaFormatError: the blob is damaged, cut off, of another version or of another layout.
+    """
+
+    def __init__(self, blob: memoryview | bytes | bytearray, units: Sequence[Unit]) -> None:
+        self._blob = memoryview(blob).cast("B")
+        self.units = tuple(units)
+        self.base, self.result, self._entries = read_head(self._blob, self.units)
+        self.nbytes = self._blob.nbytes
+        self._starts = [head_bytes(len(self.units))]
+        for entry in self._entries:
+            self._starts.append(self._starts[-1] + entry.nbytes)
+
+    def form(self, index: int) -> Form:
+        """The form of a unit."""
+        return self._entries[index].form
+
+    def num_changed(self, index: int) -> int:
+        """How many of a unit's elements change; in a full form all of them count."""
+        return self._entries[index].num_changed
+
+    def entry(self, index: int) -> Entry:
+        """A unit's line of the table."""
+        return self._entries[index]
+
+    def payload(self, index: int) -> memoryview:
+        """A unit's encoded bytes, not checked."""
+        return self._blob[self._starts[index] : self._starts[index + 1]]
+
+    def decode(self, index: int, old: npt.NDArray[np.uint8], *, keep_old: bool = False) -> UnitChange | None:
+        """The change of one unit; None where nothing changes. Writes nothing.
+
+        Args:
+            index: the unit's number.
+            old: the unit's bytes as they are, 1-D and contiguous, of any alignment.
+            keep_old: copy a full unit's old bytes into the change, so that it can be undone. In the other forms
+                the old elements are kept anyway.
+
+        Raises:
+            DeltaFormatError: the payload is damaged, or (in the small mode) does not fit these old bytes. That it
+                fits does not prove that they are the base: a digest of the result does.
+            InvalidRequestError: `old` is not of the unit's size.
+        """
+        unit, entry = self.units[index], self._entries[index]
+        _check_bytes(old, unit)
+        if entry.form is Form.UNCHANGED:
+            return None
+        planes = coding()
+        if entry.form.is_full:
+            new = planes.read_full(unit, entry, self.payload(index))
+            kept = old.copy().view(unit.kind.word) if keep_old else None
+            return UnitChange(unit=unit, positions=None, old=kept, new=new.view(unit.kind.word))
+        positions, values = self.steps(index, old)
+        was = np.empty(len(positions), unit.kind.word)
+        bits, flips = planes.shape_of(unit)
+        if planes.kernels.take_steps(old, positions, values, was, bits, flips) == planes.kernels.BAD:
+            raise AssertionError("positions were checked")
+        return UnitChange(unit=unit, positions=positions, old=was, new=values)
+
+    def steps(self, index: int, old: npt.NDArray[np.uint8]) -> Steps:
+        """Positions and steps of a unit in the form `PLANES` (which does not look at `old`) or `EXPONENT`."""
+        unit, entry = self.units[index], self._entries[index]
+        if entry.form is Form.PLANES:
+            return cast(Steps, coding().read_planes(unit, entry, self.payload(index)))
+        if entry.form is not Form.EXPONENT:
+            raise InvalidRequestError(f"a unit of form {entry.form.name.lower()} has no steps")
+        from weightsync.codec import delta_exponent
+
+        return delta_exponent.read_exponent(unit, entry, self.payload(index), old)
+
+
+def coding() -> Any:
+    """`codec.delta_planes`, imported at first use: numba takes a second that most processes need not pay.
+
+    Raises:
+        MissingDependencyError: numba or zstandard is not installed.
+    """
+    try:
+        return importlib.import_module("weightsync.codec.delta_planes")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"deltas need numba and zstandard: pip install 'weightsync[torch]' ({error})"
+        ) from error
+
+
+def _check_bytes(memory: npt.NDArray[np.uint8], unit: Unit) -> None:
+    if memory.dtype != np.uint8 or memory.shape != (unit.nbytes,) or not memory.flags.c_contiguous:
+        raise InvalidRequestError(f"a unit of {unit.nbytes} bytes needs that many, contiguous, as uint8")
+
+
+__all__ = ["DeltaFormatError", "DeltaReader", "UnitChange"]

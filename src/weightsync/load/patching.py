@@ -1,0 +1,346 @@
+"""LivePatch: a change of some elements of live tensors, with what was there before. It is done as a whole, or undone.
+
+Before the pause everything is copied, checked and gathered, and all memory is there. Inside it the change is written,
+piece by piece on all cores: an element that is not what was gathered, or not what was written, is a failure.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.errors import (
+    InvalidRequestError,
+    LoadError,
+    ManifestMismatchError,
+    MissingDependencyError,
+    UnsupportedError,
+)
+from weightsync.load.spans import overlaps_itself
+from weightsync.tensors import byte_array, spec_of
+from weightsync.types import Patch, TensorSpec
+
+_PIECE_ELEMENTS = 1 << 14
+"""What is written before it is read again: it lies in a core's own cache, and a thread's turn is short."""
+_TURN_PIECES = 8
+_MAX_THREADS = 16
+_BITS: dict[int, tuple[torch.dtype, npt.DTypeLike]] = {
+    1: (torch.uint8, np.uint8),
+    2: (torch.int16, np.uint16),
+    4: (torch.int32, np.uint32),
+    8: (torch.int64, np.uint64),
+}
+"""Element bytes -> integers of that width, in torch and in numpy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a patch does to one tensor.
+
+    Attributes:
+        spec: the whole tensor's, in manifest coordinates.
+        positions: uint32, 1-D, strictly rising.
+        old: 1-D, as many, of the tensor's dtype: what is there, as it was read from the live weights.
+        new: likewise, what will be there.
+    """
+
+    spec: TensorSpec
+    positions: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+
+
+class LivePatch:
+    """A change of live tensors, its undo record included. One thread at a time; owns copies of what it was given.
+
+    The order: `add` for each tensor, `gather`, `apply`; `undo` at any time after `gather`, whatever of the change was
+    written. `close` at the end.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, _Part] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def add(self, live: torch.Tensor, update: Patch) -> None:
+        """Copies an update and checks it. The live tensor is not touched.
+
+        Raises:
+            ManifestMismatchError: the update's dtype or its lengths don't fit.
+            InvalidRequestError: its positions don't rise strictly within the tensor.
+        """
+        positions, values = update.positions, update.values
+        if values.dtype != live.dtype or values.dim() != 1 or positions.shape != values.shape:
+            raise ManifestMismatchError(
+                f"got {positions.dtype} {tuple(positions.shape)} and {values.dtype} {tuple(values.shape)} for the "
+                f"elements of a {live.dtype}",
+                parameter=update.name,
+            )
+        where = _checked(positions, live.numel(), update.name)
+        change = Change(
+            spec=spec_of(update.name, live),
+            positions=torch.from_numpy(where),
+            old=torch.empty(len(where), dtype=live.dtype),
+            new=values.detach().cpu().contiguous().clone(),
+        )
+        kind = _PlainPart if _is_plain(live) else _StridedPart
+        self._parts[update.name] = kind(live, change)
+
+    def gather(self) -> None:
+        """Reads what is there now: the undo record. Makes ready all that `apply` and `undo` need.
+
+        Raises:
+            LoadError: a live tensor was moved, or can't be read.
+        """
+        self.check_memory()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(min(_cores(), _MAX_THREADS), thread_name_prefix="weightsync-patch")
+        self._run("gather")
+
+    def changes(self) -> Iterator[Change]:
+        """What it does, tensor by tensor; true after `gather`. Borrowed until `close`."""
+        for part in self._parts.values():
+            yield part.change
+
+    def apply(self) -> None:
+        """Writes the new elements.
+
+        Raises:
+            LoadError: an element was not the one that was gathered, or is not the one that was written. Some, all or
+                none of the change is there: `undo`.
+        """
+        self._run("apply")
+
+    def undo(self) -> None:
+        """Writes back what was gathered, and reads it again. Whatever was written before, exactly that is there then.
+
+        Raises:
+            LoadError: it is not: some elements are neither.
+        """
+        self.check_memory()
+        self._run("undo")
+
+    def check_memory(self) -> None:
+        """Refuses to go on where the live tensors are elsewhere by now.
+
+        Raises:
+            LoadError: one was moved. Nothing was written.
+        """
+        for name, part in self._parts.items():
+            if part.moved:
+                raise LoadError("the live tensor was moved while a patch was under way", parameter=name)
+
+    def close(self) -> None:
+        """Lets go of everything. Idempotent."""
+        self._parts = {}
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False)
+
+    def _run(self, step: str) -> None:
+        """One step of every piece, on all cores. Returns when no thread touches live weights any more."""
+        pieces = [
+            functools.partial(_step_of_piece, name, step, piece)
+            for name, part in self._parts.items()
+            for piece in part.pieces
+        ]
+        turns = [pieces[start : start + _TURN_PIECES] for start in range(0, len(pieces), _TURN_PIECES)]
+        if len(turns) <= 1 or self._pool is None:
+            for turn in turns:
+                _take(turn)
+            return
+        calls = [self._pool.submit(_take, turn) for turn in turns]
+        try:
+            for call in calls:
+                call.result()
+        finally:
+            for call in calls:
+                call.cancel()
+            for call in calls:
+                if not call.cancelled():
+                    call.exception()
+
+
+class _Piece(abc.ABC):
+    """Some elements of one tensor. Each step returns how many are not as they should be."""
+
+    @abc.abstractmethod
+    def gather(self) -> int: ...
+
+    @abc.abstractmethod
+    def apply(self) -> int: ...
+
+    @abc.abstractmethod
+    def undo(self) -> int: ...
+
+
+class _Part:
+    """One tensor's change.
+
+    Attributes:
+        change: it.
+        pieces: what is done at a time.
+    """
+
+    def __init__(self, live: torch.Tensor, change: Change) -> None:
+        self.change = change
+        self.pieces: Sequence[_Piece] = ()
+        self._live = live
+        self._place = _place_of(live)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the live tensor is in other memory than it was."""
+        return _place_of(self._live) != self._place
+
+
+class _PlainPart(_Part):
+    """Contiguous host memory: compiled loops over it."""
+
+    def __init__(self, live: torch.Tensor, change: Change) -> None:
+        super().__init__(live, change)
+        bits = _BITS[live.element_size()][1]
+        there = byte_array(live).view(bits)
+        where: npt.NDArray[np.uint32] = change.positions.numpy()
+        old, new = (byte_array(values).view(bits) for values in (change.old, change.new))
+        self.pieces = tuple(
+            _PlainPiece(there, where[cut], old[cut], new[cut])
+            for cut in (slice(start, start + _PIECE_ELEMENTS) for start in range(0, len(where), _PIECE_ELEMENTS))
+        )
+
+
+class _PlainPiece(_Piece):
+    def __init__(self, live: Any, positions: Any, old: Any, new: Any) -> None:
+        self._live = live
+        self._positions = positions
+        self._old = old
+        self._new = new
+
+    def gather(self) -> int:
+        return int(kernels().gather(self._live, self._positions, self._old))
+
+    def apply(self) -> int:
+        different = kernels().exchange(self._live, self._positions, self._old, self._new)
+        return int(different + kernels().compare(self._live, self._positions, self._new))
+
+    def undo(self) -> int:
+        kernels().exchange(self._live, self._positions, self._old, self._old)
+        return int(kernels().compare(self._live, self._positions, self._old))
+
+
+class _StridedPart(_Part):
+    """Any strides, any device, any width: torch's own indexing, all at once. Slower, and rare."""
+
+    def __init__(self, live: torch.Tensor, change: Change) -> None:
+        super().__init__(live, change)
+        self.pieces = (_StridedPiece(live, change),) if change.positions.numel() else ()
+
+
+class _StridedPiece(_Piece):
+    def __init__(self, live: torch.Tensor, change: Change) -> None:
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
+        words = max(1, live.element_size() // 8)
+        bits = _BITS[min(8, live.element_size())][0]
+        rest = torch.from_numpy(change.positions.numpy().astype(np.int64))
+        where = torch.zeros_like(rest)
+        for size, stride in zip(reversed(live.shape), reversed(live.stride()), strict=True):
+            where += rest % size * stride
+            rest = rest // size
+        if words > 1:
+            where = (where[:, None] * words + torch.arange(words)).reshape(-1)
+        self._live = live.detach().as_strided((reach,), (1,)).view(bits)
+        self._where = where.to(live.device)
+        self._old, self._new = change.old.view(bits), change.new.view(bits)
+
+    def gather(self) -> int:
+        self._old.copy_(self._live[self._where])
+        return 0
+
+    def apply(self) -> int:
+        return self._differs(self._old) + self._write(self._new)
+
+    def undo(self) -> int:
+        return self._write(self._old)
+
+    def _write(self, values: torch.Tensor) -> int:
+        self._live[self._where] = values.to(self._live.device)
+        return self._differs(values)
+
+    def _differs(self, values: torch.Tensor) -> int:
+        return int((self._live[self._where] != values.to(self._live.device)).sum())
+
+
+@functools.cache
+def kernels() -> Any:
+    """`load.patch_kernels`, imported at first use: numba takes a second that most processes need not pay."""
+    try:
+        return importlib.import_module("weightsync.load.patch_kernels")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(f"a patch needs numba: pip install 'weightsync[torch]' ({error})") from error
+
+
+def check_patchable(name: str, live: torch.Tensor) -> None:
+    """Refuses a live tensor whose elements can't be written one by one.
+
+    Raises:
+        UnsupportedError: says why.
+    """
+    if live.layout != torch.strided or live.is_meta or live.is_conj() or live.is_neg():
+        raise UnsupportedError("a patch needs a plain strided tensor", parameter=name)
+    if overlaps_itself(live):
+        raise UnsupportedError("elements of this live tensor share memory: it can't be patched", parameter=name)
+
+
+def _is_plain(live: torch.Tensor) -> bool:
+    plain = live.device.type == "cpu" and live.is_contiguous() and live.element_size() in _BITS
+    return plain and live.data_ptr() % live.element_size() == 0
+
+
+def _place_of(live: torch.Tensor) -> tuple[object, ...]:
+    return live.data_ptr(), live.dtype, live.shape, live.stride(), live.device
+
+
+def _checked(positions: torch.Tensor, numel: int, name: str) -> npt.NDArray[np.uint32]:
+    """A copy of them as uint32, after every check: the memory they come from may change at any time."""
+    if positions.dtype not in (torch.uint32, torch.int64):
+        raise InvalidRequestError(f"positions are uint32 or int64, not {positions.dtype}", parameter=name)
+    where: npt.NDArray[Any] = positions.detach().cpu().contiguous().numpy().copy()
+    if len(where):
+        rising = bool((where[1:] > where[:-1]).all())
+        if not rising or int(where[0]) < 0 or int(where[-1]) >= min(numel, 1 << 32):
+            raise InvalidRequestError(
+                f"positions rise strictly within the tensor's {numel} elements; these do not",
+                parameter=name,
+                state_left="nothing was written",
+            )
+    return where.astype(np.uint32, copy=False)
+
+
+def _step_of_piece(name: str, step: str, piece: _Piece) -> None:
+    different = getattr(piece, step)()
+    if different:
+        raise LoadError(
+            f"{different} elements are not what they should be at {step}: something else writes the live weights",
+            parameter=name,
+        )
+
+
+def _take(turn: Iterable[Callable[[], None]]) -> None:
+    for piece in turn:
+        piece()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

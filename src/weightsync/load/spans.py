@@ -1,0 +1,39 @@
+"""What of its storage a tensor touches, and who touches the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+
+def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
+    """Pairs of neighbours, (name, id) each, that are not one tensor and whose spans of one storage overlap."""
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors:
+        if tensor.numel() and tensor.layout == torch.strided:
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for sharing in by_storage.values():
+        spans = sorted((_span(tensor), name, id(tensor)) for name, tensor in sharing)
+        for ((_, end), name, one), ((start, _), other_name, other) in itertools.pairwise(spans):
+            if start < end and one != other:
+                yield (name, one), (other_name, other)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory, as those of an expanded tensor do."""
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return tensor.numel() > 0
+            reach += (size - 1) * stride
+    return False
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and end of what a strided tensor touches of its storage."""
+    first = int(tensor.storage_offset())
+    reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), (first + reach + 1) * tensor.element_size()

@@ -1,0 +1,347 @@
+"""Deltas: makes, keeps and hands out an agent's deltas: from each publication to the next, in shared memory.
+
+One is made while a version is being proved, from the publisher's own two segments, so it needs a read lock on the older
+one. The trainer comes first: when it wants that segment, the lock is given back, and the version has no delta.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from weightsync.errors import SharedMemoryError, TransferAbortedError, WeightSyncError
+from weightsync.memory import Lock, Reader, Segment
+from weightsync.publish.stamp import check_stamp
+from weightsync.types.publication import DeltaBase, Publication, Source, SourceProof
+
+if TYPE_CHECKING:
+    from weightsync.codec.delta_cost import CostModel
+
+_WANTED_FOR = 16
+"""Publications for which deltas are made after one was asked for."""
+_LONGEST_REST = 64
+_BLOCK_BYTES = 1 << 20
+
+_logger = logging.getLogger(__name__)
+
+
+class Proved(msgspec.Struct, frozen=True, kw_only=True):
+    """A publication that an agent has proved, and the index of the source that it has."""
+
+    publication: Publication
+    source: int
+    proof: SourceProof
+
+    @property
+    def run_id(self) -> str:
+        """Which run."""
+        return self.publication.manifest.version.run_id
+
+    @property
+    def number(self) -> int:
+        """Number of the version."""
+        return self.publication.manifest.version.number
+
+    @property
+    def where(self) -> Source:
+        """The segment."""
+        return self.publication.sources[self.source]
+
+    def lies_like(self, other: Proved | tuple[Publication, int]) -> bool:
+        """Whether each byte of both is of the same element, so that a delta can lead from one to the other."""
+        publication, source = (other.publication, other.source) if isinstance(other, Proved) else other
+        mine, theirs = self.where, publication.sources[source]
+        return (
+            self.source == source
+            and self.run_id == publication.manifest.version.run_id
+            and (mine.data_start, mine.data_end) == (theirs.data_start, theirs.data_end)
+            and self.publication.parts_of(source) == publication.parts_of(source)
+        )
+
+
+class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """One delta in shared memory.
+
+    Attributes:
+        base, version: numbers of the versions that it leads from and to.
+        base_digest, digest: of the source's bytes before and after.
+        blob: where it lies.
+        block_checksums: over the blob.
+        num_changed, num_elements: how many elements it changes, and of how many.
+        seconds: that it took to make.
+    """
+
+    base: int
+    base_digest: str
+    version: int
+    digest: str
+    blob: Source
+    block_checksums: str
+    num_changed: int
+    num_elements: int
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the blob."""
+        return self.blob.data_end
+
+
+def facts_of(delta: StoredDelta) -> dict[str, Any]:
+    """What users are told of a delta."""
+    return {
+        "base": delta.base, "version": delta.version, "nbytes": delta.nbytes, "num_changed": delta.num_changed,
+        "num_elements": delta.num_elements, "seconds": delta.seconds,
+    }  # fmt: skip
+
+
+class Deltas:
+    """The last deltas of one agent. Made by one thread, asked for by any.
+
+    Args:
+        endpoint: says where the agent is reached.
+        budget_bytes: what all of them together may take of shared memory; 0: none are made.
+        full_sync_interval: a version whose number is a multiple of it has no delta; 0: none is excepted.
+        evicted: told of a segment whose delta is given up, before it is.
+    """
+
+    def __init__(
+        self,
+        endpoint: Callable[[], str],
+        *,
+        budget_bytes: int | None,
+        full_sync_interval: int,
+        evicted: Callable[[str], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._budget_bytes = budget_bytes
+        self._full_sync_interval = full_sync_interval
+        self._evicted = evicted
+        self._lock = threading.Lock()
+        self._chain: deque[tuple[StoredDelta, Segment]] = deque()
+        self._num_wanted = 0
+        self._base: _HeldBase | None = None
+        self._rest = 0
+        self._num_resting = 0
+        self._costs: CostModel | None = None
+
+    # --- what is asked for ---
+
+    def want(self) -> None:
+        """Some receiver could take one: they are made for a while."""
+        self._num_wanted = _WANTED_FOR
+
+    def from_base(self, base: DeltaBase, newest: Proved) -> tuple[StoredDelta, ...] | None:
+        """Deltas that lead from a base to the newest version; none where it is that one; None where there are none."""
+        if base.run_id != newest.run_id:
+            return None
+        if (base.version, base.digest) == (newest.number, newest.proof.digest):
+            return ()
+        with self._lock:
+            chain = [stored for stored, _ in self._chain]
+        for index, stored in enumerate(chain):
+            if (stored.base, stored.base_digest) == (base.version, base.digest):
+                found = tuple(chain[index:])
+                leads_there = (found[-1].version, found[-1].digest) == (newest.number, newest.proof.digest)
+                return found if leads_there else None
+        return None
+
+    def to(self, number: int) -> StoredDelta | None:
+        """The one that leads to a version."""
+        return next((stored for stored in self.kept() if stored.version == number), None)
+
+    def kept(self) -> tuple[StoredDelta, ...]:
+        """All that are there, the oldest first."""
+        with self._lock:
+            return tuple(stored for stored, _ in self._chain)
+
+    def observe_link(self, nbytes: int, seconds: float) -> None:
+        """A transfer of so many bytes took so long."""
+        self._cost_model().observe_link(nbytes, seconds)
+
+    # --- how they are made ---
+
+    @contextlib.contextmanager
+    def holding(self, older: Proved | None, publication: Publication, source: int) -> Iterator[None]:
+        """Keeps the older version's bytes while the body runs; where that can't be, `make` gives nothing."""
+        held = None
+        if older is not None and self._is_due(older, publication, source):
+            try:
+                held = _HeldBase(older)
+            except (BlockingIOError, WeightSyncError) as error:
+                _logger.debug("no delta from %d: %s", older.number, error)
+        self._base = held
+        try:
+            yield
+        finally:
+            self._base = None
+            if held is not None:
+                held.let_go()
+
+    def let_go(self) -> None:
+        """The trainer wants the older segment: it has it soon. From any thread."""
+        held = self._base
+        if held is not None:
+            held.ask_back()
+
+    def make(self, publication: Publication, source: int, proof: SourceProof, *, go_on: Callable[[], None]) -> None:
+        """The delta to a version that was just proved, if `holding` has its base. Else the chain ends before it.
+
+        Raises:
+            TransferAbortedError: from `go_on`.
+        """
+        held, made = self._base, False
+        try:
+            if held is not None and held.begin():
+                made = self._make(held, Proved(publication=publication, source=source, proof=proof), go_on)
+        finally:
+            if held is not None:
+                held.end()
+                self._rest = 0 if made else min(_LONGEST_REST, 2 * self._rest + 1) if held.asked_back else self._rest
+                self._num_resting = 0 if made else self._rest
+            if not made:
+                self.clear()
+
+    def clear(self) -> None:
+        """Gives all of them up."""
+        with self._lock:
+            dropped = list(self._chain)
+            self._chain.clear()
+        self._drop(dropped)
+
+    def _is_due(self, older: Proved, publication: Publication, source: int) -> bool:
+        number = publication.manifest.version.number
+        self._num_wanted -= 1
+        if self._budget_bytes == 0 or self._num_wanted < 0 or not older.lies_like((publication, source)):
+            return False
+        if self._full_sync_interval and number % self._full_sync_interval == 0:
+            return False
+        if self._num_resting:
+            self._num_resting -= 1
+            return False
+        return True
+
+    def _make(self, held: _HeldBase, new: Proved, go_on: Callable[[], None]) -> bool:
+        from weightsync.codec.delta import DeltaTooLargeError
+        from weightsync.publish.delta_file import encode_publication, store
+
+        def still() -> None:
+            go_on()
+            if held.asked_back:
+                raise _AskedBackError("the trainer wants the segment")
+
+        budget_bytes = self._budget(new)
+        try:
+            encoded = encode_publication(
+                held.older, new, costs=self._cost_model(), max_bytes=self._most(new, budget_bytes), go_on=still
+            )
+        except (_AskedBackError, DeltaTooLargeError) as error:
+            _logger.info("no delta to %d: %s", new.number, error)
+            return False
+        held.end()  # nothing is read of it any more
+        if encoded.nbytes > budget_bytes:
+            return False
+        self._keep_within(budget_bytes - encoded.nbytes, before=held.older)
+        try:
+            stored, segment = store(encoded, held.older, new, endpoint=self._endpoint(), block_bytes=_BLOCK_BYTES)
+        except SharedMemoryError as error:
+            _logger.warning("no delta to %d: %s", new.number, error)
+            return False
+        with self._lock:
+            self._chain.append((stored, segment))
+        return True
+
+    @staticmethod
+    def _most(new: Proved, budget_bytes: int) -> int:
+        """Of more bytes no delta is of use."""
+        return min(budget_bytes, new.where.data_end - new.where.data_start)
+
+    def _budget(self, new: Proved) -> int:
+        """By default a quarter of what the source has."""
+        if self._budget_bytes is not None:
+            return self._budget_bytes
+        return (new.where.data_end - new.where.data_start) // 4
+
+    def _keep_within(self, room_bytes: int, *, before: Proved) -> None:
+        """Drops what does not lead to `before`, and the oldest until the rest has room."""
+        with self._lock:
+            dropped = []
+            last = self._chain[-1][0] if self._chain else None
+            if last is not None and (last.version, last.digest) != (before.number, before.proof.digest):
+                dropped, self._chain = list(self._chain), deque()
+            while self._chain and sum(stored.nbytes for stored, _ in self._chain) > room_bytes:
+                dropped.append(self._chain.popleft())
+        self._drop(dropped)
+
+    def _drop(self, dropped: list[tuple[StoredDelta, Segment]]) -> None:
+        for stored, segment in dropped:
+            self._evicted(stored.blob.segment)
+            segment.close()
+
+    def _cost_model(self) -> CostModel:
+        from weightsync.codec.delta_cost import CostModel  # with numpy: not before the agent has begun to answer
+
+        if self._costs is None:
+            self._costs = CostModel()
+        return self._costs
+
+
+class _AskedBackError(TransferAbortedError):
+    """The diff ends here."""
+
+
+class _HeldBase:
+    """A read lock on a publication's segment, which the trainer may ask back.
+
+    Raises:
+        BlockingIOError: it is being written again.
+        VersionError: another version lies there.
+        SharedMemoryError: it is gone.
+    """
+
+    def __init__(self, older: Proved) -> None:
+        self.older = older
+        self.asked_back = False
+        self._turn = threading.Lock()
+        self._reading = False
+        self._lock: Lock | None = Lock(older.where.segment, Reader.SENT)
+        try:
+            check_stamp(older.publication, older.source)
+        except BaseException:
+            self.let_go()
+            raise
+
+    def begin(self) -> bool:
+        """Its bytes are read from here on; False where it was given back."""
+        with self._turn:
+            self._reading = self._lock is not None
+            return self._reading
+
+    def end(self) -> None:
+        """They are not read any more."""
+        with self._turn:
+            self._reading = False
+        self.let_go()
+
+    def ask_back(self) -> None:
+        """Gives it back, now or when whoever reads has noticed `asked_back`."""
+        self.asked_back = True
+        with self._turn:
+            if not self._reading:
+                self._close()
+
+    def let_go(self) -> None:
+        """Gives it back. Idempotent."""
+        with self._turn:
+            self._close()
+
+    def _close(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
