@@ -54,11 +54,19 @@ def run_of(seed: int) -> str:
     return f"seed-{seed}"
 
 
+SPARSE = 1_000
+"""From this seed on one word in a hundred changes from version to version, as deltas like it."""
+_TURN = 97
+
+
 def content(seed: int, version: int, kib: int = 512) -> dict[str, torch.Tensor]:
-    """Tensors of three kinds, of which no byte-aligned word is the same in two versions."""
+    """Tensors of three kinds, of which no byte-aligned word is the same in two versions (but see `SPARSE`)."""
     words = np.arange(kib * 128 + 40, dtype=np.uint64)
-    words += np.uint64((seed * 1_000_003 + version + 1) % (1 << 40) << 20)
+    turn = (words * np.uint64(0xD6E8FEB86659FD93)) >> np.uint64(40)
+    words += np.uint64((seed * 1_000_003 + (0 if seed >= SPARSE else version + 1)) % (1 << 40) << 20)
     words *= np.uint64(0x9E3779B97F4A7C15)
+    if seed >= SPARSE:
+        words += (turn % np.uint64(_TURN) + np.uint64(version + _TURN)) // np.uint64(_TURN)
     raw = words.view(np.uint8)
     large = (kib // 2) * 1024
     return {
@@ -198,6 +206,7 @@ def trainer_main(kib: int, hook: Hook | None, agent_hooks: list[Hook], conn: Any
             "offload": lambda version: runs[-1].offload(version),
             "publish": publish,
             "agent": lambda: runs[-1].wm.agent_pid,
+            "delta": lambda version: runs[-1].wm.wait_delta_ready(version, timeout_s=20.0),
             "segments": lambda: runs[-1].wm._buffer and runs[-1].wm._buffer.num_segments,
             "resize": lambda kib: setattr(runs[-1], "kib", kib),
             "close": lambda: runs.pop().wm.close(),
@@ -264,21 +273,23 @@ def receiver_main(kib: int, hook: Hook | None, conn: Any) -> None:
     torch.set_num_threads(1)
     if hook is not None:
         hook.arm()
-    pullers: dict[tuple[str, str | None], Puller] = {}
+    pullers: dict[tuple[str, str | None, str], Puller] = {}
     held: list[Pulled] = []
 
-    def puller(endpoint: str, transport: str | None) -> Puller:
-        key = (endpoint, transport)
+    def puller(endpoint: str, transport: str | None, mode: str) -> Puller:
+        key = (endpoint, transport, mode)
         if key not in pullers:
             chosen = None if transport is None else Transport(transport)
-            pullers[key] = Puller(endpoint, MODEL, receiver_id=f"r-{os.getpid()}", transport=chosen)
+            pullers[key] = Puller(
+                endpoint, MODEL, receiver_id=f"r-{os.getpid()}", transport=chosen, mode=mode, patch_limit=lambda: 0.25
+            )
         return pullers[key]
 
     def pull(
-        endpoint: str, transport: str | None, timeout_s: float, at_least: tuple[str, int] | None, hold: bool
+        endpoint: str, transport: str | None, timeout_s: float, at_least: tuple[str, int] | None, hold: bool, mode: str
     ) -> dict[str, Any]:
         wanted = None if at_least is None else Version(run_id=at_least[0], number=at_least[1])
-        pulled = puller(endpoint, transport).pull(
+        pulled = puller(endpoint, transport, mode).pull(
             deadline=Deadline(timeout_s), at_least=None if wanted is None else (lambda: wanted)
         )
         said = {
@@ -286,6 +297,9 @@ def receiver_main(kib: int, hook: Hook | None, conn: Any) -> None:
             "right": is_right(pulled, kib),
             "transport": str(pulled.transport),
             "attempts": pulled.num_attempts,
+            "deltas": pulled.num_deltas,
+            "received": pulled.received_bytes,
+            "patched": None if pulled.patch is None else sum(each.count for each in pulled.patch.tensors),
         }
         if hold:
             held.append(pulled)
@@ -300,11 +314,17 @@ def receiver_main(kib: int, hook: Hook | None, conn: Any) -> None:
         pulled.release()
         return right
 
+    def damage(name: str, byte: int) -> None:
+        """One bit of what the staging holds, behind everybody's back."""
+        for each in pullers.values():
+            if (target := each._staging._target) is not None:
+                target.segment.memory[target.place(name).offset + byte] ^= 1
+
     def close() -> None:
         for each in pullers.values():
             each.close()
 
-    _act(conn, {"pull": pull, "release": release, "close": close})
+    _act(conn, {"pull": pull, "release": release, "damage": damage, "close": close})
 
 
 class Receiver(Actor):
@@ -324,8 +344,9 @@ class Receiver(Actor):
         at_least: tuple[str, int] | None = None,
         hold: bool = False,
         wait: bool = True,
+        mode: str = "auto",
     ) -> dict[str, Any]:
-        self.tell("pull", endpoint, transport, timeout_s, at_least, hold)
+        self.tell("pull", endpoint, transport, timeout_s, at_least, hold, mode)
         return self.answer() if wait else {}
 
 

@@ -16,6 +16,7 @@ from tests.multiproc.pull_hook import Hook
 from tests.multiproc.pull_kit import (
     RECOVERY_S,
     SLACK_S,
+    SPARSE,
     EngineActor,
     Receiver,
     Service,
@@ -53,6 +54,8 @@ AGENT = {
     "registers": "weightsync.publish.agent:TransferAgent._register",
     "grants": "weightsync.publish.agent:TransferAgent._grant",
     "sends": "weightsync.transfer.tcp_server:BlockServer._send",
+    "makes a delta": "weightsync.codec.delta:_encode_unit",
+    "keeps a delta": "weightsync.publish.delta_file:store",
     "hears the acknowledgement": "weightsync.publish.agent:TransferAgent._finish_transfer",
 }
 RECEIVER = {
@@ -60,6 +63,9 @@ RECEIVER = {
     "was granted": ("weightsync.rollout.agents:Agents.grant", True, "tcp"),
     "connects": ("weightsync.transfer.tcp:TcpSource.read", False, "tcp"),
     "receives": ("weightsync.rollout.staging:Target.note", True, "tcp"),
+    "fetches a delta": ("weightsync.rollout.agents:Agents.blob", False, "tcp"),
+    "applies a delta": ("weightsync.rollout.delta_apply:DeltaApplier._apply_unit", True, "tcp"),
+    "has applied a delta": ("weightsync.rollout.delta_apply:DeltaApplier.check_result", True, "tcp"),
     "has proved": ("weightsync.rollout.agents:Agents.acknowledge", False, "tcp"),
     "has acknowledged": ("weightsync.rollout.agents:Agents.acknowledge", True, "tcp"),
     "takes a lease": ("weightsync.transfer.shm:ShmSource.__init__", True, "shm"),
@@ -68,6 +74,9 @@ RECEIVER = {
 SERVICE = {
     "asks": Hook(at="weightsync.rollout.agents:Agents.grant", do="kill", path="", nth=2),
     "receives": Hook(at="weightsync.rollout.staging:Target.note", do="kill", path="", nth=10),
+    "applies a delta": Hook(
+        at="weightsync.rollout.delta_apply:DeltaApplier._apply_unit", do="kill", path="", after=True
+    ),
     "has pulled": Hook(at="weightsync.rollout.puller:Puller.pull", do="kill", path="", nth=2, after=True),
     **{
         f"comes to step {step} of the load": Hook(
@@ -126,7 +135,7 @@ def kill_trainers(start: Start, folder: Path, rounds: int) -> None:
 def kill_agents(start: Start, folder: Path, rounds: int) -> None:
     """The trainer sees no error, receivers get the version that was under way from the next agent."""
     hooks = {phase: Hook(at=at, do="kill", path=str(folder / phase)) for phase, at in AGENT.items()}
-    trainer = Trainer(start, 1, guard_s=GUARD_S, agent_hooks=list(hooks.values()))
+    trainer = Trainer(start, SPARSE, guard_s=GUARD_S, agent_hooks=list(hooks.values()))
     receiver = Receiver(start)
     pids = [trainer.agent_pid]
     trainer.publish(0)
@@ -139,11 +148,11 @@ def kill_agents(start: Start, folder: Path, rounds: int) -> None:
         assert said["published"], phase
         assert said["seconds"] < GUARD_S + SLACK_S, phase
         asks = Receiver(start) if phase == "registers" else receiver
-        said = asks.pull(trainer.endpoint, at_least=(run_of(1), version))
+        said = asks.pull(trainer.endpoint, at_least=(run_of(SPARSE), version))
         hooks[phase].reached(RECOVERY_S)  # after its last word to this receiver, perhaps
         assert said["right"], phase
         assert trainer.publish(version + 1)["published"], phase
-        assert receiver.pull(trainer.endpoint, at_least=(run_of(1), version + 1))["right"], phase
+        assert receiver.pull(trainer.endpoint, at_least=(run_of(SPARSE), version + 1))["right"], phase
         assert time.monotonic() - began < RECOVERY_S, phase
         pids.append(trainer.ask("agent"))
         assert pids[-1] != pids[-2], f"{phase}: the agent was not killed"
@@ -153,13 +162,17 @@ def kill_agents(start: Start, folder: Path, rounds: int) -> None:
 
 def kill_receivers(start: Start, folder: Path, rounds: int) -> None:
     """The trainer and the other receivers notice nothing; a lease ends with its holder."""
-    trainer, other = Trainer(start, 1, guard_s=GUARD_S), Receiver(start)
+    trainer, other = Trainer(start, SPARSE, guard_s=GUARD_S), Receiver(start)
     version, pids = 0, []
     trainer.publish(version)
     for number, phase in enumerate(phase for _ in range(rounds) for phase in RECEIVER):
         at, after, transport = RECEIVER[phase]
         hook = Hook(at=at, do="kill", path=str(folder / f"receiver-{number}"), after=after).set()
         receiver = Receiver(start, hook=hook)
+        if "a delta" in phase:
+            assert receiver.pull(trainer.endpoint)["right"], phase
+            version += 1
+            trainer.publish(version)
         receiver.pull(trainer.endpoint, transport=transport, wait=False)
         with pytest.raises(ChildFailedError):
             receiver.answer()
@@ -169,7 +182,7 @@ def kill_receivers(start: Start, folder: Path, rounds: int) -> None:
             said = trainer.publish(version)
             assert said["published"], phase
             assert said["seconds"] < GUARD_S + SLACK_S, phase
-        said = other.pull(trainer.endpoint, transport=(None, "tcp")[number % 2], at_least=(run_of(1), version))
+        said = other.pull(trainer.endpoint, transport=(None, "tcp")[number % 2], at_least=(run_of(SPARSE), version))
         assert said["right"], phase
         assert trainer.ask("segments") == 2, phase
     wait_until(lambda: not shm_of(*pids), "what the killed have left goes")
@@ -179,28 +192,28 @@ def kill_receivers(start: Start, folder: Path, rounds: int) -> None:
 
 def kill_services(start: Start, folder: Path, rounds: int) -> None:
     """The engine, a process of its own, serves whole versions or nothing; the next service brings it to the newest."""
-    trainer, engine = Trainer(start, 1, guard_s=GUARD_S), EngineActor(start, "a")
+    trainer, engine = Trainer(start, SPARSE, guard_s=GUARD_S), EngineActor(start, "a")
     version, pids = 0, []
     trainer.publish(version)
     settings = {"urls": {"a": engine.url}, "senders": (trainer.endpoint,), "transport": "tcp"}
     for number, phase in enumerate(phase for _ in range(rounds) for phase in SERVICE):
         service = Service(start, hook=_set(SERVICE[phase], folder / f"service-{number}"), **settings)
         began = time.monotonic()
-        service.notify(trainer.endpoint, 1, version)
+        service.notify(trainer.endpoint, SPARSE, version)
         assert time.monotonic() - began < RECOVERY_S, phase
-        assert engine.serving() == (f"{run_of(1)}/{version}", True), phase
+        assert engine.serving() == (f"{run_of(SPARSE)}/{version}", True), phase
         version += 1
         trainer.publish(version)
         with contextlib.suppress(EngineUnreachableError):  # it may be dead before it has answered
-            service.notify(trainer.endpoint, 1, version, wait_s=None)
+            service.notify(trainer.endpoint, SPARSE, version, wait_s=None)
         wait_until(lambda service=service: not service.child.process.is_alive(), phase)
         pids.append(service.pid)
         served, right = engine.serving()
         assert right, phase
-        assert served in (None, f"{run_of(1)}/{version - 1}", f"{run_of(1)}/{version}"), phase
+        assert served in (None, f"{run_of(SPARSE)}/{version - 1}", f"{run_of(SPARSE)}/{version}"), phase
     last = Service(start, **settings)
-    last.notify(trainer.endpoint, 1, version)
-    assert engine.serving() == (f"{run_of(1)}/{version}", True)
+    last.notify(trainer.endpoint, SPARSE, version)
+    assert engine.serving() == (f"{run_of(SPARSE)}/{version}", True)
     wait_until(lambda: not shm_of(*pids), "what the killed have left goes")
     last.ask("close")
     trainer.ask("close")

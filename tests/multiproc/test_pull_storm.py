@@ -24,6 +24,7 @@ from tests.multiproc.pull_kit import (
     BLOCK_BYTES,
     MODEL,
     SLACK_S,
+    SPARSE,
     Receiver,
     Run,
     Trainer,
@@ -92,8 +93,8 @@ def follower_main(kib: int, conn: Connection) -> None:
 
     TcpSource._receive = slowly  # type: ignore[method-assign]
     while (order := conn.recv()) is not None:
-        endpoint, transport, slow_s = order
-        puller = Puller(endpoint, MODEL, receiver_id=f"r-{os.getpid()}", transport=transport, stall_s=2.0)
+        endpoint, transport, mode, slow_s = order
+        puller = Puller(endpoint, MODEL, receiver_id=f"r-{os.getpid()}", transport=transport, mode=mode, stall_s=2.0)
         last = None
         while not conn.poll(0.003):
             with contextlib.suppress(WeightSyncError):  # superseded again and again; what counts is what is taken
@@ -104,7 +105,7 @@ def follower_main(kib: int, conn: Connection) -> None:
                     right = is_right(pulled, kib)
                     time.sleep(weather.random() * slow_s)
                     last = pulled.version
-                    conn.send(("took", str(last), right and is_right(pulled, kib)))
+                    conn.send(("took", (str(last), pulled.num_deltas), right and is_right(pulled, kib)))
         conn.recv()
         puller.close()
         conn.send(("rests", None))
@@ -120,8 +121,8 @@ class Follower:
         self.stopped = False
         self.last = ""
 
-    def follow(self, endpoint: str, transport: Transport | None, slow_s: float) -> None:
-        self.child.conn.send((endpoint, transport, slow_s))
+    def follow(self, endpoint: str, transport: Transport | None, mode: str, slow_s: float) -> None:
+        self.child.conn.send((endpoint, transport, mode, slow_s))
         self.follows, self.last = True, ""
 
     def rest(self) -> None:
@@ -138,7 +139,7 @@ class Storm:
         self.publisher = start(publisher_main, kib, talk=True, name="publisher")
         self.followers = [Follower(start, kib) for _ in range(3)]
         self.pids = [self.publisher.pid, *(follower.child.pid for follower in self.followers)]
-        self.num_taken = 0
+        self.num_taken = self.num_by_delta = self.num_over_gaps = 0
 
     def run(self, seed: int, versions: int, *, is_last: bool) -> None:
         """One run: its weather, then calm, in which everybody has to get the last version."""
@@ -192,13 +193,15 @@ class Storm:
                 self.num_offloads += 1
                 assert how["seconds"] < GUARD_S + SLACK_S, f"seed {self.seed}, version {version}: {how}"
                 self.happens(self.events.pop(version, "none"))
-            case ("took", version, right):
+            case ("took", (version, num_deltas), right):
                 assert follower is not None
                 assert right, f"seed {self.seed}: {version} was taken as good and is not"
                 assert version.startswith(f"{run_of(self.seed)}/"), f"seed {self.seed}: {version} is another run's"
                 assert not follower.last or _number(follower.last) < _number(version)
                 follower.last = version
                 self.num_taken += 1
+                self.num_by_delta += num_deltas > 0
+                self.num_over_gaps += num_deltas > 1
             case ("rests", _):
                 assert follower is not None
                 follower.follows = follower.leaving = False
@@ -233,7 +236,8 @@ class Storm:
 
     def join(self, follower: Follower) -> None:
         transport = self.random.choice([None, None, Transport.TCP, Transport.TCP, Transport.SHM])
-        follower.follow(self.endpoint, transport, self.random.choice(SPEEDS))
+        mode = self.random.choice(["auto", "delta"]) if self.seed >= SPARSE else "auto"
+        follower.follow(self.endpoint, transport, mode, self.random.choice(SPEEDS))
 
     def close(self) -> None:
         for follower in self.followers:
@@ -245,7 +249,7 @@ def _number(version: str) -> int:
     return int(version.rsplit("/", 1)[1])
 
 
-def storms(seeds: Sequence[int], versions: int, kib: int, lanes: int = 2) -> None:
+def storms(seeds: Sequence[int], versions: int, kib: int, lanes: int = 2) -> list[Storm]:
     """All seeds, in `lanes` sets of processes at once; then nothing of them is left in /dev/shm."""
     todo = list(seeds)
     lock = threading.Lock()
@@ -270,11 +274,32 @@ def storms(seeds: Sequence[int], versions: int, kib: int, lanes: int = 2) -> Non
         reclaim_dead()
         assert shm_of(*pids) == []
         assert sum(storm.num_taken for storm in done) > len(seeds) * 3
+        return done
 
 
 def test_a_short_storm() -> None:
     """20 runs of 50 versions: whatever anybody takes is what was published, no offload waits beyond its guard."""
     storms(range(20), versions=50, kib=512)
+
+
+def _by_deltas(done: list[Storm], num_seeds: int) -> None:
+    assert sum(storm.num_by_delta for storm in done) > num_seeds, "deltas were taken"
+    assert sum(storm.num_over_gaps for storm in done) > 0, "and several at once, by receivers that missed versions"
+
+
+def test_a_short_storm_of_deltas() -> None:
+    """The same with versions that differ little, and receivers that take deltas."""
+    _by_deltas(storms(range(SPARSE, SPARSE + 20), versions=50, kib=2048), 20)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kib", [2048, 64 << 10])
+def test_a_long_storm_of_deltas(kib: int) -> None:
+    """More of it."""
+    num_seeds = 40 if kib < 1 << 14 else 10
+    seeds = range(SPARSE + 100, SPARSE + 100 + num_seeds)
+    _by_deltas(storms(seeds, versions=200 if kib < 1 << 14 else 100, kib=kib), num_seeds)
 
 
 @pytest.mark.soak

@@ -135,7 +135,7 @@ def pull(
         out.mkdir(parents=True, exist_ok=True)
         puller = Puller(
             endpoint, model_id, receiver_id=_own_name(), token=token, verify=checked,
-            transport=None if transport is None else Transport(transport), num_streams=streams,
+            transport=None if transport is None else Transport(transport), mode="full", num_streams=streams,
             may_call={each.rstrip("/") for each in source or ()}.__contains__,  # the token goes to nobody else
         )  # fmt: skip
         bar = Progress(

@@ -25,6 +25,7 @@ from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.server import EngineServer
 from weightsync.rollout.service import RolloutService
 from weightsync.rollout.settings import RolloutConfig
+from weightsync.types.publication import MODES
 
 MODEL_ID = "demo"
 TOKEN_VARIABLE = "WEIGHTSYNC_DEMO_TOKEN"
@@ -99,12 +100,14 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--engine-id", required=True)
     parser.add_argument("--size", required=True)
+    parser.add_argument("--mode", choices=MODES, default="auto", help="how versions are pulled")
     options = parser.parse_args()
     demo = start_engine(options.kind, options.engine_id, options.size)
     token = os.environ[TOKEN_VARIABLE]
     server = EngineServer(demo.engine, token=token)
     service = RolloutService(
-        {MODEL_ID: demo.engine}, RolloutConfig(service_id=options.engine_id, token=token, sender_token=token)
+        {MODEL_ID: demo.engine},
+        RolloutConfig(service_id=options.engine_id, token=token, sender_token=token, mode=options.mode),
     )
 
     def report() -> dict[str, Any]:

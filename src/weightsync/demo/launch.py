@@ -23,7 +23,7 @@ from weightsync.demo.engine import TOKEN_VARIABLE
 from weightsync.demo.model import model_size
 from weightsync.demo.ray_job import RayJob
 from weightsync.demo.summary import StepRow, summarize, verdict, write_summary
-from weightsync.demo.table import PHASES, PULL_PHASES, StepTable
+from weightsync.demo.table import DELTA_PHASES, PHASES, PULL_PHASES, StepTable
 from weightsync.demo.trainer import TrainerOptions
 from weightsync.errors import ConfigError, WeightSyncError, error_from_dict
 from weightsync.observe import write_chrome_trace, write_timeline_png
@@ -40,6 +40,8 @@ class DemoOptions:
         engines: engine processes.
         engine: what generates: "embedded" (a torch module of ours) or "vllm" (a vLLM server).
         path: "push": the trainer brings weights to engines; "pull": it publishes them, and engines fetch them.
+        delta: whether engines fetch what changed alone; the trainer then makes one small update a step.
+        learning_rate: of these updates.
         strategy: how bytes are pushed: "broadcast", "cuda_ipc" or "packed_cuda_ipc".
         ray: whether trainers and engines are Ray actors.
         size: "small" (2.8 million parameters) or "tiny".
@@ -54,6 +56,8 @@ class DemoOptions:
     engines: int = 1
     engine: str = "embedded"
     path: str = "push"
+    delta: bool = False
+    learning_rate: float = 2e-6
     strategy: str = "broadcast"
     ray: bool = False
     size: str = "small"
@@ -71,6 +75,7 @@ class DemoOptions:
             strategy=self.strategy,
             deadline_s=self.deadline_s,
             path=self.path,
+            delta_learning_rate=self.learning_rate if self.delta else None,
         )
 
 
@@ -92,12 +97,19 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
         raise ConfigError("--path pull runs in processes of its own so far: leave --ray out")
     if options.path == "pull" and options.strategy != DemoOptions.strategy:
         raise ConfigError("--strategy says how weights are pushed: leave it out with --path pull")
+    if options.delta and options.path != "pull":
+        raise ConfigError("--delta belongs to --path pull")
+    if not 0 < options.learning_rate < 1:
+        raise ConfigError(f"a learning rate lies between 0 and 1, not {options.learning_rate}")
     console = console or Console()
     rows: list[StepRow] = []
     phases: tuple[PhaseRecord, ...] = ()
     options.out.mkdir(parents=True, exist_ok=True)
-    phases_shown = PULL_PHASES if options.path == "pull" else PHASES
-    with StepTable(console, phases=phases_shown) as table, (RayJob if options.ray else _Processes)(options) as job:
+    phases_shown = PHASES if options.path == "push" else DELTA_PHASES if options.delta else PULL_PHASES
+    with (
+        StepTable(console, phases=phases_shown, deltas=options.delta) as table,
+        (RayJob if options.ray else _Processes)(options) as job,
+    ):
         engines = f"{options.engine} engine{' (about a minute)' if options.engine == 'vllm' else ''}"
         table.status(f"starting {options.engines} {engines} and {options.ranks} trainer processes")
         for message in job.messages():
@@ -106,7 +118,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
                 table.add(rows[-1])
             elif "phases" in message:
                 phases = msgspec.convert(message["phases"], tuple[PhaseRecord, ...])
-    summary = summarize(rows, num_steps_asked=options.steps)
+    summary = summarize(rows, num_steps_asked=options.steps, by_deltas=options.delta)
     trace = write_chrome_trace(phases, options.out / "timeline.json")
     picture = write_timeline_png(
         _without_start(phases),
@@ -146,6 +158,16 @@ def _middle_sync(phases: tuple[PhaseRecord, ...]) -> tuple[float, float] | None:
 def _show_end(
     console: Console, rows: list[StepRow], summary: dict[str, Any], problems: list[str], files: list[Any]
 ) -> None:
+    deltas = [row for row in rows if row.density is not None]
+    if deltas:
+        density = sum(row.density or 0.0 for row in deltas) / len(deltas)
+        ratio = sum((row.received_bytes or 0) / row.total_bytes for row in deltas) / len(deltas)
+        console.print(
+            f"{len(deltas)} of them came as deltas: {100 * density:.2f} % of the elements changed, {100 * ratio:.2f} % "
+            "of the bytes were sent (means).",
+            highlight=False,
+            soft_wrap=True,
+        )
     if rows:
         paused_ms = 1e3 * sum(row.paused_s for row in rows) / len(rows)
         sync_ms = 1e3 * sum(row.sync_s or 0.0 for row in rows) / len(rows)
@@ -202,6 +224,7 @@ class _Processes:
         engines = [f"engine-{index}" for index in range(options.engines)]
         for name in engines:
             arguments = ["--kind", options.engine, "--engine-id", name, "--size", options.size]
+            arguments += ["--mode", "delta" if options.delta else "auto"]
             self._start(name, "weightsync.demo.engine", arguments)
         told: dict[str, str] = {}
         while len(told) < len(engines):

@@ -31,6 +31,8 @@ class StepRow:
         train_s: seconds of training before the push.
         sync_s: seconds of the push, from call to return.
         unprovable: why `digests_equal` is None.
+        density: share of the elements that changed, where the version came as a delta.
+        received_bytes: that were sent for it then.
     """
 
     version: int
@@ -44,6 +46,8 @@ class StepRow:
     train_s: float | None = None
     sync_s: float | None = None
     unprovable: str = ""
+    density: float | None = None
+    received_bytes: int | None = None
 
     @property
     def loss_gap(self) -> float:
@@ -52,13 +56,18 @@ class StepRow:
 
 
 def summarize(
-    rows: Sequence[StepRow], *, num_steps_asked: int, loss_gap_tolerance: float = LOSS_GAP_TOLERANCE
+    rows: Sequence[StepRow],
+    *,
+    num_steps_asked: int,
+    loss_gap_tolerance: float = LOSS_GAP_TOLERANCE,
+    by_deltas: bool = False,
 ) -> dict[str, Any]:
     """The summary as JSON-able data; numbers that are not finite are null.
 
     Returns:
         `steps` (a list, one object a step), `versions`, `digests_equal` (false if any step's is, else null if any
-        can't be proved, else true), `loss_gap_max`, `num_steps_asked`, `loss_gap_tolerance`.
+        can't be proved, else true), `loss_gap_max`, `num_steps_asked`, `loss_gap_tolerance`,
+        `by_deltas` (whether deltas were asked for).
     """
     digests = [row.digests_equal for row in rows]
     gaps = [row.loss_gap for row in rows]
@@ -69,6 +78,7 @@ def summarize(
         "loss_gap_max": _finite(max(gaps, default=None, key=lambda gap: math.inf if math.isnan(gap) else gap)),
         "num_steps_asked": num_steps_asked,
         "loss_gap_tolerance": loss_gap_tolerance,
+        "by_deltas": by_deltas,
     }
 
 
@@ -95,6 +105,8 @@ def verdict(summary: Mapping[str, Any]) -> list[str]:
                 f"version {version}: trainer's loss {trainer:.4f} and engine's loss {engine:.4f} differ by more than "
                 f"{summary['loss_gap_tolerance']:g}"
             )
+    if summary.get("by_deltas") and not any(step["density"] for step in steps[1:]):
+        problems.append("no version came as a delta")
     losses = [step["engine_loss"] for step in steps if step["engine_loss"] is not None]
     if len(losses) > 1 and losses[-1] >= losses[0]:
         problems.append(f"the engine's loss did not fall: {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
@@ -125,6 +137,8 @@ def _step(row: StepRow) -> dict[str, Any]:
         "phases": {name: _finite(seconds) for name, seconds in row.phases_s.items()},
         "digests_equal": row.digests_equal,
         "unprovable": row.unprovable or None,
+        "density": _finite(row.density),
+        "received_bytes": row.received_bytes,
         "sample": row.sample,
     }
 

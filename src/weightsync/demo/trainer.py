@@ -36,7 +36,7 @@ from weightsync.extract.base import WeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.net.auth import bearer_headers
 from weightsync.observe import Recorder, phases_s
-from weightsync.publish.manager import WeightManager
+from weightsync.publish.manager import DeltaReport, WeightManager
 from weightsync.publish.push import PushSync
 from weightsync.types import EngineHandle, PhaseRecord, SyncReport
 from weightsync.types.publication import NotifyRequest, RegisterSenderRequest
@@ -56,6 +56,7 @@ class TrainerOptions:
         strategy: how bytes move.
         deadline_s: of one sync.
         path: "push", or "pull": publish, and let engines fetch.
+        delta_learning_rate: where given, each version is one update at this rate, and engines fetch deltas.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class TrainerOptions:
     strategy: str
     deadline_s: float
     path: str = "push"
+    delta_learning_rate: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,10 @@ class DemoTrainer:
     ) -> None:
         torch.set_num_threads(1)
         text, size = ByteText(), model_size(options.size)
+        if options.delta_learning_rate is not None:
+            size = dataclasses.replace(
+                size, learning_rate=options.delta_learning_rate, updates_per_step=1, warmup_updates=1
+            )
         mesh = init_device_mesh("cpu", (options.world_size,))
         self._model = apply_fsdp2(build_model(options.size), mesh)
         self._loop = TrainLoop(self._model, text, size, rank=options.rank)
@@ -194,7 +200,11 @@ def _publish(options: TrainerOptions, seats: Sequence[Seat], num_steps: int) -> 
             )
             for service in services:
                 service.notify_version(notice)
-            due = _Due(notice=notice, offload_s=report.seconds, train_s=train_s, loss=trainer.evaluate())
+            delta = None
+            if options.delta_learning_rate is not None and options.rank == 0:
+                with trainer.recorder.phase("wait for the delta"):
+                    delta = manager.wait_delta_ready(timeout_s=options.deadline_s)
+            due = _Due(notice=notice, offload_s=report.seconds, train_s=train_s, loss=trainer.evaluate(), delta=delta)
         if due is not None:
             _collect(due, trainer, services, seats, options.deadline_s)
         if options.rank == 0:
@@ -209,6 +219,7 @@ class _Due:
     offload_s: float
     train_s: float
     loss: float
+    delta: DeltaReport | None
 
 
 def _collect(
@@ -238,6 +249,8 @@ def _collect(
                 digests_equal=None if status.unprovable else True,
                 sample=said["sample"],
                 train_s=due.train_s,
+                received_bytes=status.received_bytes if status.num_deltas else None,
+                density=due.delta.num_changed / due.delta.num_elements if due.delta and status.num_deltas else None,
                 sync_s=due.offload_s + (status.pull_s or 0.0) + (status.load_s or 0.0),
                 unprovable="; ".join(sorted(set(status.unprovable.values()))),
             )

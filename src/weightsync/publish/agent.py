@@ -342,7 +342,7 @@ class TransferAgent:
 
     def _delta(self, asked: TransferRequest, served: _Served, transport: Transport) -> tuple[DeltaLink, ...] | None:
         """Deltas for a receiver, each granted; None where it is to have the source's bytes."""
-        if asked.mode == "full" or (asked.mode == "auto" and (transport is Transport.SHM or asked.base is None)):
+        if asked.mode == "full" or (asked.mode == "auto" and transport is Transport.SHM):
             return None
         self._deltas.want()
         found = None if asked.base is None else self._deltas.from_base(asked.base, served)

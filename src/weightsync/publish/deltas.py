@@ -203,8 +203,8 @@ class Deltas:
         finally:
             if held is not None:
                 held.end()
-                self._rest = 0 if made else min(_LONGEST_REST, 2 * self._rest + 1) if held.asked_back else self._rest
-                self._num_resting = 0 if made else self._rest
+                self._rest = 0 if made else min(_LONGEST_REST, 2 * self._rest + 1)
+                self._num_resting = self._rest
             if not made:
                 self.clear()
 

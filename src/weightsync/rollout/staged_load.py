@@ -77,8 +77,7 @@ _FALLS_BACK = (
     SharedMemoryError,
     StateError,
 )
-"""What a patch may fail with and the whole version may still be loaded after. An engine that is gone, or a deadline that
-is over, is not among them."""
+"""What a patch may fail with while the whole version can be loaded yet: not a deadline, nor an engine that is gone."""
 
 _logger = logging.getLogger(__name__)
 

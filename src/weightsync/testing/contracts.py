@@ -38,6 +38,7 @@ from weightsync.errors import (
 )
 from weightsync.load.base import WeightLoader
 from weightsync.tensors import byte_array, spec_of
+from weightsync.testing.loader_patches import LoaderPatchCases
 from weightsync.transfer.base import (
     ChunkSharer,
     SharedChunk,
@@ -94,7 +95,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return byte_array(tensor.detach().contiguous()).tobytes()
 
 
-class WeightLoaderContract(abc.ABC):
+class WeightLoaderContract(LoaderPatchCases):
     """What every `WeightLoader` keeps: the bracket, and that nothing half-loaded is ever taken for whole."""
 
     @abc.abstractmethod
@@ -309,8 +310,6 @@ class WeightLoaderContract(abc.ABC):
                 if tensor.dtype == torch.uint8:
                     update = Full(name=name, tensor=tensor.view(torch.int8))
             case "patch":
-                if "patch" in loader.accepts:
-                    pytest.skip("this loader takes patches")
                 update = Patch(name=name, positions=torch.tensor([0]), values=tensor.reshape(-1)[:1])
         with pytest.raises((ManifestMismatchError, UnsupportedError)) as caught:
             loader.load_weights([update])

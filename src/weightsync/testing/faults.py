@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weightsync.load.module import ModuleWeightLoader
-from weightsync.types import Manifest, Update, Version
+from weightsync.types import Full, Manifest, Update, Version
 
 
 class FaultyLoader(ModuleWeightLoader):
@@ -37,13 +37,20 @@ class FaultyLoader(ModuleWeightLoader):
         self._fire("begin")
         super().begin(manifest)
 
+    def begin_patch(self, manifest: Manifest) -> None:
+        """See `WeightLoader`."""
+        self._chunk = 0
+        self._fire("begin")
+        super().begin_patch(manifest)
+
     def load_weights(self, updates: Iterable[Update]) -> None:
         """See `WeightLoader`."""
         fault = self._fault
         if fault.get("at") == "load" and fault["chunk"] == self._chunk and fault["do"] == "corrupt":
             self._fault = {}
             updates = list(updates)
-            updates[0].tensor.reshape(-1).view(torch.uint8)[0] ^= 1  # type: ignore[union-attr]
+            first = updates[0]
+            (first.tensor if isinstance(first, Full) else first.values).reshape(-1).view(torch.uint8)[0] ^= 1
         self._fire("load")
         super().load_weights(updates)
         self._fire("loaded")

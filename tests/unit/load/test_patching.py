@@ -1,0 +1,406 @@
+"""LivePatch and the module loader's patches: every dtype and stride, and a failure at every point of a commit."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from weightsync.errors import LoadError, StateError, UnsupportedError
+from weightsync.load import patching
+from weightsync.load.module import ModuleWeightLoader
+from weightsync.load.spans import overlaps_itself
+from weightsync.tensors import byte_array
+from weightsync.testing.contracts import bytes_of, manifest_of
+from weightsync.testing.loader_patches import patches_of
+from weightsync.types import Full, Patch, Version
+from weightsync.types.dtypes import ITEMSIZE_BYTES
+
+modes = pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in place"])
+V2 = Version(run_id="contract", number=2)
+
+
+class Buffers(nn.Module):
+    """A model of some buffers."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+def raw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Any bit patterns: NaNs with payloads, infinities, negative zeros."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    count = int(np.prod(shape))
+    words = torch.randint(0, 256, (count * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return (words & 1 if dtype == torch.bool else words).view(dtype).reshape(shape)
+
+
+def live_bytes(module: nn.Module) -> dict[str, bytes]:
+    return {name: bytes_of(tensor) for name, tensor in module.state_dict().items()}
+
+
+def prepared(module: nn.Module, *, seed: int = 1, **options: Any) -> tuple[ModuleWeightLoader, dict[str, torch.Tensor]]:
+    """A loader with a patch that waits for its commit, and the weights after it."""
+    loader = ModuleWeightLoader(module, **options)
+    before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    patches, after = patches_of(before, seed)
+    loader.begin_patch(manifest_of(after, 2))
+    loader.load_weights(patches)
+    list(loader.prepare_patch())
+    return loader, after
+
+
+def is_now(module: nn.Module, weights: dict[str, torch.Tensor]) -> bool:
+    return live_bytes(module) == {name: bytes_of(tensor) for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("dtype", [name for name in ITEMSIZE_BYTES if hasattr(torch, name)])
+def test_every_dtype_contiguous_and_not(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    module = Buffers(
+        plain=raw(7, 9, dtype=kind),
+        turned=raw(5, 6, dtype=kind, seed=1).t(),
+        every_other=raw(6, 10, dtype=kind, seed=2)[::2, 1::3],
+        one=raw(1, dtype=kind, seed=3).reshape(()),
+        none=torch.empty(0, 3, dtype=kind),
+    )
+    before = live_bytes(module)
+    loader, after = prepared(module)
+    loader.commit(V2)
+    assert is_now(module, after)
+    assert live_bytes(module) != before
+    loader.rollback()
+    assert live_bytes(module) == before
+
+
+def test_what_lies_between_the_elements_of_a_strided_tensor_is_not_touched() -> None:
+    whole = raw(8, 8, dtype=torch.int16)
+    rest = whole.clone()
+    module = Buffers(part=whole[1::2, ::3])
+    loader, after = prepared(module)
+    loader.commit(V2)
+    rest[1::2, ::3] = after["part"]
+    assert torch.equal(whole, rest)
+
+
+def test_many_pieces_on_many_threads() -> None:
+    module = Buffers(
+        a=raw(300_000, dtype=torch.bfloat16), b=raw(70_001, dtype=torch.float32), c=raw(3, dtype=torch.int8)
+    )
+    loader, after = prepared(module)
+    loader.commit(V2)
+    assert is_now(module, after)
+
+
+def test_a_patch_writes_in_place_in_either_mode() -> None:
+    """No storage moves, and the second set stays where it was: the next full load overwrites it."""
+    for in_place in (False, True):
+        module = Buffers(w=raw(100, dtype=torch.float32))
+        at = module.w.data_ptr()
+        loader, after = prepared(module, in_place=in_place)
+        loader.commit(V2)
+        assert module.w.data_ptr() == at
+        full = {"w": raw(100, dtype=torch.float32, seed=9)}
+        manifest = manifest_of(full, 3)
+        loader.begin(manifest)
+        loader.load_weights([Full(name="w", tensor=full["w"])])
+        loader.verify()
+        loader.commit(manifest.version)
+        assert is_now(module, full)
+        patches, after = patches_of(full, 4)
+        loader.begin_patch(manifest_of(after, 4))
+        loader.load_weights(patches)
+        list(loader.prepare_patch())
+        loader.commit(Version(run_id="contract", number=4))
+        assert is_now(module, after)
+
+
+# --- failures inside the commit ---
+
+
+class Kernels:
+    """The real ones; `at` is called before each call of the kernel with the call's number."""
+
+    def __init__(self, at: Any) -> None:
+        self._real = patching.kernels()
+        self._at = at
+        self._lock = threading.Lock()
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(self._real, name)
+
+        def call(live: Any, *rest: Any) -> Any:
+            with self._lock:
+                number, self.calls = self.calls, self.calls + 1
+            return 0 if self._at(number, name, live, rest) == "skip" else kernel(live, *rest)
+
+        return call
+
+
+def some_model() -> Buffers:
+    return Buffers(
+        a=raw(40, dtype=torch.bfloat16),
+        b=raw(33, dtype=torch.float32, seed=1),
+        c=raw(6, 5, dtype=torch.float16, seed=2).t(),
+        d=raw(20, dtype=torch.int64, seed=3),
+        e=raw(21, dtype=torch.bool, seed=4),
+        f=raw(50, dtype=torch.float8_e4m3fn, seed=5),
+    )
+
+
+@pytest.fixture
+def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patching, "_PIECE_ELEMENTS", 4)
+    monkeypatch.setattr(patching, "_TURN_PIECES", 1000)  # one thread: call numbers mean something
+
+
+def calls_of_a_good_commit(monkeypatch: pytest.MonkeyPatch) -> int:
+    loader, _ = prepared(some_model())
+    counted = Kernels(lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(patching, "kernels", lambda: counted)
+        loader.commit(V2)
+    return counted.calls
+
+
+@pytest.mark.usefixtures("tiny_pieces")
+@modes
+@pytest.mark.parametrize("fault", ["raise", "another writer", "lost write"])
+def test_a_failure_at_every_point_of_a_commit_leaves_exactly_what_was(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool, fault: str
+) -> None:
+    num_calls = calls_of_a_good_commit(monkeypatch)
+    assert num_calls > 30
+    for point in range(num_calls):
+        module = some_model()
+        before = live_bytes(module)
+        loader, after = prepared(module, in_place=in_place)
+
+        def fail(number: int, name: str, live: Any, rest: Any, *, point: int = point) -> str:
+            if number != point:
+                return ""
+            if fault == "raise":
+                raise MemoryError("no")
+            if fault == "another writer":
+                live[rest[0][0]] ^= 1  # before it is written, or between writing and reading
+            return "skip" if (fault, name) == ("lost write", "exchange") else ""
+
+        armed = Kernels(fail)
+        with monkeypatch.context() as patch:
+            patch.setattr(patching, "kernels", lambda armed=armed: armed)
+            try:
+                loader.commit(V2)
+            except LoadError:
+                assert loader.healthy, point
+                assert live_bytes(module) == before, point
+                with pytest.raises(StateError):
+                    loader.commit(V2)  # not tried again
+                loader.abort("failed")
+                assert live_bytes(module) == before
+            else:
+                assert (fault, point % 2) == ("lost write", 1), point  # nothing was lost: it was at a reading
+                assert is_now(module, after)
+        assert loader.healthy
+
+
+@pytest.mark.usefixtures("tiny_pieces")
+def test_every_failure_before_the_commit_leaves_exactly_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for point in range(0, 18, 3):
+        module = some_model()
+        before = live_bytes(module)
+        patches, after = patches_of(module.state_dict(), 1)
+        loader = ModuleWeightLoader(module)
+
+        def fail(number: int, *_: Any, point: int = point) -> None:
+            if number == point:
+                raise MemoryError("no")
+
+        armed = Kernels(fail)
+        loader.begin_patch(manifest_of(after, 2))
+        loader.load_weights(patches)
+        with monkeypatch.context() as patch:
+            patch.setattr(patching, "kernels", lambda armed=armed: armed)
+            with pytest.raises(MemoryError):
+                loader.prepare_patch()
+        loader.abort("failed")
+        assert loader.healthy
+        assert live_bytes(module) == before
+
+
+@pytest.mark.usefixtures("tiny_pieces")
+@modes
+def test_a_patch_that_can_not_be_undone_refuses_to_serve_until_a_full_load(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    module = some_model()
+    loader, after = prepared(module, in_place=in_place)
+
+    def fail(number: int, *_: Any) -> None:
+        if number >= 5:
+            raise MemoryError("no")
+
+    with monkeypatch.context() as patch:
+        armed = Kernels(fail)
+        patch.setattr(patching, "kernels", lambda: armed)
+        with pytest.raises(LoadError, match="could not be undone"):
+            loader.commit(V2)
+    assert not loader.healthy
+    loader.abort("failed")
+    assert not loader.healthy
+    with pytest.raises(StateError, match="half-loaded"):
+        loader.begin_patch(manifest_of(after, 3))
+    full = manifest_of(after, 3)
+    loader.begin(full)
+    loader.load_weights(Full(name=name, tensor=tensor) for name, tensor in after.items())
+    loader.verify()
+    loader.commit(full.version)
+    assert loader.healthy
+    assert is_now(module, after)
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_an_element_that_changed_between_preparation_and_pause_is_seen(name: str) -> None:
+    """An optimiser that shares the module, or memory that rots. What was gathered is what is put back."""
+    module = some_model()
+    before = live_bytes(module)
+    loader, _ = prepared(module)
+    patches, _ = patches_of(some_model().state_dict(), 1)
+    at = int(next(update for update in patches if update.name == name).positions[0])
+    tensor = module.get_buffer(name)
+    row = np.unravel_index(at, tuple(tensor.shape))
+    tensor[row] = tensor[row] + 1
+    with pytest.raises(LoadError, match="something else writes") as caught:
+        loader.commit(V2)
+    assert caught.value.parameter == name
+    assert loader.healthy
+    assert live_bytes(module) == before
+
+
+def test_live_tensors_that_were_moved_are_not_written() -> None:
+    module = some_model()
+    loader, _ = prepared(module)
+    module.a.data = module.a.data.clone()
+    before = live_bytes(module)
+    with pytest.raises(LoadError, match="moved"):
+        loader.commit(V2)
+    assert loader.healthy
+    assert live_bytes(module) == before
+
+
+def test_live_tensors_that_were_moved_after_the_commit_are_not_undone_in_silence() -> None:
+    module = some_model()
+    loader, _ = prepared(module)
+    loader.commit(V2)
+    module.a.data = module.a.data.clone()
+    with pytest.raises(LoadError, match="moved"):
+        loader.rollback()
+    assert not loader.healthy
+
+
+# --- what can't be patched ---
+
+
+def test_tensors_that_share_memory_can_not_be_patched() -> None:
+    whole = torch.zeros(10)
+    module = Buffers(q=whole[:6], k=whole[5:])
+    loader = ModuleWeightLoader(module, in_place=True)
+    with pytest.raises(UnsupportedError, match="share memory"):
+        loader.begin_patch(manifest_of(dict(module.state_dict())))
+    loader.begin(manifest_of(dict(module.state_dict())))
+
+
+@pytest.mark.parametrize("size", [(4,), (3, 4)], ids=str)
+def test_an_expanded_tensor_can_not_be_patched(size: tuple[int, ...]) -> None:
+    module = Buffers(wide=torch.zeros(1).expand(size))
+    with pytest.raises(UnsupportedError) as caught:
+        ModuleWeightLoader(module).begin_patch(manifest_of({"wide": torch.zeros(size)}))
+    assert caught.value.parameter == "wide"
+
+
+def test_overlapping_elements_are_found() -> None:
+    base = torch.zeros(100)
+    assert overlaps_itself(base.as_strided((3, 4), (2, 1)))
+    assert not overlaps_itself(base.as_strided((3, 4), (4, 1)))
+    assert not overlaps_itself(base.as_strided((3, 4), (1, 3)))
+    assert not overlaps_itself(base.as_strided((1, 4), (0, 1)))
+    assert not overlaps_itself(base.as_strided((0, 4), (0, 1)))
+
+
+@modes
+@pytest.mark.parametrize("name", ["embed", "head"])
+def test_a_tied_tensor_is_patched_under_either_name(in_place: bool, name: str) -> None:
+    module = nn.Module()
+    module.embed = nn.Parameter(raw(50, dtype=torch.bfloat16))
+    module.head = module.embed
+    weights = {name: module.embed.detach().clone()}
+    patches, after = patches_of(weights, 3)
+    loader = ModuleWeightLoader(module, in_place=in_place)
+    loader.begin_patch(manifest_of(after, 2))
+    loader.load_weights(patches)
+    list(loader.prepare_patch())
+    loader.commit(V2)
+    assert module.head is module.embed
+    assert bytes_of(module.head) == bytes_of(after[name])
+
+
+def test_names_left_out_on_purpose_are_left_out_of_patches() -> None:
+    module = Buffers(w=raw(50, dtype=torch.bfloat16))
+    weights = {"w": module.w.clone(), "rotary": torch.zeros(8)}
+    patches, after = patches_of(weights, 3)
+    loader = ModuleWeightLoader(module, ignore=["rotary"])
+    loader.begin_patch(manifest_of(after, 2))
+    loader.load_weights(patches)
+    assert [change.spec.name for change in loader.prepare_patch()] == ["w"]
+    loader.commit(V2)
+    assert bytes_of(module.w) == bytes_of(after["w"])
+
+
+# --- the compiled loops by themselves ---
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64])
+def test_a_compiled_loop_never_leaves_the_tensor(kind: Any) -> None:
+    """Whoever checked the positions before."""
+    memory = np.arange(64, dtype=kind)
+    live = memory[16:32]
+    where = np.array([0, 15, 16, 17, 1 << 20, (1 << 32) - 1], dtype=np.uint32)
+    new = np.full(6, 99, dtype=kind)
+    kernels = patching.kernels()
+    old = np.zeros(6, dtype=kind)
+    assert kernels.gather(live, where, old) == 4
+    assert old.tolist() == [16, 31, 0, 0, 0, 0]
+    assert kernels.exchange(live, where, old, new) == 4
+    assert kernels.compare(live, where, new) == 4
+    expected = np.arange(64, dtype=kind)
+    expected[[16, 31]] = 99
+    assert memory.tolist() == expected.tolist()
+
+
+def test_an_unaligned_live_tensor_takes_the_slow_path() -> None:
+    flat = torch.zeros(9, dtype=torch.uint8).numpy()
+    unaligned = torch.frombuffer(flat[1:].data, dtype=torch.float32) if flat.ctypes.data % 4 == 0 else None
+    if unaligned is None or unaligned.data_ptr() % 4 == 0:
+        pytest.skip("this torch has no unaligned tensors")
+    module = Buffers(w=unaligned)
+    loader, after = prepared(module)
+    loader.commit(V2)
+    assert is_now(module, after)
+
+
+def test_values_keep_their_bits() -> None:
+    """A signalling NaN and a negative zero are patterns like others."""
+    module = Buffers(w=torch.zeros(3))
+    bits = torch.tensor([0x7FA00001, -0x80000000, 0x7F800000], dtype=torch.int32).view(torch.float32)
+    loader = ModuleWeightLoader(module)
+    loader.begin_patch(manifest_of({"w": bits}, 2))
+    loader.load_weights([Patch(name="w", positions=torch.arange(3), values=bits)])
+    list(loader.prepare_patch())
+    loader.commit(V2)
+    assert byte_array(module.w).tobytes() == byte_array(bits).tobytes()
