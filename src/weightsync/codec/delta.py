@@ -24,7 +24,7 @@ from weightsync.codec.threads import map_all
 from weightsync.errors import InvalidRequestError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.codec.delta_planes import Payload
+    from weightsync.codec.delta_planes import Payload, Scratch
 
 Mode = Literal["auto", "planes", "exponent"]
 
@@ -131,14 +131,16 @@ def encode_delta(
     """
     _check_request(old, new, units, mode, base, result)
     started = time.perf_counter()
-    coding()
+    scratch: Scratch = coding().Scratch(units)
     lock = threading.Lock()
     total = 0
 
     def one(unit: Unit) -> Payload:
         nonlocal total
         go_on()
-        payload = _encode_unit(old[unit.start : unit.end], new[unit.start : unit.end], unit, costs, mode)
+        room = scratch.take()
+        payload = _encode_unit(old[unit.start : unit.end], new[unit.start : unit.end], unit, costs, mode, room)
+        scratch.put(room)
         with lock:
             total += payload.entry.nbytes
             if max_bytes is not None and total > max_bytes:
@@ -175,11 +177,16 @@ def compose(first: DeltaReader, second: DeltaReader) -> EncodedDelta | None:
 
 
 def _encode_unit(
-    old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], unit: Unit, costs: CostModel, mode: Mode
+    old: npt.NDArray[np.uint8],
+    new: npt.NDArray[np.uint8],
+    unit: Unit,
+    costs: CostModel,
+    mode: Mode,
+    room: npt.NDArray[np.uint8],
 ) -> Payload:
     from weightsync.codec import delta_planes
 
-    changes = delta_planes.find_changes(old, new, unit, costs.most_changed(unit))
+    changes = delta_planes.find_changes(old, new, unit, costs.most_changed(unit), room)
     started = time.thread_time()
     if changes is None:
         return _encode_full(new, unit, costs)
@@ -195,10 +202,10 @@ def _encode_unit(
         costs.observe_planes(unit, number, payload.entry.nbytes)
         estimate = payload.entry.nbytes
     if payload is None or (mode == "auto" and costs.prefers_exponent(unit, number, payload.entry.nbytes)):
-        from weightsync.codec import delta_exponent
+        from weightsync.codec.delta_exponent import exponent_payload
 
         started = time.thread_time()
-        smaller = delta_exponent.exponent_payload(unit, old, positions, steps)
+        smaller = exponent_payload(unit, old, positions, steps)
         costs.observe_encode(Work.EXPONENT, unit.nbytes, time.thread_time() - started)
         costs.observe_exponent(round(estimate), smaller.entry.nbytes)
         if payload is None or smaller.entry.nbytes < payload.entry.nbytes:

@@ -48,7 +48,7 @@ class Form(enum.IntEnum):
         return self in (Form.FULL, Form.PACKED)
 
 
-_MAX_CODE = {1: 5, 2: 13, 4: 24, 8: 24}
+MAX_STEP_BITS = {1: 5, 2: 13, 4: 24, 8: 24}
 """The most step bits of an element of so many bytes."""
 
 
@@ -187,7 +187,7 @@ def _is_possible(unit: Unit, entry: Entry) -> bool:
         return False
     if entry.form is Form.EXPONENT:
         return 0 < raw[0] <= MAX_MODEL_BYTES and not lengths[3] and not raw[1] and lengths[1] % 2 == 0
-    fits = entry.gap_bits <= 8 and entry.step_bits <= _MAX_CODE[unit.kind.width_bytes]
+    fits = entry.gap_bits <= 8 and entry.step_bits <= MAX_STEP_BITS[unit.kind.width_bytes]
     fits = fits and lengths[0] == -(-number * bits // 8) and lengths[1] > 0
     fits = fits and (lengths[2] > 0) == (raw[0] > 0) and (lengths[3] > 0) == (raw[1] > 0)
     return fits and raw[0] <= 5 * number and raw[1] <= varint_bytes(unit) * number

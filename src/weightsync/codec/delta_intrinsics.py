@@ -93,6 +93,20 @@ def _differing(typing: Any, old: Any, new: Any, at: Any, like: Any) -> Any:
     return uint64(old, new, at, like), generate
 
 
+def _prefetch(typing: Any, data: Any, at: Any) -> Any:
+    """Intrinsic: asks for the cache line of byte `at` of `data`; the address may be anything."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _address(context, builder, signature.args[0], arguments[0], arguments[1], ir.IntType(8))
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
+        builder.call(function, [place, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(data, at), generate
+
+
 def _lowest_bit(typing: Any, bits: Any) -> Any:
     """Intrinsic: the number of the lowest bit that is set in `bits`, which is not 0."""
 
@@ -115,5 +129,6 @@ def _highest_bit(typing: Any, bits: Any) -> Any:
 load = cast(Callable[[Any, Any, Any], Any], intrinsic(_load))
 store = cast(Callable[[Any, Any, Any], None], intrinsic(_store))
 differing = cast(Callable[[Any, Any, Any, Any], Any], intrinsic(_differing))
+prefetch = cast(Callable[[Any, Any], None], intrinsic(_prefetch))
 lowest_bit = cast(Callable[[Any], Any], intrinsic(_lowest_bit))
 highest_bit = cast(Callable[[Any], Any], intrinsic(_highest_bit))

@@ -22,9 +22,11 @@ from weightsync.codec.delta_intrinsics import (
     WORDS,
     compiled,
     differing,
+    highest_bit,
     inlined,
     load,
     lowest_bit,
+    prefetch,
     read_only,
     store,
     writable,
@@ -39,9 +41,9 @@ TOO_MANY = -1
 GAP_ESCAPE = 31
 STEP_ESCAPE = 7
 MAX_GAP_BITS = 8
-MAX_STEP_BITS = 24
 
-_SAMPLE = 2048
+_BLOCKS = 128
+_AHEAD = 24
 _GAP_ESCAPE = uint64(GAP_ESCAPE)
 _STEP_ESCAPE = uint64(STEP_ESCAPE)
 _0 = uint64(0)
@@ -94,23 +96,34 @@ def find_changes(old: Any, new: Any, steps: Any, positions: Any, bits: Any, flip
     """
     room = min(len(positions), len(steps))
     width = int64(bits >> uint64(3))
-    lanes = int64(64) // width
+    shift = highest_bit(uint64(width))
     count = int64(0)
     at = int64(0)
-    first = int64(0)
-    while at + 64 <= len(old):
-        found = differing(old, new, at, steps)
-        while found != _0:
-            lane = lowest_bit(found)
-            found &= found - _1
-            if count >= room:
-                return int64(TOO_MANY)
-            place = at + lane * width
-            steps[count] = step_between(load(old, place, steps), load(new, place, steps), bits, flips)
-            positions[count] = first + lane
-            count += 1
-        at += 64
-        first += lanes
+    masks = np.empty(_BLOCKS, np.uint64)
+    starts = np.empty(_BLOCKS, np.int64)
+    num_blocks = int64(len(old)) >> 6
+    block = int64(0)
+    while block < num_blocks:
+        number = int64(0)  # where in these blocks something differs: no branch, as nobody could predict it
+        for _ in range(min(num_blocks - block, int64(_BLOCKS))):
+            found = differing(old, new, at, steps)
+            masks[number] = found
+            starts[number] = at
+            number += int64(found != _0)
+            at += 64
+        block += int64(_BLOCKS)
+        for which in range(number):
+            found = masks[which]
+            while found != _0:
+                lane = lowest_bit(found)
+                found &= found - _1
+                if count >= room:
+                    return int64(TOO_MANY)
+                place = starts[which] + lane * width
+                steps[count] = step_between(load(old, place, steps), load(new, place, steps), bits, flips)
+                positions[count] = place >> shift
+                count += 1
+    first = at >> shift
     while at + width <= len(old):
         was = load(old, at, steps)
         now = load(new, at, steps)
@@ -137,29 +150,35 @@ def _entropy_bits(counts: Any, total: Any) -> Any:
     return found / total, 5.0 * distinct
 
 
-@compiled(*(types.UniTuple(int64, 2)(read_only(uint32), read_only(word), uint64) for word in WORDS))
-def choose_split(positions: Any, steps: Any, bits: Any) -> Any:
+@inlined
+def _escape_bits(excess: Any) -> Any:
+    return 8.0 * (1.0 + math.floor(math.log2(float(excess) + 1.0) / 7.0))
+
+
+@compiled(types.UniTuple(int64, 2)(read_only(uint64), read_only(uint64), int64, int64))
+def choose_split(gaps: Any, steps: Any, number: Any, most_step_bits: Any) -> Any:
     """How many low bits of gaps and of steps are best written as they are: (gap bits, step bits).
 
-    Measured on a sample of the changes: what is left of both is one symbol, whose entropy is taken.
+    What is left of both is one symbol, whose entropy is taken.
+
+    Args:
+        gaps: of a sample of the changes, at least one; `steps`: theirs, not 0.
+        number: how many changes there are in all, which share a table.
+        most_step_bits: the most step bits that an element allows.
     """
-    number = len(positions)
-    stride = max(int64(1), int64(number) // _SAMPLE)
-    total = 0
+    total = len(gaps)
     counts = np.zeros(256, np.int64)
     best_step_bits = int64(0)
     best = 1e30
-    for step_bits in range(min(int64(MAX_STEP_BITS), int64(bits) - 3) + 1):
+    for step_bits in range(most_step_bits + 1):
         counts[:8] = 0
-        total = 0
         escaped = 0.0
-        for index in range(0, number, stride):
-            high = (uint64(steps[index]) - _1) >> uint64(step_bits)
+        for index in range(total):
+            high = (steps[index] - _1) >> uint64(step_bits)
             if high >= _STEP_ESCAPE:
-                escaped += 8.0 * (1.0 + math.floor(math.log2(float(high - _STEP_ESCAPE) + 1.0) / 7.0))
+                escaped += _escape_bits(high - _STEP_ESCAPE)
                 high = _STEP_ESCAPE
             counts[int64(high)] += 1
-            total += 1
         entropy, _ = _entropy_bits(counts[:8], total)
         cost = entropy + step_bits + escaped / total
         if cost < best:
@@ -170,13 +189,12 @@ def choose_split(positions: Any, steps: Any, bits: Any) -> Any:
     for gap_bits in range(MAX_GAP_BITS + 1):
         counts[:] = 0
         escaped = 0.0
-        for index in range(0, number, stride):
-            before = int64(positions[index - 1]) if index > 0 else int64(-1)
-            high = uint64(int64(positions[index]) - before - 1) >> uint64(gap_bits)
+        for index in range(total):
+            high = gaps[index] >> uint64(gap_bits)
             if high >= _GAP_ESCAPE:
-                escaped += 8.0 * (1.0 + math.floor(math.log2(float(high - _GAP_ESCAPE) + 1.0) / 7.0))
+                escaped += _escape_bits(high - _GAP_ESCAPE)
                 high = _GAP_ESCAPE
-            step = min((uint64(steps[index]) - _1) >> uint64(best_step_bits), _STEP_ESCAPE)
+            step = min((steps[index] - _1) >> uint64(best_step_bits), _STEP_ESCAPE)
             counts[int64((high << uint64(3)) | step)] += 1
         entropy, table = _entropy_bits(counts, total)
         cost = entropy + gap_bits + escaped / total + table / number
@@ -209,7 +227,7 @@ def write_planes(
 
     Args:
         positions: rising; `steps`: not 0.
-        gap_bits: 0 to `MAX_GAP_BITS`; `step_bits`: 0 to `MAX_STEP_BITS`.
+        gap_bits: 0 to `MAX_GAP_BITS`; `step_bits`: 0 to 24.
         low: room for n * (gap_bits + step_bits) bits and 8 bytes more.
         joint: room for n bytes.
         gaps: room for the escaped gaps: 5 n bytes.
@@ -356,6 +374,8 @@ def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips
         place = int64(positions[index])
         if place >= num_elements:
             return int64(BAD)
+        if index + _AHEAD < len(positions):
+            prefetch(old, int64(positions[index + _AHEAD]) * width)
         before = load(old, place * width, was)
         was[index] = before
         values[index] = stepped(before, uint64(values[index]), bits, flips)

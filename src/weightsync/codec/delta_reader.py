@@ -157,9 +157,9 @@ class DeltaReader:
             return cast(Steps, coding().read_planes(unit, entry, self.payload(index)))
         if entry.form is not Form.EXPONENT:
             raise InvalidRequestError(f"a unit of form {entry.form.name.lower()} has no steps")
-        from weightsync.codec import delta_exponent
+        from weightsync.codec.delta_exponent import read_exponent
 
-        return delta_exponent.read_exponent(unit, entry, self.payload(index), old)
+        return read_exponent(unit, entry, self.payload(index), old)
 
 
 def coding() -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from weightsync.clients.agent import AgentClient
+from weightsync.codec.delta_reader import coding
 from weightsync.errors import (
     DeadlineExceededError,
     SyncFailedError,
@@ -93,6 +94,8 @@ class Follower:
 
     def start(self) -> None:
         """Starts the thread."""
+        if self._config.mode != "full":  # a second of compiled code that the first delta would wait for
+            threading.Thread(target=coding, name="weightsync-warm-up", daemon=True).start()
         self._thread.start()
 
     def close(self) -> None:

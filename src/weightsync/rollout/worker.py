@@ -306,6 +306,8 @@ class EngineWorker:
         """
         session = self._open_session(name)
         with self._lock:
+            if session.ended:  # since we looked; whoever ended it aborts the loader at this moment
+                raise session.error or TransferAbortedError(f"session {name} has ended")
             manifest = session.staged
             if manifest is None:
                 raise StateError("commit comes after stage", version=str(session.manifest.version))

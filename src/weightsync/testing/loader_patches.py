@@ -251,6 +251,8 @@ class LoaderPatchCases(abc.ABC):
         with pytest.raises(StateError):
             loader.rollback()
         loader.abort("as told")
+        with pytest.raises(StateError):
+            loader.rollback()
         self.check_live(loader, after)
         self.patch(loader, more, later, 3)
         loader.rollback()

@@ -265,6 +265,7 @@ def test_a_patch_equals_the_recomputed_digest(data: st.DataObject) -> None:
     new.view(-1).view(torch.uint8).view(-1, size)[positions] = values.view(torch.uint8).view(-1, size)
     before = old.view(-1).view(torch.uint8).view(-1, size)[positions].view(-1).view(old.dtype)
     change = patch_sum(spec, positions, before, values)
+    assert change == patch_sum(spec, positions.to(torch.uint32), before, values)
     assert patched_digest(digest_of([whole(old)], [spec]), change) == digest_of([whole(new)], [spec])
 
 

@@ -210,6 +210,35 @@ def test_a_failure_at_every_point_of_a_commit_leaves_exactly_what_was(
         assert loader.healthy
 
 
+def test_nothing_is_undone_while_another_thread_writes_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece fails at once, another is slow: what it writes late must not outlive the undo."""
+    monkeypatch.setattr(patching, "_PIECE_ELEMENTS", 4)
+    monkeypatch.setattr(patching, "_TURN_PIECES", 1)
+    monkeypatch.setattr(patching, "_cores", lambda: 4)
+    module = Buffers(w=raw(400, dtype=torch.int32))
+    before = live_bytes(module)
+    loader, _ = prepared(module)
+    slow, undoing = threading.Event(), threading.Event()
+
+    def fail(number: int, name: str, live: Any, rest: Any) -> None:
+        if name == "exchange" and rest[1] is rest[2]:
+            undoing.set()
+        elif number == 0:
+            slow.set()
+            undoing.wait(0.5)
+        elif name == "exchange":
+            assert slow.wait(5)
+            raise MemoryError("no")
+
+    armed = Kernels(fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(patching, "kernels", lambda: armed)
+        with pytest.raises(LoadError):
+            loader.commit(V2)
+    assert loader.healthy
+    assert live_bytes(module) == before
+
+
 @pytest.mark.usefixtures("tiny_pieces")
 def test_every_failure_before_the_commit_leaves_exactly_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
     for point in range(0, 18, 3):

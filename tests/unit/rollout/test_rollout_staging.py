@@ -19,12 +19,13 @@ from weightsync.errors import StateError
 from weightsync.memory import MappedSegment, folder
 from weightsync.plan.boxes import split_box, whole_box
 from weightsync.plan.safetensors import plan_layout, read_stamp
-from weightsync.rollout.staging import Staging, TargetMap
+from weightsync.rollout.staging import Held, Staging, TargetMap
 from weightsync.tensors import byte_array
 from weightsync.types import Box, Manifest, TensorSpec, Version, itemsize_bytes
 from weightsync.types.publication import Source
 
 _V1, _V2 = Version(run_id="run", number=1), Version(run_id="run", number=2)
+HELD = Held(version=_V1, model_digest="wsd1:" + "0" * 32, digests=("0" * 32,))
 
 
 @pytest.fixture(autouse=True)
@@ -111,9 +112,13 @@ def test_any_parts_in_any_blocks_in_any_order_make_the_whole_tensors(data: st.Da
             assert len(place) == length
             place[:] = memory[offset : offset + length]
             into.take(block, place)
+        for into, memory, source, _ in blocks[:1]:
+            cut = chance.randrange(source.data_start, source.data_end), chance.randrange(1, 60)
+            size = min(cut[1], source.data_end - cut[0])
+            assert into.get(cut[0], size).tobytes() == memory[cut[0] : cut[0] + size], "and can be read back"
         for spec in specs:
             assert byte_array(target.tensor_of(spec)).tobytes() == wholes[spec.name], spec
-        staging.verified(_V1)
+        staging.verified(HELD)
         found = load_file(folder.path_of(target.segment.name))
         assert {name: byte_array(tensor).tobytes() for name, tensor in found.items()} == wholes
     finally:
@@ -181,7 +186,7 @@ def test_it_is_dirty_until_it_is_proved_and_closed_to_writers_while_engines_load
     staging = Staging()
     target = staging.open(manifest)
     assert stamp_of(target.segment.name) is None
-    staging.verified(_V1)
+    staging.verified(HELD)
     assert stamp_of(target.segment.name) == (_V1, "m")
     with pytest.raises(StateError, match="engines"):
         staging.open(manifest)
@@ -202,7 +207,7 @@ def test_what_a_broken_attempt_brought_counts_for_the_same_version_alone() -> No
         assert target.has(version, 0, 5) is kept, version
         target.note(version, 0, 5)
         assert not target.has(version, 1, 5), "another source's"
-    staging.verified(_V1)
+    staging.verified(HELD)
     staging.release()
     manifest = Manifest(version=_V1, model_id="m", tensors=tensors)
     assert staging.open(manifest).has(_V1, 0, 5), "an engine that failed is loaded again without a byte sent"

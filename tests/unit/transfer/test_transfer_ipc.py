@@ -26,7 +26,7 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
-from weightsync.memory import folder
+from weightsync.memory import Segment, folder, host_nonce
 from weightsync.transfer import ipc_cuda
 from weightsync.transfer.base import SharedChunk
 from weightsync.transfer.ipc import (
@@ -44,6 +44,8 @@ from weightsync.types import (
     Deadline,
     EmptyWeightSyncInitInfo,
     PackedCudaIpcWeightUpdateRequest,
+    Patch,
+    PatchWeightUpdateRequest,
     SharedMemoryHandle,
     TorchDistributedWeightSyncInitInfo,
     WeightChunk,
@@ -405,3 +407,82 @@ def test_the_trainers_own_allocations_are_closed_with_their_chunk_and_buckets_ar
 def test_no_driver_is_told_in_words() -> None:
     with pytest.raises(UnsupportedError, match="driver"):
         CudaDriver()
+
+
+# --- patches ---
+
+
+class PatchSegment:
+    """Three positions and three new elements each of two tensors, in one segment."""
+
+    def __init__(self) -> None:
+        self.segment = Segment(4096)
+        memory = torch.frombuffer(self.segment.memory, dtype=torch.uint8)
+        memory[:12] = torch.tensor([0, 7, 2**31 + 5]).to(torch.uint32).view(torch.uint8)
+        memory[16:22] = torch.tensor([0x3F80, -0x8000, 0x7FC1], dtype=torch.int16).view(torch.uint8)
+        memory[24:25] = 1
+
+    def request(self, **changes: Any) -> PatchWeightUpdateRequest:
+        def handle(offset: int, size: int) -> SharedMemoryHandle:
+            return SharedMemoryHandle(
+                host_nonce=host_nonce(), name=self.segment.name, offset_bytes=offset, size_bytes=size
+            )
+
+        fields: dict[str, Any] = {
+            "session": "s",
+            "seq": 0,
+            "names": ("w", "flag", "none"),
+            "dtypes": ("bfloat16", "bool", "float32"),
+            "shapes": ((1 << 31, 2), (), (5,)),
+            "counts": (3, 1, 0),
+            "positions": (handle(0, 12), handle(0, 4), handle(0, 0)),
+            "values": (handle(16, 6), handle(24, 1), handle(0, 0)),
+        }
+        return PatchWeightUpdateRequest(**{**fields, **changes})
+
+
+@pytest.fixture
+def patch() -> Iterator[PatchSegment]:
+    made = PatchSegment()
+    yield made
+    made.segment.close()
+
+
+@pytest.mark.parametrize("ends", [False], indirect=True, ids=["each"])
+def test_a_patch_arrives_as_views_of_the_segment(ends: Ends, patch: PatchSegment) -> None:
+    request = patch.request()
+    updates: list[Any] = list(ends.receiver.receive_weights(request, deadline=Deadline(5)))
+    assert all(isinstance(update, Patch) for update in updates)
+    assert [update.name for update in updates] == ["w", "flag", "none"]
+    assert updates[0].positions.dtype == torch.uint32
+    assert updates[0].positions.tolist() == [0, 7, 2**31 + 5]
+    assert updates[0].values.dtype == torch.bfloat16
+    assert updates[0].values.view(torch.int16).tolist() == [0x3F80, -0x8000, 0x7FC1]
+    assert (updates[1].positions.tolist(), updates[1].values.tolist()) == ([0], [True])
+    assert (updates[2].positions.numel(), updates[2].values.shape) == (0, (0,))
+    patch.segment.memory[0] = 1
+    assert updates[0].positions.tolist()[0] == 1, "nothing was copied"
+    ends.receiver.release(request)
+
+
+@pytest.mark.parametrize("ends", [True], indirect=True, ids=["packed"])
+def test_a_receiver_of_buckets_takes_no_patch(ends: Ends, patch: PatchSegment) -> None:
+    with pytest.raises(InvalidRequestError, match="PatchWeightUpdateRequest"):
+        ends.receiver.receive_weights(patch.request(), deadline=Deadline(5))
+
+
+@pytest.mark.parametrize("ends", [False], indirect=True, ids=["each"])
+@pytest.mark.parametrize("fault", ["gone", "too short", "another host"])
+def test_a_patch_that_is_not_there(ends: Ends, patch: PatchSegment, fault: str) -> None:
+    where = {"host_nonce": host_nonce(), "name": patch.segment.name, "offset_bytes": 0, "size_bytes": 12}
+    where |= {
+        "gone": {"name": "weightsync-1-gone"},
+        "too short": {"offset_bytes": 4092},
+        "another host": {"host_nonce": "other"},
+    }[fault]
+    good = patch.request()
+    bad = patch.request(positions=(SharedMemoryHandle(**where), *good.positions[1:]))  # type: ignore[arg-type]
+    with pytest.raises((SharedMemoryError, InvalidRequestError, UnsupportedError)):
+        list(ends.receiver.receive_weights(bad, deadline=Deadline(5)))
+    list(ends.receiver.receive_weights(good, deadline=Deadline(5)))
+    ends.receiver.release(good)

@@ -21,6 +21,8 @@ from weightsync.types import (
     InitRequest,
     Manifest,
     PackedCudaIpcWeightUpdateRequest,
+    PatchBase,
+    PatchWeightUpdateRequest,
     PauseRequest,
     PhaseRecord,
     ResumeRequest,
@@ -138,7 +140,25 @@ def packed_cuda_ipcs(draw: Any) -> PackedCudaIpcWeightUpdateRequest:
     )
 
 
-updates = broadcasts() | cuda_ipcs() | packed_cuda_ipcs()
+@st.composite
+def patches(draw: Any) -> PatchWeightUpdateRequest:
+    fields = draw(headers())
+    sizes = [_nbytes(s, d) // itemsize_bytes(d) for s, d in zip(fields["shapes"], fields["dtypes"], strict=True)]
+    counts = tuple(draw(st.integers(0, size)) for size in sizes)
+
+    def handle(each: int, count: int) -> SharedMemoryHandle:
+        offset = each * draw(st.integers(0, 1 << 20))
+        return SharedMemoryHandle(host_nonce=draw(text), name="s", offset_bytes=offset, size_bytes=each * count)
+
+    return PatchWeightUpdateRequest(
+        **fields,
+        counts=counts,
+        positions=tuple(handle(4, count) for count in counts),
+        values=tuple(handle(itemsize_bytes(d), c) for d, c in zip(fields["dtypes"], counts, strict=True)),
+    )
+
+
+updates = broadcasts() | cuda_ipcs() | packed_cuda_ipcs() | patches()
 init_infos = st.builds(EmptyWeightSyncInitInfo, strategy=text, group_name=text) | st.builds(
     TorchDistributedWeightSyncInitInfo,
     strategy=text,
@@ -162,12 +182,20 @@ replies = st.builds(
     digests_equal=st.none() | st.booleans(),
     model_digest=st.none() | text,
     unprovable=st.none() | text,
+    accepts=st.lists(st.sampled_from(["full", "patch"])).map(tuple),
+    unhealthy=st.none() | text,
     phases=st.lists(phases, max_size=3).map(tuple),
 )
 _by_type: dict[type, Any] = {
     DescribeRequest: st.just(DescribeRequest()),
     InitRequest: st.builds(InitRequest, run_id=text, model_id=text, info=init_infos, rank_offset=st.just(1)),
-    BeginRequest: st.builds(BeginRequest, session=text, manifest=manifests, deadline_s=seconds),
+    BeginRequest: st.builds(
+        BeginRequest,
+        session=text,
+        manifest=manifests,
+        deadline_s=seconds,
+        base=st.none() | st.builds(PatchBase, version=versions, model_digest=text),
+    ),
     UpdateRequest: st.builds(UpdateRequest, update=updates),
     StageRequest: st.builds(StageRequest, session=text, manifest=manifests),
     CommitRequest: st.builds(CommitRequest, session=text),

@@ -14,6 +14,7 @@ from weightsync.types import (
     CudaIpcWeightUpdateRequest,
     CudaMemoryHandle,
     PackedCudaIpcWeightUpdateRequest,
+    PatchWeightUpdateRequest,
     SharedMemoryHandle,
 )
 from weightsync.types.spec import MAX_NBYTES
@@ -213,3 +214,55 @@ def test_a_packed_ipc_header_that_cant_be(changes: dict[str, Any]) -> None:
     PackedCudaIpcWeightUpdateRequest(**HEADER, **fields)
     with pytest.raises(InvalidRequestError):
         PackedCudaIpcWeightUpdateRequest(**HEADER, **{**fields, **changes})
+
+
+def shm(size: int, offset: int = 0) -> SharedMemoryHandle:
+    return SharedMemoryHandle(host_nonce="n", name="s", offset_bytes=offset, size_bytes=size)
+
+
+def patch(**changes: Any) -> PatchWeightUpdateRequest:
+    fields: dict[str, Any] = {
+        "session": "s",
+        "seq": 0,
+        "names": ("a", "b"),
+        "dtypes": ("bfloat16", "int64"),
+        "shapes": ((2, 3), ()),
+        "counts": (6, 1),
+        "positions": (shm(24), shm(4, 24)),
+        "values": (shm(12, 28), shm(8, 40)),
+    }
+    return PatchWeightUpdateRequest(**{**fields, **changes})
+
+
+def test_a_good_patch_is_good() -> None:
+    assert patch().tensor_bytes() == (12, 8)
+    patch(counts=(0, 0), positions=(shm(0), shm(0)), values=(shm(0), shm(0)))
+    whole = 1 << 32
+    patch(shapes=((whole,), ()), counts=(1, 1), positions=(shm(4), shm(4)), values=(shm(2), shm(8)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"counts": (6,)},
+        {"positions": (shm(24),)},
+        {"values": (shm(12), shm(8), shm(0))},
+        {"counts": (7, 1), "positions": (shm(28), shm(4)), "values": (shm(14), shm(8))},
+        {"counts": (6, 2), "positions": (shm(24), shm(8)), "values": (shm(12), shm(16))},
+        {"counts": (-1, 1), "positions": (shm(0), shm(4)), "values": (shm(0), shm(8))},
+        {"positions": (shm(48), shm(4))},
+        {"positions": (shm(20), shm(4))},
+        {"values": (shm(24), shm(8))},
+        {"values": (shm(10), shm(8))},
+        {"positions": (shm(24, 2), shm(4))},
+        {"values": (shm(12, 1), shm(8))},
+        {"values": (shm(12), shm(8, 4))},
+        {"shapes": (((1 << 32) + 1,), ())},
+        {"names": ("a", "a")},
+    ],
+    ids=str,
+)
+def test_a_patch_that_cant_be(changes: dict[str, Any]) -> None:
+    """More elements than there are, other sizes than they have, or positions that 4 bytes can't name."""
+    with pytest.raises(InvalidRequestError):
+        patch(**changes)

@@ -13,6 +13,8 @@ from weightsync.net.messages import decode, encode
 from weightsync.plan.safetensors import plan_layout
 from weightsync.types import Manifest, TensorSpec, Version
 from weightsync.types.publication import (
+    DeltaBase,
+    DeltaLink,
     FinishRequest,
     NotifyRequest,
     Publication,
@@ -48,8 +50,36 @@ def grant() -> TransferGrant:
     )  # fmt: skip
 
 
-def test_a_grant_crosses_as_it_was() -> None:
-    assert decode(encode(grant()), TransferGrant, what="a grant") == grant()
+def delta_grant() -> TransferGrant:
+    """The version is 3; deltas lead there from 1."""
+    blobs = [
+        Source(
+            endpoint="http://127.0.0.1:1",
+            segment=f"weightsync-2-{number:016x}",
+            data_start=0,
+            data_end=5000,
+            block_bytes=4096,
+        )
+        for number in range(2)
+    ]
+    links = tuple(
+        DeltaLink(base=base, version=base + 1, blob=blob, block_checksums="0" * 32, transfer_id="cd" * 16)
+        for base, blob in zip((1, 2), blobs, strict=True)
+    )
+    base = DeltaBase(run_id="run", version=1, digest="0" * 32)
+    return msgspec.structs.replace(grant(), base=base, delta=links)
+
+
+@pytest.mark.parametrize("made", [grant, delta_grant])
+def test_a_grant_crosses_as_it_was(made: Callable[[], TransferGrant]) -> None:
+    assert decode(encode(made()), TransferGrant, what="a grant") == made()
+
+
+def test_a_delta_of_nothing_is_one() -> None:
+    """The receiver has that version."""
+    body = msgspec.to_builtins(delta_grant())
+    body["base"]["version"], body["delta"] = 3, []
+    assert decode(msgspec.json.encode(body), TransferGrant, what="a grant").delta == ()
 
 
 def test_blocks_cover_a_source_once() -> None:
@@ -154,7 +184,11 @@ def test_a_source_ends_with_its_last_part(more: int) -> None:
         (RegisterRequest, {"receiver_id": ""}),
         (RegisterRequest, {"receiver_id": "x" * 257}),
         (RegisterRequest, {"receiver_id": "two\nlines"}),
-        (TransferRequest, {"receiver_id": "r", "model_id": "m", "mode": "delta"}),
+        (TransferRequest, {"receiver_id": "r", "model_id": "m", "mode": "patch"}),
+        (TransferRequest, {"receiver_id": "r", "model_id": "m", "base": {"run_id": "r", "version": 1}}),
+        (DeltaBase, {"run_id": "r", "version": 1, "digest": "0" * 31}),
+        (DeltaBase, {"run_id": "r", "version": -1, "digest": "0" * 32}),
+        (DeltaBase, {"run_id": "", "version": 1, "digest": "0" * 32}),
         (TransferRequest, {"receiver_id": "r", "model_id": "m", "version": "3"}),
         (TransferRequest, {"receiver_id": "r"}),
         (FinishRequest, {"transfer_id": 3, "ok": True}),
@@ -169,3 +203,29 @@ def test_a_source_ends_with_its_last_part(more: int) -> None:
 def test_requests_that_make_no_sense(kind: type[Any], fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
         decode(msgspec.json.encode(fields), kind, what="it")
+
+
+@pytest.mark.parametrize(
+    "bend",
+    [
+        _set("base", to=None),
+        _set("base", "run_id", to="another"),
+        _set("base", "version", to=0),
+        _set("base", "version", to=2),
+        _set("delta", to=[]),
+        _set("delta", 0, "base", to=2),
+        _set("delta", 0, "version", to=3),
+        _set("delta", 1, "version", to=2),
+        _set("delta", 1, "version", to=4),
+        _set("delta", 1, "base", to=-1),
+        _set("delta", 0, "block_checksums", to="0" * 16),
+        _set("delta", 0, "transfer_id", to="cd"),
+        _set("delta", 0, "blob", "data_end", to=1 << 60),
+        _set("delta", 0, "more", to=1),
+    ],
+)
+def test_deltas_that_do_not_lead_from_the_base_to_the_version(bend: Callable[[dict[str, Any]], None]) -> None:
+    body = msgspec.to_builtins(delta_grant())
+    bend(body)
+    with pytest.raises(InvalidRequestError):
+        decode(msgspec.json.encode(body), TransferGrant, what="a grant")
