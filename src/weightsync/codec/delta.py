@@ -210,7 +210,7 @@ def _encode_unit(
         costs.observe_exponent(round(estimate), smaller.entry.nbytes)
         if payload is None or smaller.entry.nbytes < payload.entry.nbytes:
             payload = smaller
-    return payload if payload.entry.nbytes < unit.nbytes else _encode_full(new, unit, costs)
+    return _encode_full(new, unit, costs) if costs.prefers_full(unit, number, payload.entry.nbytes) else payload
 
 
 def _encode_full(new: npt.NDArray[np.uint8], unit: Unit, costs: CostModel) -> Payload:

@@ -200,6 +200,10 @@ class CostModel:
                 high = middle - 1
         return low
 
+    def prefers_full(self, unit: Unit, num_changed: int, nbytes: int) -> bool:
+        """Whether the whole `unit` is better after all, now that its changes are known to have `nbytes`."""
+        return nbytes >= unit.nbytes or self.full_s(unit) < self._total_s(nbytes, Work.SPARSE, num_changed)
+
     def prefers_exponent(self, unit: Unit, num_changed: int, planes_bytes: int) -> bool:
         """Whether the small mode is worth its walk, for changes that have `planes_bytes` as planes."""
         ratio = self._exponent_ratio.value

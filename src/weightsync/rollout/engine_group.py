@@ -146,7 +146,7 @@ class EngineGroup:
         ]
         loads = [(who, in_thread(call, name=f"weightsync-load-{who}")) for who, call in calls]
         errors: dict[str, str] = {}
-        wrong, paused_s, num_chunks = False, 0.0, 0
+        wrong, paused_s, num_chunks, num_patched = False, 0.0, 0, 0
         for who, load in loads:
             error = load.exception()  # each ends by its own deadline; the staging must not go before
             now, reason = None, None
@@ -154,6 +154,7 @@ class EngineGroup:
                 report = load.result()
                 now, reason, num_chunks = report.version, report.unprovable, report.num_chunks
                 paused_s = max(paused_s, report.paused_s)
+                num_patched += report.patched
             else:
                 typed = as_weightsync_error(error, SyncFailedError, "the load failed")
                 _logger.warning("engine %s: %s was not loaded: %s", who, pulled.version, typed)
@@ -173,6 +174,7 @@ class EngineGroup:
             paused_s=paused_s,
             num_chunks=num_chunks,
             unprovable=self.unprovable(),
+            num_patched=num_patched,
         )
 
     def _ask(self, loaders: Sequence[EngineLoader]) -> dict[str, EngineReply | BaseException]:

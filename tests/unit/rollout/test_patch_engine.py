@@ -172,18 +172,26 @@ def test_generation_goes_on_up_to_the_pause(trainer: Trainer, in_place: bool) ->
     rig.serves(trainer.weights, 2)
 
 
+def audits_of(rig: Rig) -> list[Any]:
+    """The audits' phases from now on."""
+    records: list[Any] = []
+
+    def take(record: Any) -> None:
+        if record.name == "audit":
+            records.append(record)
+
+    for worker in rig.workers:
+        worker.recorder.subscribe(take)
+    return records
+
+
 def test_the_audit_is_recorded_and_finds_nothing(trainer: Trainer) -> None:
     rig = Rig(2)
+    audits = audits_of(rig)
     rig.load(trainer.pulled())
     trainer.step()
     rig.load(trainer.pulled())
-    records: list[Any] = []
-
-    def audits() -> int:
-        records.extend(record for worker in rig.workers for record in worker.drain_phases())
-        return sum(record.name == "audit" for record in records)
-
-    until(lambda: audits() == 2, "an audit on each worker")
+    until(lambda: len(audits) == 2, "an audit on each worker")
     assert described(rig).unhealthy is None
     assert described(rig).serving
 
@@ -527,12 +535,42 @@ def test_a_new_session_ends_an_audit(trainer: Trainer, monkeypatch: pytest.Monke
     session.update()
     session.stage()
     monkeypatch.setattr(audit, "shard_sum", real)
+    audits = audits_of(rig)
     session.pause()
     session.commit()
     session.resume()
     rig.serves(trainer.weights, 3)
-    until(lambda: any(record.name == "audit" for record in rig.workers[0].drain_phases()), "the audit of the second")
+    until(lambda: any("failed" not in record.detail for record in audits), "the audit of the second")
     assert described(rig).unhealthy is None
+
+
+@modes
+def test_an_audit_that_a_full_load_overtakes_says_nothing(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    """What it has read is of two versions."""
+    reading, real = threading.Event(), audit.shard_sum
+
+    def slow(held: Any) -> Any:
+        reading.set()
+        time.sleep(0.1)
+        return real(held)
+
+    rig = Rig(in_place=in_place)
+    rig.load(trainer.pulled())
+    trainer.step()
+    audits = audits_of(rig)
+    monkeypatch.setattr(audit, "shard_sum", slow)
+    rig.load(trainer.pulled())
+    assert reading.wait(5)
+    trainer.step()
+    trainer.patch = None
+    assert not rig.load(trainer.pulled()).patched
+    monkeypatch.setattr(audit, "shard_sum", real)
+    until(lambda: audits, "the end of the audit")
+    assert "TransferAbortedError" in audits[0].detail
+    assert described(rig).unhealthy is None
+    rig.serves(trainer.weights, 3)
 
 
 def test_a_begin_that_is_refused_does_not_end_an_audit(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:

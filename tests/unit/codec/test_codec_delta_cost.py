@@ -1,0 +1,106 @@
+"""The cost model: measured costs choose the form, and choices move with them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from weightsync.codec.delta import CostModel, ElementKind, Unit
+from weightsync.codec.delta_cost import Work
+from weightsync.errors import InvalidRequestError
+
+UNIT = Unit(start=0, nbytes=16 << 20, kind=ElementKind.FLOAT16)
+
+
+def test_a_slower_link_makes_fewer_units_full() -> None:
+    most = [CostModel(link_bytes_per_s=speed, num_cores=2).most_changed(UNIT) for speed in (1e6, 1e8, 1e9, 1e10, 1e12)]
+    assert most == sorted(most, reverse=True)
+    assert most[0] == UNIT.num_elements
+    assert most[-1] < 0.2 * UNIT.num_elements
+    assert CostModel(link_bytes_per_s=1e18, full_s_per_byte=1e-18).most_changed(UNIT) == 0
+
+
+def test_dearer_sparse_coding_makes_more_units_full() -> None:
+    most = [CostModel(sparse_s_per_element=cost, num_cores=2).most_changed(UNIT) for cost in (1e-10, 1e-8, 1e-7, 1e-6)]
+    assert most == sorted(most, reverse=True)
+    assert most[0] > most[-1] > 0
+
+
+def test_one_percent_is_sparse_on_any_real_link() -> None:
+    for speed in (1e6, 1e9, 1e10):
+        assert CostModel(link_bytes_per_s=speed, num_cores=2).most_changed(UNIT) > 0.02 * UNIT.num_elements
+
+
+def test_the_small_mode_and_zstd_are_for_slow_links() -> None:
+    number, nbytes = UNIT.num_elements // 100, UNIT.num_elements // 100
+    slow, fast = CostModel(link_bytes_per_s=1e5, num_cores=2), CostModel(link_bytes_per_s=1e10, num_cores=2)
+    assert slow.prefers_exponent(UNIT, number, nbytes)
+    assert not fast.prefers_exponent(UNIT, number, nbytes)
+    assert slow.packs_full(UNIT)
+    assert not fast.packs_full(UNIT)
+    assert fast.prefers_full(UNIT, UNIT.num_elements, UNIT.nbytes // 2)
+    assert not slow.prefers_full(UNIT, UNIT.num_elements, UNIT.nbytes // 2)
+    assert slow.prefers_full(UNIT, 1, UNIT.nbytes)
+
+
+def test_observations_move_the_means_and_the_choices() -> None:
+    costs = CostModel(link_bytes_per_s=1e10, num_cores=2)
+    before = costs.most_changed(UNIT)
+    for _ in range(60):
+        costs.observe_link(1 << 30, 1000.0)
+    assert costs.link_bytes_per_s == pytest.approx((1 << 30) / 1000, rel=0.05)
+    assert costs.most_changed(UNIT) > before
+    for _ in range(60):
+        costs.observe_encode(Work.SPARSE, 1_000_000, 0.5)
+        costs.observe_decode(Work.SPARSE, 1_000_000, 0.25)
+        costs.observe_planes(UNIT, 1_000_000, 2_000_000)
+        costs.observe_packed(UNIT, UNIT.nbytes // 4)
+        costs.observe_exponent(1_000_000, 500_000)
+    assert costs.sparse_s_per_element == pytest.approx(0.75e-6, rel=0.05)
+    assert costs.planes_bytes(UNIT, 1_000_000) == pytest.approx(2_000_000, rel=0.05)
+    assert costs.full_s_per_byte < costs.packed_s_per_byte
+    assert costs.exponent_s_per_byte == CostModel().exponent_s_per_byte
+
+
+def test_small_and_wrong_observations_count_for_little() -> None:
+    costs = CostModel(link_bytes_per_s=1e9)
+    costs.observe_link(100, 1.0)
+    assert costs.link_bytes_per_s > 1e8
+    speed = costs.link_bytes_per_s
+    for nbytes, seconds in (
+        (0, 1.0),
+        (1 << 30, 0.0),
+        (1 << 30, -1.0),
+        (1 << 30, float("nan")),
+        (1 << 30, float("inf")),
+    ):
+        costs.observe_link(nbytes, seconds)
+    assert costs.link_bytes_per_s == speed
+    fixed = CostModel(link_bytes_per_s=1e9, fixed=True)
+    fixed.observe_link(1 << 30, 1000.0)
+    assert fixed.link_bytes_per_s == pytest.approx(1e9)
+
+
+def test_threads_may_observe_at_once() -> None:
+    costs = CostModel()
+
+    def observe() -> None:
+        for _ in range(500):
+            costs.observe_encode(Work.FULL, 1 << 26, 0.01)
+
+    threads = [threading.Thread(target=observe) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    decode_s = CostModel().full_s_per_byte / 2
+    assert costs.full_s_per_byte == pytest.approx(0.01 / (1 << 26) + decode_s, rel=0.01)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
+def test_rates_lie_above_nothing(rate: float) -> None:
+    with pytest.raises(InvalidRequestError):
+        CostModel(link_bytes_per_s=rate)
+    with pytest.raises(InvalidRequestError):
+        CostModel(sparse_s_per_element=rate)
