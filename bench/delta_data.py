@@ -1,13 +1,13 @@
 """Real deltas for the benchmarks: bf16 weights before and after one AdamW update of a training run.
 
-A small Qwen3 learns the sources of Python's library, byte by byte. fp32 weights, fp32 gradients, AdamW with betas 0.9 and
-0.95 and gradients clipped to norm 1. A short pre-training at an ordinary learning rate comes first; from its end one run
-each starts at every learning rate, with a new optimizer, as an RL run starts from a checkpoint. What is cast to bf16
-before and after an update is a pair. *early* is the second update of a run, where Adam's steps have nearly the learning
-rate's size everywhere; *late* is its last, where the second moments have settled.
+A small Qwen3 learns the sources of Python's library, byte by byte: fp32 weights and gradients, AdamW with betas 0.9
+and 0.95, gradients clipped to norm 1. A short pre-training at an ordinary learning rate comes first; from its end one
+run starts at each learning rate, with a new optimizer, as an RL run starts from a checkpoint. The weights cast to bf16
+before and after an update are a pair. *early* is the second update of a run, where Adam's steps have nearly the
+learning rate's size everywhere; *late* is its last one, where the second moments have settled.
 
-Nothing is random but by seed: one machine, thread count and torch make the same bytes each time. Made data is kept in
-the temporary folder (`WEIGHTSYNC_BENCH_CACHE` names another), beside nobody else's.
+All randomness has a seed: one machine, thread count and torch make the same bytes each time. What was made is kept in
+a folder of this user's alone below the temporary one (`WEIGHTSYNC_BENCH_CACHE` names another).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -146,17 +146,18 @@ def train(recipe: Recipe) -> Trained:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(start[name])
-        optimizer, found, shares = _optimizer(model, rate), [], []
+        optimizer, found = _optimizer(model, rate), []
+        shares: list[float] = []
         old = _bits(parameters.values())
         for number in range(1, recipe.updates + 1):
             found.append(_update(model, optimizer, text, recipe.pretrain_updates + number, recipe))
             new = _bits(parameters.values())
-            shares.append(np.count_nonzero(old != new) / len(old))
+            shares.append(round(float(np.count_nonzero(old != new) / len(old)), 6))
             for phase, wanted in (("early", recipe.early_update), ("late", recipe.updates)):
                 if number == wanted:
                     pairs.append(Pair(learning_rate=rate, phase=phase, old=old, new=new))
             old = new
-        densities[rate] = [round(share, 6) for share in shares]
+        densities[rate] = shares
         losses[f"{rate:g}"] = _ends(found)
     seconds = time.perf_counter() - started
     return Trained(shapes=shapes, pairs=tuple(pairs), densities=densities, losses=losses, seconds=seconds)
@@ -178,43 +179,23 @@ def tiled(pair: Pair, shapes: Shapes, num_elements: int, *, old: Bits, new: Bits
         Name and number of elements of each tensor that was written, in order.
     """
     parts: list[tuple[str, int]] = []
-    for name, at, count, picked in _picks(shapes, num_elements):
-        low, shape = picked.low, (-1, picked.row)
-        size = picked.high - low
-        for source, target in ((pair.old, old), (pair.new, new)):
-            rows = source[low : low + size].reshape(shape)
-            whole = -(-count // picked.row)
-            taken = rows[picked.order[:whole]].reshape(-1)
-            target[at : at + count] = taken[:count]
-        parts.append((name, count))
-    return parts
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Picked:
-    """Where a tensor lies in a pair, how long its rows are, and in which order a tile has them."""
-
-    low: int
-    high: int
-    row: int
-    order: npt.NDArray[np.int64]
-
-
-def _picks(shapes: Shapes, num_elements: int) -> Iterator[tuple[str, int, int, _Picked]]:
-    """(name, first element, elements, what to take) of each tensor of each tile."""
     at = tile = 0
     while at < num_elements:
         random = np.random.default_rng([7, tile])
         low = 0
         for name, shape in shapes:
             size, row = math.prod(shape), math.prod(shape[1:])
+            order = random.permutation(size // row)
             count = min(size, num_elements - at)
+            for source, target in ((pair.old, old), (pair.new, new)):
+                rows = source[low : low + size].reshape(-1, row)[order[: -(-count // row)]]
+                target[at : at + count] = rows.reshape(-1)[:count]
             if count:
-                order = random.permutation(size // row)
-                yield f"tile{tile}.{name}", at, count, _Picked(low, low + size, row, order)
+                parts.append((f"tile{tile}.{name}", count))
             at += count
             low += size
         tile += 1
+    return parts
 
 
 def _model(recipe: Recipe) -> torch.nn.Module:
@@ -295,7 +276,7 @@ def _save(path: Path, made: Trained) -> None:
         for other in path.parent.glob("deltas-*.npz"):
             other.unlink(missing_ok=True)
         with begun.open("wb") as file:
-            np.savez(file, facts=np.array(json.dumps(facts)), **arrays)  # type: ignore[arg-type]
+            np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
         begun.replace(path)
     except OSError as error:
         print(f"the trained deltas are not kept for the next time: {error}", file=sys.stderr)

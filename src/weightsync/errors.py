@@ -164,6 +164,10 @@ class SharedMemoryError(WeightSyncError):
     """Named shared memory can't be had or mapped: it is full, gone, or not this user's."""
 
 
+class NoRoomError(SharedMemoryError):
+    """There is too little shared memory for what was asked for, and waiting for it is not this caller's business."""
+
+
 class LoadError(WeightSyncError):
     """The engine's loader failed on an update."""
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from weightsync.cli import app
+from weightsync.cli.write_out import write_out
+from weightsync.publish.manager import WeightManager
+from weightsync.rollout.puller import Puller
 from weightsync.testing.processes import free_port
+from weightsync.types import Deadline
+from weightsync.types.publication import Transport
 
 TOKEN = "a-token-for-tests-only"
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "200"}
@@ -186,12 +192,72 @@ def test_what_goes_wrong_is_one_line_and_an_exit_code(tmp_path: Path, monkeypatc
             assert len(err.strip().splitlines()) == 1, (words, err)
 
 
+def test_two_pulls_into_one_folder_do_not_meet(tmp_path: Path) -> None:
+    """Not even with one process id, as in containers; what a killed one left is swept, what is not ours stays."""
+    folder, out = tmp_path / "checkpoint", tmp_path / "out"
+    tensors = checkpoint(folder, 3)
+    out.mkdir()
+    (out / ".weightsync-0123456789abcdef").write_text("of a killed one")
+    (out / "notes.txt").write_text("mine")
+    with serving(folder, "--token", TOKEN) as agent:
+        agent.line(r"version (\S+/1) is published")
+        pullers = [Puller(agent.url, "model", receiver_id=f"r{number}", token=TOKEN) for number in range(4)]
+        with contextlib.ExitStack() as stack:
+            held = [stack.enter_context(puller.pull(deadline=Deadline(20.0))) for puller in pullers]
+            with ThreadPoolExecutor(4) as pool:
+                for done in [pool.submit(write_out, pulled, out) for pulled in held * 5]:
+                    done.result()
+        for puller in pullers:
+            puller.close()
+    assert same(out / "model.safetensors", tensors)
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "model.safetensors", "notes.txt"]
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    """No markup, and nothing that moves a terminal's cursor."""
+    names = ["blk[q].w", "blk[k].w", "a[/b]", "red\x1b[31m"]
+    save_file({name: torch.ones(2) for name in names}, tmp_path / "odd.safetensors", metadata={"[/x]": "[bold]"})
+    code, told, err = invoke("inspect", tmp_path / "odd.safetensors")
+    assert code == 0, err
+    for name in ("blk[q].w", "blk[k].w", "a[/b]", "red\\x1b[31m", "[/x]: [bold]"):
+        assert name in told
+    assert "\x1b" not in told
+
+
+def test_a_delta_is_shown(tmp_path: Path) -> None:
+    """How much of each tensor it changes: as a table, as JSON, as a picture."""
+    tensors = {"first": torch.zeros(300, 70, dtype=torch.bfloat16), "second": torch.zeros(400), "none": torch.zeros(0)}
+    with WeightManager("actor") as manager:
+        manager.offload(tensors.items(), 0)
+        manager.wait_published(0, timeout_s=30)
+        assert "no delta now" in invoke("inspect", manager.endpoint, "--delta")[2]
+        puller = Puller(manager.endpoint, "actor", receiver_id="r", transport=Transport.TCP)
+        puller.pull(deadline=Deadline(20.0)).release()
+        tensors["first"][::3, 5] = 1.0
+        tensors["second"][7:11] = 2.0
+        manager.offload(tensors.items(), 1)
+        report = manager.wait_delta_ready(timeout_s=20)
+        assert report is not None
+        assert report.num_changed == 104
+        code, told, err = invoke("inspect", manager.endpoint, "--delta", "--picture", tmp_path / "heat.png")
+        assert code == 0, err
+        assert "104 of 21400 elements" in told
+        assert "0.4762" in told, "100 of 21000"
+        assert "1.0000" in told, "4 of 400"
+        assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
+        _, told, _ = invoke("inspect", manager.endpoint, "--delta", "--json")
+        found = {part["name"]: part["num_changed"] for part in json.loads(told)["tensors"]}
+        assert found == {"first": 100, "second": 4, "none": 0}
+        puller.close()
+    assert invoke("inspect", str(tmp_path), "--delta")[0] == 2
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
         ("agent", ("Example: weightsync agent", "--port", "WEIGHTSYNC_TOKEN", "new version whenever", "loopback")),
         ("pull", ("--out", "--transport", "--streams", "proved", "old version or the new one", "WEIGHTSYNC_TOKEN")),
-        ("inspect", ("URL of an agent", "--json", "digests", "WEIGHTSYNC_TOKEN")),
+        ("inspect", ("URL of an agent", "--json", "digests", "--delta", "--picture", "WEIGHTSYNC_TOKEN")),
     ],
 )
 def test_help_teaches(command: str, words: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The commands of the pull path: agent, pull, inspect."""
+"""The commands of the pull path: agent and pull; inspect is beside them."""
 
 from __future__ import annotations
 
@@ -9,39 +9,15 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import FrameType
+from typing import Annotated
 
 import typer
 
-from weightsync.errors import ConfigError, DeadlineExceededError, DigestMismatchError, WeightSyncError
-
-if TYPE_CHECKING:
-    from weightsync.rollout.pulled import Pulled
-
-TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
-
-_Token = Annotated[
-    str | None,
-    typer.Option(envvar=TOKEN_VARIABLE, help="Bearer token, at least 16 characters; better by the variable."),
-]
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Typed errors as one line on standard error, and the exit code: 2 for what the user gave, else 1."""
-    try:
-        yield
-    except WeightSyncError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
-    except ImportError as error:
-        print(f"this command needs torch: pip install 'weightsync[torch]' ({error})", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except OSError as error:  # a disk that is full, a file that is not there
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+from weightsync.cli.inspect import inspect
+from weightsync.cli.shared import Token, told
+from weightsync.errors import ConfigError, DeadlineExceededError
 
 
 def agent(
@@ -50,7 +26,7 @@ def agent(
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")] = 8765,
     advertise: Annotated[str | None, typer.Option(help="Host name that receivers reach it by.")] = None,
-    token: _Token = None,
+    token: Token = None,
     dtype: Annotated[str | None, typer.Option(help="Convert floating-point tensors, e.g. bfloat16.")] = None,
     every_s: Annotated[float, typer.Option(min=0.1, help="How often to look for a change.")] = 1.0,
 ) -> None:
@@ -62,7 +38,7 @@ def agent(
 
     Example: weightsync agent ./checkpoint --port 8765, then: weightsync pull http://127.0.0.1:8765 --out ./copy
     """
-    with _told():
+    with told():
         from weightsync.publish.folder import FolderPublisher
         from weightsync.publish.manager import OffloadReport, WeightManager
 
@@ -98,7 +74,7 @@ def pull(
     endpoint: Annotated[str, typer.Argument(help="URL of an agent.")],
     out: Annotated[Path, typer.Option(help="Folder to write model.safetensors into; it is made.")],
     model_id: Annotated[str | None, typer.Option(help="Which model; the agent's own where not given.")] = None,
-    token: _Token = None,
+    token: Token = None,
     source: Annotated[
         list[str] | None,
         typer.Option(metavar="URL", help="Another agent of the same trainer that may be called, one a trainer host."),
@@ -115,9 +91,10 @@ def pull(
     The file is written aside and renamed, so the folder holds the old version or the new one, and never half of one. A
     manifest.json beside it, where there is one, names its version and every tensor's digest.
     """
-    with _told():
+    with told():
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+        from weightsync.cli.write_out import write_out
         from weightsync.clients.agent import AgentClient
         from weightsync.errors import NotRegisteredError
         from weightsync.rollout.puller import Puller
@@ -126,6 +103,7 @@ def pull(
 
         if transport not in (None, *Transport):
             raise ConfigError(f"--transport is tcp or shm, not {transport!r}")
+        signal.signal(signal.SIGTERM, _ended)  # so that what it holds of /dev/shm is given back
         deadline = Deadline(timeout_s)
         checked: bool | str = verify or True
         if model_id is None:
@@ -157,135 +135,13 @@ def pull(
         print(f"{path}: {pulled.version}, {pulled.manifest.total_bytes / 1e6:.1f} MB by {pulled.transport}")
 
 
+def _ended(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
 def _own_name() -> str:
     """A receiver_id that nobody else has: two of one name would end each other's transfers."""
     return f"weightsync pull {socket.gethostname()[:100]}/{os.getpid()}/{secrets.token_hex(4)}"
-
-
-def write_out(pulled: Pulled, folder: Path) -> Path:
-    """Copies a version into a folder's model.safetensors, whole or not at all, with its manifest.json after it.
-
-    Raises:
-        DigestMismatchError: what was copied is not what was published. The folder is as it was.
-    """
-    import shutil
-
-    import torch
-
-    from weightsync.codec.digest import tensor_digests
-    from weightsync.memory.folder import open_own
-    from weightsync.net.messages import encode
-    from weightsync.tensors import tensor_from_bytes
-
-    path, aside = folder / "model.safetensors", folder / f".model.safetensors.{os.getpid()}"
-    manifest, described = folder / "manifest.json", folder / f".manifest.json.{os.getpid()}"
-    try:
-        with os.fdopen(open_own(pulled.segment, os.O_RDONLY), "rb") as source, aside.open("wb") as target:
-            shutil.copyfileobj(source, target, 16 << 20)
-            target.flush()
-            os.fsync(target.fileno())
-        flat = torch.from_file(str(aside), shared=False, size=aside.stat().st_size, dtype=torch.uint8)
-        for spec in pulled.manifest.tensors:
-            start = pulled.offsets[spec.name]
-            tensor = tensor_from_bytes(flat[start : start + spec.nbytes], dtype=spec.dtype, shape=spec.shape)
-            if tensor_digests({spec.name: tensor})[spec.name] != spec.digest:
-                raise DigestMismatchError("what was written is not what was published", parameter=spec.name)
-        described.write_bytes(encode(pulled.manifest))
-        manifest.unlink(missing_ok=True)  # at no moment does it stand beside weights that are not its own
-        aside.replace(path)
-        described.replace(manifest)
-    finally:
-        aside.unlink(missing_ok=True)
-        described.unlink(missing_ok=True)
-    return path
-
-
-def inspect(
-    what: Annotated[str, typer.Argument(help="URL of an agent, a safetensors file, or a folder that `pull` wrote.")],
-    token: _Token = None,
-    verify: Annotated[
-        str | None, typer.Option(metavar="FILE", help="PEM file of the authority of an https agent.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-) -> None:
-    """Shows what a publication holds: version, tensors, sizes, digests, and where each part lies."""
-    with _told():
-        from rich.console import Console
-        from rich.table import Table
-
-        from weightsync.net.messages import encode
-
-        title, tensors, facts = _manifest_of(what, token, verify or True)
-        if json:
-            print(encode({**facts, "tensors": tensors}).decode())
-            return
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for head, right in (
-            ("tensor", False),
-            ("dtype", False),
-            ("shape", False),
-            ("MB", True),
-            ("source", True),
-            ("digest", False),
-        ):
-            table.add_column(
-                head, justify="right" if right else "left", overflow="fold" if head == "tensor" else "ellipsis"
-            )
-        for spec in tensors:
-            table.add_row(
-                spec.name, spec.dtype, "x".join(map(str, spec.shape)) or "scalar", f"{spec.nbytes / 1e6:.3f}",
-                str(spec.source), (spec.digest or "-").removeprefix("xxh3:")[:16],
-            )  # fmt: skip
-        console = Console(width=None if sys.stdout.isatty() else 160)
-        console.print(table)
-        total = sum(spec.nbytes for spec in tensors)
-        console.print(f"{len(tensors)} tensors, {total / 1e6:.1f} MB", highlight=False)
-        for name, value in facts.items():
-            console.print(f"{name}: {value}", highlight=False, soft_wrap=True)
-
-
-def _manifest_of(what: str, token: str | None, verify: bool | str):  # type: ignore[no-untyped-def]
-    import msgspec
-
-    from weightsync.clients.agent import AgentClient
-    from weightsync.net.messages import decode
-    from weightsync.plan.safetensors import read_header
-    from weightsync.types import Manifest
-
-    if what.startswith(("http://", "https://")):
-        client = AgentClient(what, token=token, verify=verify)
-        now = client.manifest()
-        client.close()
-        manifest = now.publication.manifest
-        own = iter(now.proof.part_digests)
-        parts = [
-            msgspec.structs.replace(part, digest=next(own)) if part.source == now.source else part
-            for part in now.publication.parts
-        ]
-        facts: dict[str, Any] = {
-            "version": str(manifest.version), "model_id": manifest.model_id,
-            "sources": [source.endpoint for source in now.publication.sources],
-        }  # fmt: skip
-        return f"{manifest.model_id} {manifest.version} at {what}", parts, facts
-    path = Path(what)
-    if (path / "manifest.json").is_file():
-        manifest = decode((path / "manifest.json").read_bytes(), Manifest, what=f"{path}/manifest.json")
-        facts = {"version": str(manifest.version), "model_id": manifest.model_id, "model_digest": manifest.model_digest}
-        return f"{manifest.model_id} {manifest.version} in {path}", list(manifest.tensors), facts
-    file = path / "model.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"{what} is no URL of an agent, no safetensors file, and no folder with one")
-    if file.stat().st_size == 0:
-        raise ConfigError(f"{file} is empty")
-    import mmap
-
-    with (
-        file.open("rb") as opened,
-        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as view,
-    ):
-        _, tensors, metadata = read_header(view)
-    return str(file), list(tensors.values()), dict(metadata)
 
 
 def register(app: typer.Typer) -> None:

@@ -18,6 +18,8 @@ _DPI = 110
 _LANE_INCHES = 0.34
 _CHAR_INCHES = 0.078
 _BAR_HEIGHT = 0.84
+_MOST_INCHES = 60.0
+_NAME_CHARS = 60
 _READ_ME = "One row a process or thread, time runs to the right. Hatched grey: it only waits, and for whom."
 _READ_PAUSE = " Dark red line: this engine answers no requests."
 
@@ -83,6 +85,49 @@ def write_timeline_png(
     target = Path(path)
     figure.savefig(target, format="png")
     return target
+
+
+def write_heat_png(shares: Sequence[tuple[str, float]], path: str | os.PathLike[str], *, title: str) -> Path:
+    """Draws how much of each of many things it is, one bar each, in order.
+
+    Args:
+        shares: (name, share between 0 and 1).
+        path: of the PNG.
+        title: above the picture.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        OSError: the file can't be written.
+    """
+    try:
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("the picture needs matplotlib: pip install weightsync[demo]") from error
+    names = [name for name, _ in shares]
+    values = [100 * share for _, share in shares]
+    most = max(values, default=0.0) or 1.0
+    height = min(_MOST_INCHES, 1.2 + 0.2 * len(shares))
+    figure = Figure(figsize=(_WIDTH_INCHES * 0.7, height), dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.barh(range(len(values)), values, color=[colormaps["cividis"](value / most) for value in values], height=0.9)
+    every = max(1, len(names) // 120)  # the names of a very deep model would lie over each other
+    axes.set_yticks(range(0, len(names), every), [_short(name) for name in names[::every]], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("% of its elements")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.margins(y=0.01)
+    target = Path(path)
+    figure.savefig(target, format="png")
+    return target
+
+
+def _short(name: str) -> str:
+    """The end of a long name, which tells tensors of one model apart; `$` would begin a formula."""
+    shown = name if len(name) <= _NAME_CHARS else "…" + name[-_NAME_CHARS:]
+    return shown.replace("$", r"\$")
 
 
 class _Panel:

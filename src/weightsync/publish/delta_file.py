@@ -68,6 +68,7 @@ def store(
         return checksum(segment.memory[start : start + length])
 
     stored = StoredDelta(
+        run_id=new.run_id,
         base=old.number,
         base_digest=old.proof.digest,
         version=new.number,

@@ -69,6 +69,7 @@ class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
     """One delta in shared memory.
 
     Attributes:
+        run_id: of both versions.
         base, version: numbers of the versions that it leads from and to.
         base_digest, digest: of the source's bytes before and after.
         blob: where it lies.
@@ -77,6 +78,7 @@ class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
         seconds: that it took to make.
     """
 
+    run_id: str
     base: int
     base_digest: str
     version: int
@@ -96,9 +98,15 @@ class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
 def facts_of(delta: StoredDelta) -> dict[str, Any]:
     """What users are told of a delta."""
     return {
-        "base": delta.base, "version": delta.version, "nbytes": delta.nbytes, "num_changed": delta.num_changed,
-        "num_elements": delta.num_elements, "seconds": delta.seconds,
-    }  # fmt: skip
+        "run_id": delta.run_id,
+        "base": delta.base,
+        "base_digest": delta.base_digest,
+        "version": delta.version,
+        "nbytes": delta.nbytes,
+        "num_changed": delta.num_changed,
+        "num_elements": delta.num_elements,
+        "seconds": delta.seconds,
+    }
 
 
 class Deltas:

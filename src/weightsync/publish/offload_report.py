@@ -35,13 +35,17 @@ class DeltaReport:
     """A delta that receivers can take.
 
     Attributes:
+        run_id: of both versions.
         base, version: numbers of the versions that it leads from and to.
+        base_digest: sum of this host's bytes before, 32 hex digits.
         nbytes: its size.
         num_changed, num_elements: how many elements it changes on this host, and of how many.
         seconds: that the agent took to make it.
     """
 
+    run_id: str
     base: int
+    base_digest: str
     version: int
     nbytes: int
     num_changed: int

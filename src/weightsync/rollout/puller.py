@@ -24,6 +24,7 @@ from weightsync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
     EngineUnreachableError,
+    NoRoomError,
     NotRegisteredError,
     SharedMemoryError,
     StateError,
@@ -144,7 +145,8 @@ class Puller:
             StateError: another pull of this puller is under way.
             DeadlineExceededError: it took too long; says what failed last. The staging holds no version.
             DigestMismatchError: bytes are not the published ones, again and again.
-            WeightSyncError: it can't be had: a wrong token, another model, no room.
+            NoRoomError: there is no shared memory for it here.
+            WeightSyncError: it can't be had: a wrong token, another model.
         """
         if not self._pulling.acquire(blocking=False):
             raise StateError("this puller pulls already: one pull at a time")
@@ -175,6 +177,8 @@ class Puller:
             wanted = None if at_least is None else at_least()
             try:
                 return self._attempt(deadline, wanted, progress, attempts)
+            except NoRoomError:
+                raise
             except (VersionError, StateError, TransferAbortedError, EngineUnreachableError, SharedMemoryError) as error:
                 if isinstance(error, EngineUnreachableError) or not isinstance(last, type(error)):
                     _logger.info("a pull is begun anew: %s", error)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync.errors import StateError
+from weightsync.errors import NoRoomError, SharedMemoryError, StateError
 from weightsync.memory import Segment
 from weightsync.plan.boxes import box_runs, whole_box
 from weightsync.plan.safetensors import Layout, plan_layout
@@ -112,7 +112,7 @@ class Staging:
 
         Raises:
             StateError: engines still load from it.
-            SharedMemoryError: no room; nothing was changed but that the old segment is gone.
+            NoRoomError: no room; nothing was changed but that the old segment is gone.
         """
         if self._in_use:
             raise StateError("the staging is in use: engines load from it", state_left="nothing was changed")
@@ -120,7 +120,10 @@ class Staging:
         target = self._target
         if target is None or target.layout != layout:
             self.close()
-            target = self._target = Target(layout, Segment(max(1, layout.total_bytes)))
+            try:
+                target = self._target = Target(layout, Segment(max(1, layout.total_bytes)))
+            except SharedMemoryError as error:
+                raise NoRoomError(error.message, state_left="nothing is staged") from error
         target.begin(manifest.version, proof)
         target.was, self._held = self._held, None
         self._model_id = manifest.model_id

@@ -25,6 +25,7 @@ from test_codec_delta_cases import (
     fast_link,
     rank,
     slow_link,
+    training_step,
 )
 
 from weightsync.codec.delta import (
@@ -197,18 +198,13 @@ def test_a_dense_unit_is_full_on_a_fast_link_and_planes_on_a_slow_one() -> None:
 
 
 def test_the_small_mode_is_smaller_and_auto_takes_it_on_a_slow_link() -> None:
-    rng = np.random.default_rng(5)
-    weights = (rng.standard_normal(400_000) * 0.02).astype(np.float32)
-    after = weights + (rng.random(400_000).astype(np.float32) - 0.5) * np.float32(4e-6)
-    rounded = [
-        ((values.view(np.uint32) + 0x8000) >> 16).astype(np.uint16).view(np.uint8) for values in (weights, after)
-    ]
+    old, new = training_step(400_000, seed=5)
     units = plan_units([(0, 800_000, "bfloat16")])
-    planes, small, auto = (blob_of(rounded[0], rounded[1], units, mode) for mode in ("planes", "exponent", "auto"))
+    planes, small, auto = (blob_of(old, new, units, mode) for mode in ("planes", "exponent", "auto"))
     assert len(small) < 0.8 * len(planes)
     assert len(auto) == len(small)
     assert DeltaReader(auto, units).form(0) is Form.EXPONENT
-    assert len(blob_of(rounded[0], rounded[1], units, "auto", fast_link())) >= len(planes)
+    assert len(blob_of(old, new, units, "auto", fast_link())) >= len(planes)
 
 
 def test_planes_are_near_their_entropy() -> None:

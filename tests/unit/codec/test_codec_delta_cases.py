@@ -71,6 +71,15 @@ def changed_bytes(
     return old, new
 
 
+def training_step(num_elements: int, *, seed: int) -> tuple[Bytes, Bytes]:
+    """(old, new): bf16 weights before and after one small step of their fp32 masters; about 1 % differ."""
+    rng = np.random.default_rng(seed)
+    before = (rng.standard_normal(num_elements) * 0.02).astype(np.float32)
+    after = before + (rng.random(num_elements).astype(np.float32) - 0.5) * np.float32(4e-6)
+    old, new = (((x.view(np.uint32) + 0x8000) >> 16).astype(np.uint16).view(np.uint8) for x in (before, after))
+    return old, new
+
+
 def blob_of(
     old: Bytes, new: Bytes, units: Sequence[Unit], mode: Mode = "planes", costs: CostModel | None = None
 ) -> bytes:

@@ -219,16 +219,19 @@ def test_nothing_is_undone_while_another_thread_writes_yet(monkeypatch: pytest.M
     before = live_bytes(module)
     loader, _ = prepared(module)
     slow, undoing = threading.Event(), threading.Event()
+    first = int(patches_of(module.state_dict(), 1)[0][0].positions[0])
 
     def fail(number: int, name: str, live: Any, rest: Any) -> None:
-        if name == "exchange" and rest[1] is rest[2]:
+        if name != "exchange":
+            return
+        if rest[1] is rest[2]:
             undoing.set()
-        elif number == 0:
-            slow.set()
-            undoing.wait(0.5)
-        elif name == "exchange":
+        elif rest[0][0] == first:
             assert slow.wait(5)
             raise MemoryError("no")
+        elif not slow.is_set():
+            slow.set()
+            undoing.wait(0.5)
 
     armed = Kernels(fail)
     with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from weightsync.errors import StateError
+from weightsync.errors import NoRoomError, StateError
 from weightsync.memory import MappedSegment, folder
 from weightsync.plan.boxes import split_box, whole_box
 from weightsync.plan.safetensors import plan_layout, read_stamp
@@ -216,6 +216,16 @@ def test_what_a_broken_attempt_brought_counts_for_the_same_version_alone() -> No
     target.note(_V1, 0, 5)
     staging.forget()
     assert not staging.open(manifest).has(_V1, 0, 5), "it was found wrong"
+    staging.close()
+
+
+def test_no_room_is_said_at_once(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as what passes by itself, which a puller would try again until its deadline."""
+    monkeypatch.setattr("weightsync.memory.segment.free_bytes", lambda: 100)
+    staging = Staging()
+    tensors = (TensorSpec(name="w", dtype="float32", shape=(200,)),)
+    with pytest.raises(NoRoomError, match="has no room"):
+        staging.open(Manifest(version=_V1, model_id="m", tensors=tensors))
     staging.close()
 
 

@@ -1,0 +1,141 @@
+"""`weightsync inspect`: what a publication holds, and what a delta changes."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from weightsync.cli.shared import Token, plain, told
+from weightsync.errors import ConfigError
+from weightsync.types import Manifest, TensorSpec
+
+Shown = tuple[str, Sequence[TensorSpec], dict[str, Any]]
+"""A title, tensors, and further facts by name."""
+
+
+def inspect(
+    what: Annotated[str, typer.Argument(help="URL of an agent, a safetensors file, or a folder that `pull` wrote.")],
+    token: Token = None,
+    verify: Annotated[
+        str | None, typer.Option(metavar="FILE", help="PEM file of the authority of an https agent.")
+    ] = None,
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Of an agent: what its newest delta changes, tensor by tensor.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="With --delta: draw how much of each tensor changes.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Shows what a publication holds: version, tensors, sizes, digests, and where each part lies.
+
+    With --delta it shows what leads from the version before to the newest one: how many elements of each tensor
+    change, and how small that is on the wire. An agent has deltas while receivers ask for them.
+
+    Example: weightsync inspect http://127.0.0.1:8765 --delta --picture heat.png
+    """
+    with told():
+        if delta:
+            from weightsync.cli.inspect_delta import show_delta
+
+            show_delta(what, token=token, verify=verify or True, picture=picture, as_json=json)
+            return
+        if picture is not None:
+            raise ConfigError("--picture draws a delta: give --delta as well")
+        _show(manifest_of(what, token, verify or True), as_json=json)
+
+
+def _show(shown: Shown, *, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from weightsync.net.messages import encode
+
+    title, tensors, facts = shown
+    if as_json:
+        print(encode({**facts, "tensors": tensors}).decode())
+        return
+    table = Table(title=Text(plain(title)), title_justify="left", box=None, pad_edge=False)
+    for head, right in (
+        ("tensor", False),
+        ("dtype", False),
+        ("shape", False),
+        ("MB", True),
+        ("source", True),
+        ("digest", False),
+    ):
+        table.add_column(
+            head, justify="right" if right else "left", overflow="fold" if head == "tensor" else "ellipsis"
+        )
+    for spec in tensors:
+        table.add_row(
+            Text(plain(spec.name)), spec.dtype, "x".join(map(str, spec.shape)) or "scalar", f"{spec.nbytes / 1e6:.3f}",
+            str(spec.source), (spec.digest or "-").removeprefix("xxh3:")[:16],
+        )  # fmt: skip
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    total = sum(spec.nbytes for spec in tensors)
+    console.print(f"{len(tensors)} tensors, {total / 1e6:.1f} MB", highlight=False)
+    for name, value in facts.items():
+        console.print(Text(f"{plain(name)}: {plain(str(value))}"), soft_wrap=True)
+
+
+def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
+    """What an agent, a folder or a file holds.
+
+    Raises:
+        ConfigError: it is none of these.
+        WeightSyncError: the agent does not answer, or the file is no safetensors file.
+    """
+    from weightsync.net.messages import decode
+    from weightsync.plan.safetensors import read_header
+
+    if what.startswith(("http://", "https://")):
+        return _of_agent(what, token, verify)
+    path = Path(what)
+    if (path / "manifest.json").is_file():
+        manifest = decode((path / "manifest.json").read_bytes(), Manifest, what=f"{path}/manifest.json")
+        facts = {"version": str(manifest.version), "model_id": manifest.model_id, "model_digest": manifest.model_digest}
+        return f"{manifest.model_id} {manifest.version} in {path}", manifest.tensors, facts
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{what} is no URL of an agent, no safetensors file, and no folder with one")
+    if file.stat().st_size == 0:
+        raise ConfigError(f"{file} is empty")
+    with (
+        file.open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as view,
+    ):
+        _, tensors, metadata = read_header(view)
+    return str(file), list(tensors.values()), dict(metadata)
+
+
+def _of_agent(url: str, token: str | None, verify: bool | str) -> Shown:
+    from weightsync.clients.agent import AgentClient
+
+    client = AgentClient(url, token=token, verify=verify)
+    try:
+        now = client.manifest()
+    finally:
+        client.close()
+    now.proof.check_fits(now.publication, now.source)
+    manifest = now.publication.manifest
+    own = iter(now.proof.part_digests)
+    parts = [
+        msgspec.structs.replace(part, digest=next(own)) if part.source == now.source else part
+        for part in now.publication.parts
+    ]
+    facts: dict[str, Any] = {
+        "version": str(manifest.version),
+        "model_id": manifest.model_id,
+        "sources": [source.endpoint for source in now.publication.sources],
+    }
+    return f"{manifest.model_id} {manifest.version} at {url}", parts, facts

@@ -1,0 +1,40 @@
+"""What the commands share: the token's option, errors as one line, text that a terminal can't be moved by."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from weightsync.errors import ConfigError, WeightSyncError
+
+TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
+
+Token = Annotated[
+    str | None,
+    typer.Option(envvar=TOKEN_VARIABLE, help="Bearer token, at least 16 characters; better by the variable."),
+]
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Typed errors as one line on standard error, and the exit code: 2 for what the user gave, else 1."""
+    try:
+        yield
+    except WeightSyncError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except ImportError as error:
+        print(f"this command needs torch: pip install 'weightsync[torch]' ({error})", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except OSError as error:  # a disk that is full, a file that is not there
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def plain(text: str) -> str:
+    """A text from elsewhere as one line without control characters: a name must not move a terminal's cursor."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)

@@ -1,0 +1,278 @@
+"""The delta's format: a slow reader in plain Python, written from docs/delta-format.md, and that page's fixed vectors."""
+
+from __future__ import annotations
+
+import re
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+import zstandard
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_codec_delta_cases import (
+    BASE,
+    DTYPE_OF,
+    RESULT,
+    Bytes,
+    applied,
+    blob_of,
+    changed_bytes,
+    fast_link,
+    rank,
+    slow_link,
+    training_step,
+)
+
+from weightsync.codec.delta import DeltaReader, ElementKind, Mode, Unit, plan_units
+
+PAGE = Path(__file__).parents[3] / "docs" / "delta-format.md"
+KIND_NAMES = ["float8", "float16", "float32", "float64", "int8", "int16", "int32", "int64"]
+CLASS_OF = {"float8": (3, 15), "float16": (7, 255), "float32": (23, 255), "float64": (55, 255)}
+
+
+class Bits:
+    """Bits from the lowest of the first byte on."""
+
+    def __init__(self, data: bytes) -> None:
+        self.value, self.size, self.at = int.from_bytes(data, "little"), 8 * len(data), 0
+
+    def take(self, number: int) -> int:
+        found = (self.value >> self.at) & ((1 << number) - 1)
+        self.at += number
+        return found
+
+    def is_at_end(self) -> bool:
+        return self.at <= self.size < self.at + 8
+
+
+class Varints:
+    """LEB128, one behind the other."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def take(self) -> int:
+        value, shift = 0, 0
+        while True:
+            byte = self.data[self.at]
+            self.at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+
+def unpacked(frame: bytes, size: int) -> bytes:
+    if not size:
+        return b""
+    assert zstandard.frame_content_size(frame) == size
+    return zstandard.ZstdDecompressor().decompress(frame)
+
+
+def stepped(bits: int, step: int, kind: ElementKind) -> int:
+    """The element `step` (zigzag) ranks away."""
+    size = 1 << (8 * kind.width_bytes)
+    wanted = (rank(bits, kind) + (-(step + 1) // 2 if step & 1 else step // 2)) % size
+    if not kind.is_float:
+        return wanted
+    return wanted ^ (size >> 1) if wanted & (size >> 1) else size - 1 - wanted
+
+
+def plane_steps(pieces: list[bytes], number: int, raw: list[int], gap_bits: int, step_bits: int) -> dict[int, int]:
+    """Position -> step, of the form 1."""
+    low, joint = Bits(pieces[0]), unpacked(pieces[1], number)
+    gaps, rest = Varints(unpacked(pieces[2], raw[0])), Varints(unpacked(pieces[3], raw[1]))
+    found, position = {}, -1
+    for pair in joint:
+        gap_low, step_low = low.take(gap_bits), low.take(step_bits)
+        gap_high = pair >> 3 if pair >> 3 < 31 else 31 + gaps.take()
+        step_high = pair & 7 if pair & 7 < 7 else 7 + rest.take()
+        position += 1 + (gap_high << gap_bits | gap_low)
+        found[position] = 1 + (step_high << step_bits | step_low)
+    assert low.is_at_end()
+    return found
+
+
+def exponent_steps(
+    pieces: list[bytes], number: int, raw: list[int], kind: ElementKind, old: list[int]
+) -> dict[int, int]:
+    """Position -> step, of the form 2."""
+    plain, words = Bits(pieces[0]), list(struct.unpack(f"<{len(pieces[1]) // 2}H", pieces[1]))
+    model = unpacked(pieces[2], raw[0])
+    shift, mask = CLASS_OF.get(kind.value, (0, 0))
+    num_models, model_of, at = model[0], model[1:257], 257
+    left: list[int] = []
+    tables: list[list[list[tuple[int, int, int]]]] = []  # model -> (gaps, steps) -> slot -> (symbol, offset, frequency)
+    for _ in range(num_models):
+        left.append(struct.unpack_from("<I", model, at)[0])
+        at += 4
+        pair: list[list[tuple[int, int, int]]] = [[], []]
+        for table in pair if left[-1] else ():
+            first, last = model[at], model[at + 1]
+            at += 2
+            for symbol in range(first, last + 1):
+                (share,) = struct.unpack_from("<H", model, at)
+                at += 2
+                table += [(symbol, offset, share) for offset in range(share)]
+            assert len(table) in (0, 4096)
+        tables.append(pair)
+    assert at == len(model)
+    state = words.pop(0) << 16 | words.pop(0)
+
+    def value_of(table: list[tuple[int, int, int]]) -> int:
+        nonlocal state
+        symbol, offset, share = table[state & 4095]
+        state = share * (state >> 12) + offset
+        if state < 1 << 16:
+            state = state << 16 | words.pop(0)
+        if symbol < 8:
+            return symbol
+        extra = (symbol - 8) // 4 + 1
+        return (4 + symbol % 4) << extra | plain.take(extra)
+
+    until = [value_of(tables[one][0]) if left[one] else -1 for one in range(num_models)]
+    found: dict[int, int] = {}
+    for position, bits in enumerate(old):
+        one = model_of[bits >> shift & mask]
+        if not left[one]:
+            continue
+        if until[one]:
+            until[one] -= 1
+            continue
+        found[position] = 1 + value_of(tables[one][1])
+        left[one] -= 1
+        if left[one]:
+            until[one] = value_of(tables[one][0])
+    assert (state, words, sum(left), len(found)) == (1 << 16, [], 0, number)
+    assert plain.is_at_end()
+    return found
+
+
+def slow_read(blob: bytes, old: bytes) -> tuple[bytes, bytes, bytes]:
+    """(base, result, new bytes), from the page alone."""
+    magic, version, flags, base, result, total, num_units, zero = struct.unpack_from("<8sII16s16sQII", blob)
+    assert (magic, version, flags, total, zero) == (b"wsdelta\n", 1, 1, len(blob), 0)
+    head = 64 + 56 * num_units
+    assert xxhash.xxh3_64_intdigest(blob[:head]) == struct.unpack_from("<Q", blob, head)[0]
+    at, new = head + 8, bytearray(old)
+    for index in range(num_units):
+        fields = struct.unpack_from("<QQBBBBI4I2IQ", blob, 64 + 56 * index)
+        start, nbytes, code, form, gap_bits, step_bits, number = fields[:7]
+        lengths, raw, checksum = fields[7:11], list(fields[11:13]), fields[13]
+        assert xxhash.xxh3_64_intdigest(blob[at : at + sum(lengths)]) == checksum
+        pieces = []
+        for length in lengths:
+            pieces.append(blob[at : at + length])
+            at += length
+        kind = ElementKind(KIND_NAMES[code])
+        width = kind.width_bytes
+        before = old[start : start + nbytes]
+        elements = [int.from_bytes(before[place : place + width], "little") for place in range(0, nbytes, width)]
+        if form == 3:
+            new[start : start + nbytes] = pieces[0]
+        elif form == 4:
+            content = unpacked(pieces[0], nbytes)
+            count = nbytes // width
+            new[start : start + nbytes] = bytes(
+                content[byte * count + place] for place in range(count) for byte in range(width)
+            )
+        elif form:
+            steps = (
+                plane_steps(pieces, number, raw, gap_bits, step_bits)
+                if form == 1
+                else exponent_steps(pieces, number, raw, kind, elements)
+            )
+            assert len(steps) == number
+            for position, step in steps.items():
+                value = stepped(elements[position], step, kind)
+                new[start + position * width : start + (position + 1) * width] = value.to_bytes(width, "little")
+        else:
+            assert (form, number, sum(lengths)) == (0, 0, 0)
+    assert at == len(blob)
+    return base, result, bytes(new)
+
+
+@pytest.mark.parametrize("mode", ["planes", "exponent"])
+@pytest.mark.parametrize("kind", list(ElementKind))
+@pytest.mark.parametrize(("share", "most_step"), [(0.0, 1), (0.01, 3), (0.2, 200), (1.0, 0)])
+def test_the_slow_reader_reads_what_is_written(kind: ElementKind, mode: Mode, share: float, most_step: int) -> None:
+    old, new = changed_bytes(kind, 3000, share, seed=11, most_step=most_step)
+    units = plan_units([(0, len(old), DTYPE_OF[kind])], unit_bytes=4096)
+    for costs in (slow_link(), fast_link()):
+        assert slow_read(blob_of(old, new, units, mode, costs), old.tobytes()) == (BASE, RESULT, new.tobytes())
+
+
+@pytest.mark.parametrize("mode", ["planes", "exponent"])
+def test_the_slow_reader_reads_a_training_step(mode: Mode) -> None:
+    old, new = training_step(50_000, seed=3)
+    units = plan_units([(0, len(old), "bfloat16")])
+    assert slow_read(blob_of(old, new, units, mode), old.tobytes()) == (BASE, RESULT, new.tobytes())
+
+
+# --- the page's vectors -----------------------------------------------------------------------------------------
+
+
+def vector_source() -> tuple[Bytes, Bytes, tuple[Unit, ...]]:
+    """The page's source: old, new and units."""
+    old = (7 * np.arange(300) % 251).astype(np.uint8)
+    new = old.copy()
+    halves = new[:192].view(np.uint16)
+    halves[5] += 1
+    halves[40] -= 9
+    halves[95] ^= 0x8000
+    new[288:] ^= 0xFF
+    return old, new, plan_units([(0, 192, "bfloat16"), (192, 96, "int32"), (288, 12, "uint8")])
+
+
+def page_blob(name: str) -> bytes:
+    """The hex block under a heading of the page."""
+    found = re.search(rf"### {name}\n.*?```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return bytes.fromhex(found.group(1))
+
+
+@pytest.mark.parametrize("mode", ["planes", "exponent"])
+def test_the_pages_vectors_are_read(mode: str) -> None:
+    old, new, units = vector_source()
+    reader = DeltaReader(page_blob(mode), units)
+    assert (reader.base, reader.result) == (BASE, RESULT)
+    assert [reader.form(index).name for index in range(3)] == [mode.upper(), "UNCHANGED", "FULL"]
+    assert np.array_equal(applied(reader, old), new)
+    assert slow_read(page_blob(mode), old.tobytes())[2] == new.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["planes", "exponent"])
+def test_the_pages_vectors_are_written(mode: Mode) -> None:
+    """All but zstd's own choices, which may differ from one of its versions to the next."""
+    old, new, units = vector_source()
+    made, wanted = DeltaReader(blob_of(old, new, units, mode), units), DeltaReader(page_blob(mode), units)
+    for index in range(len(units)):
+        entry, expected = made.entry(index), wanted.entry(index)
+        assert (entry.form, entry.num_changed, entry.raw_lengths) == (
+            expected.form,
+            expected.num_changed,
+            expected.raw_lengths,
+        )
+        assert (entry.gap_bits, entry.step_bits) == (expected.gap_bits, expected.step_bits)
+        assert contents(made, index) == contents(wanted, index)
+
+
+def contents(reader: DeltaReader, index: int) -> list[bytes]:
+    """A payload's four pieces, unpacked."""
+    body, found = bytes(reader.payload(index)), []
+    for length in reader.entry(index).lengths:
+        piece, body = body[:length], body[length:]
+        is_frame = piece[:4] == zstandard.FRAME_HEADER
+        found.append(zstandard.ZstdDecompressor().decompress(piece) if is_frame else piece)
+    return found
+
+
+def test_the_pages_rank_map_is_the_kernels() -> None:
+    rows = re.findall(r"^\| `(0x[0-9a-f]{4})` \|[^|]*\| `(0x[0-9a-f]{4})` \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    assert len(rows) >= 8
+    for bits, wanted in rows:
+        assert rank(int(bits, 16), ElementKind.FLOAT16) == int(wanted, 16)
