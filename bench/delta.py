@@ -62,7 +62,7 @@ _BASE = bytes(16)
 _CHUNK = 1 << 24
 _MOST_GAP = 1 << 16
 _SLOW_LINK = 1e6
-_LINKS = {"0.1 GB/s": 1e8, "1 GB/s": 1e9, "10 GB/s": 1e10}
+_LINKS = {"0.01 GB/s": 1e7, "0.1 GB/s": 1e8, "1 GB/s": 1e9, "10 GB/s": 1e10}
 _TILES = (
     "each tile of the model has the rows of every tensor (of a vector: its elements) in an order of its own, the same "
     "for old and new, so that no tile repeats the bytes of another; the last tile is cut off"

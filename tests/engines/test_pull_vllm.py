@@ -29,7 +29,7 @@ def publisher_main(conn: Any) -> None:
     """A trainer: publishes the model after so many real optimiser steps as the version that it is told."""
     torch.set_num_threads(1)
     model, steps = build_model(), 0
-    with WeightManager("m", dtype="bfloat16") as manager:
+    with WeightManager("m", dtype="bfloat16", delta_budget_bytes=1 << 30) as manager:
         manager.start()
         conn.send((manager.run_id, manager.endpoint))
         while (order := conn.recv()) is not None:
@@ -49,12 +49,12 @@ def publisher_main(conn: Any) -> None:
 class Pulls:
     """A trainer that publishes, and a service that brings the server to what was published."""
 
-    def __init__(self, start: Callable[..., Child], server: Server, transport: Transport) -> None:
+    def __init__(self, start: Callable[..., Child], server: Server, transport: Transport, mode: str) -> None:
         self._child = start(publisher_main, talk=True, name="publisher")
         self._run_id, self._endpoint = self._child.recv(60)
         self._version = 0
         engine = VllmEngine(VllmHttpApi(server.url), engine_id="vllm", pause_mode="keep")
-        config = RolloutConfig(senders=(self._endpoint,), transport=transport)
+        config = RolloutConfig(senders=(self._endpoint,), transport=transport, mode=mode)
         self.service = RolloutService({"m": engine}, config)
         self.service.start()
 
@@ -79,12 +79,12 @@ class Pulls:
 
 
 @pytest.fixture
-def pulls(vllm_server: Server) -> Iterator[Callable[[Transport], Pulls]]:
+def pulls(vllm_server: Server) -> Iterator[Callable[[Transport, str], Pulls]]:
     made: list[Pulls] = []
     with children() as start:
 
-        def make(transport: Transport) -> Pulls:
-            made.append(Pulls(start, vllm_server, transport))
+        def make(transport: Transport, mode: str) -> Pulls:
+            made.append(Pulls(start, vllm_server, transport, mode))
             return made[-1]
 
         yield make
@@ -92,26 +92,33 @@ def pulls(vllm_server: Server) -> Iterator[Callable[[Transport], Pulls]]:
             each.close()
 
 
-@pytest.mark.parametrize("transport", list(Transport))
+@pytest.mark.parametrize(
+    ("transport", "mode"), [(Transport.TCP, "full"), (Transport.SHM, "auto"), (Transport.TCP, "delta")]
+)
 def test_the_oracle_holds_after_each_pulled_version(
-    pulls: Callable[[Transport], Pulls], serves: Callable[[int], None], transport: Transport
+    pulls: Callable[[Transport, str], Pulls], serves: Callable[[int], None], transport: Transport, mode: str
 ) -> None:
-    """After each commit the server answers as a fresh engine of that checkpoint, and as no other."""
-    there = pulls(transport)
-    for steps in (1, 2, 0):
+    """After each commit the server answers as a fresh engine of that checkpoint, and as no other. Deltas go into the
+    staging, from which vLLM is loaded as ever.
+    """
+    there = pulls(transport, mode)
+    for number, steps in enumerate((1, 2, 0)):
         there.publish(steps)
-        assert there.sync().transport is transport
+        status = there.sync()
+        assert status.transport is transport
+        assert status.num_deltas == (number > 0 and mode == "delta")
+        assert status.num_patched == 0
         serves(steps)
 
 
 def test_a_generation_in_flight_spans_a_pulled_commit(
-    pulls: Callable[[Transport], Pulls],
+    pulls: Callable[[Transport, str], Pulls],
     vllm_server: Server,
     serves: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its first tokens are the old weights' and its last ones the new weights', and it is complete."""
-    there = pulls(Transport.SHM)
+    there = pulls(Transport.SHM, "auto")
     there.publish(1)
     there.sync()
     there.publish(2)

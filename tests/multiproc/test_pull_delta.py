@@ -13,7 +13,18 @@ import msgspec
 import pytest
 
 from tests.multiproc.pull_hook import Hook
-from tests.multiproc.pull_kit import MODEL, SLACK_S, SPARSE, Receiver, Trainer, content, run_of, shm_of, wait_until
+from tests.multiproc.pull_kit import (
+    MODEL,
+    SLACK_S,
+    SPARSE,
+    Receiver,
+    Service,
+    Trainer,
+    content,
+    run_of,
+    shm_of,
+    wait_until,
+)
 from weightsync.clients.agent import AgentClient
 from weightsync.testing.processes import Child, children
 from weightsync.types.publication import DeltaBase, RegisterRequest, TransferRequest
@@ -232,3 +243,30 @@ def test_what_is_asked_wrongly_is_refused(start: Start) -> None:
     same = DeltaBase(run_id=run, version=1, digest=proof.digest)
     assert client.request_transfer(msgspec.structs.replace(asked, base=same)).delta == ()
     client.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_engines_are_given_what_changed_alone(start: Start, transport: str) -> None:
+    """From the second version on; one that was made anew, and one that missed a version, are loaded in full."""
+    trainer = Trainer(start, next(_seeds), kib=KIB, guard_s=GUARD_S)
+    service = Service(
+        start, ["a", "b"], kib=KIB, senders=(trainer.endpoint,), transport=transport,
+        mode="auto" if transport == "tcp" else "delta",
+    )  # fmt: skip
+    patched = []
+    for version in range(6):
+        trainer.publish(version)
+        if version == 3:
+            service.ask("renew", "b")
+            wait_until(lambda: service.status().engines["b"] is None, "b serves nothing")
+        if version == 4:
+            service.ask("arm", "a", {"at": "commit", "do": "raise"})
+        said = service.notify(trainer.endpoint, trainer.seed, version)
+        patched.append((said.num_deltas, said.num_patched))
+        for engine in ("a", "b"):
+            assert service.serving(engine) == (f"{run_of(trainer.seed)}/{version}", True), version
+    assert patched[:3] == [(0, 0), (1, 2), (1, 2)]
+    assert patched[4:] == [(1, 1), (1, 2)], "a commit that failed was undone, and that engine loaded in full"
+    service.ask("close")
+    trainer.ask("close")
+    assert shm_of(trainer.pid, trainer.agent_pid, service.pid) == []

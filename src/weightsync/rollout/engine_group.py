@@ -91,7 +91,7 @@ class EngineGroup:
     @property
     def take_patches(self) -> bool:
         """Whether any engine could be given changed elements alone, as far as is known."""
-        return any(getattr(loader, "takes_patches", False) for loader in self._loaders)
+        return any(loader.takes_patches for loader in self._loaders)
 
     def served(self) -> dict[str, Version | None]:
         """What each serves, as far as is known."""

@@ -110,6 +110,9 @@ class EngineLoader:
         pause_timeout_s: how long it may take to finish running generations.
         chunk_bytes: how much it is given at a time; nothing is copied for it.
         recorder: where its phases go.
+
+    Attributes:
+        takes_patches: whether it can be given changed elements alone, as it said last.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class EngineLoader:
         self._strategy = CudaIpcTransferStrategy()
         self._group: str | None = None
         self._run_id: str | None = None
+        self.takes_patches = False
 
     def describe(self, *, timeout_s: float) -> EngineReply:
         """What the engine says of itself.
@@ -219,6 +223,7 @@ class EngineLoader:
     def _ready(self, steps: _Steps, version: Version) -> EngineReply:
         """What the engine says of itself; after this it is in our group."""
         reply = steps.call(EngineOp.DESCRIBE, DescribeRequest(), at_most_s=_DESCRIBE_S)
+        self.takes_patches = "patch" in reply.accepts
         if reply.group is None or reply.group != self._group or self._run_id != version.run_id:
             self._join(steps, reply, version.run_id)
         return reply
