@@ -115,7 +115,7 @@ def trained(recipe: Recipe | None = None) -> Trained:
     if path is not None and path.exists():
         return _load(path)
     if recipe == Recipe():
-        print("training the model whose deltas are measured: about a minute on two quiet cores", file=sys.stderr)
+        print("training the model whose deltas are measured: a minute or two on two cores", file=sys.stderr)
     made = train(recipe)
     if path is not None:
         _save(path, made)

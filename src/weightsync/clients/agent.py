@@ -104,11 +104,12 @@ class JsonClient:
         deadline = Deadline(timeout_s)
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         content = None if message is None else encode(message)
+        headers = {} if message is None else {"content-type": "application/json"}
         with (
             typed_errors(deadline, url=self.url, what=path, peer=self.url, runs=self._runs),
             cut_at(deadline) as trace,
             self._client.stream(
-                method, path, content=content, timeout=timeout, extensions={"trace": trace}
+                method, path, content=content, headers=headers, timeout=timeout, extensions={"trace": trace}
             ) as response,
         ):
             body = read_body(

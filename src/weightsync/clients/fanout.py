@@ -206,7 +206,8 @@ def _after_commit(replies: Mapping[str, EngineReply], errors: Mapping[str, Weigh
 
 
 def in_thread(function: Callable[[], _T], *, name: str) -> Future[_T]:
-    """Runs `function` in a daemon thread of its own: a call that hangs never keeps the process from ending."""
+    """Runs `function` in a daemon thread of its own: a call that hangs never keeps the process from ending. Where no
+    thread can be started the future has failed: whoever starts several waits for those that did start."""
     future: Future[_T] = Future()
 
     def run() -> None:
@@ -217,7 +218,10 @@ def in_thread(function: Callable[[], _T], *, name: str) -> Future[_T]:
         else:
             future.set_result(result)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        future.set_exception(error)
     return future
 
 

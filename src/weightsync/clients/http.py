@@ -6,7 +6,7 @@ import ssl
 
 import httpx
 
-from weightsync.clients.http_edge import checked_url, read_body, told_error, typed_errors
+from weightsync.clients.http_edge import checked_url, cut_at, read_body, told_error, typed_errors
 from weightsync.errors import EngineError, InvalidRequestError, WeightSyncError
 from weightsync.net.auth import bearer_headers
 from weightsync.net.messages import decode, encode
@@ -46,7 +46,7 @@ class HttpEngine:
             headers=bearer_headers(token),
             verify=ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=8),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),  # see cut_at
         )
 
     @property
@@ -60,12 +60,14 @@ class HttpEngine:
         deadline = Deadline(timeout_s)
         with (
             typed_errors(deadline, url=self.url, what=op, peer=self._engine_id, runs="the engine"),
+            cut_at(deadline) as trace,
             self._client.stream(
                 "POST",
                 f"{ENGINE_API}/{op}",
                 content=encode(request),
-                headers={TIMEOUT_HEADER: str(timeout_s)},
+                headers={TIMEOUT_HEADER: str(timeout_s), "content-type": "application/json"},
                 timeout=timeout,
+                extensions={"trace": trace},
             ) as response,
         ):
             body = read_body(response, deadline, what=f"{self.url}'s answer to {op}", peer=self._engine_id)

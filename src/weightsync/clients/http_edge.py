@@ -35,7 +35,10 @@ def checked_url(url: str, *, whose: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{whose} URL starts with http:// or https://, not {url!r}")
     try:
-        host = httpx.URL(url).host and urlsplit(url).hostname  # each lets something pass that the other does not
+        parts = urlsplit(url)
+        host = httpx.URL(url).host and parts.hostname  # each lets something pass that the other does not
+        (host or "").encode("idna")  # as the look-up of its address does
+        _ = parts.port
     except (httpx.InvalidURL, ValueError) as error:
         raise ConfigError(f"{whose} URL can't be read: {error}: {url[:200]!r}") from error
     if not host:
@@ -45,7 +48,7 @@ def checked_url(url: str, *, whose: str) -> str:
 
 @contextlib.contextmanager
 def typed_errors(deadline: Deadline, *, url: str, what: str, peer: str, runs: str) -> Iterator[None]:
-    """Translates httpx's errors in an exchange of requests and answers.
+    """Translates whatever goes wrong in an exchange of requests and answers.
 
     Args:
         deadline: when the whole exchange has to be over; an error after it is a missed deadline, whatever its type.
@@ -55,7 +58,7 @@ def typed_errors(deadline: Deadline, *, url: str, what: str, peer: str, runs: st
         runs: what should be running there, e.g. "the engine".
 
     Raises:
-        EngineUnreachableError: no connection, or it broke.
+        EngineUnreachableError: no connection, or it broke, or it could not be tried.
         DeadlineExceededError: no answer in time.
     """
     try:
@@ -69,6 +72,12 @@ def typed_errors(deadline: Deadline, *, url: str, what: str, peer: str, runs: st
             ) from error
         raise EngineUnreachableError(
             f"the connection to {url} broke during {what}: {type(error).__name__}: {error}", peer=peer
+        ) from error
+    except WeightSyncError:
+        raise
+    except Exception as error:  # a host that can't be looked up, a client that was closed, no thread, no memory, ...
+        raise EngineUnreachableError(
+            f"{url} could not be asked for {what}: {type(error).__name__}: {error}", peer=peer
         ) from error
 
 

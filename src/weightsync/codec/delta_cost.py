@@ -33,10 +33,10 @@ class Work(enum.StrEnum):
 
 
 _START_S: dict[Work, tuple[float, float, float]] = {
-    Work.SPARSE: (12e-9, 12e-9, 1e6),
-    Work.FULL: (0.25e-9, 0.25e-9, 64e6),
-    Work.PACKED: (3e-9, 1.5e-9, 64e6),
-    Work.EXPONENT: (1.5e-9, 1.5e-9, 64e6),
+    Work.SPARSE: (6e-9, 14e-9, 1e6),
+    Work.FULL: (0.15e-9, 0.15e-9, 64e6),
+    Work.PACKED: (2.6e-9, 1.3e-9, 64e6),
+    Work.EXPONENT: (0.7e-9, 1.2e-9, 64e6),
 }
 """Seconds a piece of encoding and of decoding, and how many pieces that start value counts for. Measured on one core
 of an AMD EPYC (Zen 4) at 2.6 GHz."""
@@ -44,7 +44,7 @@ of an AMD EPYC (Zen 4) at 2.6 GHz."""
 _START_LINK = (1e9, 256e6)
 _START_STEP_BITS = {1: 1.6, 2: 1.6, 4: 12.0, 8: 30.0}
 """Bits of a step on top of its gap's entropy, by an element's bytes."""
-_START_PACKED_RATIO = {1: 0.95, 2: 0.78, 4: 0.88, 8: 0.92}
+_START_PACKED_RATIO = {1: 0.95, 2: 0.69, 4: 0.84, 8: 0.88}
 _START_EXPONENT_RATIO = 0.72
 
 

@@ -101,6 +101,9 @@ def find_changes(old: Any, new: Any, steps: Any, positions: Any, bits: Any, flip
     at = int64(0)
     masks = np.empty(_BLOCKS, np.uint64)
     starts = np.empty(_BLOCKS, np.int64)
+    was = np.empty(64 * _BLOCKS, np.uint64)
+    now = np.empty(64 * _BLOCKS, np.uint64)
+    counted = int64(0)
     num_blocks = int64(len(old)) >> 6
     block = int64(0)
     while block < num_blocks:
@@ -120,9 +123,13 @@ def find_changes(old: Any, new: Any, steps: Any, positions: Any, bits: Any, flip
                 if count >= room:
                     return int64(TOO_MANY)
                 place = starts[which] + lane * width
-                steps[count] = step_between(load(old, place, steps), load(new, place, steps), bits, flips)
+                was[count - counted] = load(old, place, steps)
+                now[count - counted] = load(new, place, steps)
                 positions[count] = place >> shift
                 count += 1
+        for index in range(count - counted):  # vectors, unlike the loop above
+            steps[counted + index] = step_between(was[index], now[index], bits, flips)
+        counted = count
     first = at >> shift
     while at + width <= len(old):
         was = load(old, at, steps)

@@ -21,7 +21,8 @@ Words = npt.NDArray[Any]
 Positions = npt.NDArray[np.uint32]
 
 LEVEL = 1
-"""zstd's level. 3 took 2 to 4 times as long on planes and saved less than 0.5 %."""
+"""zstd's level. On simulated AdamW steps (bf16, 0.4 to 11 % changed) level 3 took 3 to 7 times as long and made
+deltas 2 to 5 % larger."""
 
 _SAMPLE = 2048
 _EIGHT = np.zeros(1, np.uint64)

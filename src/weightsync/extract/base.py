@@ -76,6 +76,7 @@ class WeightExtractor(abc.ABC):
         live = self._live()
         order = list(live) if self._group_of is None else order_by_group(list(live), self._group_of)
         self._specs = tuple(self._describe(name, live[name]) for name in order)
+        self._metadata: dict[str | None, tuple[TensorSpec, ...]] = {}
         self._sharded_locally = all(self._can_shard(tensor) for tensor in live.values())
         for glob in self._overrides:
             if not fnmatch.filter(order, glob):
@@ -93,9 +94,11 @@ class WeightExtractor(abc.ABC):
             ConfigError: `dtype` is not one that weights convert to.
         """
         wanted = None if dtype is None else _castable(dtype)
-        return tuple(
-            TensorSpec(name=spec.name, dtype=self._target(spec, wanted), shape=spec.shape) for spec in self._specs
-        )
+        if wanted not in self._metadata:
+            self._metadata[wanted] = tuple(
+                TensorSpec(name=spec.name, dtype=self._target(spec, wanted), shape=spec.shape) for spec in self._specs
+            )
+        return self._metadata[wanted]
 
     def chunk_plan(self, dtype: str | None = None) -> tuple[PlannedChunk, ...]:
         """How `extract_weights` will cut the stream. As cheap as `metadata`, and in the same order."""
@@ -264,8 +267,9 @@ class WeightExtractor(abc.ABC):
     def _checked_live(self) -> dict[str, torch.Tensor]:
         live = self._live()
         for spec in self._specs:
-            found = None if spec.name not in live else self._describe(spec.name, live[spec.name])
-            if found != spec:
+            tensor = live.get(spec.name)
+            if tensor is None or dtype_name(tensor.dtype) != spec.dtype or self._shape(tensor) != spec.shape:
+                found = None if tensor is None else self._describe(spec.name, tensor)
                 raise ExtractError(
                     f"the model has changed since this extractor was made: it had {spec.dtype} {spec.shape}, now "
                     f"{'nothing' if found is None else f'{found.dtype} {found.shape}'}; make a new extractor",

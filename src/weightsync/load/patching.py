@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,9 +30,8 @@ from weightsync.load.spans import overlaps_itself
 from weightsync.tensors import byte_array, spec_of
 from weightsync.types import Patch, TensorSpec
 
-_PIECE_ELEMENTS = 1 << 14
-"""What is written before it is read again: it lies in a core's own cache, and a thread's turn is short."""
-_TURN_PIECES = 8
+_PIECE_ELEMENTS = 1 << 16
+"""What a thread does at a time, of one tensor or of several small ones: under a millisecond."""
 _MAX_THREADS = 16
 _BITS: dict[int, tuple[torch.dtype, npt.DTypeLike]] = {
     1: (torch.uint8, np.uint8),
@@ -69,10 +68,8 @@ class LivePatch:
 
     def __init__(self) -> None:
         self._parts: dict[str, _Part] = {}
+        self._turns: list[list[tuple[str, _Piece]]] = []
         self._pool: ThreadPoolExecutor | None = None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._parts
 
     def add(self, live: torch.Tensor, update: Patch) -> None:
         """Copies an update and checks it. The live tensor is not touched.
@@ -105,6 +102,7 @@ class LivePatch:
             LoadError: a live tensor was moved, or can't be read.
         """
         self.check_memory()
+        self._turns = _turns(self._parts)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(min(_cores(), _MAX_THREADS), thread_name_prefix="weightsync-patch")
         self._run("gather")
@@ -145,23 +143,18 @@ class LivePatch:
     def close(self) -> None:
         """Lets go of everything. Idempotent."""
         self._parts = {}
+        self._turns = []
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False)
 
     def _run(self, step: str) -> None:
         """One step of every piece, on all cores. Returns when no thread touches live weights any more."""
-        pieces = [
-            functools.partial(_step_of_piece, name, step, piece)
-            for name, part in self._parts.items()
-            for piece in part.pieces
-        ]
-        turns = [pieces[start : start + _TURN_PIECES] for start in range(0, len(pieces), _TURN_PIECES)]
-        if len(turns) <= 1 or self._pool is None:
-            for turn in turns:
-                _take(turn)
+        if len(self._turns) <= 1 or self._pool is None:
+            for turn in self._turns:
+                _take(turn, step)
             return
-        calls = [self._pool.submit(_take, turn) for turn in turns]
+        calls = [self._pool.submit(_take, turn, step) for turn in self._turns]
         try:
             for call in calls:
                 call.result()
@@ -174,7 +167,13 @@ class LivePatch:
 
 
 class _Piece(abc.ABC):
-    """Some elements of one tensor. Each step returns how many are not as they should be."""
+    """Some elements of one tensor. Each step returns how many are not as they should be.
+
+    Attributes:
+        num_elements: how many.
+    """
+
+    num_elements: int
 
     @abc.abstractmethod
     def gather(self) -> int: ...
@@ -223,6 +222,7 @@ class _PlainPart(_Part):
 
 class _PlainPiece(_Piece):
     def __init__(self, live: Any, positions: Any, old: Any, new: Any) -> None:
+        self.num_elements = len(positions)
         self._live = live
         self._positions = positions
         self._old = old
@@ -232,12 +232,12 @@ class _PlainPiece(_Piece):
         return int(kernels().gather(self._live, self._positions, self._old))
 
     def apply(self) -> int:
-        different = kernels().exchange(self._live, self._positions, self._old, self._new)
-        return int(different + kernels().compare(self._live, self._positions, self._new))
+        before, after = kernels().exchange(self._live, self._positions, self._old, self._new)
+        return int(before + after)
 
     def undo(self) -> int:
-        kernels().exchange(self._live, self._positions, self._old, self._old)
-        return int(kernels().compare(self._live, self._positions, self._old))
+        _, after = kernels().exchange(self._live, self._positions, self._old, self._old)
+        return int(after)
 
 
 class _StridedPart(_Part):
@@ -260,6 +260,7 @@ class _StridedPiece(_Piece):
             rest = rest // size
         if words > 1:
             where = (where[:, None] * words + torch.arange(words)).reshape(-1)
+        self.num_elements = len(rest)
         self._live = live.detach().as_strided((reach,), (1,)).view(bits)
         self._where = where.to(live.device)
         self._old, self._new = change.old.view(bits), change.new.view(bits)
@@ -328,18 +329,27 @@ def _checked(positions: torch.Tensor, numel: int, name: str) -> npt.NDArray[np.u
     return where.astype(np.uint32, copy=False)
 
 
-def _step_of_piece(name: str, step: str, piece: _Piece) -> None:
-    different = getattr(piece, step)()
-    if different:
-        raise LoadError(
-            f"{different} elements are not what they should be at {step}: something else writes the live weights",
-            parameter=name,
-        )
+def _turns(parts: Mapping[str, _Part]) -> list[list[tuple[str, _Piece]]]:
+    """All pieces, small ones together."""
+    turns: list[list[tuple[str, _Piece]]] = []
+    room = 0
+    for name, part in parts.items():
+        for piece in part.pieces:
+            if piece.num_elements > room:
+                turns.append([])
+                room = _PIECE_ELEMENTS
+            turns[-1].append((name, piece))
+            room -= piece.num_elements
+    return turns
 
 
-def _take(turn: Iterable[Callable[[], None]]) -> None:
-    for piece in turn:
-        piece()
+def _take(turn: Iterable[tuple[str, _Piece]], step: str) -> None:
+    for name, piece in turn:
+        if different := getattr(piece, step)():
+            raise LoadError(
+                f"{different} elements are not what they should be at {step}: something else writes the live weights",
+                parameter=name,
+            )
 
 
 def _cores() -> int:

@@ -67,6 +67,10 @@ class Lock:
             os.close(self._fd)
             raise
 
+    def fileno(self) -> int:
+        """The descriptor that it is held by, to be written where the lock is a writer's."""
+        return self._fd
+
     def close(self) -> None:
         """Gives the lock back. Idempotent; in a forked child nothing is left to give."""
         if not self._closed:

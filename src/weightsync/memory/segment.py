@@ -18,13 +18,15 @@ import secrets
 import weakref
 from types import TracebackType
 
-from weightsync.errors import SharedMemoryError
+from weightsync.errors import SharedMemoryError, WeightSyncError
 from weightsync.memory.folder import PREFIX, folder, free_bytes, open_own, path_of
+from weightsync.memory.lease import Lock
 
 _OWNED = re.compile(PREFIX + r"[0-9]+-[0-9a-f]{16}")
 _ROOM = "raise the size of /dev/shm (a container's --shm-size) or lower chunk_bytes"
 
 _POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it and fault page by page
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 _live: weakref.WeakSet[Segment] = weakref.WeakSet()
 
@@ -147,7 +149,8 @@ def unlink_own() -> None:
 
 
 def reclaim_dead() -> tuple[str, ...]:
-    """Unlinks this user's segments whose owner is gone.
+    """Unlinks this user's segments whose owner is gone, and frees the memory of those that nobody has a lock on: a
+    process that maps one still, and reads zeros from then on, does not keep its pages from whoever comes next.
 
     Returns:
         Their names.
@@ -160,11 +163,33 @@ def reclaim_dead() -> tuple[str, ...]:
             fd = open_own(name, os.O_RDONLY)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
-                os.unlink(path_of(name))
-                dead.append(name)
+                lock = _unread(name)
+                try:
+                    os.unlink(path_of(name))
+                    dead.append(name)
+                    if lock is not None:
+                        _punch(lock, os.fstat(fd).st_size)
+                finally:
+                    if lock is not None:
+                        lock.close()
             finally:
                 os.close(fd)
     return tuple(dead)
+
+
+def _unread(name: str) -> Lock | None:
+    """The right to write it; None where somebody reads it, or the system has no such locks."""
+    try:
+        return Lock(name, None)
+    except (OSError, WeightSyncError):
+        return None
+
+
+def _punch(lock: Lock, size_bytes: int) -> None:
+    """Frees all pages of a locked file, though it is mapped elsewhere, and locked into memory there."""
+    with contextlib.suppress(AttributeError, OSError):
+        libc, whole = ctypes.CDLL(None), ctypes.c_long(size_bytes)
+        libc.fallocate(ctypes.c_int(lock.fileno()), ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE), ctypes.c_long(0), whole)
 
 
 def locked_file() -> tuple[str, int]:

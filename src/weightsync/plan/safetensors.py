@@ -8,6 +8,7 @@ Tensors lie one behind the other, as the format wants it; those with larger elem
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,7 +62,13 @@ class Layout:
         return (self.data_start - 8).to_bytes(8, "little") + text.ljust(self.data_start - 8)
 
     def _json(self, stamp: str) -> bytes:
-        entries: dict[str, object] = {_METADATA: {"format": "pt", _STAMP: stamp}}
+        metadata = json.dumps({_METADATA: {"format": "pt", _STAMP: stamp}}, separators=(",", ":")).encode()
+        return metadata[:-1] + self._entries
+
+    @functools.cached_property
+    def _entries(self) -> bytes:
+        """All that follows the metadata, which comes first. Made once: it is the same whatever the stamp."""
+        entries: dict[str, object] = {}
         for part in sorted(self.parts, key=lambda part: (part.offset, part.nbytes)):
             start = part.offset - self.data_start
             entries[entry_name(part)] = {
@@ -69,7 +76,8 @@ class Layout:
                 "shape": part.shape if part.box is None else part.box.shape,
                 "data_offsets": [start, start + part.nbytes],
             }
-        return json.dumps(entries, separators=(",", ":")).encode()
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        return b"," + text[1:] if entries else text[1:]
 
 
 def entry_name(part: TensorSpec) -> str:

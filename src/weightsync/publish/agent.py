@@ -10,6 +10,7 @@ import logging
 import secrets
 import ssl
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,12 +22,13 @@ from weightsync.clients.agent import MAX_PUBLICATION_BYTES
 from weightsync.errors import (
     InvalidRequestError,
     NotRegisteredError,
+    SharedMemoryError,
     StateError,
     TransferAbortedError,
     VersionError,
     WeightSyncError,
 )
-from weightsync.memory import host_nonce, reclaim_dead
+from weightsync.memory import Reader, host_nonce, is_read, reclaim_dead
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.observe import Recorder, now_s
@@ -56,6 +58,7 @@ _logger = logging.getLogger(__name__)
 
 _RECLAIM_EVERY_S = 2.0
 _MAX_RECEIVERS = 10_000
+_NUM_SEGMENTS = 3
 
 
 class _Served(Proved, frozen=True, kw_only=True):
@@ -84,6 +87,7 @@ class TransferAgent:
         self._lock = threading.Lock()
         self._receivers: dict[str, None] = {}
         self._current: _Served | None = None
+        self._segments: deque[str] = deque(maxlen=_NUM_SEGMENTS)  # of the newest publications
         self._deltas = Deltas(
             lambda: self.endpoint,
             budget_bytes=config.delta_budget_bytes,
@@ -173,6 +177,8 @@ class TransferAgent:
                 version=str(publication.manifest.version),
             )
         version, where = publication.manifest.version, publication.sources[source]
+        if where.segment not in self._segments:
+            self._segments.append(where.segment)
         self._current = _Served(
             publication=publication,
             source=source,
@@ -224,6 +230,7 @@ class TransferAgent:
                 model_id=self._config.model_id,
                 run_id=None if version is None else version.run_id,
                 version=None if version is None else version.number,
+                life=self._config.life,
             )
         )
 
@@ -308,6 +315,7 @@ class TransferAgent:
             receiver_id=asked.receiver_id,
             take_up_s=self._config.take_up_s,
             on_end=functools.partial(self._ended, transport),
+            lease_s=self._lease_s(transport, publication.sources[source].segment),
         )
         self._metrics.transfer(transport, "begun")
         try:
@@ -316,6 +324,18 @@ class TransferAgent:
             transfer.end(ok=False)
             raise
         return self._granted(served, transport, transfer.id)
+
+    def _lease_s(self, transport: Transport, segment: str) -> float | None:
+        """How long a starving receiver may hold a segment; None where another one is leased already: with both, and
+        the newest, the trainer would have none left to write.
+        """
+        if transport is not Transport.TCP or not self._config.lease_s:
+            return None
+        for other in tuple(self._segments):
+            with contextlib.suppress(SharedMemoryError, OSError):
+                if other != segment and is_read(other, Reader.MAPPED):
+                    return None
+        return self._config.lease_s
 
     def _granted(
         self,
@@ -335,6 +355,7 @@ class TransferAgent:
             "host": self._config.advertise or self._config.host,
             "port": self._blocks.port,
             "take_up_s": self._config.take_up_s,
+            "life": self._config.life,
             "base": base,
             "delta": delta,
         }

@@ -17,8 +17,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         certificate, key: PEM files; HTTP and block server speak TLS then.
         take_up_s: a transfer that nothing reads for so long is over.
         stall_s: a connection that takes nothing for so long is cut.
+        lease_s: a receiver that is slower than the trainer may hold a version for so long at most; 0: not at all.
         delta_budget_bytes: what deltas may take of shared memory; None: a quarter of the model's bytes on this host; 0:
             none are made.
+        life: of the publisher; see `AgentVersion`.
         full_sync_interval: each version whose number is a multiple of it goes out in full; 0: none has to.
     """
 
@@ -33,5 +35,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     key: str | None = None
     take_up_s: float = 10.0
     stall_s: float = 10.0
+    lease_s: float = 60.0
     delta_budget_bytes: int | None = None
     full_sync_interval: int = 0
+    life: str | None = None

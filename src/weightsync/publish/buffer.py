@@ -17,6 +17,8 @@ _POLL_S = 0.002
 _NUM_SEGMENTS = 2
 _NUM_WITH_LEASE = 3
 _RESET_AT = 0.75
+_LOOKS_UNTIL_SHRINK = 4
+"""Two seconds: a receiver that takes lease after lease would need the third segment again at once."""
 
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class PublicationBuffer:
 
     Memory is allocated when it is first needed, whole: a write never meets a full /dev/shm. The first two are made by
     `acquire` itself, since nothing can be published without them; the third, and whatever is given back, is a
-    background thread's work (`SpareSegment`).
+    background thread's work (`SpareSegment`), which also looks whether a lease has ended while nothing is published.
 
     Args:
         size_bytes: of each segment.
@@ -47,8 +49,10 @@ class PublicationBuffer:
         self._guard_s = guard_s
         self._segments: list[Segment] = []
         self._current: Segment | None = None
-        self._spare = SpareSegment(size_bytes, wanted=self._leased, let_go=let_go)
+        self._lock = threading.Lock()  # of the list of segments, between the trainer's thread and the spare's
+        self._spare = SpareSegment(size_bytes, wanted=self._leased, still_needed=self._tend, let_go=let_go)
         self._why_not = ""
+        self._num_idle_looks = 0
 
     @property
     def num_segments(self) -> int:
@@ -94,20 +98,30 @@ class PublicationBuffer:
 
     def written(self, turn: WriteTurn) -> None:
         """The segment holds the newest version now; from here on it may be read."""
-        self._current = turn.segment
-        turn.lock.close()
-        self._shrink()
+        with self._lock:
+            self._current = turn.segment
+            turn.lock.close()
+            self._shrink()
 
     def given_up(self, turn: WriteTurn) -> None:
         """Nothing was published from it."""
         turn.lock.close()
 
     def close(self) -> None:
-        """Unlinks everything, when a segment that is being made is ready; who maps one keeps its memory. Idempotent."""
+        """Unlinks everything, when a segment that is being made is ready; who has a lease keeps its memory, and who only
+        maps one does not. Idempotent.
+        """
         self._spare.close()
-        while self._segments:
-            self._segments.pop().close()
-        self._current = None
+        with self._lock:
+            segments, self._segments, self._current = self._segments, [], None
+        for segment in segments:
+            try:
+                lock = Lock(segment.name, None)
+            except (BlockingIOError, SharedMemoryError):
+                segment.close()
+            else:
+                with lock:
+                    self._spare.free(segment)
 
     def _said_of(self, failure: SharedMemoryError | None) -> str:
         """Why there was no segment."""
@@ -122,6 +136,10 @@ class PublicationBuffer:
         )
 
     def _free(self) -> WriteTurn | None:
+        with self._lock:
+            return self._unread()
+
+    def _unread(self) -> WriteTurn | None:
         for segment in list(self._segments):
             if segment is not self._current:
                 try:
@@ -159,7 +177,9 @@ class PublicationBuffer:
         if spare is None:
             self._spare.ask()
             return None
-        return self._grown(spare)
+        turn = self._grown(spare)
+        self._spare.tend()
+        return turn
 
     def _grown(self, segment: Segment) -> WriteTurn:
         try:
@@ -167,8 +187,20 @@ class PublicationBuffer:
         except BaseException:
             segment.close()
             raise
-        self._segments.append(segment)
+        with self._lock:
+            self._segments.append(segment)
         return turn
+
+    def _tend(self) -> bool:
+        """Gives back what no lease needs any more; whether something is left that a lease needs. From the spare's
+        thread.
+        """
+        with self._lock:
+            self._num_idle_looks = 0 if self._leased() else self._num_idle_looks + 1
+            if self._num_idle_looks >= _LOOKS_UNTIL_SHRINK:
+                self._num_idle_looks = 0
+                self._shrink()
+            return len(self._segments) > _NUM_SEGMENTS or self._spare.made
 
     def _shrink(self) -> None:
         """Gives the third segment back when there is no lease any more. Under one it would be needed again at once."""

@@ -13,12 +13,16 @@ from weightsync.types.deadline import check_wait_s
 _MAX_STAMP_BYTES = 500
 
 
-def check_settings(model_id: str, *, guard_s: float, timeout_s: float, agent_timeout_s: float) -> None:
+def check_settings(
+    model_id: str, *, guard_s: float, timeout_s: float, agent_timeout_s: float, lease_s: float
+) -> None:
     """Raises ConfigError where a name is empty, or where waits make no sense together."""
     if not model_id:
         raise ConfigError("a model_id is not empty")
     check_wait_s("timeout_s", timeout_s)
     check_wait_s("agent_timeout_s", agent_timeout_s)
+    if lease_s != 0:
+        check_wait_s("lease_s", lease_s)
     if not 0 <= guard_s < timeout_s:
         raise ConfigError(f"guard_s is 0 or more seconds, and less than timeout_s ({timeout_s:g}), not {guard_s}")
 

@@ -19,6 +19,7 @@ from weightsync.plan.boxes import whole_box
 from weightsync.plan.safetensors import read_header
 from weightsync.publish.manager import WeightManager
 from weightsync.publish.offload_report import OffloadReport
+from weightsync.publish.prover import is_passing
 from weightsync.tensors import byte_array, torch_dtype
 from weightsync.types import Box, TensorSpec
 
@@ -28,15 +29,19 @@ _MAX_HEADER_BYTES = 8 + 100_000_000
 
 _logger = logging.getLogger(__name__)
 
-Look = Mapping[str, tuple[int, int]]
-"""Size and time of each file, by name."""
+_LONGEST_PAUSE = 32
+"""In looks: so long what failed for want of something may wait to be tried again."""
+
+Look = Mapping[str, tuple[int, int, int]]
+"""Number, size and time of each file, by name."""
 
 
 class FolderPublisher:
     """Publishes what lies in a folder as versions 1, 2, 3 ... of a run of its own.
 
     The files that count are those that `model.safetensors.index.json` names, or every `*.safetensors`. A change counts
-    when two looks one after the other see the same sizes and times, so that half a copy is not taken for a checkpoint.
+    when two looks one after the other see the same files, sizes and times, so that half a copy is not taken for a
+    checkpoint.
 
     Args:
         folder: the checkpoint.
@@ -74,18 +79,30 @@ class FolderPublisher:
         return report
 
     def watch(self, stop: threading.Event, on_published: Callable[[OffloadReport], None]) -> None:
-        """Publishes each change until `stop` is set. What can't be read is logged, and tried again when it changes."""
+        """Publishes each change until `stop` is set. What is no checkpoint is logged, and tried again when it changes;
+        what only failed for now, for want of room or descriptors say, is tried again, with longer and longer pauses.
+        """
         before = self._published
         refused: Look | None = None
+        num_failed = num_to_wait = 0
         while not stop.wait(self._every_s):
             seen = self._look()
             settled, before = seen == before, seen
+            if not settled:
+                num_failed = num_to_wait = 0
             if not settled or seen in (self._published, refused):
+                continue
+            if num_to_wait:
+                num_to_wait -= 1
                 continue
             try:
                 on_published(self._publish(seen))
+                num_failed = 0
             except (WeightSyncError, OSError) as error:
-                refused = seen
+                if isinstance(error, ConfigError) and not is_passing(error):
+                    refused = seen
+                num_failed += 1
+                num_to_wait = min(_LONGEST_PAUSE, 2**num_failed // 2 - 1)
                 _logger.warning("%s was not published: %s", self._folder, error)
 
     def _look(self) -> Look:
@@ -192,5 +209,5 @@ class _CheckpointExtractor(NamedTensorsExtractor):
         return file.read(spec).to(dtype)
 
 
-def _facts(facts: os.stat_result) -> tuple[int, int]:
-    return facts.st_size, facts.st_mtime_ns
+def _facts(facts: os.stat_result) -> tuple[int, int, int]:
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns

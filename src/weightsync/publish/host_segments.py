@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from weightsync.errors import DeadlineExceededError, StateError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor
 from weightsync.memory import SharedSegment
@@ -10,7 +14,7 @@ from weightsync.plan.safetensors import Layout
 from weightsync.publish.buffer import WriteTurn
 from weightsync.publish.extraction import LockstepExtraction
 from weightsync.publish.ranks import TrainingRanks
-from weightsync.publish.segment_writer import SegmentWriter
+from weightsync.publish.segment_writer import Place, SegmentWriter
 from weightsync.types import Deadline, Version
 
 _MAX_MAPPED = 6  # a host has three segments at most; beyond that some have been replaced
@@ -51,6 +55,12 @@ class HostSegments:
         copied_bytes = 0
         for part in extractor.local_parts(dtype):
             copied_bytes += self._writer.write(part.spec.name, part.box, part.tensor)
+        self._writer.finish()
+        return copied_bytes
+
+    def write_places(self, places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> int:
+        """This rank's own parts again, at the places that they had before; bytes."""
+        copied_bytes = self._writer.write_places(places, tensors)
         self._writer.finish()
         return copied_bytes
 

@@ -16,6 +16,8 @@ import logging
 import uuid
 from typing import Any
 
+import msgspec
+import torch
 import xxhash
 
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, WeightSyncError, as_weightsync_error
@@ -32,6 +34,7 @@ from weightsync.publish.host_segments import HostSegments, write_header
 from weightsync.publish.offload_report import DeltaReport, OffloadReport
 from weightsync.publish.proof_news import ProofNews
 from weightsync.publish.ranks import TrainingRanks
+from weightsync.publish.standing import Named, StandingWeights, listed
 from weightsync.publish.weights import Weights, extractor_of
 from weightsync.types import Box, Deadline, PhaseRecord, TensorSpec, Version
 
@@ -56,6 +59,8 @@ class WeightManager:
         host: where the agent listens; beyond loopback only with a token.
         port: of the agent's HTTP; 0 lets the system choose.
         advertise: host name under which receivers reach the agent; `host` where not given.
+        lease_s: a receiver over TCP that is slower than two steps may hold a version for so long at most, at the cost of
+            a third segment; 0: not at all.
         agent_timeout_s: an agent that answers nothing for so long is killed and started again.
         token: bearer token.
         certificate, key: PEM files: agents speak TLS.
@@ -88,15 +93,18 @@ class WeightManager:
         certificate: str | None = None,
         key: str | None = None,
         host_group: str | None = None,
+        lease_s: float = 60.0,
         agent_timeout_s: float = 10.0,
         delta_budget_bytes: int | None = None,
         full_sync_interval: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
-        check_settings(model_id, guard_s=guard_s, timeout_s=timeout_s, agent_timeout_s=agent_timeout_s)
+        check_settings(
+            model_id, guard_s=guard_s, timeout_s=timeout_s, agent_timeout_s=agent_timeout_s, lease_s=lease_s
+        )
         config = AgentConfig(
             model_id=model_id, host=host, port=port, advertise=advertise, token=token, certificate=certificate, key=key,
-            delta_budget_bytes=delta_budget_bytes, full_sync_interval=full_sync_interval,
+            lease_s=lease_s, delta_budget_bytes=delta_budget_bytes, full_sync_interval=full_sync_interval,
         )  # fmt: skip
         check_reachable(config)
         check_deltas(config)
@@ -118,6 +126,7 @@ class WeightManager:
         self._plan_of: tuple[str, Boxes] = ("", ())
         self._specs: tuple[TensorSpec, ...] = ()
         self._gathers = False
+        self._standing = StandingWeights()
         self._buffer: PublicationBuffer | None = None
         self._segments = HostSegments()
         self._newest = -1
@@ -161,14 +170,17 @@ class WeightManager:
         ranks = self._ranks = TrainingRanks(timeout_s=self._timeout_s)
         check_names(self._given_run_id, self._model_id)
         host = self._host_group or host_nonce()
-        said = ranks.exchange({"host": host, "run_id": self._given_run_id, "model_id": self._model_id})
+        said = ranks.exchange(
+            {"host": host, "run_id": self._given_run_id, "model_id": self._model_id, "life": uuid.uuid4().hex}
+        )
         self._run_id = said[0]["run_id"] or f"run-{uuid.uuid4().hex[:12]}" if ranks.rank == 0 else ""
         self._hosts = [what["host"] for what in said]
         error: WeightSyncError | None = None
         endpoint = None
         if self._leads:
             try:
-                self._agent = AgentProcess(self._config, self._heard, answer_within_s=self._agent_timeout_s)
+                config = msgspec.structs.replace(self._config, life=said[0]["life"])
+                self._agent = AgentProcess(config, self._heard, answer_within_s=self._agent_timeout_s)
                 endpoint = self._agent.start()
             except Exception as caught:
                 error = as_weightsync_error(caught, StateError, "the agent did not start")
@@ -211,11 +223,18 @@ class WeightManager:
             segment: str | None = None
             key, waited_s = "", 0.0
             boxes: Boxes = ()
+            extractor: WeightExtractor | None = None
+            named, parts = None, None
             try:
                 check_call(version, after=self._newest, given=(rank, world_size), ranks=ranks)
-                extractor = extractor_of(weights)
-                key = self._key(extractor)
-                boxes = self._boxes(extractor)
+                named = listed(weights)
+                parts = None if named is None else self._standing.tensors(named)
+                if parts is None:
+                    extractor = self._extractor(weights, named)
+                    key = self._key(extractor)
+                    boxes = self._boxes(extractor)
+                else:  # all that they depend on is as it was
+                    key, boxes = self._plan_of
             except Exception as caught:
                 error = as_weightsync_error(caught, InvalidRequestError, "the weights can't be published")
             changed = (key, boxes) != self._plan_of
@@ -223,6 +242,8 @@ class WeightManager:
             if len({what["key"] for what in told}) > 1:
                 raise InvalidRequestError("training ranks differ in version, tensors or dtype", rank=ranks.rank)
             if any(what["changed"] for what in told):
+                parts = None
+                extractor = extractor or self._extractor(weights, named)
                 self._replan(extractor, key, boxes)
             with self.recorder.phase("wait for a segment"):
                 wait_begun_s = now_s()
@@ -241,7 +262,9 @@ class WeightManager:
                 self._newest = version
                 return self._skipped(version, begun_s, waited_s, next(what["why"] for what in said if what["why"]))
             with self.recorder.phase("offload", detail=str(version)):
-                copied_bytes = self._copy(extractor, segments, turn)
+                copied_bytes = self._copy(extractor or parts or [], segments, turn)
+            if extractor is not None and named is not None and not self._gathers:
+                self._standing.remember(named, self._specs, boxes)
             self._newest = version
             self._publish(version, segments, turn)
             turn = None
@@ -316,6 +339,11 @@ class WeightManager:
         assert self._ranks is not None
         return self._hosts.index(self._hosts[self._ranks.rank]) == self._ranks.rank
 
+    @staticmethod
+    def _extractor(weights: Weights, named: Named | None) -> WeightExtractor:
+        """The extractor of the weights, of which an iterator was read already."""
+        return extractor_of(weights if named is None or isinstance(weights, torch.nn.Module) else named)
+
     def _key(self, extractor: WeightExtractor) -> str:
         """What the layout depends on, in short."""
         said = repr((extractor.metadata(self._dtype), extractor.can_shard_locally()))
@@ -343,6 +371,7 @@ class WeightManager:
         plan = plan_hosts(specs, said)  # the same on every rank, and so is what it raises
         self._plan, self._plan_of, self._specs = plan, (key, boxes), specs
         self._gathers = not extractor.can_shard_locally()
+        self._standing.forget()
         self._segments.close()
         if self._buffer is not None:
             self._buffer.close()
@@ -353,8 +382,13 @@ class WeightManager:
                 max(1, layout.total_bytes), guard_s=self._guard_s, let_go=self._segments.let_go
             )
 
-    def _copy(self, extractor: WeightExtractor, segments: dict[str, str], turn: WriteTurn | None) -> int:
+    def _copy(
+        self, weights: WeightExtractor | list[torch.Tensor], segments: dict[str, str], turn: WriteTurn | None
+    ) -> int:
         """This rank's parts into its host's segment; bytes. Ends when every rank has copied.
+
+        Args:
+            weights: what extracts them, or the parts of the standing weights.
 
         Raises:
             WeightSyncError: on every rank, where one failed.
@@ -368,13 +402,15 @@ class WeightManager:
             if host in segments:
                 layout = self._plan.layouts[self._plan.hosts.index(host)]
                 self._segments.aim(segments[host], layout, turn, self._model_id)
-            if self._gathers:
+            if isinstance(weights, list):
+                copied_bytes = self._segments.write_places(self._standing.places, weights)
+            elif self._gathers:
                 deadline = Deadline(self._timeout_s)
                 copied_bytes = self._segments.write_gathered(
-                    extractor, dtype=self._dtype, ranks=self._ranks, deadline=deadline, recorder=self.recorder
+                    weights, dtype=self._dtype, ranks=self._ranks, deadline=deadline, recorder=self.recorder
                 )
             else:
-                copied_bytes = self._segments.write_shards(extractor, dtype=self._dtype)
+                copied_bytes = self._segments.write_shards(weights, dtype=self._dtype)
         except Exception as caught:
             error = as_weightsync_error(caught, StateError, "copying into shared memory failed")
         self._ranks.settle(error)

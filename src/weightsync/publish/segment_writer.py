@@ -19,6 +19,11 @@ from weightsync.transfer.ipc_copy import Copier
 from weightsync.types import Box, TensorSpec
 
 _MAX_QUEUED_BYTES = 256 << 20
+_SMALL_BYTES = 256 << 10
+"""Below, a copy costs less than what is done for it; those are handed to torch all at once."""
+
+Place = tuple[str, Box | None]
+"""A tensor's name, and which part of it; None: all of it."""
 
 _logger = logging.getLogger(__name__)
 
@@ -37,6 +42,8 @@ class SegmentWriter:
         self._copier = Copier()
         self._queued: list[tuple[torch.Tensor, int]] = []  # what needs no conversion, and its first byte
         self._queued_bytes = 0
+        self._places_of: Sequence[Place] = ()
+        self._targets: dict[int, list[torch.Tensor]] = {}  # of these places, by the segment's address
 
     def aim(self, memory: memoryview, parts: Sequence[TensorSpec]) -> None:
         """What is written next goes there.
@@ -51,6 +58,7 @@ class SegmentWriter:
         if parts is not self._parts:
             self._parts = parts
             self._places = {}
+            self._targets = {}
             for part in parts:
                 self._places.setdefault(part.name, []).append(part)
 
@@ -84,6 +92,38 @@ class SegmentWriter:
             target.copy_(tensor)
         return target.nbytes
 
+    @torch.no_grad()
+    def write_places(self, places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> int:
+        """`write` for many, at the same places again and again: what a place is in a segment is found out once.
+
+        Args:
+            places: the same object as before, where nothing has changed.
+            tensors: one a place, of its shape.
+
+        Raises:
+            InvalidRequestError: the layout has no place for one.
+        """
+        assert self._flat is not None
+        if places is not self._places_of:
+            self._places_of, self._targets = places, {}
+        start = self._flat.data_ptr()
+        targets = self._targets.get(start)
+        if targets is None:
+            targets = self._targets[start] = [self._target(name, box) for name, box in places]
+        small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        copied_bytes = small_bytes = 0
+        for place, target, tensor in zip(places, targets, tensors, strict=True):
+            nbytes = target.nbytes
+            if tensor.is_cuda or nbytes > _SMALL_BYTES:
+                copied_bytes += self.write(*place, tensor)
+                continue
+            small[0].append(target)
+            small[1].append(tensor)
+            small_bytes += nbytes
+        if small[0]:
+            torch._foreach_copy_(*small)
+        return copied_bytes + small_bytes
+
     def finish(self) -> None:
         """Returns when everything has been written."""
         self._flush()
@@ -93,6 +133,7 @@ class SegmentWriter:
     def forget(self) -> None:
         """Lets go of the segment: its mapping is about to be closed."""
         self._flat = None
+        self._targets = {}
         self._queued, self._queued_bytes = [], 0
         for address in list(self._pinned):
             self._unpin(address)
@@ -103,6 +144,7 @@ class SegmentWriter:
         with self._lock:
             if self._flat is not None and self._flat.data_ptr() == address:
                 self._flat = None
+        self._targets.pop(address, None)
         self._unpin(address)
 
     def close(self) -> None:

@@ -152,6 +152,7 @@ class EmbeddedEngine:
                 return self._stage(request, deadline)
             case PauseRequest():
                 self._pause(request)
+                return self._reply(drain=False)  # nobody waits for timings in a pause
             case CommitRequest():
                 self._commit(request, deadline)
             case ResumeRequest():

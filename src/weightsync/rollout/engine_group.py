@@ -6,10 +6,14 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Any
 
 from weightsync.clients.fanout import in_thread
 from weightsync.errors import (
     ConfigError,
+    DeadlineExceededError,
     DigestMismatchError,
     NoEnginesError,
     SyncFailedError,
@@ -21,6 +25,10 @@ from weightsync.rollout.staged_load import EngineLoader, LoadReport
 from weightsync.types import Deadline, EngineHandle, EngineReply, Version
 
 _ASK_S = 3.0
+_MARGIN_S = 1.0
+_LET_GO_S = 10.0
+"""An abort's own time, and some more."""
+_MAX_PROVED = 100
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +94,13 @@ class EngineGroup:
             raise ConfigError(f"engines of model {model_id!r} share a name: {', '.join(names)}")
         self._lock = threading.Lock()
         self._served: dict[str, Version | None] = dict.fromkeys(names)
+        self._silent: dict[str, str] = {}
         self._unprovable: dict[str, str] = {}
+        self._loads: dict[str, Future[LoadReport]] = {}
+        self._num_loads = dict.fromkeys(names, 0)
+        self._asking: dict[str, Future[EngineReply]] = {}
+        self._life: str | None = None
+        self._proved: dict[Version, str | None] = {}
 
     @property
     def take_patches(self) -> bool:
@@ -94,9 +108,9 @@ class EngineGroup:
         return any(loader.takes_patches for loader in self._loaders)
 
     def served(self) -> dict[str, Version | None]:
-        """What each serves, as far as is known."""
+        """What each serves; None where it serves nothing that was given to it, or does not say."""
         with self._lock:
-            return dict(self._served)
+            return {who: None if who in self._silent else version for who, version in self._served.items()}
 
     def unprovable(self) -> dict[str, str]:
         """Why some could not prove their live bytes, by engine."""
@@ -105,10 +119,7 @@ class EngineGroup:
 
     def serve(self, version: Version) -> bool:
         """Whether all serve that version or a newer one of its run."""
-        return all(
-            served is not None and served.run_id == version.run_id and not version.is_newer_than(served)
-            for served in self.served().values()
-        )
+        return all(_is_served(version, served) for served in self.served().values())
 
     def available(self) -> dict[str, bool]:
         """Whether each engine serves, as it says itself. Asks all at once."""
@@ -116,40 +127,51 @@ class EngineGroup:
         return {who: isinstance(said, EngineReply) and said.serving for who, said in answers.items()}
 
     def look(self) -> None:
-        """Asks engines what they serve: one that was started again by itself serves something else than we believe."""
-        for engine_id, said in self._ask(self._loaders).items():
-            now = said.version if isinstance(said, EngineReply) else None  # who paused it is not our business
-            with self._lock:
-                before, self._served[engine_id] = self._served[engine_id], now
-            if now != before:
-                _logger.warning("engine %s serves %s, not %s: it is brought back", engine_id, now, before)
-                self._tell_changed()
+        """Asks engines what they serve: one that was started again by itself serves something else than we believe.
+
+        One that does not answer is believed to serve nothing until it does, and is not loaded for that alone.
+        """
+        self._look(self._loaders)
 
     def all_dead(self, version: Version, failed: Mapping[str, str]) -> dict[str, str]:
-        """Why each engine that needs a version does not answer; empty where one does, or has not `failed` before."""
-        served = self.served()
-        needy = [loader for loader in self._loaders if served[loader.engine_id] != version]
-        if not all(loader.engine_id in failed for loader in needy):
+        """Why each engine that needs a version does not answer; empty where one does, or none has failed before.
+
+        Engines that failed, or were silent, are asked what they serve: some may need nothing at all.
+        """
+        suspects = {*failed, *self._silent, *self._loads}
+        needy = self._needy(version)
+        if not all(loader.engine_id in suspects for loader in needy):
             return {}
-        answers = self._ask(needy)
-        if any(isinstance(said, EngineReply) for said in answers.values()):
-            return {}
-        return {who: f"{type(said).__name__}: {said}" for who, said in answers.items()}
+        self._look(needy)
+        needy = self._needy(version)
+        with self._lock:
+            why = {who: "it has not let go of its last load" for who, load in self._loads.items() if not load.done()}
+            why |= self._silent
+        names = [loader.engine_id for loader in needy]
+        return {who: why[who] for who in names} if all(who in why for who in names) else {}
 
     def load(self, pulled: Pulled, deadline: Deadline) -> GroupReport:
-        """Loads every engine that does not serve the version yet, all at once. Returns when each has let go of it."""
-        served = self.served()
-        calls: list[tuple[str, Callable[[], LoadReport]]] = [
-            (loader.engine_id, _bound(loader, pulled, deadline))
-            for loader in self._loaders
-            if served[loader.engine_id] != pulled.version
-        ]
-        loads = [(who, in_thread(call, name=f"weightsync-load-{who}")) for who, call in calls]
+        """Loads every engine that does not serve the version yet, all at once.
+
+        Returns when each has let go of it, or `_LET_GO_S` after the deadline; see `holders` then.
+        """
+        self._remember(pulled)
         errors: dict[str, str] = {}
+        loads: dict[str, Future[LoadReport]] = {}
+        for loader in self._needy(pulled.version):
+            who = loader.engine_id
+            before = self._loads.get(who)
+            if before is not None and not before.done():
+                errors[who] = f"StateError: it has not let go of its last load, and is not given {pulled.version}"
+                continue
+            with self._lock:
+                self._num_loads[who] += 1
+                self._loads[who] = loads[who] = in_thread(_bound(loader, pulled, deadline), name=f"weightsync-load-{who}")
+        end = Deadline(deadline.remaining_s + _LET_GO_S)
         wrong, paused_s, num_chunks, num_patched = False, 0.0, 0, 0
-        for who, load in loads:
-            error = load.exception()  # each ends by its own deadline; the staging must not go before
-            now, reason = None, None
+        for who, load in loads.items():
+            wait_for([load], timeout=end.remaining_s)  # each ends by its own deadline, unless its handle has none
+            now, reason, error = None, None, _error_of(load, f"it has not let go within {end.timeout_s:g} s")
             if error is None:
                 report = load.result()
                 now, reason, num_chunks = report.version, report.unprovable, report.num_chunks
@@ -162,13 +184,17 @@ class EngineGroup:
                 errors[who] = f"{type(typed).__name__}: {typed}"
                 wrong = wrong or isinstance(typed, DigestMismatchError)
             with self._lock:
+                self._num_loads[who] += 1
                 self._served[who] = now
+                self._silent.pop(who, None)
                 self._unprovable.pop(who, None)
                 if reason:
                     self._unprovable[who] = reason
+                if load.done():
+                    del self._loads[who]
             self._tell_changed()
         return GroupReport(
-            engine_ids=tuple(who for who, _ in loads),
+            engine_ids=tuple(loads),
             errors=errors,
             bytes_are_wrong=wrong,
             paused_s=paused_s,
@@ -177,10 +203,80 @@ class EngineGroup:
             num_patched=num_patched,
         )
 
+    def holders(self) -> list[Future[LoadReport]]:
+        """Loads that did not end in time: until they do, what they were given must not change."""
+        with self._lock:
+            self._loads = {who: load for who, load in self._loads.items() if not load.done()}
+            return list(self._loads.values())
+
+    def _needy(self, version: Version) -> list[EngineLoader]:
+        """Who does not serve that version, or a newer one of its run."""
+        served = self.served()
+        return [loader for loader in self._loaders if not _is_served(version, served[loader.engine_id])]
+
+    def _remember(self, pulled: Pulled) -> None:
+        """What an engine says that it serves is believed of versions that it was given, by this trainer, alone."""
+        with self._lock:
+            run_id = pulled.version.run_id
+            if pulled.life != self._life:
+                self._life = pulled.life
+                self._proved = {version: digest for version, digest in self._proved.items() if version.run_id != run_id}
+                for who, served in self._served.items():
+                    if served is not None and served.run_id == run_id:  # of the life before
+                        self._served[who] = None
+            self._proved[pulled.version] = pulled.manifest.model_digest
+            while len(self._proved) > _MAX_PROVED:
+                del self._proved[next(iter(self._proved))]
+
+    def _look(self, loaders: Sequence[EngineLoader]) -> None:
+        with self._lock:
+            begun = dict(self._num_loads)
+        for engine_id, said in self._ask(loaders).items():
+            with self._lock:
+                if begun[engine_id] != self._num_loads[engine_id] or begun[engine_id] % 2:
+                    continue  # it is, or was, loaded meanwhile: that says more
+                before, was_silent = self._served[engine_id], self._silent.pop(engine_id, None)
+                if isinstance(said, EngineReply):  # who paused it is not our business
+                    now = self._served[engine_id] = self._known(said)
+                else:
+                    now = before
+                    self._silent[engine_id] = f"{type(said).__name__}: {said}"
+            if now != before:
+                _logger.warning("engine %s serves %s, not %s: it is brought back", engine_id, now, before)
+            elif not isinstance(said, EngineReply) and was_silent is None:
+                _logger.warning("engine %s does not say what it serves: %s", engine_id, said)
+            if now != before or isinstance(said, EngineReply) != (was_silent is None):
+                self._tell_changed()
+
+    def _known(self, said: EngineReply) -> Version | None:
+        if said.version is None or said.version not in self._proved:
+            return None
+        proved = self._proved[said.version]
+        return said.version if None in (proved, said.model_digest) or proved == said.model_digest else None
+
     def _ask(self, loaders: Sequence[EngineLoader]) -> dict[str, EngineReply | BaseException]:
         """What each engine says of itself, or why it says nothing."""
-        calls = {each.engine_id: in_thread(_asked(each), name=f"weightsync-ask-{each.engine_id}") for each in loaders}
-        return {who: error if (error := call.exception()) is not None else call.result() for who, call in calls.items()}
+        calls: dict[str, Future[EngineReply]] = {}
+        with self._lock:
+            for each in loaders:
+                who = each.engine_id
+                if who not in self._asking or self._asking[who].done():  # one that never answers is asked once
+                    self._asking[who] = in_thread(_asked(each), name=f"weightsync-ask-{who}")
+                calls[who] = self._asking[who]
+        wait_for(calls.values(), timeout=_ASK_S + _MARGIN_S)
+        said: dict[str, EngineReply | BaseException] = {}
+        for who, call in calls.items():
+            error = _error_of(call, f"no answer within {_ASK_S + _MARGIN_S:g} s")
+            said[who] = call.result() if error is None else error
+        return said
+
+
+def _error_of(call: Future[Any], late: str) -> BaseException | None:
+    return call.exception() if call.done() else DeadlineExceededError(late)
+
+
+def _is_served(version: Version, served: Version | None) -> bool:
+    return served is not None and served.run_id == version.run_id and not version.is_newer_than(served)
 
 
 def _asked(loader: EngineLoader) -> Callable[[], EngineReply]:

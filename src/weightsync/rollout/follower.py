@@ -9,28 +9,34 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait as wait_for
 
 import msgspec
 
 from weightsync.clients.agent import AgentClient
+from weightsync.clients.fanout import in_thread
 from weightsync.codec.delta_reader import coding
 from weightsync.errors import (
     DeadlineExceededError,
+    InvalidRequestError,
     SyncFailedError,
+    TransferAbortedError,
     as_weightsync_error,
 )
 from weightsync.observe import Metrics, Recorder, now_s
-from weightsync.rollout.engine_group import EngineGroup
+from weightsync.rollout.engine_group import EngineGroup, GroupReport
+from weightsync.rollout.pulled import Pulled
 from weightsync.rollout.puller import Puller
+from weightsync.rollout.sender import Ticket, Wish
 from weightsync.rollout.settings import RolloutConfig
 from weightsync.rollout.staging import Staging
-from weightsync.rollout.takeover import Wish
 from weightsync.rollout.version_path import VersionPath
 from weightsync.rollout.wishes import Wishes
 from weightsync.types import Deadline, EngineHandle, SyncReport, Version
-from weightsync.types.publication import ModelStatus
+from weightsync.types.publication import AgentVersion, ModelStatus
 
 _RETRY_S = 0.5
 _LONGEST_RETRY_S = 10.0
@@ -80,8 +86,8 @@ class Follower:
         self._listeners: set[Callable[[], None]] = set()
         self._senders: set[str] = set()
         self._wishes = Wishes(
-            model_id, self._changed, ask=self.newest_at, taken_over=self._taken_over, told=self._tell_listeners,
-            patience_s=config.patience_s, timeout_s=config.pull_timeout_s,
+            model_id, self._changed, ask=self._newest_at, served=self._engines.served, taken_over=self._taken_over,
+            told=self._heard, patience_s=config.patience_s, timeout_s=config.pull_timeout_s,
         )  # fmt: skip
         self._num_done = 0
         self._status = ModelStatus(since_s=now_s())
@@ -89,13 +95,16 @@ class Follower:
         self._paths = None if config.path_root is None else VersionPath(config.path_root, model_id)
         self._receiver_id = f"{config.service_id}-{uuid.uuid4().hex[:8]}/{model_id}"  # two of one name end each other's
         self._puller: Puller | None = None
+        self._moved_s = 0.0
+        self._looking = threading.Thread(target=self._keep_looking, name=f"weightsync-look-{model_id}", daemon=True)
         self._thread = threading.Thread(target=self._run, name=f"weightsync-follow-{model_id}", daemon=True)
         self._closed = False
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the threads."""
         if self._config.mode != "full":  # a second of compiled code that the first delta would wait for
             threading.Thread(target=coding, name="weightsync-warm-up", daemon=True).start()
+        self._looking.start()
         self._thread.start()
 
     def close(self) -> None:
@@ -120,44 +129,48 @@ class Follower:
         """That agent may be called for this model."""
         with self._changed:
             self._senders.add(endpoint)
+            self._wishes.know(endpoint)
 
     def may_call(self, endpoint: str) -> bool:
         """Whether that agent was registered for this model."""
         with self._changed:
             return endpoint.rstrip("/") in self._senders
 
-    def want(self, version: Version, endpoint: str) -> int:
-        """Notes a wish and returns; gives its number, for `settled`.
+    def want(self, version: Version, endpoint: str, *, waits: bool = True) -> Ticket:
+        """Notes a wish and returns; gives what `settled` asks for, if anybody waits.
 
         Raises:
-            StateError: this service is closing.
+            StateError: this service is closing, or has no thread left.
             TransferAbortedError: another run took over from that one.
         """
-        ticket = self._wishes.add(Wish(version=version, endpoint=endpoint))
+        ticket = self._wishes.add(Wish(version=version, endpoint=endpoint), waits=waits)
         self._tell_listeners()
         return ticket
 
-    def catch_up(self, version: Version, endpoint: str) -> None:
-        """A wish like any other, where there is none yet."""
-        with self._changed:
-            if self._wishes.wanted is None and not self._closed:
-                self.want(version, endpoint)
+    def catch_up(self, endpoint: str) -> None:
+        """Asks an agent what it has, by and by; where there is no wish yet, that is one.
 
-    def settled(self, version: Version, ticket: int) -> bool:
-        """Whether every engine serves that version or a newer one of its run.
+        Raises:
+            StateError: there is no thread left for it.
+        """
+        self._wishes.look_at(endpoint)
+
+    def settled(self, ticket: Ticket) -> bool:
+        """Whether every engine serves the version of that wish or a newer one of its run.
 
         Raises:
             StateError: this service is closing.
             SyncFailedError: the attempt at it has failed.
             TransferAbortedError: another run took over from that one.
-            VersionError: its sender never had that run.
+            VersionError: its sender never had that run, or publishes it anew.
         """
+        version = ticket.wish.version
         with self._changed:
             # while it says "loading", on_served was not told yet
-            if self._engines.serve(version) and self._status.state != "loading":
+            if ticket.checked and self._engines.serve(version) and self._status.state != "loading":
                 return True
-            self._wishes.check_taken_up(version)
-            if self._wishes.follows(version) and self._num_done >= ticket and self._status.errors:
+            self._wishes.check(ticket)
+            if self._wishes.follows(version) and self._num_done >= ticket.number and self._status.errors:
                 raise SyncFailedError(
                     "; ".join(f"{who}: {why}" for who, why in self._status.errors.items()),
                     causes={},
@@ -166,12 +179,12 @@ class Follower:
                 )
             return False
 
-    def wait(self, version: Version, ticket: int, deadline: Deadline) -> None:
+    def wait(self, ticket: Ticket, deadline: Deadline) -> None:
         """Until it is settled, or `late` is raised. See `settled` for what else is."""
         with self._changed:
-            while not self.settled(version, ticket):
+            while not self.settled(ticket):
                 if not self._changed.wait(deadline.remaining_s) and deadline.expired:
-                    raise late(version, deadline)
+                    raise late(ticket, deadline)
 
     @contextlib.contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
@@ -197,32 +210,37 @@ class Follower:
                 wanted=None if wanted is None else wanted.version.number,
                 engines={who: None if version is None else str(version) for who, version in served.items()},
                 unprovable=self._engines.unprovable(),
+                retrying=self._status.retrying or self._wishes.doubts,
             )
 
     def available(self) -> dict[str, bool]:
         """Whether each engine serves, as it says itself. Asks all at once."""
         return self._engines.available()
 
-    def newest_at(self, endpoint: str) -> Version | None:
-        """What an agent says is its newest version of this model; None before the first.
-
-        Raises:
-            WeightSyncError: it does not say.
-        """
+    def _newest_at(self, endpoint: str) -> AgentVersion:
         client = AgentClient(endpoint, token=self._config.sender_token, verify=self._config.sender_verify)
         try:
             found = client.get_version(timeout_s=_ASK_S)
         finally:
             client.close()
-        if found.model_id != self.model_id or found.run_id is None or found.version is None:
-            return None
-        return Version(run_id=found.run_id, number=found.version)
+        if found.model_id != self.model_id:
+            raise InvalidRequestError(f"{endpoint} serves model {found.model_id!r}, not {self.model_id!r}")
+        return found
 
     def _taken_over(self) -> None:
         """Under the lock: what failed, or is pulled, is of a run that nobody follows."""
         self._status = msgspec.structs.replace(self._status, errors={}, retrying=None)
         if self._puller is not None:
             self._puller.cancel()
+
+    def _heard(self) -> None:
+        """An agent has said something: a pull that does not get on may give way to one from elsewhere."""
+        with self._changed:
+            target, puller = self._wishes.target(), self._puller
+            stands_still = self._status.state == "pulling" and time.monotonic() - self._moved_s > self._config.patience_s
+            if stands_still and puller is not None and target is not None and target.endpoint != puller.endpoint:
+                puller.cancel()
+        self._tell_listeners()
 
     def _tell_listeners(self) -> None:
         with self._changed:
@@ -231,28 +249,40 @@ class Follower:
         for listener in listeners:
             listener()
 
-    # --- the thread ---
+    # --- the threads ---
+
+    def _keep_looking(self) -> None:
+        """Asks engines what they serve, whatever else is done or waited for."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closed, LOOK_EVERY_S):
+                    return
+                idle = self._wishes.wanted is None
+            if idle:
+                continue
+            try:
+                self._engines.look()
+            except Exception:  # a bug: this thread must outlive it
+                _logger.exception("model %s: engines could not be asked what they serve", self.model_id)
 
     def _run(self) -> None:
         retry_s = _RETRY_S
         while True:
-            with self._changed:
-                told = self._changed.wait_for(lambda: self._closed or self._has_work(), LOOK_EVERY_S)
-                if self._closed:
-                    return
-                wish, ticket = self._wishes.wanted, self._wishes.count
-            if wish is None:
-                continue
-            if not told:
-                self._engines.look()
-                continue
+            wish, ticket, errors = None, 0, {}
             try:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self._has_work(), LOOK_EVERY_S)
+                    if self._closed:
+                        return
+                    wish, ticket = self._wishes.target(), self._wishes.count
+                if wish is None:
+                    continue
                 errors = self._sync(wish)
             except Exception as error:  # a bug, or a caller's: this thread must outlive it
-                _logger.exception("model %s: %s was not brought to its engines", self.model_id, wish.version)
+                _logger.exception("model %s: %s was not brought to its engines", self.model_id, wish and wish.version)
                 errors = {"service": f"{type(error).__name__}: {error}"}
             with self._changed:
-                if not self._wishes.follows(wish.version):
+                if wish is not None and not self._wishes.follows(wish.version):
                     errors = {}  # nobody asks for that run any more
                 self._note(state="waiting" if errors else "idle", errors=errors, retrying=None, num_done=ticket)
             if errors:  # the failed ones are tried again, by and by, or at the next wish
@@ -263,43 +293,85 @@ class Follower:
                 retry_s = _RETRY_S
 
     def _has_work(self) -> bool:
-        wanted = self._wishes.wanted
-        return wanted is not None and not self._engines.serve(wanted.version)
+        return self._wishes.target() is not None
 
     def _sync(self, wish: Wish) -> dict[str, str]:
         """One attempt at a version or a newer one; what failed, by engine or "pull"."""
         dead = self._engines.all_dead(wish.version, self._status.errors)
-        if dead:
+        if dead or not self._has_work():
             return dead
         self._note(state="pulling")
+        self._moved_s = time.monotonic()
         began_s = now_s()
         try:
             with self._recorder.phase("sync", detail=str(wish.version)):
                 return self._pull_and_load(wish, began_s)
         except Exception as error:
             typed = as_weightsync_error(error, SyncFailedError, "the pull failed")
-            if self._wishes.follows(wish.version):
-                _logger.warning("model %s: %s could not be pulled: %s", self.model_id, wish.version, typed)
-                self._metrics.observe_failure(typed)
+            with self._changed:
+                now = self._wishes.target()
+                if isinstance(typed, TransferAbortedError) and (now is None or now.endpoint != wish.endpoint):
+                    return {}  # it gave way
+                if self._wishes.follows(wish.version):
+                    _logger.warning("model %s: %s could not be pulled: %s", self.model_id, wish.version, typed)
+                    self._metrics.observe_failure(typed)
+                    self._wishes.failed(wish.endpoint)
             return {"pull": f"{type(typed).__name__}: {typed}"}
 
     def _pull_and_load(self, wish: Wish, began_s: float) -> dict[str, str]:
-        with self._puller_at(wish.endpoint).pull(
+        def retrying(error: Exception) -> None:
+            self._note(retrying=f"{type(error).__name__}: {error}")
+            self._wishes.struggles(wish.endpoint)
+
+        def moved(_done: int, _total: int) -> None:
+            self._moved_s = time.monotonic()
+
+        pulled = self._puller_at(wish.endpoint).pull(
             deadline=Deadline(self._config.pull_timeout_s),
-            at_least=lambda: self._wishes.still(wish, self._engines.served().values()),
-            retrying=lambda error: self._note(retrying=f"{type(error).__name__}: {error}"),
-        ) as pulled:
+            at_least=lambda: self._wishes.still(wish),
+            progress=moved,
+            retrying=retrying,
+        )
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._let_go, pulled)
+            self._wishes.pulled(wish.endpoint, pulled.version, pulled.life)
             loading_s = now_s()
             self._note(
                 state="loading", retrying=None, num_pulled=self._status.num_pulled + 1, pull_s=loading_s - began_s,
                 transport=pulled.transport, num_deltas=pulled.num_deltas, received_bytes=pulled.received_bytes,
             )  # fmt: skip
-            with contextlib.nullcontext() if self._paths is None else self._paths.held(pulled):
-                loaded = self._engines.load(pulled, Deadline(self._config.load_timeout_s))
+            if self._paths is not None:
+                stack.enter_context(self._paths.held(pulled))
+            loaded = self._engines.load(pulled, Deadline(self._config.load_timeout_s))
         if loaded.errors:
             if loaded.bytes_are_wrong:
                 self._staging.forget()
             return loaded.errors
+        return self._served(pulled, loaded, began_s, loading_s)
+
+    def _let_go(self, pulled: Pulled) -> None:
+        """Gives a version's memory back; where an engine reads on, past its deadline, only when it has ended, and what
+        is pulled next goes elsewhere."""
+        holders = self._engines.holders()
+        if not holders:
+            pulled.release()
+            return
+        left, self._staging = self._staging, Staging()
+        with self._changed:
+            puller, self._puller = self._puller, None
+        if puller is not None:
+            puller.close()
+
+        def wait() -> None:
+            wait_for(holders)
+            pulled.release()
+            left.close()
+
+        _logger.warning("model %s: an engine still reads %s: its memory is kept until then", self.model_id, pulled.version)
+        in_thread(wait, name="weightsync-let-go")
+
+    def _served(self, pulled: Pulled, loaded: GroupReport, began_s: float, loading_s: float) -> dict[str, str]:
+        """Every engine has it."""
         version, done_s, size = pulled.version, now_s(), pulled.manifest.total_bytes
         self._metrics.observe_sync(
             SyncReport(
@@ -368,8 +440,9 @@ class Follower:
         self._tell_listeners()
 
 
-def late(version: Version, deadline: Deadline) -> DeadlineExceededError:
+def late(ticket: Ticket, deadline: Deadline) -> DeadlineExceededError:
     """What a wait that took too long raises."""
+    version = ticket.wish.version
     return DeadlineExceededError(
         f"{version} is not served within {deadline.timeout_s:g} s; it is still tried", version=str(version)
     )

@@ -62,6 +62,7 @@ class Pulled:
         num_attempts: how often it was begun anew at another version, plus one.
         num_deltas: how many deltas brought it, over all sources; 0: it came in full.
         received_bytes: that were sent for it, in this attempt.
+        life: of the trainer that published it; see `AgentVersion`.
         patch: what an engine that serves the version before it can take instead; gone with the staging.
     """
 
@@ -73,6 +74,7 @@ class Pulled:
     release: Callable[[], None]
     num_deltas: int = 0
     received_bytes: int = 0
+    life: str | None = None
     patch: PulledPatch | None = None
 
     @property

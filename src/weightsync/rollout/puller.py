@@ -278,6 +278,7 @@ class Puller:
         """The publisher's own segment is the staging; the lease holds it until the end."""
         parts = granted[0].grant.publication.parts
         manifest = proved_manifest(granted, None)
+        life = granted[0].grant.life
         self._agents.acknowledge(granted)
         lease = stack.pop_all()  # what is done at the end: the lease goes; the transfer is finished already
         return Pulled(
@@ -287,6 +288,7 @@ class Puller:
             transport=Transport.SHM,
             num_attempts=attempts,
             release=lease.close,
+            life=life,
         )
 
     def _copied(
@@ -327,7 +329,7 @@ class Puller:
         patch, segment = self._applied(deltas, blobs, target, held)
         proved = proved_manifest(granted, target.tensor_of)
         granted_digests = {index: each.grant.proof.digest for index, each in granted.items()}
-        granted_transport = granted[0].grant.transport
+        granted_transport, life = granted[0].grant.transport, granted[0].grant.life
         self._agents.acknowledge(granted)
         finished = stack.pop_all()
         finished.close()  # connections go; the transfers are finished already
@@ -343,6 +345,7 @@ class Puller:
             release=functools.partial(_release, self._staging, segment),
             num_deltas=sum(len(found) for found in blobs.values()),
             received_bytes=tally.received,
+            life=life,
             patch=patch,
         )
 

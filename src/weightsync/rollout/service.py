@@ -21,6 +21,7 @@ from weightsync.net.server import ServerThread, api_app
 from weightsync.observe import Metrics, Recorder
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.rollout.follower import Follower, late
+from weightsync.rollout.sender import Ticket
 from weightsync.rollout.settings import RolloutConfig
 from weightsync.types import Deadline, EngineHandle, Version
 from weightsync.types.publication import ModelStatus, NotifyRequest, RegisterSenderRequest, ServiceStatus
@@ -91,7 +92,7 @@ class RolloutService:
         for model in self._models.values():
             model.start()
             for sender in self._senders:
-                self._catch_up(model, sender)
+                model.catch_up(sender)
         threading.Thread(target=self._keep_house, name="weightsync-rollout-house", daemon=True).start()
         _logger.info("rollout service %s of %s listens at %s", self.config.service_id, ", ".join(self._models), url)
         return url
@@ -107,21 +108,23 @@ class RolloutService:
             SyncFailedError: with `wait_s`: what failed, per engine. They serve their old versions.
             DeadlineExceededError: with `wait_s`: it takes longer. It goes on.
         """
-        model, version, ticket = self._noted(request)
+        model, ticket = self._noted(request)
         if request.wait_s is not None:
-            model.wait(version, ticket, Deadline(request.wait_s))
+            model.wait(ticket, Deadline(request.wait_s))
         return model.status()
 
     def register_sender(self, model_id: str, endpoint: str) -> None:
-        """Makes an agent's endpoint known for a model, which, told of no version yet, takes the newest that is there.
+        """Makes an agent's endpoint known for a model, and asks it what it has. It is given `sender_token`: over HTTP
+        this needs a service token where there is one of those, see `RolloutConfig`.
 
         Raises:
             InvalidRequestError: no such model here.
             ConfigError: the endpoint is no URL.
+            StateError: there is no thread left to ask it; it is known.
         """
         model, sender = self._model(model_id), checked_url(endpoint, whose="a sender's")
         model.add_sender(sender)
-        self._catch_up(model, sender)
+        model.catch_up(sender)
 
     def status(self) -> ServiceStatus:
         """What every model's engines serve, and what failed last."""
@@ -144,7 +147,7 @@ class RolloutService:
             raise InvalidRequestError(f"there is no model {model_id!r} here; there are {', '.join(self._models)}")
         return model
 
-    def _noted(self, request: NotifyRequest) -> tuple[Follower, Version, int]:
+    def _noted(self, request: NotifyRequest) -> tuple[Follower, Ticket]:
         """Waits for nobody."""
         model = self._model(request.model_id)
         endpoint = checked_url(request.sender_endpoint, whose="a sender's")
@@ -154,21 +157,21 @@ class RolloutService:
                 "`senders`, or POST /register_sender"
             )
         version = Version(run_id=request.run_id, number=request.version)
-        return model, version, model.want(version, endpoint)
+        return model, model.want(version, endpoint, waits=request.wait_s is not None)
 
-    def _catch_up(self, model: Follower, sender: str) -> None:
-        """Asks an agent, in a thread, what it has: a service that was started again serves what engines began with."""
+    def _check_stranger(self, endpoint: str) -> None:
+        """Anybody on this host may call a service without a token; the agents' token is not for anybody.
 
-        def ask() -> None:
-            try:
-                newest = model.newest_at(sender)
-            except WeightSyncError as error:
-                _logger.info("%s says nothing of its newest version yet: %s", sender, error)
-                return
-            if newest is not None:
-                model.catch_up(newest, sender)
-
-        threading.Thread(target=ask, name="weightsync-catch-up", daemon=True).start()
+        Raises:
+            NotRegisteredError: that endpoint may not be registered over HTTP.
+        """
+        config = self.config
+        if config.sender_token is None or config.token is not None or endpoint.rstrip("/") in self._senders:
+            return
+        raise NotRegisteredError(
+            f"{endpoint[:200]} would be given the agents' token, and this service asks nobody for one: name it in "
+            "`senders`, or give the service a `token`"
+        )
 
     def _keep_house(self) -> None:
         while not self._closed.wait(_RECLAIM_EVERY_S):
@@ -176,14 +179,15 @@ class RolloutService:
                 reclaim_dead()
 
     async def _notify(self, request: Request) -> Response:
-        asked = decode(await request.body(), NotifyRequest, what="a notification")
-        model, version, ticket = self._noted(asked)
+        asked = decode(await _json_body(request), NotifyRequest, what="a notification")
+        model, ticket = self._noted(asked)
         if asked.wait_s is not None:
-            await _settled(model, version, ticket, Deadline(asked.wait_s))
+            await _settled(model, ticket, Deadline(asked.wait_s))
         return _json(model.status())
 
     async def _register_sender(self, request: Request) -> Response:
-        asked = decode(await request.body(), RegisterSenderRequest, what="a registration")
+        asked = decode(await _json_body(request), RegisterSenderRequest, what="a registration")
+        self._check_stranger(asked.sender_endpoint)
         self.register_sender(asked.model_id, asked.sender_endpoint)
         return _json({})
 
@@ -199,7 +203,7 @@ class RolloutService:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
 
-async def _settled(model: Follower, version: Version, ticket: int, deadline: Deadline) -> None:
+async def _settled(model: Follower, ticket: Ticket, deadline: Deadline) -> None:
     """`Follower.wait` without a thread: any number may wait."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
@@ -208,12 +212,25 @@ async def _settled(model: Follower, version: Version, ticket: int, deadline: Dea
             loop.call_soon_threadsafe(changed.set)
 
     with model.listening(tell):
-        while not model.settled(version, ticket):
+        while not model.settled(ticket):
             try:
                 await asyncio.wait_for(changed.wait(), deadline.remaining_s)
             except TimeoutError:
-                raise late(version, deadline) from None
+                raise late(ticket, deadline) from None
             changed.clear()
+
+
+async def _json_body(request: Request) -> bytes:
+    """The body, where it calls itself JSON: a web page that somebody on this host looks at can send anything else, to
+    any port of loopback, without asking.
+
+    Raises:
+        InvalidRequestError: it does not.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise InvalidRequestError(f"content-type is application/json, not {kind[:100]!r}")
+    return await request.body()
 
 
 def _json(message: object) -> Response:

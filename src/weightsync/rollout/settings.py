@@ -18,7 +18,8 @@ class RolloutConfig:
         service_id: name of this host's service, for operators of trainers.
         host, port, token, tls: of its own HTTP face; loopback unless a token is given.
         senders: endpoints of agents that may be called for every model; `/register_sender` adds others for one.
-        sender_token: the agents' bearer token.
+        sender_token: the agents' bearer token. A service that has one and no `token` of its own refuses
+            `/register_sender` of endpoints that are not in `senders`: it would give it to anybody.
         sender_verify: see `AgentClient`.
         pull_timeout_s: deadline of one pull.
         load_timeout_s: deadline of one engine's load, pause included.

@@ -130,7 +130,7 @@ class EngineLoader:
         self._pause_timeout_s = pause_timeout_s
         self._chunk_bytes = chunk_bytes
         self._recorder = recorder or Recorder(f"load/{engine.engine_id}")
-        self._strategy = CudaIpcTransferStrategy()
+        self._strategy = CudaIpcTransferStrategy(keep_mapped=False)  # a trainer may die, and its memory is needed
         self._group: str | None = None
         self._run_id: str | None = None
         self.takes_patches = False

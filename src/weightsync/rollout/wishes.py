@@ -1,16 +1,28 @@
-"""Wishes: what a service was told to serve, and what of that it believes. Of one run the newest counts."""
+"""Wishes: what a service was told to serve, and what of that it believes.
+
+Nobody's word alone counts for longer than `patience_s`. Another run, or another agent, is asked whether it has what it is
+said to have before anything is pulled from it; a version that does not come gives way to what there is; and what was
+announced once more under a name that is served already is compared with what its agent says.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from weightsync.errors import StateError, TransferAbortedError, VersionError
-from weightsync.rollout.takeover import Takeover, Wish
+from weightsync.rollout.asker import Asker
+from weightsync.rollout.sender import POLL_S, OtherRun, Sender, Ticket, Wish
 from weightsync.types import Deadline, Version
+from weightsync.types.publication import AgentVersion
 
-_MAX_RUNS = 1000
+_MAX_RUNS_OVER = 1000
+_MAX_RUNS_WAITING = 8
+"""Of one agent; another agent's runs never give way to them."""
+_MAX_LOOKED_AT = 8
+_LONGEST_RETRY_S = 1.0
+_LONGEST_POLL_S = 60.0
 
 _logger = logging.getLogger(__name__)
 
@@ -21,7 +33,8 @@ class Wishes:
     Args:
         model_id: which model.
         changed: the owner's lock.
-        ask: an agent's newest version by endpoint, None before its first; may raise WeightSyncError.
+        ask: what an agent says of itself, by endpoint; may raise anything.
+        served: what each engine serves.
         taken_over: called under the lock when another run took over.
         told: called without the lock after every change that did not come by `add`.
         patience_s: after so long a version that does not come gives way to what is there.
@@ -33,7 +46,8 @@ class Wishes:
         model_id: str,
         changed: threading.Condition,
         *,
-        ask: Callable[[str], Version | None],
+        ask: Callable[[str], AgentVersion],
+        served: Callable[[], Mapping[str, Version | None]],
         taken_over: Callable[[], None],
         told: Callable[[], None],
         patience_s: float,
@@ -41,131 +55,346 @@ class Wishes:
     ) -> None:
         self._model_id = model_id
         self._changed = changed
+        self._ask = ask
+        self._served = served
         self._taken_over = taken_over
         self._told = told
         self._patience_s = patience_s
-        self._takeover = Takeover(
-            ask, self._accept, self._refuse, timeout_s=timeout_s, name=f"weightsync-takeover-{model_id}"
-        )
-        self._wanted_since = Deadline(patience_s)
+        self._timeout_s = timeout_s
+        self._asker = Asker(self._turn, name=f"weightsync-ask-agent-{model_id}")
+        self._senders: dict[str, Sender] = {}
+        self._run_id: str | None = None
+        self._current: str | None = None
+        self._pulled = -1
+        self._life: str | None = None
         self._runs_over: dict[str, str] = {}
-        self._runs_refused: dict[str, str] = {}
         self._closed = False
-        self.wanted: Wish | None = None
         self.count = 0
 
-    def add(self, wish: Wish) -> int:
-        """Notes a wish; its number. One of another run is taken up when its agent has it.
+    # --- what it is told ---
+
+    def know(self, endpoint: str) -> None:
+        """That agent may be called."""
+        with self._changed:
+            self._senders.setdefault(endpoint, Sender())
+
+    def look_at(self, endpoint: str) -> None:
+        """That agent is asked what it has: where nothing was announced yet, that is the wish.
 
         Raises:
-            StateError: the service is closing.
-            TransferAbortedError: another run took over from that one.
+            StateError: no thread can be started for it.
         """
         with self._changed:
-            self.check(wish.version)
-            self.count += 1
-            if self.wanted is None or self.follows(wish.version):
-                self._set(wish)
-            else:
-                self._runs_refused.pop(wish.version.run_id, None)
-                self._takeover.offer(wish)
-            return self.count
+            self._senders.setdefault(endpoint, Sender()).look = True
+            self._asker.soon(endpoint)
 
-    def check(self, version: Version) -> None:
-        """Whether that run may still be served.
-
-        Raises:
-            StateError: the service is closing.
-            TransferAbortedError: another run took over from that one.
-        """
-        with self._changed:
-            run_id = version.run_id
-            if self._closed:
-                raise StateError("this service is closing", version=str(version))
-            if run_id in self._runs_over:
-                raise TransferAbortedError(
-                    f"run {run_id} was taken over by {self._runs_over[run_id]}", version=str(version)
-                )
-
-    def check_taken_up(self, version: Version) -> None:
-        """As `check`, for who waits for it.
-
-        Raises:
-            VersionError: its sender never had that run.
-        """
-        with self._changed:
-            self.check(version)
-            if (why := self._runs_refused.get(version.run_id)) is not None:
-                raise VersionError(f"run {version.run_id} was not taken up: {why}", version=str(version))
-
-    def follows(self, version: Version) -> bool:
-        """Whether that version's run is the one that is followed."""
-        with self._changed:
-            return self.wanted is not None and self.wanted.version.run_id == version.run_id
-
-    def still(self, wish: Wish, served: Iterable[Version | None]) -> Version:
-        """What a pull for a wish has to bring by now.
-
-        Once it was waited for too long, whatever is newer than what is served will do: nobody's word alone makes a host
-        wait for a version that never comes.
+    def add(self, wish: Wish, *, waits: bool = True) -> Ticket:
+        """Notes a wish.
 
         Args:
-            wish: that the pull began with.
-            served: what each engine serves.
+            wish: what is said to be there.
+            waits: whether somebody looks at the ticket later.
 
         Raises:
-            TransferAbortedError: another run or another sender took its place, or the service is closing.
+            StateError: the service is closing, or no thread can be started.
+            TransferAbortedError: another run took over from that one.
         """
         with self._changed:
-            wanted = self.wanted
-            if self._closed or wanted is None or wanted.endpoint != wish.endpoint or not self.follows(wish.version):
-                raise TransferAbortedError("another sender was named meanwhile, or the service is closing")
-            if not self._wanted_since.expired:
-                return wanted.version
-            run_id = wanted.version.run_id
-            numbers = [each.number if each is not None and each.run_id == run_id else -1 for each in served]
-            everywhere = min(numbers) == max(numbers)
-            return Version(run_id=run_id, number=min(max(numbers) + everywhere, wanted.version.number))
+            self._check_run(wish.version)
+            self.count += 1
+            ticket = Ticket(number=self.count, wish=wish, until=Deadline(self._timeout_s))
+            number, run_id = wish.version.number, wish.version.run_id
+            sender = self._senders.setdefault(wish.endpoint, Sender())
+            if self._run_id is None:
+                self._run_id, self._current = run_id, wish.endpoint
+            if run_id == self._run_id and number <= self._pulled:
+                ticket.checked = False
+                if waits or not sender.unchecked:
+                    sender.unchecked.append(ticket)
+                self._ask_now(wish.endpoint)
+            elif run_id == self._run_id and (sender.verified or wish.endpoint == self._current):
+                self._announce(wish.endpoint, number)
+            else:
+                self._wait_for_run(sender, ticket, waits=waits)
+                self._ask_now(wish.endpoint)
+            return ticket
+
+    def pulled(self, endpoint: str, version: Version, life: str | None) -> None:
+        """A version has come from an agent, proved."""
+        with self._changed:
+            if version.run_id != self._run_id:
+                return
+            self._pulled, self._life = version.number, life
+            sender = self._senders.setdefault(endpoint, Sender())
+            sender.verified, sender.broken, sender.has = True, False, version.number
+            if sender.doubted is not None and sender.doubted <= version.number:
+                sender.doubted = None
+            for each in self._senders.values():
+                each.numbers = {number: until for number, until in each.numbers.items() if number > version.number}
+
+    def struggles(self, endpoint: str) -> None:
+        """A pull from an agent does not get on: once patience ends, it is asked what it has."""
+        with self._changed:
+            sender = self._senders.setdefault(endpoint, Sender())
+            if not sender.look:
+                sender.look = True
+                self._soon(endpoint, self._patience_s)
+
+    def failed(self, endpoint: str) -> None:
+        """A pull from an agent has failed: others that have something come first, until one from it succeeds."""
+        with self._changed:
+            self._senders[endpoint].broken = True
+            self._look_at_others(endpoint)
 
     def close(self) -> None:
         """No wish is taken any more."""
         with self._changed:
             self._closed = True
-        self._takeover.close()
+        self._asker.close()
 
-    def _set(self, wish: Wish) -> None:
-        before = self.wanted
-        if before is not None and before.version.run_id == wish.version.run_id:
-            if before.version.is_newer_than(wish.version):
-                return  # told late
-            if before.version == wish.version:
-                self.wanted = wish
-                return
-        self.wanted, self._wanted_since = wish, Deadline(self._patience_s)
+    # --- what it says ---
 
-    def _accept(self, wish: Wish) -> None:
-        """Its agent has the run: whoever was followed before is not any more."""
+    def check(self, ticket: Ticket) -> None:
+        """Whether a wish may still come true.
+
+        Raises:
+            StateError: the service is closing.
+            TransferAbortedError: another run took over from that one.
+            VersionError: its sender never had that run, or publishes it anew.
+        """
         with self._changed:
-            before = self.wanted
-            if self._closed or wish.version.run_id in self._runs_over:
-                return
-            self.count += 1
-            self._set(wish)
-            if before is not None and before.version.run_id != wish.version.run_id:
-                self._runs_over[before.version.run_id] = wish.version.run_id
-                _forget_oldest(self._runs_over)
-                _logger.info("model %s: run %s takes over from %s", self._model_id, wish.version.run_id, before.version)
-                self._taken_over()
-        self._told()
+            self._check_run(ticket.wish.version)
+            if ticket.refused is not None:
+                raise VersionError(ticket.refused, version=str(ticket.wish.version))
 
-    def _refuse(self, wish: Wish, why: str) -> None:
-        _logger.warning("model %s: %s was not taken up: %s", self._model_id, wish.version, why)
+    def follows(self, version: Version) -> bool:
+        """Whether that version's run is the one that is followed."""
         with self._changed:
-            self._runs_refused[wish.version.run_id] = why
-            _forget_oldest(self._runs_refused)
+            return self._run_id == version.run_id
+
+    @property
+    def wanted(self) -> Wish | None:
+        """The newest version that was announced, whether it is there or not, and who is pulled from."""
+        with self._changed:
+            if self._run_id is None or self._current is None:
+                return None
+            numbers = [self._pulled]
+            for sender in self._senders.values():
+                numbers += [*sender.numbers, *([] if sender.doubted is None else [sender.doubted])]
+            return Wish(version=Version(run_id=self._run_id, number=max(0, *numbers)), endpoint=self._current)
+
+    @property
+    def doubts(self) -> str | None:
+        """What was announced and is not there; None where all is."""
+        with self._changed:
+            for endpoint, sender in self._senders.items():
+                if sender.doubted is not None:
+                    return f"{self._run_id}/{sender.doubted} was announced, and {endpoint} has it not: {sender.why}"
+            return None
+
+    def target(self) -> Wish | None:
+        """The lowest version that a pull has to bring by now, and from whom; None where nothing is to be pulled."""
+        with self._changed:
+            if self._run_id is None:
+                return None
+            low = self._low()
+            found = [
+                (not sender.verified, sender.broken, least, endpoint != self._current, endpoint)
+                for endpoint, sender in self._senders.items()
+                if (sender.verified or endpoint == self._current)
+                and (least := sender.least(low, self._pulled)) is not None
+            ]
+            if not found:
+                return None
+            _, _, least, _, self._current = min(found)
+            return Wish(version=Version(run_id=self._run_id, number=least), endpoint=self._current)
+
+    def still(self, wish: Wish) -> Version:
+        """What a pull for a wish has to bring by now.
+
+        Raises:
+            TransferAbortedError: another run or another sender took its place, or it gave way; or the service closes.
+        """
+        with self._changed:
+            now = self.target()
+            if self._closed or now is None or now.endpoint != wish.endpoint or not self.follows(wish.version):
+                raise TransferAbortedError("what was announced gave way to something else, or the service is closing")
+            return now.version
+
+    # --- what is asked ---
+
+    def _turn(self, endpoint: str) -> float | None:
+        with self._changed:
+            sender, began = self._senders[endpoint], self.count
+            pause_s = self._pause_s(sender)
+            if pause_s is None or pause_s > 0:
+                return pause_s
+            sender.look = False
+        said: AgentVersion | None
+        newest: Version | None = None
+        try:
+            said = self._ask(endpoint)
+            if said.run_id is not None and said.version is not None:
+                newest = Version(run_id=said.run_id, number=said.version)
+            why = f"it has {newest or 'nothing yet'}"
+        except Exception as error:  # whatever it is: this thread asks for others who wait, too
+            said, why = None, f"{type(error).__name__}: {error}"
+        with self._changed:
+            if self._closed:
+                return None
+            sender.why = why
+            self._heard(endpoint, sender, said, newest, began)
+            pause_s = self._pause_s(sender)
+            if pause_s == 0:
+                pause_s, sender.retry_s = sender.retry_s, min(2 * sender.retry_s, _LONGEST_RETRY_S)
         self._told()
+        return pause_s
+
+    def _pause_s(self, sender: Sender) -> float | None:
+        """When it is to be asked; 0: now."""
+        if sender.look or sender.runs or sender.unchecked:
+            return 0.0
+        low = self._low()
+        waits = [until.remaining_s for number, until in sender.numbers.items() if until is not None and number > low]
+        if sender.doubted is not None:
+            waits.append(sender.poll.remaining_s)
+        return min(waits, default=None)
+
+    def _heard(
+        self, endpoint: str, sender: Sender, said: AgentVersion | None, newest: Version | None, began: int
+    ) -> None:
+        """What an agent said, None where it did not, and its newest version, None before its first."""
+        if newest is not None:
+            if self._run_id is None and newest.run_id not in self._runs_over:
+                self._run_id, self._current = newest.run_id, endpoint
+                self.count += 1
+                _logger.info("model %s: %s has %s", self._model_id, endpoint, newest)
+                sender.announce(newest.number, None)
+            if newest.run_id in sender.runs:
+                self._accept(endpoint, sender, newest)
+            if newest.run_id == self._run_id:
+                sender.verified, sender.has = True, newest.number
+                if newest.number > self._low():
+                    sender.announce(newest.number, None)
+        for run_id, other in tuple(sender.runs.items()):
+            if run_id in self._runs_over or other.until.expired:
+                del sender.runs[run_id]
+                self._refuse(other, f"{endpoint} did not have it within {other.until.timeout_s:g} s: {sender.why}")
+        self._check_served(sender, said, began)
+        self._check_promises(endpoint, sender, answers=said is not None)
+
+    def _accept(self, endpoint: str, sender: Sender, newest: Version) -> None:
+        """It has a run that it was said to have: whoever was followed before is not any more."""
+        other, before = sender.runs.pop(newest.run_id), self._run_id
+        if newest.run_id in self._runs_over:
+            return
+        self.count += 1
+        if before != newest.run_id:
+            if before is not None:
+                self._runs_over[before] = newest.run_id
+                while len(self._runs_over) > _MAX_RUNS_OVER:
+                    del self._runs_over[next(iter(self._runs_over))]
+            for each in self._senders.values():
+                each.begin_anew()
+            self._run_id, self._current, self._pulled, self._life = newest.run_id, endpoint, -1, None
+            _logger.info("model %s: run %s takes over from %s", self._model_id, newest.run_id, before)
+            self._taken_over()
+        sender.verified = True
+        self._announce(endpoint, other.wish.version.number)
+
+    def _check_served(self, sender: Sender, said: AgentVersion | None, began: int) -> None:
+        """Versions that seem to be served: they may be those of an earlier life of the same run."""
+        for ticket in tuple(sender.unchecked):
+            if said is not None and ticket.number <= began:
+                others = said.life not in (None, self._life) and self._life is not None
+                if others and said.run_id in (None, ticket.wish.version.run_id):
+                    ticket.refused = (
+                        f"run {ticket.wish.version.run_id} is published anew, by a trainer that was started again: what "
+                        f"is served under {ticket.wish.version} or above is of the one before. Give each life of a "
+                        f"trainer a run_id of its own, or publish above {self._pulled}"
+                    )
+                    _logger.warning("model %s: %s", self._model_id, ticket.refused)
+                else:
+                    ticket.checked = True
+            elif ticket.until.expired:
+                ticket.refused = f"{ticket.wish.endpoint} does not say whether what is served is its own: {sender.why}"
+            if ticket.checked or ticket.refused is not None:
+                sender.unchecked.remove(ticket)
+
+    def _check_promises(self, endpoint: str, sender: Sender, *, answers: bool) -> None:
+        """Patience with some versions has ended: those that it has not give way; who is silent gives way to others."""
+        late = [number for number, until in sender.numbers.items() if until is not None and until.expired]
+        has = -1 if sender.has is None else sender.has
+        for number in late:
+            if number <= has:
+                sender.numbers[number] = None
+            elif answers:
+                del sender.numbers[number]
+                sender.doubted = max(number, sender.doubted or 0)
+                sender.poll = Deadline(POLL_S)
+            else:
+                sender.numbers[number] = Deadline(self._patience_s)
+        if any(number > has for number in late) or (not answers and self._low() < self._pulled):
+            sender.broken = True
+            self._look_at_others(endpoint)
+        if sender.doubted is not None and has >= sender.doubted:
+            sender.doubted = None
+        if sender.doubted is not None and sender.poll.expired:
+            sender.poll = Deadline(min(2 * sender.poll.timeout_s, _LONGEST_POLL_S))
+
+    def _look_at_others(self, endpoint: str) -> None:
+        others = [(not each.verified, each.looked, name) for name, each in self._senders.items() if name != endpoint]
+        for _, _, name in sorted(others)[:_MAX_LOOKED_AT]:
+            sender = self._senders[name]
+            if not sender.look:
+                sender.look, sender.looked = True, sender.looked + 1
+                self._soon(name)
+
+    # --- helpers, under the lock ---
+
+    def _check_run(self, version: Version) -> None:
+        if self._closed:
+            raise StateError("this service is closing", version=str(version))
+        if (by := self._runs_over.get(version.run_id)) is not None:
+            raise TransferAbortedError(f"run {version.run_id} was taken over by {by}", version=str(version))
+
+    def _low(self) -> int:
+        """What every engine serves of the followed run, or more."""
+        return min(_numbers(self._served().values(), self._run_id), default=-1)
+
+    def _announce(self, endpoint: str, number: int) -> None:
+        sender = self._senders[endpoint]
+        sender.announce(number, Deadline(self._patience_s))
+        self._soon(endpoint, self._patience_s)
+
+    def _soon(self, endpoint: str, in_s: float = 0.0) -> None:
+        """As `Asker.soon`, where nobody is there to be told that it can't be done now."""
+        try:
+            self._asker.soon(endpoint, in_s)
+        except StateError as error:
+            _logger.warning("model %s: %s", self._model_id, error)
+
+    def _ask_now(self, endpoint: str) -> None:
+        self._senders[endpoint].hurry()
+        self._asker.soon(endpoint)
+
+    def _wait_for_run(self, sender: Sender, ticket: Ticket, *, waits: bool) -> None:
+        wish = ticket.wish
+        known = sender.runs.pop(wish.version.run_id, None) or OtherRun(wish=wish, until=ticket.until, tickets=[])
+        if wish.version.is_newer_than(known.wish.version):
+            known.wish = wish
+        if waits:
+            known.tickets.append(ticket)
+        sender.runs[wish.version.run_id] = known
+        while len(sender.runs) > _MAX_RUNS_WAITING:
+            dropped = sender.runs.pop(next(iter(sender.runs)))
+            self._refuse(dropped, f"{_MAX_RUNS_WAITING} other runs were announced at {wish.endpoint} after it")
+
+    def _refuse(self, other: OtherRun, why: str) -> None:
+        _logger.warning("model %s: %s was not taken up: %s", self._model_id, other.wish.version, why)
+        for ticket in other.tickets:
+            ticket.refused = f"run {ticket.wish.version.run_id} was not taken up: {why}"
 
 
-def _forget_oldest(runs: dict[str, str]) -> None:
-    while len(runs) > _MAX_RUNS:
-        del runs[next(iter(runs))]
+def _numbers(served: Iterable[Version | None], run_id: str | None) -> list[int]:
+    return [each.number if each is not None and each.run_id == run_id else -1 for each in served]

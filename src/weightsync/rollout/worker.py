@@ -287,6 +287,7 @@ class EngineWorker:
                     digest, unprovable = self._prove_patch(session.base, request.manifest), None
                 self._check_immutable(request.manifest)
             session.staged, session.proved = request.manifest, unprovable is None
+            session.receiver.end_session()  # everything was read; in the pause to come it would take time
         except BaseException as error:
             raise self._fail(session, as_weightsync_error(error, LoadError, "staging failed")) from error
         return EngineReply(
@@ -527,6 +528,7 @@ class EngineWorker:
             session.watchdog.cancel()
         if self._session is session:
             self._session = None
+        session.receiver.end_session()
 
     def _drop_receiver(self, of: Session | None = None) -> None:
         receiver = self._receiver if of is None else of.receiver

@@ -166,6 +166,11 @@ class WeightTransferReceiver(abc.ABC):
     def release(self, request: WeightUpdateRequest) -> None:
         """Tells that the loader has let go of the chunk's memory. Idempotent."""
 
+    def end_session(self) -> None:  # noqa: B027  (a hook with a default)
+        """All chunks of a session were loaded, or it has ended: what is kept for the next one alone may go.
+        Idempotent.
+        """
+
     @abc.abstractmethod
     def close(self) -> None:
         """Leaves the group, which makes the other members' pending operations fail. Idempotent."""

@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 
 from weightsync.memory import Lock, Reader
@@ -24,8 +25,9 @@ class Transfer:
         version: of the publication.
         source: what is read.
         receiver_id: who asked.
-        take_up_s: it is over when nothing was read for so long.
+        take_up_s: it is over when nothing was read for so long; see `expired`.
         lasting: the segment is never written again, so a newer version is no reason to end it.
+        lease_s: holds the segment by a lease, which the publisher never waits for, for so long at most.
         on_end: told once, with the transfer and whether the receiver has everything.
 
     Raises:
@@ -41,6 +43,7 @@ class Transfer:
         receiver_id: str,
         take_up_s: float,
         lasting: bool = False,
+        lease_s: float | None = None,
         on_end: Callable[[Transfer, bool], None],
     ) -> None:
         self.id = secrets.token_hex(16)
@@ -49,25 +52,35 @@ class Transfer:
         self.source = source
         self.receiver_id = receiver_id
         self.lasting = lasting
+        self.leased = lease_s is not None
         self._on_end = on_end
         self._take_up_s = take_up_s
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._segment = Lock(source.segment, Reader.SENT)
+        self._over = False
+        self._num_reading = 0
+        self._idle_since_s = time.monotonic()
+        self._lease_ends_s = None if lease_s is None else self._idle_since_s + lease_s
+        self._segment = Lock(source.segment, Reader.SENT if lease_s is None else Reader.MAPPED)
         try:
             self.fd = open_own(source.segment, os.O_RDONLY)
         except BaseException:
             self._segment.close()
             raise
-        self._over = False
-        self._num_reading = 0
-        self._timer: threading.Timer | None = None
-        self._wait_for_readers()
 
     @property
     def over(self) -> bool:
         """Whether it has ended."""
         return self._over
+
+    def expired(self, at_s: float) -> bool:
+        """Whether nobody has read it for too long, or its lease is over, at a time of the monotonic clock. Whoever has
+        granted it asks again and again, and ends it.
+        """
+        with self._lock:
+            if self._lease_ends_s is not None and at_s > self._lease_ends_s:
+                return True
+            return not self._num_reading and at_s > self._idle_since_s + self._take_up_s
 
     def attach(self, connection: socket.socket) -> bool:
         """A connection begins to read; False where the transfer is over."""
@@ -76,9 +89,6 @@ class Transfer:
                 return False
             self._connections.add(connection)
             self._num_reading += 1
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
             return True
 
     def detach(self, connection: socket.socket) -> None:
@@ -86,11 +96,9 @@ class Transfer:
         with self._lock:
             self._connections.discard(connection)
             self._num_reading -= 1
-            last = self._num_reading == 0
-            if last and self._over:
+            self._idle_since_s = time.monotonic()
+            if self._num_reading == 0 and self._over:
                 os.close(self.fd)
-        if last and not self._over:
-            self._wait_for_readers()
 
     def end(self, *, ok: bool) -> None:
         """Cuts its connections, discards what they have not delivered, and gives the segment back. Idempotent."""
@@ -98,31 +106,15 @@ class Transfer:
             if self._over:
                 return
             self._over = True
-            if self._timer is not None:
-                self._timer.cancel()
             for connection in self._connections:
                 with contextlib.suppress(OSError):
                     # A reset. What lies in the socket's buffer is pages, whose content may change now: some of it may
                     # still be delivered, and the receiver's checksum tells.
                     if not ok:
                         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    connection.shutdown(socket.SHUT_RDWR)
+                    # not an SSLSocket's own, which forgets TLS first: a thread that sends would send in clear
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
             if self._num_reading == 0:
                 os.close(self.fd)
         self._segment.close()
         self._on_end(self, ok)
-
-    def _wait_for_readers(self) -> None:
-        timer = threading.Timer(self._take_up_s, self._not_taken_up)
-        timer.daemon = True
-        with self._lock:
-            if self._over or self._num_reading:
-                return
-            self._timer = timer
-        timer.start()
-
-    def _not_taken_up(self) -> None:
-        with self._lock:
-            if self._num_reading:
-                return
-        self.end(ok=False)

@@ -69,17 +69,22 @@ class _IpcTransferStrategy(WeightTransferStrategy):
     Args:
         join_timeout_s: how long engines may take to get ready.
         track: name of the sender in recorded phases.
+        keep_mapped: whether engines keep the host memory that they have mapped from one session to the next.
     """
 
     packed: bool
 
-    def __init__(self, *, join_timeout_s: float = 30.0, track: str = "trainer/sender") -> None:
+    def __init__(
+        self, *, join_timeout_s: float = 30.0, track: str = "trainer/sender", keep_mapped: bool = True
+    ) -> None:
         self.join_timeout_s = join_timeout_s
         self.track = track
+        self.keep_mapped = keep_mapped
 
     def create_init_info(self, world_sizes: Mapping[str, int]) -> tuple[EmptyWeightSyncInitInfo, object]:
         """Nothing to open: each request carries its handles. See the base class."""
-        return EmptyWeightSyncInitInfo(strategy=self.name, group_name=f"weightsync-{uuid.uuid4().hex[:12]}"), None
+        group_name = f"weightsync-{uuid.uuid4().hex[:12]}"
+        return EmptyWeightSyncInitInfo(strategy=self.name, group_name=group_name, keep_mapped=self.keep_mapped), None
 
     def create_sender(
         self, info: WeightSyncInitInfo, token: object, *, joined: Future[Mapping[str, EngineReply]], record: RecordPhase
@@ -95,7 +100,9 @@ class _IpcTransferStrategy(WeightTransferStrategy):
         """Finds out what memory this process can reach; see the base class."""
         if not isinstance(info, EmptyWeightSyncInitInfo):
             raise InvalidRequestError(f"{self.name} needs an empty init info, got {type(info).__name__}")
-        return IpcTransferReceiver(self.request_type, borrowers(), takes_patches=not self.packed)
+        return IpcTransferReceiver(
+            self.request_type, borrowers(), takes_patches=not self.packed, keep_mapped=info.keep_mapped
+        )
 
     def create_sharer(self) -> IpcSharer:
         """See the base class."""

@@ -91,6 +91,9 @@ class MemoryBorrower(abc.ABC):
     def let_go(self, handles: Sequence[MemoryHandle]) -> None:  # noqa: B027  (buckets are kept)
         """Nobody reads these any more; they were opened with `keep` false."""
 
+    def unmap(self) -> None:  # noqa: B027  (a device's buckets are few, and kept)
+        """Lets go of the host's memory; what is opened next is mapped anew. Views that are alive stay readable."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Lets go of everything; views that are alive stay readable. Idempotent."""
@@ -139,7 +142,7 @@ class ShmLender(MemoryLender):
 
 
 class ShmBorrower(MemoryBorrower):
-    """Maps segments of this host and user, each once."""
+    """Maps segments of this host and user, each once until `unmap`."""
 
     def __init__(self) -> None:
         self._nonce = host_nonce()
@@ -170,11 +173,15 @@ class ShmBorrower(MemoryBorrower):
             )
         return torch.frombuffer(mapped.memory, dtype=torch.uint8)[handle.offset_bytes : end]
 
+    def unmap(self) -> None:
+        """See the base class."""
+        while self._mapped:
+            with contextlib.suppress(KeyError):  # from two threads
+                self._mapped.popitem()[1].close()
+
     def close(self) -> None:
         """See the base class. Segments of owners that were killed, perhaps the trainer, lose their names."""
         self._closed = True
-        while self._mapped:
-            with contextlib.suppress(KeyError):  # closed from two threads
-                self._mapped.popitem()[1].close()
+        self.unmap()
         with contextlib.suppress(OSError, WeightSyncError):
             reclaim_dead()

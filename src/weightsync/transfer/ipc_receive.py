@@ -34,13 +34,20 @@ class IpcTransferReceiver(WeightTransferReceiver):
         request_type: the one kind of request that it takes.
         reach: the kinds of memory that this process can open; owned from here on.
         takes_patches: whether it takes patches in shared memory besides.
+        keep_mapped: whether host memory stays mapped when a session has ended.
     """
 
     def __init__(
-        self, request_type: type[WeightUpdateRequest], reach: Sequence[MemoryBorrower], *, takes_patches: bool = False
+        self,
+        request_type: type[WeightUpdateRequest],
+        reach: Sequence[MemoryBorrower],
+        *,
+        takes_patches: bool = False,
+        keep_mapped: bool = True,
     ) -> None:
         self._request_type = request_type
         self._takes_patches = takes_patches
+        self._keep_mapped = keep_mapped
         self._borrowers = reach
         self._lock = threading.Lock()
         self._lent: dict[int, tuple[MemoryBorrower, list[MemoryHandle]]] = {}  # by chunk: whose, and what to let go of
@@ -92,6 +99,12 @@ class IpcTransferReceiver(WeightTransferReceiver):
                 borrower.let_go(opened)
             finally:
                 self._give_back()
+
+    def end_session(self) -> None:
+        """See the base class. What a loader reads yet stays readable for it."""
+        if not self._keep_mapped:
+            for borrower in self._borrowers:
+                borrower.unmap()
 
     def close(self) -> None:
         """Lets go of the memory, as soon as no loader reads it any more. See the base class."""

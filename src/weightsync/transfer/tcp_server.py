@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import os
 import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from weightsync.errors import ConfigError, StateError, VersionError
@@ -27,6 +29,11 @@ _MAX_SILENT = 128
 _MAX_TRANSFERS = 256
 _MAX_STREAMS = 6 * _MAX_TRANSFERS
 """Connections that read a granted transfer, each with a thread."""
+_SWEEP_EVERY_S = 0.05
+_CUTS_UNTIL_LEASE = 2
+_MAX_CUT = 10_000
+
+_logger = logging.getLogger(__name__)
 
 
 class BlockServer:
@@ -54,6 +61,9 @@ class BlockServer:
         self._stall_s = stall_s
         self._tls = tls
         self._transfers: dict[str, Transfer] = {}
+        self._granted = threading.Event()
+        self._floor: Version | None = None  # older ones of its run are about to be written over
+        self._cut: dict[str, int] = {}  # by receiver, how often in a row; who was cut longest ago first
         self._lock = threading.Lock()
         self._silent: dict[socket.socket, None] = {}  # the oldest first
         self._num_streams = 0
@@ -84,7 +94,8 @@ class BlockServer:
             return len(self._transfers)
 
     def start(self) -> None:
-        """Starts to accept connections, in a thread."""
+        """Starts to accept connections, in a thread, and to end transfers that nobody reads, in another."""
+        threading.Thread(target=self._sweep, name="weightsync-sweeper", daemon=True).start()
         threading.Thread(target=self._accept, name="weightsync-blocks", daemon=True).start()
 
     def grant(
@@ -97,39 +108,58 @@ class BlockServer:
         on_end: Callable[[Transfer, bool], None],
         beside: Sequence[Transfer] = (),
         lasting: bool = False,
+        lease_s: float | None = None,
     ) -> Transfer:
         """Begins a transfer; earlier ones of the same receiver and model have been given up by it, and end.
+
+        A receiver whose last two transfers were cut as superseded is slower than the trainer, and would never have
+        anything: its next one holds its segment by a lease. Only one version at a time is held so.
 
         Args:
             version, source, receiver_id, take_up_s, on_end, lasting: see `Transfer`.
             beside: those of the same receiver that go on.
+            lease_s: how long a lease may last; None: there must be none now.
 
         Raises:
-            VersionError: the segment is being written again: superseded.
+            VersionError: the segment is being written again, or is about to be: superseded.
             StateError: too many transfers are under way.
         """
-        with self._lock:
-            earlier = [
-                each for each in self._transfers.values() if each.receiver_id == receiver_id and each not in beside
-            ]
-        for each in earlier:
-            each.end(ok=False)
-        if len(self._transfers) >= _MAX_TRANSFERS:
-            raise StateError(f"{_MAX_TRANSFERS} transfers are under way: try again later")
 
         def ended(transfer: Transfer, ok: bool) -> None:
             with self._lock:
                 self._transfers.pop(transfer.id, None)
+                if ok:
+                    self._cut.pop(transfer.receiver_id, None)
+                if ok and transfer.leased:  # which says nothing of its speed: cut once more it has another
+                    self._cut[transfer.receiver_id] = _CUTS_UNTIL_LEASE - 1
             on_end(transfer, ok)
 
+        earlier: list[Transfer] = []
         try:
-            transfer = Transfer(
-                version, source, receiver_id=receiver_id, take_up_s=take_up_s, lasting=lasting, on_end=ended
-            )
+            with self._lock:  # all of it: a reset, or another grant, comes before or after it
+                earlier = [
+                    each for each in self._transfers.values() if each.receiver_id == receiver_id and each not in beside
+                ]
+                others = [each for each in self._transfers.values() if each not in earlier]
+                if len(others) >= _MAX_TRANSFERS:
+                    raise StateError(f"{_MAX_TRANSFERS} transfers are under way: try again later")
+                floor = self._floor
+                if not lasting and floor is not None and floor.run_id == version.run_id and floor.is_newer_than(version):
+                    raise VersionError("the segment is about to be written: ask for the newest", version=str(version))
+                starves = self._cut.get(receiver_id, 0) >= _CUTS_UNTIL_LEASE
+                if not starves or lasting or any(each.leased and each.version != version for each in others):
+                    lease_s = None
+                transfer = Transfer(
+                    version, source, receiver_id=receiver_id, take_up_s=take_up_s, lasting=lasting, lease_s=lease_s,
+                    on_end=ended,
+                )  # fmt: skip
+                self._transfers[transfer.id] = transfer
         except BlockingIOError:
             raise VersionError("the segment is being written again: ask for the newest", version=str(version)) from None
-        with self._lock:
-            self._transfers[transfer.id] = transfer
+        finally:
+            for each in earlier:
+                each.end(ok=False)
+        self._granted.set()
         return transfer
 
     def finish(self, transfer_id: str, *, ok: bool) -> bool:
@@ -142,9 +172,20 @@ class BlockServer:
         return True
 
     def reset(self, *, keep: Version | None) -> int:
-        """Ends all transfers but those of one version, and those whose bytes stay; says how many."""
+        """Ends all transfers but those of one version, those whose bytes stay, and those that hold a lease; says how
+        many. What is older than that version is not granted any more.
+        """
         with self._lock:
-            old = [each for each in self._transfers.values() if each.version != keep and not each.lasting]
+            self._floor = keep
+            old = [
+                each
+                for each in self._transfers.values()
+                if each.version != keep and not each.lasting and not each.leased
+            ]
+            for receiver_id in dict.fromkeys(each.receiver_id for each in old):
+                self._cut[receiver_id] = self._cut.pop(receiver_id, 0) + 1
+            while len(self._cut) > _MAX_CUT:
+                del self._cut[next(iter(self._cut))]
         for transfer in old:
             transfer.end(ok=False)
         return len(old)
@@ -159,6 +200,7 @@ class BlockServer:
     def close(self) -> None:
         """Stops listening and ends every transfer. Idempotent."""
         self._closed = True
+        self._granted.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -166,6 +208,26 @@ class BlockServer:
             left = list(self._transfers.values())
         for transfer in left:
             transfer.end(ok=False)
+
+    def _sweep(self) -> None:
+        """Ends what nobody reads, and leases that have lasted too long."""
+        pause = threading.Event()
+        while not self._closed:
+            self._granted.wait()
+            pause.wait(_SWEEP_EVERY_S)
+            with self._lock:
+                if not self._transfers and not self._closed:
+                    self._granted.clear()
+                at_s = time.monotonic()
+                over = [each for each in self._transfers.values() if each.expired(at_s)]
+                for transfer in over:
+                    if transfer.leased:  # it had its time: others may want the lease
+                        self._cut.pop(transfer.receiver_id, None)
+            for transfer in over:
+                try:
+                    transfer.end(ok=False)
+                except Exception as error:  # of whoever is told; the segment is given back
+                    _logger.warning("the end of transfer %s was not told: %r", transfer.id, error)
 
     def _accept(self) -> None:
         while not self._closed:

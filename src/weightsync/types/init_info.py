@@ -67,7 +67,14 @@ class TorchDistributedWeightSyncInitInfo(WeightSyncInitInfo, frozen=True, kw_onl
 
 
 class EmptyWeightSyncInitInfo(WeightSyncInitInfo, frozen=True, kw_only=True, tag="empty"):
-    """Nothing to agree on beforehand: every request carries all that is needed (IPC handles)."""
+    """Nothing to agree on beforehand: every request carries all that is needed (IPC handles).
+
+    Attributes:
+        keep_mapped: whether host memory stays mapped from one session to the next, as buckets that are written again do
+            best. Else it is let go of with each session: what is mapped keeps its pages, though its owner is dead.
+    """
+
+    keep_mapped: bool = True
 
 
 AnyInitInfo = TorchDistributedWeightSyncInitInfo | EmptyWeightSyncInitInfo

@@ -236,6 +236,7 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
         transport: "shm" where the caller may map the segment.
         host, port: of the block server, for "tcp".
         take_up_s: a transfer that nothing is read of for so long is over.
+        life: see `AgentVersion`.
         base: what `delta` builds on, as it was asked.
         delta: blobs that lead from `base` to this version, in order; none where `base` is this version. None: there is
             no delta, the source's own bytes are to be read.
@@ -249,6 +250,7 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
     host: str
     port: int
     take_up_s: float
+    life: str | None = None
     base: DeltaBase | None = None
     delta: tuple[DeltaLink, ...] | None = None
 
@@ -287,11 +289,17 @@ class FinishRequest(_Message, frozen=True, kw_only=True):
 
 
 class AgentVersion(_Message, frozen=True, kw_only=True):
-    """What `/get_version` answers; `run_id` and `version` are None before the first publication."""
+    """What `/get_version` answers; `run_id` and `version` are None before the first publication.
+
+    Attributes:
+        life: of the publisher: two of one `run_id` (a trainer that was started again under the same) differ in it, and
+            their versions of one number are not the same. None: it does not say.
+    """
 
     model_id: str
     run_id: str | None = None
     version: int | None = None
+    life: str | None = None
 
 
 class NotifyRequest(_Message, frozen=True, kw_only=True):

@@ -292,7 +292,7 @@ def test_many_threads_decode_at_once() -> None:
     units = plan_units([(0, len(old), "bfloat16")], unit_bytes=1 << 14)
     readers = [DeltaReader(blob_of(old, new, units, mode), units) for mode in ("planes", "exponent")]
     with ThreadPoolExecutor(8) as pool:
-        made = [pool.submit(applied, readers[index % 2], old) for index in range(16)]
+        made = [pool.submit(applied, readers[index % 2], old) for index in range(64)]
         again = [pool.submit(blob_of, old, new, units, "planes") for _ in range(4)]
         assert all(np.array_equal(one.result(), new) for one in made)
         assert len({one.result() for one in again}) == 1

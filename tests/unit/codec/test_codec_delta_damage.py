@@ -278,6 +278,44 @@ def test_a_frame_that_unpacks_to_more_makes_no_room_for_it() -> None:
             assert peak < 1 << 20
 
 
+def test_more_changes_than_elements_are_refused_before_there_is_room_for_them() -> None:
+    frame = zstandard.ZstdCompressor().compress(b"x")
+    many = 1 << 31
+    wrong = [
+        Entry(form=Form.PLANES, num_changed=many, lengths=(0, len(frame), 0, 0)),
+        Entry(form=Form.EXPONENT, num_changed=many, lengths=(0, 0, len(frame), 0), raw_lengths=(1, 0)),
+        Entry(form=Form.EXPONENT, num_changed=9, lengths=(0, 0, len(frame), 0), raw_lengths=(1 << 20, 0)),
+        Entry(form=Form.PLANES, num_changed=9, lengths=(0, len(frame), 1, 0), raw_lengths=(1 << 20, 0)),
+        Entry(form=Form.PLANES, num_changed=9, lengths=(0, len(frame), 0, 1), raw_lengths=(0, 1 << 20)),
+    ]
+    for entry in wrong:
+        with pytest.raises(DeltaFormatError, match="numbers that can't go with its form"):
+            DeltaReader(forged(NARROW, entry, bytes(entry.nbytes)), [NARROW])
+
+
+def test_the_small_modes_stream_is_used_up() -> None:
+    """Red where words or bits that are left over, or a last state that is another one, pass."""
+    old, new = training_step(20_000, seed=2)
+    units = plan_units([(0, len(old), "bfloat16")])
+    entry, body = entry_of(blob_of(old, new, units, "exponent"), units[0])
+    bits, words, frame, _ = entry.lengths
+    pieces = body[:bits], body[bits : bits + words], body[bits + words :]
+    assert DeltaReader(forged(units[0], entry, body), units).decode(0, old) is not None
+    state = bytearray(pieces[1])
+    state[2] ^= 1  # the first state's lowest bit
+    for plain, stream in (
+        (pieces[0], pieces[1] + b"\0\0"),
+        (pieces[0], pieces[1][:-2]),
+        (pieces[0] + b"\0", pieces[1]),
+        (pieces[0][:-1], pieces[1]),
+        (pieces[0], bytes(state)),
+        (pieces[0], pieces[1][:2]),
+    ):
+        other = dataclasses.replace(entry, lengths=(len(plain), len(stream), frame, 0))
+        with pytest.raises(DeltaFormatError):
+            DeltaReader(forged(units[0], other, plain + stream + pieces[2]), units).decode(0, old)
+
+
 def test_the_small_mode_beside_another_base_raises_or_ends_within_the_unit() -> None:
     rng = np.random.default_rng(0)
     old, new = training_step(60_000, seed=1)

@@ -1,4 +1,4 @@
-"""The delta's format: a slow reader in plain Python, written from docs/delta-format.md, and that page's fixed vectors."""
+"""The delta's format: a slow reader in plain Python, written from docs/delta-format.md; that page's fixed vectors."""
 
 from __future__ import annotations
 

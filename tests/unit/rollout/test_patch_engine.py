@@ -689,7 +689,10 @@ def test_workers_in_processes(trainer: Trainer, in_place: bool) -> None:
         assert (describe().version, describe().serving) == (version(2), True)
         assert load()
         serves()
-        # a flipped bit that no patch has touched
+        # a flipped bit that no patch has touched, and no audit of the version before
+        trainer.step()
+        trainer.patch = None
+        assert not load()
         trainer.step(share=0.0)
         children[0].ask("flip", "fp16")
         assert load()
