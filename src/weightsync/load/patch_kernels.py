@@ -21,8 +21,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _AHEAD = 256
 """How many elements before its turn one is asked for: a core waits for memory, and waits for many lines at once."""
-_BLOCK = 4096
-"""Elements that are written before they are read again: their lines fit into a core's own cache."""
+_BLOCK = 256
+"""Elements that are written before they are read again: their lines fit into a core's first cache."""
 _WIDTHS = (types.uint8, types.uint16, types.uint32, types.uint64)
 _POSITIONS = types.Array(types.uint32, 1, "C", readonly=True)
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import SharedMemoryError, UnsupportedError
-from weightsync.memory import MappedSegment, Segment, folder, host_nonce, reclaim_dead
+from weightsync.memory import Lock, MappedSegment, Reader, Segment, folder, host_nonce, reclaim_dead
 from weightsync.memory.segment import unlink_own
 from weightsync.testing.processes import Child, children
 
@@ -107,6 +107,36 @@ def test_a_killed_owners_segment_is_reclaimed_and_a_living_ones_is_not(own_folde
         with Segment(4096):
             assert not there(name), "whoever makes a segment clears away the dead"
         assert there(mine.name)
+
+
+def _own_bytes(path: str, conn: Any) -> None:
+    folder._path = path
+    segments = [Segment(1 << 20) for _ in range(2)]
+    for segment in segments:
+        segment.memory[:] = b"x" * (1 << 20)
+        segment.pin()
+    conn.send([segment.name for segment in segments])
+    conn.recv()
+
+
+def test_the_pages_of_a_killed_owner_are_freed_though_they_are_mapped_but_not_under_a_lease(own_folder: Path) -> None:
+    """Seen to fail: only names went, and engines that idle kept two models of /dev/shm from the next trainer."""
+    with children() as start:
+        owner: Child = start(_own_bytes, str(own_folder), talk=True)
+        free, leased = owner.recv(10)
+        files = {name: os.open(folder.path_of(name), os.O_RDONLY) for name in (free, leased)}
+        mapped = {name: MappedSegment(name, need_bytes=1) for name in files}
+        with Lock(leased, Reader.MAPPED):
+            owner.kill()
+            assert set(reclaim_dead()) == {free, leased}
+            assert os.fstat(files[free]).st_blocks == 0
+            assert os.fstat(files[free]).st_size == 1 << 20, "whoever reads it reads zeros, and is not killed"
+            assert not any(mapped[free].memory)
+            assert os.fstat(files[leased]).st_blocks * 512 >= 1 << 20
+            assert all(byte == ord("x") for byte in mapped[leased].memory[::4096])
+        for name, fd in files.items():
+            mapped[name].close()
+            os.close(fd)
 
 
 def test_a_fork_of_the_owner_keeps_nothing_alive(own_folder: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from weightsync.errors import SharedMemoryError
 from weightsync.memory import Lock, Reader, Segment, SharedSegment, folder, is_read
+from weightsync.publish import spare
 from weightsync.publish.buffer import PublicationBuffer, WriteTurn
 
 
@@ -333,15 +334,70 @@ def _no_thread(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_closing_takes_the_names_away_and_leaves_readers_their_memory(own_folder: Path) -> None:
+def test_closing_takes_the_names_away_and_leaves_only_a_lease_its_memory(own_folder: Path) -> None:
+    """Seen to fail: whoever mapped a segment kept all of its pages, without a lease too."""
+    told: list[int] = []
+    buffer = PublicationBuffer(1 << 20, guard_s=0.0, let_go=lambda memory: told.append(memory[0]))
+    names = []
+    for fill in (1, 2):
+        turn = buffer.acquire(nothing)
+        assert turn is not None
+        turn.segment.memory[:] = bytes([fill]) * (1 << 20)
+        buffer.written(turn)
+        names.append(turn.segment.name)
+    mapped = [SharedSegment(name) for name in names]
+    files = [os.open(folder.path_of(name), os.O_RDONLY) for name in names]
+    with Lock(names[1], Reader.MAPPED):
+        buffer.close()
+        buffer.close()
+        assert os.listdir(own_folder) == []
+        assert told == [1], "who has pinned a segment's pages lets go of them"
+        assert [os.fstat(fd).st_blocks > 0 for fd in files] == [False, True]
+        assert (mapped[0].memory[0], mapped[1].memory[0]) == (0, 2)
+    for each, fd in zip(mapped, files, strict=True):
+        each.close()
+        os.close(fd)
+
+
+def test_the_third_segment_goes_some_time_after_its_lease_though_nothing_is_published(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail: it stayed until the next offload, which may be minutes away."""
+    monkeypatch.setattr(spare, "_TEND_EVERY_S", 0.02)
+    buffer = PublicationBuffer(1 << 20, guard_s=0.0)
+    first = written(buffer)
+    with Lock(first, Reader.MAPPED):
+        written(buffer)
+        newest = written(buffer)
+        assert len(os.listdir(own_folder)) == 3
+        time.sleep(0.3)
+        assert len(os.listdir(own_folder)) == 3, "the lease needs it"
+    end = time.monotonic() + 10
+    while len(os.listdir(own_folder)) == 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert newest in os.listdir(own_folder)
+    assert buffer.num_segments == 2
+    end = time.monotonic() + 10
+    while buffer._spare._thread is not None:
+        assert time.monotonic() < end, "there is nothing left to look at"
+        time.sleep(0.01)
+    assert {written(buffer), written(buffer)} == set(os.listdir(own_folder))
+    buffer.close()
+
+
+def test_a_spare_that_nobody_took_goes_though_nothing_is_published(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spare, "_TEND_EVERY_S", 0.02)
     buffer = PublicationBuffer(4096, guard_s=0.0)
-    turn = buffer.acquire(nothing)
-    assert turn is not None
-    turn.segment.memory[:2] = b"ok"
-    buffer.written(turn)
-    mapped = SharedSegment(turn.segment.name)
+    names = [written(buffer), written(buffer)]
+    with Lock(names[0], Reader.MAPPED):
+        assert buffer.acquire(nothing) is None
+        assert buffer._spare.settle(20)
+        assert len(os.listdir(own_folder)) == 3
+    end = time.monotonic() + 10
+    while sorted(os.listdir(own_folder)) != sorted(names):
+        assert time.monotonic() < end
+        time.sleep(0.01)
     buffer.close()
-    buffer.close()
-    assert os.listdir(own_folder) == []
-    assert bytes(mapped.memory[:2]) == b"ok"
-    mapped.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -19,7 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, SharedMemoryError, StateError
 from weightsync.publish.folder import FolderPublisher, Look, checkpoint_files
 from weightsync.publish.manager import OffloadReport, WeightManager
 
@@ -158,6 +159,56 @@ def test_a_change_is_published_once_it_has_settled(tmp_path: Path, manager: Dist
         thread.join(20)
         logging.getLogger("weightsync.publish.folder").removeHandler(handler)
     assert news.empty(), "nothing is published twice, nor refused twice"
+
+
+def test_what_failed_for_now_is_tried_again_and_what_is_no_checkpoint_is_not(
+    tmp_path: Path, manager: DisturbedManager
+) -> None:
+    """Seen to fail: no room, or no descriptor, at the one look that counted, and the change was never published."""
+    write(tmp_path, 1)
+    publisher = publisher_of(tmp_path, manager)
+    publisher.publish()
+    passing = [
+        SharedMemoryError("no room"), OSError(errno.EMFILE, "too many open files"), StateError("for now"),
+        OSError(errno.EMFILE, "again"),
+    ]  # fmt: skip
+
+    def fail() -> None:
+        if passing:
+            error = passing.pop(0)
+            if isinstance(error, OSError):  # as it comes from a file that can't be opened
+                raise ConfigError("a file can't be read") from error
+            raise error
+
+    manager.disturb = fail
+    news: queue.Queue[OffloadReport] = queue.Queue()
+    stop = threading.Event()
+    thread = threading.Thread(target=publisher.watch, args=(stop, news.put))
+    thread.start()
+    try:
+        write(tmp_path, 2)
+        report = news.get(timeout=20)
+        assert not passing
+        assert equal(published(report), 2)
+    finally:
+        manager.disturb = None
+        stop.set()
+        thread.join(20)
+
+
+def test_a_file_that_took_another_ones_place_counts_though_size_and_time_are_the_same(
+    tmp_path: Path, manager: DisturbedManager
+) -> None:
+    """As `cp -p` and a rename leave it. Seen to fail: it was not noticed."""
+    write(tmp_path, 1)
+    publisher = publisher_of(tmp_path, manager)
+    publisher.publish()
+    before = publisher._look()
+    path = tmp_path / "part1.safetensors"
+    facts = path.stat()
+    replace(path, path.read_bytes()[:-1] + b"\x55")
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert publisher._look() != before
 
 
 def rewritten(path: Path) -> Callable[[], None]:

@@ -129,6 +129,41 @@ def test_buckets_stay_from_sync_to_sync_and_are_mapped_once(ends: Ends, own_fold
     assert len(kept) == 3
 
 
+@BOTH
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_is_mapped_goes_with_its_session_where_it_is_not_to_be_kept(
+    own_folder: Path, packed: bool, keep: bool
+) -> None:
+    """A pull's segments: a dead trainer's pages would stay as long as they are mapped. A push keeps its buckets."""
+    ends = Ends(packed)
+    info = EmptyWeightSyncInitInfo(strategy="cuda_ipc", group_name="g", keep_mapped=keep)
+    ends.receiver = strategy(packed).create_receiver(info, rank=1)
+    for turn in range(3):
+        views = []
+        for seq in range(3):
+            request = ends.request(chunk_of(10 * turn + seq), seq)
+            views.append(ends.receive(request)[0])
+            assert int(views[-1][0]) == 10 * turn + seq
+            ends.receiver.release(request)
+        late = views.pop()
+        assert _private_maps(own_folder) == 3
+        views.clear()
+        gc.collect()
+        ends.receiver.end_session()
+        ends.receiver.end_session()
+        assert int(late[0]) == 10 * turn + 2, "what is looked at yet stays readable"
+        del late
+        gc.collect()
+        assert _private_maps(own_folder) == (3 if keep else 0)
+    ends.close()
+
+
+def _private_maps(own_folder: Path) -> int:
+    """How many segments this process maps as a reader does."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    return sum(len(line) == 6 and line[1].endswith("p") and f"{own_folder}/weightsync-" in line[5] for line in lines)
+
+
 @both_ends
 def test_a_bucket_that_has_become_too_small_is_replaced_on_both_ends(ends: Ends) -> None:
     """And the old one's memory is given back: nobody maps what nobody writes."""
