@@ -5,6 +5,8 @@ A segment is read from /dev/shm by the real safetensors library and compared wit
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from weightsync.clients.agent import AgentClient
 from weightsync.errors import ExtractError, StateError, VersionError
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import module_tensors
+from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.extract.placements import shard_box
 from weightsync.memory import Lock, Reader
 from weightsync.plan.boxes import whole_box
@@ -140,15 +143,37 @@ def models(rank: int, world_size: int) -> Iterator[tuple[str, nn.Module]]:
         yield "gather: over tensor parallelism", fully_shard(strided, mesh=mesh["a"])
 
 
+@contextlib.contextmanager
+def extractors() -> Iterator[list[NamedTensorsExtractor]]:
+    """Those that are made meanwhile: an offload of the same tensors again needs none."""
+    made: list[NamedTensorsExtractor] = []
+    original = NamedTensorsExtractor.__init__
+
+    def noted(extractor: NamedTensorsExtractor, *args: Any, **options: Any) -> None:
+        made.append(extractor)
+        original(extractor, *args, **options)
+
+    NamedTensorsExtractor.__init__ = noted  # type: ignore[method-assign]
+    yield made
+    NamedTensorsExtractor.__init__ = original  # type: ignore[method-assign]
+
+
 def _every_placement(rank: int, world_size: int) -> dict[str, tuple[str, int, bool, int]]:
     """Of each model: path, bytes that this rank wrote, whether the segment was right, bytes in all."""
     found = {}
     with WeightManager("actor", dtype="bfloat16", run_id="run", guard_s=20.0) as wm:
-        for version, (label, model) in enumerate(models(rank, world_size)):
+        versions = itertools.count()
+        for label, model in models(rank, world_size):
             named = list(module_tensors(model))
-            expected = wholes(named)
-            report = wm.offload(named, version, rank, world_size)
-            assert report.published, label
+            for again in range(3):  # in each segment, and where it was before, with other values
+                for _, tensor in named if again else ():
+                    if tensor.is_floating_point() and tensor.element_size() > 1:
+                        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().add_(again)
+                expected = wholes(named)
+                with extractors() as made:
+                    report = wm.offload(iter(named), next(versions), rank, world_size)
+                assert report.published, label
+                assert bool(made) is (again == 0 or report.path == "gather"), label
             right = True
             if rank == 0:
                 path = stamped(os.getpid(), report.version)

@@ -151,11 +151,16 @@ def encode_delta(
     return EncodedDelta(units, payloads, base=base, result=result, seconds=time.perf_counter() - started)
 
 
-def compose(first: DeltaReader, second: DeltaReader) -> EncodedDelta | None:
+def compose(first: DeltaReader, second: DeltaReader, after: npt.NDArray[np.uint8]) -> EncodedDelta | None:
     """One delta that does what `first` and then `second` do, made without the base.
 
     Steps of both are added, those that cancel disappear; a unit that is full in one of them is full. It is written
     in the plain mode.
+
+    Args:
+        first: a delta.
+        second: one that starts from what the first ends in.
+        after: the source's bytes after both, as `new` of `encode_delta`.
 
     Returns:
         None where a unit of the small mode meets another change: its positions are known only beside its base.
@@ -168,7 +173,7 @@ def compose(first: DeltaReader, second: DeltaReader) -> EncodedDelta | None:
     if first.units != second.units or (first.result is not None and first.result != second.base):
         raise InvalidRequestError("a delta follows another where it starts from what that one ends in")
     coding()
-    payloads = map_all(lambda index: _compose_unit(first, second, index), range(len(first.units)))
+    payloads = map_all(lambda index: _compose_unit(first, second, index, after), range(len(first.units)))
     found = [payload for payload in payloads if payload is not None]
     if len(found) < len(payloads):
         return None
@@ -197,7 +202,7 @@ def _encode_unit(
     payload: Payload | None = None
     estimate = costs.planes_bytes(unit, number)
     if mode != "exponent":
-        payload = delta_planes.planes_payload(unit, positions, steps)
+        payload = delta_planes.planes_payload(unit, new, positions, steps)
         costs.observe_encode(Work.SPARSE, number, time.thread_time() - started)
         costs.observe_planes(unit, number, payload.entry.nbytes)
         estimate = payload.entry.nbytes
@@ -205,7 +210,7 @@ def _encode_unit(
         from weightsync.codec.delta_exponent import exponent_payload
 
         started = time.thread_time()
-        smaller = exponent_payload(unit, old, positions, steps)
+        smaller = exponent_payload(unit, old, new, positions, steps)
         costs.observe_encode(Work.EXPONENT, unit.nbytes, time.thread_time() - started)
         costs.observe_exponent(round(estimate), smaller.entry.nbytes)
         if payload is None or smaller.entry.nbytes < payload.entry.nbytes:
@@ -227,7 +232,7 @@ def _encode_full(new: npt.NDArray[np.uint8], unit: Unit, costs: CostModel) -> Pa
     return payload
 
 
-def _compose_unit(first: DeltaReader, second: DeltaReader, index: int) -> Payload | None:
+def _compose_unit(first: DeltaReader, second: DeltaReader, index: int, after: npt.NDArray[np.uint8]) -> Payload | None:
     from weightsync.codec import delta_planes
 
     unit = first.units[index]
@@ -250,7 +255,7 @@ def _compose_unit(first: DeltaReader, second: DeltaReader, index: int) -> Payloa
     positions, steps = delta_planes.added(unit, first.steps(index, nothing), second.steps(index, nothing))
     if not len(positions):
         return delta_planes.payload(Form.UNCHANGED, ())
-    return delta_planes.planes_payload(unit, positions, steps)
+    return delta_planes.planes_payload(unit, after[unit.start : unit.end], positions, steps)
 
 
 def _check_request(

@@ -10,7 +10,18 @@ import numpy.typing as npt
 from weightsync.codec import delta_exponent_kernels as kernels
 from weightsync.codec.delta_format import DeltaFormatError, Entry, Form
 from weightsync.codec.delta_kernels import BAD
-from weightsync.codec.delta_planes import Bytes, Payload, Positions, Words, pack, payload, pieces_of, shape_of, unpack
+from weightsync.codec.delta_planes import (
+    Bytes,
+    Payload,
+    Positions,
+    Words,
+    pack,
+    payload,
+    pieces_of,
+    shape_of,
+    sum_at,
+    unpack,
+)
 from weightsync.codec.delta_units import ElementKind, Unit
 
 _SHIFT_AND_MASK = {
@@ -26,8 +37,8 @@ _TWO = np.zeros(1, np.uint16)
 _EIGHT = np.zeros(1, np.uint64)
 
 
-def exponent_payload(unit: Unit, old: Bytes, positions: Positions, steps: Words) -> Payload:
-    """The form `EXPONENT` of at least one change."""
+def exponent_payload(unit: Unit, old: Bytes, new: Bytes, positions: Positions, steps: Words) -> Payload:
+    """The form `EXPONENT` of at least one change, from `old` to `new`."""
     number = len(positions)
     shift, mask = _SHIFT_AND_MASK.get(unit.kind, (0, 0))
     classes, model_of_class = np.empty(number, np.uint8), np.empty(256, np.uint8)
@@ -52,7 +63,9 @@ def exponent_payload(unit: Unit, old: Bytes, positions: Positions, steps: Words)
         words[len(words) - num_words :].astype("<u2", copy=False).tobytes(),
         pack(np.frombuffer(model, np.uint8)),
     )
-    return payload(Form.EXPONENT, pieces, num_changed=number, raw_lengths=(len(model), 0))
+    return payload(
+        Form.EXPONENT, pieces, num_changed=number, raw_lengths=(len(model), 0), values=sum_at(unit, new, positions)
+    )
 
 
 def read_exponent(unit: Unit, entry: Entry, body: memoryview, old: Bytes) -> tuple[Positions, Words]:

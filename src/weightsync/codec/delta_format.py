@@ -20,7 +20,7 @@ MAGIC = b"wsdelta\n"
 FORMAT_VERSION = 1
 
 _HEAD = struct.Struct("<8sII16s16sQII")
-_ENTRY = struct.Struct("<QQBBBBI4I2IQ")
+_ENTRY = struct.Struct("<QQBBBBI4I2IQQ")
 _SUM = struct.Struct("<Q")
 _HAS_RESULT = 1
 _NO_RESULT = bytes(16)
@@ -64,6 +64,8 @@ class Entry:
         lengths: bytes of the four pieces of its payload, in order.
         raw_lengths: bytes of the third and of the fourth piece, unpacked.
         checksum: XXH3-64 of its payload.
+        values: `delta_kernels.sum_values` of the elements after the change (`PLANES` and `EXPONENT`, else 0): what
+            tells that the old bytes were the right ones.
     """
 
     form: Form
@@ -73,6 +75,7 @@ class Entry:
     lengths: tuple[int, int, int, int] = (0, 0, 0, 0)
     raw_lengths: tuple[int, int] = (0, 0)
     checksum: int = xxhash.xxh3_64_intdigest(b"")
+    values: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -103,6 +106,7 @@ def write_head(units: Sequence[Unit], entries: Sequence[Entry], *, base: bytes, 
                 *entry.lengths,
                 *entry.raw_lengths,
                 entry.checksum,
+                entry.values,
             )
         )
     body = b"".join(parts)
@@ -163,6 +167,7 @@ def _entry(index: int, unit: Unit, fields: tuple[int, ...]) -> Entry:
             lengths=(fields[7], fields[8], fields[9], fields[10]),
             raw_lengths=(fields[11], fields[12]),
             checksum=fields[13],
+            values=fields[14],
         )
     except ValueError:
         raise DeltaFormatError(f"unit {index} of a delta has form {form}, which is unknown", unit=index) from None
@@ -176,6 +181,8 @@ def _is_possible(unit: Unit, entry: Entry) -> bool:
     number, bits = entry.num_changed, entry.gap_bits + entry.step_bits
     lengths, raw = entry.lengths, entry.raw_lengths
     if entry.form is not Form.PLANES and bits:
+        return False
+    if entry.form not in (Form.PLANES, Form.EXPONENT) and entry.values:
         return False
     if entry.form is Form.UNCHANGED:
         return number == 0 and not any(lengths) and not any(raw)

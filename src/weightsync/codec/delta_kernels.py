@@ -49,6 +49,9 @@ _STEP_ESCAPE = uint64(STEP_ESCAPE)
 _0 = uint64(0)
 _1 = uint64(1)
 _ALL = uint64(0xFFFFFFFFFFFFFFFF)
+_STEP = uint64(0x9E3779B97F4A7C15)
+_MIX_1 = uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = uint64(0x94D049BB133111EB)
 _BYTES = read_only(uint8)
 _OUT = writable(uint8)
 
@@ -387,6 +390,34 @@ def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips
         was[index] = before
         values[index] = stepped(before, uint64(values[index]), bits, flips)
     return int64(0)
+
+
+@inlined
+def _mixed(value: Any, position: Any) -> Any:
+    x = value + position * _STEP
+    x = (x ^ (x >> uint64(30))) * _MIX_1
+    x = (x ^ (x >> uint64(27))) * _MIX_2
+    return x ^ (x >> uint64(31))
+
+
+@compiled(*(uint64(read_only(uint32), read_only(word)) for word in WORDS))
+def sum_values(positions: Any, values: Any) -> Any:
+    """A sum of elements and their positions, in any order, that tells other elements apart."""
+    total = _0
+    for index in range(min(len(positions), len(values))):
+        total += _mixed(uint64(values[index]), uint64(positions[index]))
+    return total
+
+
+@compiled(*(uint64(_BYTES, read_only(uint32), read_only(word), int64) for word in WORDS))
+def sum_values_at(data: Any, positions: Any, example: Any, width: Any) -> Any:
+    """`sum_values` of the elements of `data` at positions that lie within it; `example` is of the element's type."""
+    total = _0
+    for index in range(len(positions)):
+        if index + _AHEAD < len(positions):
+            prefetch(data, int64(positions[index + _AHEAD]) * width)
+        total += _mixed(load(data, int64(positions[index]) * width, example), uint64(positions[index]))
+    return total
 
 
 @compiled(*(int64(_OUT, read_only(uint32), read_only(word), int64) for word in WORDS))

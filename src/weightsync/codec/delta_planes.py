@@ -81,8 +81,8 @@ def find_changes(
     return None if number == kernels.TOO_MANY else (positions[:number], steps[:number])
 
 
-def planes_payload(unit: Unit, positions: Positions, steps: Words) -> Payload:
-    """The form `PLANES` of at least one change."""
+def planes_payload(unit: Unit, new: Bytes, positions: Positions, steps: Words) -> Payload:
+    """The form `PLANES` of at least one change, after which the unit's bytes are `new`."""
     number = len(positions)
     gap_bits, step_bits = _choose_split(unit, positions, steps)
     num_low = -(-number * (gap_bits + step_bits) // 8)
@@ -97,7 +97,13 @@ def planes_payload(unit: Unit, positions: Positions, steps: Words) -> Payload:
         gap_bits=gap_bits,
         step_bits=step_bits,
         raw_lengths=(num_gaps, num_rest),
+        values=sum_at(unit, new, positions),
     )
+
+
+def sum_at(unit: Unit, new: Bytes, positions: Positions) -> int:
+    """What an entry tells of the elements at these positions."""
+    return int(kernels.sum_values_at(new, positions, np.empty(0, unit.kind.word), unit.kind.width_bytes))
 
 
 def _choose_split(unit: Unit, positions: Positions, steps: Words) -> tuple[int, int]:

@@ -130,8 +130,8 @@ class DeltaReader:
                 the old elements are kept anyway.
 
         Raises:
-            DeltaFormatError: the payload is damaged, or (in the small mode) does not fit these old bytes. That it
-                fits does not prove that they are the base: a digest of the result does.
+            DeltaFormatError: the payload is damaged, or what it makes of these old bytes is not what it made of the
+                base. Elements that don't change are not looked at: a digest of the result proves those.
             InvalidRequestError: `old` is not of the unit's size.
         """
         unit, entry = self.units[index], self._entries[index]
@@ -148,6 +148,8 @@ class DeltaReader:
         bits, flips = planes.shape_of(unit)
         if planes.kernels.take_steps(old, positions, values, was, bits, flips) == planes.kernels.BAD:
             raise AssertionError("positions were checked")
+        if planes.kernels.sum_values(positions, values) != entry.values:
+            raise DeltaFormatError("the old bytes of a unit are not those that its delta was made from")
         return UnitChange(unit=unit, positions=positions, old=was, new=values)
 
     def steps(self, index: int, old: npt.NDArray[np.uint8]) -> Steps:

@@ -103,6 +103,8 @@ class SegmentWriter:
         Raises:
             InvalidRequestError: the layout has no place for one.
         """
+        if not places:  # of a host that holds nothing, which has no segment
+            return 0
         assert self._flat is not None
         if places is not self._places_of:
             self._places_of, self._targets = places, {}

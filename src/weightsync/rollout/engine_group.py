@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any
@@ -95,6 +95,7 @@ class EngineGroup:
         self._lock = threading.Lock()
         self._served: dict[str, Version | None] = dict.fromkeys(names)
         self._silent: dict[str, str] = {}
+        self._mute: set[str] = set()
         self._unprovable: dict[str, str] = {}
         self._loads: dict[str, Future[LoadReport]] = {}
         self._num_loads = dict.fromkeys(names, 0)
@@ -111,6 +112,11 @@ class EngineGroup:
         """What each serves; None where it serves nothing that was given to it, or does not say."""
         with self._lock:
             return {who: None if who in self._silent else version for who, version in self._served.items()}
+
+    def answering(self) -> dict[str, Version | None]:
+        """As `served`, of those that answered last and whose last load went well."""
+        with self._lock:
+            return {who: version for who, version in self._served.items() if who not in self._silent}
 
     def unprovable(self) -> dict[str, str]:
         """Why some could not prove their live bytes, by engine."""
@@ -133,12 +139,13 @@ class EngineGroup:
         """
         self._look(self._loaders)
 
-    def all_dead(self, version: Version, failed: Mapping[str, str]) -> dict[str, str]:
-        """Why each engine that needs a version does not answer; empty where one does, or none has failed before.
+    def all_dead(self, version: Version) -> dict[str, str]:
+        """Why each engine that needs a version does not answer; empty where one does, or one has not failed before.
 
         Engines that failed, or were silent, are asked what they serve: some may need nothing at all.
         """
-        suspects = {*failed, *self._silent, *self._loads}
+        with self._lock:
+            suspects = {*self._silent, *self._loads}
         needy = self._needy(version)
         if not all(loader.engine_id in suspects for loader in needy):
             return {}
@@ -153,7 +160,8 @@ class EngineGroup:
     def load(self, pulled: Pulled, deadline: Deadline) -> GroupReport:
         """Loads every engine that does not serve the version yet, all at once.
 
-        Returns when each has let go of it, or `_LET_GO_S` after the deadline; see `holders` then.
+        One that did not answer when it was looked at last is left out. Returns when each has let go of it, or
+        `_LET_GO_S` after the deadline; see `holders` then.
         """
         self._remember(pulled)
         errors: dict[str, str] = {}
@@ -165,6 +173,9 @@ class EngineGroup:
                 errors[who] = f"StateError: it has not let go of its last load, and is not given {pulled.version}"
                 continue
             with self._lock:
+                if who in self._mute:  # the others would wait for it
+                    errors[who] = self._silent[who]
+                    continue
                 self._num_loads[who] += 1
                 self._loads[who] = loads[who] = in_thread(_bound(loader, pulled, deadline), name=f"weightsync-load-{who}")
         end = Deadline(deadline.remaining_s + _LET_GO_S)
@@ -186,7 +197,10 @@ class EngineGroup:
             with self._lock:
                 self._num_loads[who] += 1
                 self._served[who] = now
+                self._mute.discard(who)
                 self._silent.pop(who, None)
+                if who in errors:
+                    self._silent[who] = errors[who]
                 self._unprovable.pop(who, None)
                 if reason:
                     self._unprovable[who] = reason
@@ -238,8 +252,10 @@ class EngineGroup:
                 before, was_silent = self._served[engine_id], self._silent.pop(engine_id, None)
                 if isinstance(said, EngineReply):  # who paused it is not our business
                     now = self._served[engine_id] = self._known(said)
+                    self._mute.discard(engine_id)
                 else:
                     now = before
+                    self._mute.add(engine_id)
                     self._silent[engine_id] = f"{type(said).__name__}: {said}"
             if now != before:
                 _logger.warning("engine %s serves %s, not %s: it is brought back", engine_id, now, before)

@@ -86,8 +86,8 @@ class Follower:
         self._listeners: set[Callable[[], None]] = set()
         self._senders: set[str] = set()
         self._wishes = Wishes(
-            model_id, self._changed, ask=self._newest_at, served=self._engines.served, taken_over=self._taken_over,
-            told=self._heard, patience_s=config.patience_s, timeout_s=config.pull_timeout_s,
+            model_id, self._changed, ask=self._newest_at, served=self._engines.served,
+            answering=self._engines.answering, taken_over=self._taken_over, told=self._heard, patience_s=config.patience_s, timeout_s=config.pull_timeout_s,
         )  # fmt: skip
         self._num_done = 0
         self._status = ModelStatus(since_s=now_s())
@@ -297,7 +297,7 @@ class Follower:
 
     def _sync(self, wish: Wish) -> dict[str, str]:
         """One attempt at a version or a newer one; what failed, by engine or "pull"."""
-        dead = self._engines.all_dead(wish.version, self._status.errors)
+        dead = self._engines.all_dead(wish.version)
         if dead or not self._has_work():
             return dead
         self._note(state="pulling")

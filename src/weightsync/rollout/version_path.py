@@ -9,6 +9,8 @@ The folder comes by one rename, when its bytes were proved, and goes before they
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -20,6 +22,11 @@ from weightsync.memory.folder import path_of
 from weightsync.rollout.pulled import Pulled
 
 _FILE = "model.safetensors"
+_LEFT = ".weightsync-left"
+"""In a folder of ours that something else lies in, too."""
+_LONGEST_NAME = 120
+
+_logger = logging.getLogger(__name__)
 
 
 class VersionPath:
@@ -27,7 +34,8 @@ class VersionPath:
 
     Args:
         root: a folder of this host's service alone, on any file system; made if it is not there.
-        model_id: which model; characters that a path can't hold are written as in a URL.
+        model_id: which model; characters that a path can't hold are written as in a URL, and what is too long for a
+            name ends in a hash. So does a run_id.
 
     Raises:
         ConfigError: something else lies there; nothing was touched.
@@ -38,7 +46,8 @@ class VersionPath:
         self._folder = Path(root) / _as_name(model_id)
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in tuple(self._folder.iterdir()):  # by a service that was killed
-            if left.is_symlink() or not left.is_dir() or any(each.name != _FILE for each in left.iterdir()):
+            ours = not left.is_symlink() and left.is_dir()
+            if not ours or not ((left / _LEFT).exists() or all(each.name == _FILE for each in left.iterdir())):
                 raise ConfigError(f"path_root: {left} is not ours, and nothing was touched: name an empty folder")
             _remove(left)
 
@@ -55,7 +64,10 @@ class VersionPath:
         aside.mkdir()
         try:
             os.symlink(path_of(pulled.segment), aside / _FILE)
-            aside.rename(final)
+            if (final / _LEFT).exists() and not (final / _FILE).exists():  # an engine's own file lies in it still
+                (aside / _FILE).rename(final / _FILE)
+            else:
+                aside.rename(final)
             yield final
         finally:
             for each in (aside, final):
@@ -65,13 +77,21 @@ class VersionPath:
 
 def _remove(folder: Path) -> None:
     """The link first: who looks meanwhile finds no file, never a wrong one. What is no link of ours stays."""
-    link = folder / _FILE
-    if link.is_symlink():
-        link.unlink()
-    folder.rmdir()
+    try:
+        link = folder / _FILE
+        if link.is_symlink():
+            link.unlink()
+        (folder / _LEFT).unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError as error:  # what was done meanwhile is done
+        _logger.warning("%s stays: %s", folder, error)
+        with contextlib.suppress(OSError):
+            (folder / _LEFT).touch()
 
 
 def _as_name(text: str) -> str:
     """One name in a folder, whatever the text is."""
     name = quote(text, safe=" ")
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME - 33]}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     return f"%2E{name[1:]}" if name.startswith(".") else name

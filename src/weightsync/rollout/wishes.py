@@ -34,7 +34,8 @@ class Wishes:
         model_id: which model.
         changed: the owner's lock.
         ask: what an agent says of itself, by endpoint; may raise anything.
-        served: what each engine serves.
+        served: what each engine serves; None: nothing, or it does not say.
+        answering: the same of those that are there.
         taken_over: called under the lock when another run took over.
         told: called without the lock after every change that did not come by `add`.
         patience_s: after so long a version that does not come gives way to what is there.
@@ -48,6 +49,7 @@ class Wishes:
         *,
         ask: Callable[[str], AgentVersion],
         served: Callable[[], Mapping[str, Version | None]],
+        answering: Callable[[], Mapping[str, Version | None]],
         taken_over: Callable[[], None],
         told: Callable[[], None],
         patience_s: float,
@@ -57,6 +59,7 @@ class Wishes:
         self._changed = changed
         self._ask = ask
         self._served = served
+        self._answering = answering
         self._taken_over = taken_over
         self._told = told
         self._patience_s = patience_s
@@ -197,13 +200,9 @@ class Wishes:
         with self._changed:
             if self._run_id is None:
                 return None
-            low = self._low()
-            found = [
-                (not sender.verified, sender.broken, least, endpoint != self._current, endpoint)
-                for endpoint, sender in self._senders.items()
-                if (sender.verified or endpoint == self._current)
-                and (least := sender.least(low, self._pulled)) is not None
-            ]
+            everywhere = min(_numbers(self._served().values(), self._run_id), default=-1)
+            # what those need that are there; and where they need nothing, what the others would
+            found = self._offers(self._low()) or self._offers(everywhere)
             if not found:
                 return None
             _, _, least, _, self._current = min(found)
@@ -359,8 +358,17 @@ class Wishes:
             raise TransferAbortedError(f"run {version.run_id} was taken over by {by}", version=str(version))
 
     def _low(self) -> int:
-        """What every engine serves of the followed run, or more."""
-        return min(_numbers(self._served().values(), self._run_id), default=-1)
+        """What every engine that is there serves of the followed run, or more."""
+        return min(_numbers(self._answering().values(), self._run_id), default=-1)
+
+    def _offers(self, low: int) -> list[tuple[bool, bool, int, bool, str]]:
+        """What each agent could bring to engines that serve `low`, the best first."""
+        return [
+            (not sender.verified, sender.broken, least, endpoint != self._current, endpoint)
+            for endpoint, sender in self._senders.items()
+            if (sender.verified or endpoint == self._current)
+            and (least := sender.least(low, self._pulled)) is not None
+        ]
 
     def _announce(self, endpoint: str, number: int) -> None:
         sender = self._senders[endpoint]

@@ -236,7 +236,7 @@ def test_composed_deltas_do_what_both_do(
     costs = slow_link if slow else fast_link
     first = encode_delta(old, middle, units, costs=costs(), mode="planes", base=BASE, result=RESULT)
     second = encode_delta(middle, new, units, costs=costs(), mode="planes", base=RESULT, result=bytes(16))
-    both = compose(DeltaReader(first.to_bytes(), units), DeltaReader(second.to_bytes(), units))
+    both = compose(DeltaReader(first.to_bytes(), units), DeltaReader(second.to_bytes(), units), new)
     assert both is not None
     reader = DeltaReader(both.to_bytes(), units)
     assert (reader.base, reader.result) == (BASE, bytes(16))
@@ -257,16 +257,16 @@ def test_compose_needs_no_base_but_the_small_mode_does() -> None:
         return DeltaReader(made.to_bytes(), units)
 
     small, plain = reader(old, middle, "exponent", BASE, RESULT), reader(middle, new, "planes", RESULT, None)
-    assert compose(small, plain) is None
+    assert compose(small, plain, new) is None
     nothing = reader(middle, middle, "planes", RESULT, None)
-    alone = compose(small, nothing)
+    alone = compose(small, nothing, middle)
     assert alone is not None
     assert np.array_equal(applied(DeltaReader(alone.to_bytes(), units), old), middle)
     assert alone.result is None
     with pytest.raises(InvalidRequestError):
-        compose(plain, small) if plain.result else compose(small, small)
+        compose(small, small, middle)
     with pytest.raises(InvalidRequestError):
-        compose(small, DeltaReader(blob_of(old, old, units[:1]), units[:1]))
+        compose(small, DeltaReader(blob_of(old, old, units[:1]), units[:1]), old)
 
 
 def test_a_chain_is_replayed_in_order() -> None:

@@ -82,6 +82,12 @@ def stepped(bits: int, step: int, kind: ElementKind) -> int:
     return wanted ^ (size >> 1) if wanted & (size >> 1) else size - 1 - wanted
 
 
+def mixed(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % (1 << 64)
+    return x ^ x >> 31
+
+
 def plane_steps(pieces: list[bytes], number: int, raw: list[int], gap_bits: int, step_bits: int) -> dict[int, int]:
     """Position -> step, of the form 1."""
     low, joint = Bits(pieces[0]), unpacked(pieces[1], number)
@@ -156,11 +162,11 @@ def slow_read(blob: bytes, old: bytes) -> tuple[bytes, bytes, bytes]:
     """(base, result, new bytes), from the page alone."""
     magic, version, flags, base, result, total, num_units, zero = struct.unpack_from("<8sII16s16sQII", blob)
     assert (magic, version, flags, total, zero) == (b"wsdelta\n", 1, 1, len(blob), 0)
-    head = 64 + 56 * num_units
+    head = 64 + 64 * num_units
     assert xxhash.xxh3_64_intdigest(blob[:head]) == struct.unpack_from("<Q", blob, head)[0]
     at, new = head + 8, bytearray(old)
     for index in range(num_units):
-        fields = struct.unpack_from("<QQBBBBI4I2IQ", blob, 64 + 56 * index)
+        fields = struct.unpack_from("<QQBBBBI4I2IQQ", blob, 64 + 64 * index)
         start, nbytes, code, form, gap_bits, step_bits, number = fields[:7]
         lengths, raw, checksum = fields[7:11], list(fields[11:13]), fields[13]
         assert xxhash.xxh3_64_intdigest(blob[at : at + sum(lengths)]) == checksum
@@ -187,11 +193,15 @@ def slow_read(blob: bytes, old: bytes) -> tuple[bytes, bytes, bytes]:
                 else exponent_steps(pieces, number, raw, kind, elements)
             )
             assert len(steps) == number
+            total = 0
             for position, step in steps.items():
                 value = stepped(elements[position], step, kind)
+                total += mixed((value + position * 0x9E3779B97F4A7C15) % (1 << 64))
                 new[start + position * width : start + (position + 1) * width] = value.to_bytes(width, "little")
+            assert total % (1 << 64) == fields[14]
         else:
             assert (form, number, sum(lengths)) == (0, 0, 0)
+        assert form in (1, 2) or fields[14] == 0
     assert at == len(blob)
     return base, result, bytes(new)
 
@@ -258,6 +268,7 @@ def test_the_pages_vectors_are_written(mode: Mode) -> None:
             expected.raw_lengths,
         )
         assert (entry.gap_bits, entry.step_bits) == (expected.gap_bits, expected.step_bits)
+        assert entry.values == expected.values
         assert contents(made, index) == contents(wanted, index)
 
 

@@ -138,7 +138,7 @@ def test_what_is_mapped_goes_with_its_session_where_it_is_not_to_be_kept(
     ends = Ends(packed)
     info = EmptyWeightSyncInitInfo(strategy="cuda_ipc", group_name="g", keep_mapped=keep)
     ends.receiver = strategy(packed).create_receiver(info, rank=1)
-    for turn in range(3):
+    for turn in range(2):
         views = []
         for seq in range(3):
             request = ends.request(chunk_of(10 * turn + seq), seq)
@@ -148,7 +148,6 @@ def test_what_is_mapped_goes_with_its_session_where_it_is_not_to_be_kept(
         late = views.pop()
         assert _private_maps(own_folder) == 3
         views.clear()
-        gc.collect()
         ends.receiver.end_session()
         ends.receiver.end_session()
         assert int(late[0]) == 10 * turn + 2, "what is looked at yet stays readable"
