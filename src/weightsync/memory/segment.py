@@ -188,7 +188,7 @@ def _unread(name: str) -> Lock | None:
 def _punch(lock: Lock, size_bytes: int) -> None:
     """Frees all pages of a locked file, though it is mapped elsewhere, and locked into memory there."""
     with contextlib.suppress(AttributeError, OSError):
-        libc, whole = ctypes.CDLL(None), ctypes.c_long(size_bytes)
+        libc, whole = ctypes.CDLL(None), ctypes.c_long(-(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         libc.fallocate(ctypes.c_int(lock.fileno()), ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE), ctypes.c_long(0), whole)
 
 

@@ -108,8 +108,8 @@ class PublicationBuffer:
         turn.lock.close()
 
     def close(self) -> None:
-        """Unlinks everything, when a segment that is being made is ready; who has a lease keeps its memory, and who only
-        maps one does not. Idempotent.
+        """Unlinks everything, when a segment that is being made is ready. Who has a lease keeps its memory, who only
+        maps it does not. Idempotent.
         """
         self._spare.close()
         with self._lock:

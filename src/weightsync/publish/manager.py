@@ -59,8 +59,8 @@ class WeightManager:
         host: where the agent listens; beyond loopback only with a token.
         port: of the agent's HTTP; 0 lets the system choose.
         advertise: host name under which receivers reach the agent; `host` where not given.
-        lease_s: a receiver over TCP that is slower than two steps may hold a version for so long at most, at the cost of
-            a third segment; 0: not at all.
+        lease_s: a receiver over TCP that is slower than two steps may hold a version for so long at most, which costs a
+            third segment; 0: not at all.
         agent_timeout_s: an agent that answers nothing for so long is killed and started again.
         token: bearer token.
         certificate, key: PEM files: agents speak TLS.
@@ -99,9 +99,7 @@ class WeightManager:
         full_sync_interval: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
-        check_settings(
-            model_id, guard_s=guard_s, timeout_s=timeout_s, agent_timeout_s=agent_timeout_s, lease_s=lease_s
-        )
+        check_settings(model_id, guard_s=guard_s, timeout_s=timeout_s, agent_timeout_s=agent_timeout_s, lease_s=lease_s)
         config = AgentConfig(
             model_id=model_id, host=host, port=port, advertise=advertise, token=token, certificate=certificate, key=key,
             lease_s=lease_s, delta_budget_bytes=delta_budget_bytes, full_sync_interval=full_sync_interval,

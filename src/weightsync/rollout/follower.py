@@ -271,11 +271,15 @@ class Follower:
             wish, ticket, errors = None, 0, {}
             try:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._has_work(), LOOK_EVERY_S)
+                    self._changed.wait_for(
+                        lambda: self._closed or self._has_work() or bool(self._status.errors), LOOK_EVERY_S
+                    )
                     if self._closed:
                         return
                     wish, ticket = self._wishes.target(), self._wishes.count
                 if wish is None:
+                    if self._status.errors:  # what failed came right by itself
+                        self._note(state="idle", errors={}, retrying=None)
                     continue
                 errors = self._sync(wish)
             except Exception as error:  # a bug, or a caller's: this thread must outlive it

@@ -47,7 +47,7 @@ class VersionPath:
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in tuple(self._folder.iterdir()):  # by a service that was killed
             ours = not left.is_symlink() and left.is_dir()
-            if not ours or not ((left / _LEFT).exists() or all(each.name == _FILE for each in left.iterdir())):
+            if not ours or not ((left / _LEFT).exists() or all(map(_is_link, left.iterdir()))):
                 raise ConfigError(f"path_root: {left} is not ours, and nothing was touched: name an empty folder")
             _remove(left)
 
@@ -73,6 +73,10 @@ class VersionPath:
             for each in (aside, final):
                 if each.is_dir():
                     _remove(each)
+
+
+def _is_link(path: Path) -> bool:
+    return path.name == _FILE and path.is_symlink()
 
 
 def _remove(folder: Path) -> None:

@@ -143,8 +143,7 @@ class BlockServer:
                 others = [each for each in self._transfers.values() if each not in earlier]
                 if len(others) >= _MAX_TRANSFERS:
                     raise StateError(f"{_MAX_TRANSFERS} transfers are under way: try again later")
-                floor = self._floor
-                if not lasting and floor is not None and floor.run_id == version.run_id and floor.is_newer_than(version):
+                if not lasting and self._is_wanted_back(version):
                     raise VersionError("the segment is about to be written: ask for the newest", version=str(version))
                 starves = self._cut.get(receiver_id, 0) >= _CUTS_UNTIL_LEASE
                 if not starves or lasting or any(each.leased and each.version != version for each in others):
@@ -161,6 +160,11 @@ class BlockServer:
                 each.end(ok=False)
         self._granted.set()
         return transfer
+
+    def _is_wanted_back(self, version: Version) -> bool:
+        """Whether a reset came for a newer version of its run."""
+        floor = self._floor
+        return floor is not None and floor.run_id == version.run_id and floor.is_newer_than(version)
 
     def finish(self, transfer_id: str, *, ok: bool) -> bool:
         """The receiver's acknowledgement; False where the transfer is over, or never was."""

@@ -111,9 +111,9 @@ def test_a_killed_owners_segment_is_reclaimed_and_a_living_ones_is_not(own_folde
 
 def _own_bytes(path: str, conn: Any) -> None:
     folder._path = path
-    segments = [Segment(1 << 20) for _ in range(2)]
+    segments = [Segment((1 << 20) + 1) for _ in range(2)]  # the last page is not full
     for segment in segments:
-        segment.memory[:] = b"x" * (1 << 20)
+        segment.memory[:] = b"x" * segment.size_bytes
         segment.pin()
     conn.send([segment.name for segment in segments])
     conn.recv()
@@ -130,7 +130,7 @@ def test_the_pages_of_a_killed_owner_are_freed_though_they_are_mapped_but_not_un
             owner.kill()
             assert set(reclaim_dead()) == {free, leased}
             assert os.fstat(files[free]).st_blocks == 0
-            assert os.fstat(files[free]).st_size == 1 << 20, "whoever reads it reads zeros, and is not killed"
+            assert os.fstat(files[free]).st_size == (1 << 20) + 1, "whoever reads it reads zeros, and is not killed"
             assert not any(mapped[free].memory)
             assert os.fstat(files[leased]).st_blocks * 512 >= 1 << 20
             assert all(byte == ord("x") for byte in mapped[leased].memory[::4096])

@@ -1,4 +1,4 @@
-"""Granted transfers: whatever goes wrong, a segment's lock is given back, and who is too slow for the trainer gets one."""
+"""Granted transfers: whatever goes wrong, a segment's lock is given back; who is too slow for the trainer gets more."""
 
 from __future__ import annotations
 

@@ -1,0 +1,272 @@
+"""A rollout service among agents and engines that lie, stand still, come back, or can't be asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.unit.rollout.service_kit import MODEL, Agent, World, wait_until, world
+from weightsync.errors import EngineUnreachableError, NotRegisteredError, SyncFailedError, VersionError
+from weightsync.types import EngineOp
+
+__all__ = ["world"]
+
+OLD, NEW, BAD = "http://old:1", "http://new:1", "http://bad:1"
+
+
+def fail_starts(monkeypatch: pytest.MonkeyPatch, *names: str, times: int = 1) -> list[str]:
+    """The next threads of these names can't be started; who they were."""
+    original, failed = threading.Thread.start, []
+
+    def start(self: threading.Thread) -> None:
+        if self.name.startswith(names) and len(failed) < times:
+            failed.append(self.name)
+            raise RuntimeError("can't start new thread")
+        original(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    return failed
+
+
+# --- agents ---
+
+
+def test_an_agent_that_can_t_be_asked_keeps_no_run_out(world: World) -> None:
+    """Whatever asking it raises: the next run is taken up."""
+    world.agents = {OLD: Agent("r1", 1), NEW: Agent("r2", 0), BAD: Agent("r666", 1)}
+    world.agents[BAD].raises = UnicodeError("label empty or too long")
+    world.serve("a")
+    world.register(BAD)
+    world.notify(BAD, "r666", 1, wait_s=None)
+    wait_until(lambda: world.agents[BAD].num_asked > 1, "it is asked")
+    world.register(NEW)
+    assert world.notify(NEW, "r2", 0).run_id == "r2"
+
+
+def test_a_thread_that_can_t_be_started_keeps_no_run_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.agents = {OLD: Agent("r1", 1), NEW: Agent("r2", 0)}
+    world.serve("a")
+    world.register(NEW)
+    wait_until(lambda: not any(t.name.startswith("weightsync-ask-agent") for t in threading.enumerate()), "all quiet")
+    failed = fail_starts(monkeypatch, "weightsync-ask-agent", "weightsync-takeover")
+    with pytest.raises((RuntimeError, Exception), match="new thread"):
+        world.notify(NEW, "r2", 0)
+    assert failed
+    assert world.notify(NEW, "r2", 0).run_id == "r2"
+
+
+def test_runs_that_nobody_has_keep_no_run_out(world: World) -> None:
+    """An agent that stands still is said to have many runs: neither their number nor its silence delays another's."""
+    world.agents = {OLD: Agent("r1", 1), NEW: Agent("r2", 0), BAD: Agent("r666", 1)}
+    world.serve("a")
+    world.register(BAD)
+    world.register(NEW)
+    world.agents[BAD].stands = threading.Event()
+    world.notify(NEW, "r2", 7, wait_s=None)
+    world.agents[NEW].run_id = "r0"
+    for number in range(20):
+        world.notify(BAD, f"false-{number}", 1, wait_s=None)
+    time.sleep(0.1)
+    world.agents[NEW].run_id, world.agents[NEW].number = "r2", 7
+    wait_until(lambda: world.serves("a", "r2/7"), "the real run", timeout_s=2.0)
+
+
+def test_another_agent_is_asked_before_it_is_believed(world: World) -> None:
+    """One false word, that another agent has a version of this run, moves nothing."""
+    world.agents = {OLD: Agent("r1", 1), BAD: Agent("r9", 1)}
+    world.serve("a", patience_s=0.3, pull_timeout_s=1.0)
+    world.register(BAD)
+    world.notify(BAD, "r1", 10**9, wait_s=None)
+    for number in (2, 3, 4):
+        world.agents[OLD].number = number
+        assert world.notify(OLD, "r1", number).version == number
+    assert (world.status.sender, world.status.wanted, world.status.errors) == (OLD, 4, {})
+    with pytest.raises(VersionError, match="did not have it"):
+        world.notify(BAD, "r1", 10**9, wait_s=4.0)
+
+
+def test_a_false_word_that_comes_first_gives_way_to_another_agent(world: World) -> None:
+    world.agents = {OLD: Agent("r1", 1), BAD: Agent("r9", 1)}
+    world.agents[OLD].raises = world.agents[BAD].raises = EngineUnreachableError("not up yet")
+    world.serve("a", patience_s=30.0)
+    world.register(BAD)
+    wait_until(lambda: world.agents[OLD].num_asked and world.agents[BAD].num_asked, "they are asked")
+    time.sleep(0.05)
+    world.agents[OLD].raises = world.agents[BAD].raises = None
+    world.notify(BAD, "r1", 1, wait_s=None)
+    assert world.notify(OLD, "r1", 1).version == 1
+
+
+def test_an_agent_that_is_gone_gives_way_to_one_that_has_the_run(world: World) -> None:
+    """A run has two agents; the one that announced a version dies: it is pulled from the other when patience ends."""
+    world.agents = {OLD: Agent("r1", 1), NEW: Agent("r1", 1)}
+    world.serve("a", patience_s=0.3)
+    world.register(NEW)
+    world.agents[OLD].raises = EngineUnreachableError("gone")
+    world.agents[NEW].number = 2
+    assert world.notify(OLD, "r1", 2).version == 2
+    assert world.senders_of_pulls[-1] == NEW
+
+
+def test_a_false_number_delays_no_true_one(world: World) -> None:
+    """Neither one false number nor many, each higher; and when patience ends nobody pulls for it any more."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", patience_s=1.0)
+    for number in range(2, 5):
+        world.notify(OLD, "r1", 10**9 + number, wait_s=None)
+        world.agents[OLD].number = number
+        began = time.monotonic()
+        assert world.notify(OLD, "r1", number).version == number
+        assert time.monotonic() - began < 0.5
+    wait_until(lambda: world.status.state == "idle", "it gave way")
+    assert "was announced" in world.status.retrying
+    asked = world.agents[OLD].num_asked
+    time.sleep(0.3)
+    assert world.agents[OLD].num_asked <= asked + 1
+    world.agents[OLD].number = 9
+    assert world.notify(OLD, "r1", 9).version == 9
+
+
+def test_a_version_that_comes_late_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its proof took longer than anybody's patience, and nobody announces it again."""
+    monkeypatch.setattr("weightsync.rollout.wishes.POLL_S", 0.2)
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", patience_s=0.2)
+    world.notify(OLD, "r1", 2, wait_s=None)
+    wait_until(lambda: world.status.state == "idle" and world.status.retrying, "it gave way")
+    world.agents[OLD].number = 2
+    wait_until(lambda: world.serves("a", "r1/2"), "it is found")
+
+
+def test_another_life_of_a_run_is_no_success(world: World) -> None:
+    """A trainer that was started again under its old run_id publishes numbers that were served before."""
+    world.agents = {OLD: Agent("r1", 5), NEW: Agent("r1", 3, life="two")}
+    world.serve("a")
+    world.notify(OLD, "r1", 4)  # told late: the newer one is served
+    world.register(NEW)
+    for number in (3, 5):
+        world.agents[NEW].number = number
+        with pytest.raises(VersionError, match="published anew"):
+            world.notify(NEW, "r1", number)
+    assert world.serves("a", "r1/5")
+    world.agents[NEW].number = 6
+    assert world.notify(NEW, "r1", 6).version == 6
+    world.notify(NEW, "r1", 3)
+
+
+# --- engines ---
+
+
+def test_engines_are_looked_at_while_another_is_dead(world: World) -> None:
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b")
+    world.engines["b"].dead = True
+    wait_until(lambda: world.status.state == "waiting", "b is missed")
+    world.engines["a"].renew()
+    wait_until(lambda: world.serves("a", "r1/1"), "a is brought back")
+    assert world.status.engines == {"a": "r1/1", "b": None}
+    world.agents[OLD].number = 2
+    with pytest.raises(SyncFailedError, match="b: "):
+        world.notify(OLD, "r1", 2)
+    assert world.serves("a", "r1/2")
+
+
+def test_engines_are_looked_at_while_a_version_does_not_come(world: World) -> None:
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", patience_s=20.0)
+    world.notify(OLD, "r1", 2, wait_s=None)
+    wait_until(lambda: world.status.state == "pulling", "it is waited for")
+    world.engines["a"].renew()
+    wait_until(lambda: world.serves("a", "r1/1"), "it is brought back")
+
+
+def test_a_look_that_fails_ends_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a")
+    failed = fail_starts(monkeypatch, "weightsync-ask-a")
+    wait_until(lambda: failed, "a look failed")
+    world.agents[OLD].number = 2
+    assert world.notify(OLD, "r1", 2).version == 2
+
+
+def test_one_answer_that_is_missed_costs_no_load(world: World) -> None:
+    """An engine is loaded again because it says that it serves nothing, not because it says nothing."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a")
+    world.engines["a"].dead = True
+    wait_until(lambda: world.status.engines == {"a": None}, "it is missed")
+    assert "dead" in world.status.errors.get("a", "dead")
+    world.engines["a"].dead = False
+    wait_until(lambda: world.status.engines == {"a": "r1/1"}, "it is back")
+    wait_until(lambda: world.status.errors == {}, "all is well")
+    assert (world.status.num_pulled, world.engines["a"].calls.count(EngineOp.COMMIT)) == (1, 1)
+
+
+def test_a_load_that_can_t_be_started_leaves_no_other_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first engine reads is kept for it until it has let go."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b")
+    hold = world.engines["a"].holds[EngineOp.STAGE] = threading.Event()
+    fail_starts(monkeypatch, "weightsync-load-b")
+    world.agents[OLD].number = 2
+    world.notify(OLD, "r1", 2, wait_s=None)
+    wait_until(lambda: EngineOp.STAGE in world.engines["a"].calls[6:], "a reads")
+    time.sleep(0.1)
+    assert [str(version) for version in world.held] == ["r1/2"]
+    hold.set()
+    wait_until(lambda: world.serves("a", "r1/2") and world.serves("b", "r1/2"), "both are loaded")
+
+
+def test_an_engine_that_never_lets_go_holds_nobody(world: World) -> None:
+    """Its handle knows no deadline: the others go on with other memory, and what it reads is kept as long as it does."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b", load_timeout_s=0.5)
+    hold = world.engines["b"].holds[EngineOp.UPDATE_WEIGHTS] = threading.Event()
+    with pytest.raises(SyncFailedError, match="b: .*has not let go"):
+        staging = world.service._models[MODEL]._staging
+    for number in (2, 3):
+        world.agents[OLD].number = number
+        with pytest.raises(SyncFailedError, match="b: .*has not let go"):
+            world.notify(OLD, "r1", number)
+        assert world.serves("a", f"r1/{number}")
+    assert [str(version) for version in world.held] == ["r1/2"]
+    assert world.service._models[MODEL]._staging is staging
+    hold.set()
+    wait_until(lambda: not world.held, "it is given back")
+    wait_until(lambda: world.serves("b", "r1/4"), "it is brought to the newest")
+
+
+# --- its HTTP face ---
+
+
+def post(url: str, message: dict[str, Any], kind: str | None = "application/json") -> httpx.Response:
+    headers = {} if kind is None else {"content-type": kind}
+    return httpx.post(f"{url}/register_sender", content=json.dumps(message).encode(), headers=headers)
+
+
+def test_the_agents_token_is_not_for_anybody(world: World) -> None:
+    """A service that asks for no token gives none away, either."""
+    world.agents = {OLD: Agent("r1", 1), BAD: Agent("r9", 1)}
+    service = world.serve("a", sender_token="0123456789abcdef")
+    url = service._server.url
+    refused = post(url, {"model_id": MODEL, "sender_endpoint": BAD})
+    assert (refused.status_code, refused.json()["error"]) == (403, "NotRegisteredError")
+    assert post(url, {"model_id": MODEL, "sender_endpoint": f"{OLD}/"}).status_code == 200
+    with pytest.raises(NotRegisteredError):
+        world.notify(BAD, "r9", 1)
+    assert world.agents[BAD].num_asked == 0
+    service.register_sender(MODEL, BAD)  # this process may
+    wait_until(lambda: world.agents[BAD].num_asked, "it is asked")
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_what_a_web_page_may_send_is_refused(world: World, kind: str | None) -> None:
+    world.agents = {OLD: Agent("r1", 1), BAD: Agent("r9", 1)}
+    url = world.serve("a")._server.url
+    assert post(url, {"model_id": MODEL, "sender_endpoint": BAD}, kind).status_code == 422
+    assert post(url, {"model_id": MODEL, "sender_endpoint": BAD}, "application/json; charset=utf-8").status_code == 200
