@@ -68,6 +68,33 @@ def test_the_demo_publishes_and_trains_on(tmp_path: Path) -> None:
     assert not list(Path("/dev/shm").glob("weightsync-[0-9]*"))
 
 
+def test_the_demo_moves_deltas(tmp_path: Path) -> None:
+    """At a learning rate of reinforcement learning: a few percent change, fewer percent are sent, and the loss falls."""
+    files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
+    ran = subprocess.run(
+        [*COMMAND, "--path", "pull", "--delta", "--steps", "4", *files],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "came as deltas" in ran.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["versions"], summary["digests_equal"]) == ([1, 2, 3, 4], True)
+    first, *later = summary["steps"]
+    assert (first["density"], first["received_bytes"]) == (None, None)
+    for step in later:
+        assert 0.001 < step["density"] < 0.1
+        assert step["received_bytes"] < step["density"] * step["bytes"]
+    assert any("commit" in step["phases"] and "apply delta" in step["phases"] for step in later)
+    losses = [step["engine_loss"] for step in summary["steps"]]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_deltas_belong_to_the_pull_path() -> None:
+    ran = subprocess.run([*COMMAND, "--delta"], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 2
+    assert "--path pull" in ran.stderr
+
+
 def test_an_engine_that_dies_ends_the_demo_in_words(tmp_path: Path) -> None:
     """kill -9 of the engine in the middle: exit code 1, the error by name, no process left behind."""
     demo = subprocess.Popen(

@@ -98,6 +98,7 @@ class EngineGroup:
         self._mute: set[str] = set()
         self._unprovable: dict[str, str] = {}
         self._loads: dict[str, Future[LoadReport]] = {}
+        self._given: list[Future[LoadReport]] = []
         self._num_loads = dict.fromkeys(names, 0)
         self._asking: dict[str, Future[EngineReply]] = {}
         self._life: str | None = None
@@ -114,9 +115,10 @@ class EngineGroup:
             return {who: None if who in self._silent else version for who, version in self._served.items()}
 
     def answering(self) -> dict[str, Version | None]:
-        """As `served`, of those that answered last and whose last load went well."""
+        """As `served`, of those that answered last and whose last load went well, or goes on within its time."""
         with self._lock:
-            return {who: version for who, version in self._served.items() if who not in self._silent}
+            stuck = {who for who, load in self._loads.items() if self._num_loads[who] % 2 == 0 and not load.done()}
+            return {who: served for who, served in self._served.items() if who not in stuck and who not in self._silent}
 
     def unprovable(self) -> dict[str, str]:
         """Why some could not prove their live bytes, by engine."""
@@ -165,6 +167,7 @@ class EngineGroup:
         """
         self._remember(pulled)
         errors: dict[str, str] = {}
+        self._given = []
         loads: dict[str, Future[LoadReport]] = {}
         for loader in self._needy(pulled.version):
             who = loader.engine_id
@@ -178,6 +181,7 @@ class EngineGroup:
                     continue
                 self._num_loads[who] += 1
                 self._loads[who] = loads[who] = in_thread(_bound(loader, pulled, deadline), name=f"weightsync-load-{who}")
+                self._given.append(loads[who])
         end = Deadline(deadline.remaining_s + _LET_GO_S)
         wrong, paused_s, num_chunks, num_patched = False, 0.0, 0, 0
         for who, load in loads.items():
@@ -218,10 +222,9 @@ class EngineGroup:
         )
 
     def holders(self) -> list[Future[LoadReport]]:
-        """Loads that did not end in time: until they do, what they were given must not change."""
-        with self._lock:
-            self._loads = {who: load for who, load in self._loads.items() if not load.done()}
-            return list(self._loads.values())
+        """Loads of the last call of `load` that did not end in time: until they do, what they were given must not
+        change."""
+        return [load for load in self._given if not load.done()]
 
     def _needy(self, version: Version) -> list[EngineLoader]:
         """Who does not serve that version, or a newer one of its run."""

@@ -31,7 +31,9 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 3.0) 
 
 
 def with_life(kind: Any, life: str | None, **fields: Any) -> Any:
-    return kind(life=life, **fields)
+    """One of `kind`, of that life of a trainer."""
+    known = getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__
+    return kind(**fields, **({"life": life} if "life" in known else {}))
 
 
 class Agent:
