@@ -58,6 +58,8 @@ _logger = logging.getLogger(__name__)
 
 _RECLAIM_EVERY_S = 2.0
 _MAX_RECEIVERS = 10_000
+_TELLS_OF_LINK_BYTES = 16 << 20
+"""Smaller transfers tell how long a call takes, and not how fast the link is."""
 _NUM_SEGMENTS = 3
 
 
@@ -405,8 +407,9 @@ class TransferAgent:
 
     def _ended(self, transport: Transport, transfer: Transfer, ok: bool) -> None:
         self._metrics.transfer(transport, "ok" if ok else "failed")
-        if ok and transport is Transport.TCP:
-            self._deltas.observe_link(transfer.source.data_end - transfer.source.data_start, now_s() - transfer.start_s)
+        size_bytes = transfer.source.data_end - transfer.source.data_start
+        if ok and transport is Transport.TCP and size_bytes >= _TELLS_OF_LINK_BYTES:
+            self._deltas.observe_link(size_bytes, now_s() - transfer.start_s)
         name = "serve" if ok else "serve, ended early"
         track, who = self.recorder.track, transfer.receiver_id
         self.recorder.add(PhaseRecord(name=name, start_s=transfer.start_s, end_s=now_s(), track=track, detail=who))

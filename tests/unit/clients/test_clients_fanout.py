@@ -153,3 +153,13 @@ def test_a_thread_hands_on_whatever_its_function_raises() -> None:
     assert in_thread(lambda: 5, name="t").result(5) == 5
     with pytest.raises(SystemExit):
         in_thread(lambda: exec("raise SystemExit"), name="t").result(5)  # noqa: S102
+
+
+def test_a_call_that_can_t_be_started_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not raise: whoever started others before it waits for them."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert "new thread" in str(in_thread(lambda: None, name="t").exception(0))

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from weightsync.clients.http import HttpEngine
+from weightsync.clients.http_edge import typed_errors
 from weightsync.errors import (
     AuthError,
+    ConfigError,
     DeadlineExceededError,
     EngineError,
     EngineUnreachableError,
@@ -23,6 +25,7 @@ from weightsync.errors import (
 from weightsync.rollout.server import EngineServer
 from weightsync.types import (
     CommitRequest,
+    Deadline,
     DescribeRequest,
     EngineOp,
     EngineReply,
@@ -300,6 +303,42 @@ def test_an_engine_that_answers_a_byte_at_a_time_costs_the_timeout_and_no_more()
             assert time.monotonic() - started < 2
         finally:
             quit_now.set()
+
+
+def test_an_engine_that_sends_its_head_a_byte_at_a_time_costs_the_timeout_and_no_more() -> None:
+    quit_now = threading.Event()
+
+    def drip(conn: socket.socket) -> None:
+        conn.sendall(b"HTTP/1.1 200 OK\r\nx: ")
+        end = time.monotonic() + 3
+        while not quit_now.wait(0.05) and time.monotonic() < end:
+            conn.sendall(b"a")
+
+    with raw_server(drip) as url:
+        started = time.monotonic()
+        try:
+            with pytest.raises(DeadlineExceededError):
+                describe(url, timeout_s=0.4)
+            assert time.monotonic() - started < 2
+        finally:
+            quit_now.set()
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, ".a"])
+def test_a_host_that_can_t_be_looked_up_is_no_url(host: str) -> None:
+    with pytest.raises(ConfigError, match="can't be read"):
+        HttpEngine(f"http://{host}:1")
+
+
+@pytest.mark.parametrize("error", [UnicodeError("label empty"), RuntimeError("can't start new thread"), MemoryError()])
+def test_whatever_an_exchange_raises_comes_out_typed(error: Exception) -> None:
+    deadline = Deadline(1.0)
+    with (
+        pytest.raises(EngineUnreachableError, match=type(error).__name__) as caught,
+        typed_errors(deadline, url="http://x", what="describe", peer="e", runs="the engine"),
+    ):
+        raise error
+    assert caught.value.__cause__ is error
 
 
 def test_an_answer_without_end_is_not_collected() -> None:

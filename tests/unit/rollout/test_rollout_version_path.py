@@ -52,3 +52,26 @@ def test_a_body_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with paths.held(pulled("run", 1)) as folder:
         assert folder.is_dir()
     assert list(tmp_path.glob("*/*")) == []
+
+
+def test_what_an_engine_leaves_there_harms_nobody(tmp_path: Path) -> None:
+    """Its own file stays; the link goes, the version can be loaded again, and a service that is started again begins."""
+    paths = VersionPath(tmp_path, "actor")
+    for _ in range(2):
+        with paths.held(pulled("run", 1)) as folder:
+            assert (folder / "model.safetensors").is_symlink()
+            (folder / ".lock").write_text("precious")
+        assert not (folder / "model.safetensors").is_symlink()
+        assert (folder / ".lock").read_text() == "precious"
+    VersionPath(tmp_path, "actor")
+    with paths.held(pulled("run", 1)) as folder:
+        (folder / ".lock").unlink()
+    assert list((tmp_path / "actor").iterdir()) == []
+
+
+@pytest.mark.parametrize("run_id", ["\u0436" * 60, "x" * 256])
+def test_a_long_name_is_shortened(tmp_path: Path, run_id: str) -> None:
+    paths = VersionPath(tmp_path, run_id)
+    with paths.held(pulled(run_id, 10**18)) as one, paths.held(pulled(f"{run_id[:-1]}y", 10**18)) as other:
+        assert one != other
+    assert list(tmp_path.glob("*/*")) == []
