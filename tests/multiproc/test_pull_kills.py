@@ -36,8 +36,15 @@ NUM_STEPS = 7
 
 TRAINER = {
     "waits for a segment": Hook(at="weightsync.publish.buffer:PublicationBuffer.acquire", do="kill", path="", nth=2),
-    "copies": Hook(
-        at="weightsync.publish.segment_writer:SegmentWriter.write", do="kill", path="", nth=NUM_TENSORS + 2, after=True
+    "begins to copy": Hook(  # it knows some of its places in the second segment
+        at="weightsync.publish.segment_writer:SegmentWriter._target",
+        do="kill",
+        path="",
+        nth=NUM_TENSORS + 2,
+        after=True,
+    ),
+    "has copied, and not stamped": Hook(
+        at="weightsync.publish.segment_writer:SegmentWriter.write_places", do="kill", path="", after=True
     ),
     "has stamped": Hook(
         at="weightsync.publish.buffer:PublicationBuffer.written", do="kill", path="", nth=2, after=True

@@ -148,6 +148,23 @@ def test_a_sender_is_registered_for_one_model(start: Start, trainer: Trainer) ->
         service.notify(trainer.endpoint, 1, version)
 
 
+def test_a_run_id_that_is_used_twice(start: Start) -> None:
+    """A trainer that was started again under its run_id: its low numbers are no success, and it goes on above them."""
+    trainer, service = Trainer(start, 71), Service(start, ["a"])
+    trainer.publish(5)
+    service.register(trainer.endpoint)
+    service.notify(trainer.endpoint, 71, 5)
+    trainer.ask("close")
+    trainer.begin(71)
+    service.register(trainer.endpoint)
+    trainer.publish(3)
+    with pytest.raises(VersionError, match="published anew"):
+        service.notify(trainer.endpoint, 71, 3)
+    trainer.publish(6)
+    assert service.notify(trainer.endpoint, 71, 6).version == 6
+    assert service.serving("a") == (text(71, 6), True)
+
+
 def test_a_takeover_ends_a_pull_that_stands_still(start: Start, tmp_path: Path) -> None:
     """The old run's agent was stopped in mid-transfer: nobody waits for it until the pull's deadline."""
     sent = Hook(at="weightsync.transfer.tcp_server:BlockServer._send", do="stop", path=str(tmp_path / "hook"), nth=2)

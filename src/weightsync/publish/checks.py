@@ -13,9 +13,7 @@ from weightsync.types.deadline import check_wait_s
 _MAX_STAMP_BYTES = 500
 
 
-def check_settings(
-    model_id: str, *, guard_s: float, timeout_s: float, agent_timeout_s: float, lease_s: float
-) -> None:
+def check_settings(model_id: str, *, guard_s: float, timeout_s: float, agent_timeout_s: float, lease_s: float) -> None:
     """Raises ConfigError where a name is empty, or where waits make no sense together."""
     if not model_id:
         raise ConfigError("a model_id is not empty")

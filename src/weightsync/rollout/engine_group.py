@@ -180,7 +180,9 @@ class EngineGroup:
                     errors[who] = self._silent[who]
                     continue
                 self._num_loads[who] += 1
-                self._loads[who] = loads[who] = in_thread(_bound(loader, pulled, deadline), name=f"weightsync-load-{who}")
+                self._loads[who] = loads[who] = in_thread(
+                    _bound(loader, pulled, deadline), name=f"weightsync-load-{who}"
+                )
                 self._given.append(loads[who])
         end = Deadline(deadline.remaining_s + _LET_GO_S)
         wrong, paused_s, num_chunks, num_patched = False, 0.0, 0, 0

@@ -87,7 +87,8 @@ class Follower:
         self._senders: set[str] = set()
         self._wishes = Wishes(
             model_id, self._changed, ask=self._newest_at, served=self._engines.served,
-            answering=self._engines.answering, taken_over=self._taken_over, told=self._heard, patience_s=config.patience_s, timeout_s=config.pull_timeout_s,
+            answering=self._engines.answering, taken_over=self._taken_over, told=self._heard,
+            patience_s=config.patience_s, timeout_s=config.pull_timeout_s,
         )  # fmt: skip
         self._num_done = 0
         self._status = ModelStatus(since_s=now_s())
@@ -237,7 +238,9 @@ class Follower:
         """An agent has said something: a pull that does not get on may give way to one from elsewhere."""
         with self._changed:
             target, puller = self._wishes.target(), self._puller
-            stands_still = self._status.state == "pulling" and time.monotonic() - self._moved_s > self._config.patience_s
+            stands_still = (
+                self._status.state == "pulling" and time.monotonic() - self._moved_s > self._config.patience_s
+            )
             if stands_still and puller is not None and target is not None and target.endpoint != puller.endpoint:
                 puller.cancel()
         self._tell_listeners()
@@ -371,7 +374,9 @@ class Follower:
             pulled.release()
             left.close()
 
-        _logger.warning("model %s: an engine still reads %s: its memory is kept until then", self.model_id, pulled.version)
+        _logger.warning(
+            "model %s: an engine still reads %s: its memory is kept until then", self.model_id, pulled.version
+        )
         in_thread(wait, name="weightsync-let-go")
 
     def _served(self, pulled: Pulled, loaded: GroupReport, began_s: float, loading_s: float) -> dict[str, str]:

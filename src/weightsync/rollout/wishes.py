@@ -1,7 +1,7 @@
 """Wishes: what a service was told to serve, and what of that it believes.
 
-Nobody's word alone counts for longer than `patience_s`. Another run, or another agent, is asked whether it has what it is
-said to have before anything is pulled from it; a version that does not come gives way to what there is; and what was
+Nobody's word alone counts for longer than `patience_s`. Another run, or another agent, is asked whether it has what it
+is said to have before anything is pulled from it; a version that does not come gives way to what there is; and what was
 announced once more under a name that is served already is compared with what its agent says.
 """
 
@@ -308,9 +308,9 @@ class Wishes:
                 others = said.life not in (None, self._life) and self._life is not None
                 if others and said.run_id in (None, ticket.wish.version.run_id):
                     ticket.refused = (
-                        f"run {ticket.wish.version.run_id} is published anew, by a trainer that was started again: what "
-                        f"is served under {ticket.wish.version} or above is of the one before. Give each life of a "
-                        f"trainer a run_id of its own, or publish above {self._pulled}"
+                        f"run {ticket.wish.version.run_id} is published anew, by a trainer that was started again: "
+                        f"what is served under {ticket.wish.version} or above is of the one before. Give each life "
+                        f"of a trainer a run_id of its own, or publish above {self._pulled}"
                     )
                     _logger.warning("model %s: %s", self._model_id, ticket.refused)
                 else:
@@ -366,8 +366,7 @@ class Wishes:
         return [
             (not sender.verified, sender.broken, least, endpoint != self._current, endpoint)
             for endpoint, sender in self._senders.items()
-            if (sender.verified or endpoint == self._current)
-            and (least := sender.least(low, self._pulled)) is not None
+            if (sender.verified or endpoint == self._current) and (least := sender.least(low, self._pulled)) is not None
         ]
 
     def _announce(self, endpoint: str, number: int) -> None:

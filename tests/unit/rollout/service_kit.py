@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,9 +106,7 @@ class World:
         first, agent = next(iter(self.agents.items()))
         self.engines = {name: Engine(name) for name in names}
         settings = {"pull_timeout_s": 20.0, "load_timeout_s": 5.0, "pause_timeout_s": 1.0, **options}
-        self.service = RolloutService(
-            {MODEL: list(self.engines.values())}, RolloutConfig(senders=(first,), **settings)
-        )
+        self.service = RolloutService({MODEL: list(self.engines.values())}, RolloutConfig(senders=(first,), **settings))
         self.service.start()
         if agent.raises is None:
             self.notify(first, agent.run_id, agent.number)
@@ -179,7 +178,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
                 return with_life(
                     Pulled, agent.life, manifest=whole, segment="weightsync-1-none", transport=Transport.TCP,
                     offsets={spec.name: 0 for spec in whole.tensors}, num_attempts=1,
-                    release=lambda: made.held.remove(newest),
+                    release=functools.partial(made.held.remove, newest),
                 )  # fmt: skip
             raise TransferAbortedError("cancelled") if self._stop.is_set() else StateError("late")
 

@@ -230,7 +230,7 @@ def test_an_engine_that_never_lets_go_holds_nobody(world: World) -> None:
     stagings = {world.service._models[MODEL]._staging}
     for number in (2, 3, 4):
         world.agents[OLD].number = number
-        with pytest.raises(SyncFailedError, match="b: .*has not let go"):
+        with pytest.raises(SyncFailedError, match=r"b: .*has not let go"):
             world.notify(OLD, "r1", number)
         assert world.serves("a", f"r1/{number}")
         stagings.add(world.service._models[MODEL]._staging)

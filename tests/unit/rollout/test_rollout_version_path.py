@@ -55,7 +55,7 @@ def test_a_body_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_an_engine_leaves_there_harms_nobody(tmp_path: Path) -> None:
-    """Its own file stays; the link goes, the version can be loaded again, and a service that is started again begins."""
+    """Its own file stays; the link goes, the version can be loaded again, and a restarted service begins."""
     paths = VersionPath(tmp_path, "actor")
     for _ in range(2):
         with paths.held(pulled("run", 1)) as folder:
