@@ -69,7 +69,7 @@ def test_the_demo_publishes_and_trains_on(tmp_path: Path) -> None:
 
 
 def test_the_demo_moves_deltas(tmp_path: Path) -> None:
-    """At a learning rate of reinforcement learning: a few percent change, fewer percent are sent, and the loss falls."""
+    """At a learning rate of reinforcement learning: a few percent change, less is sent, and the loss falls."""
     files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
     ran = subprocess.run(
         [*COMMAND, "--path", "pull", "--delta", "--steps", "4", *files],

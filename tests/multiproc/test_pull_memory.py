@@ -120,7 +120,10 @@ def receiver(nbytes: int, endpoint: str, transport: str, few: bool, conn: Any) -
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     model = Model(nbytes, -1.0)
     engine = EmbeddedEngine.of(ModuleWeightLoader(model, in_place=True))
-    service = RolloutService({"m": engine}, RolloutConfig(senders=(endpoint,), transport=Transport(transport)))
+    service = RolloutService(
+        {"m": engine},
+        RolloutConfig(senders=(endpoint,), transport=Transport(transport), mode="auto" if few else "full"),
+    )
     service.start()
     gc.collect()
     conn.send("ready")

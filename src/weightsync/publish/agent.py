@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-import secrets
 import ssl
 import threading
 from collections import deque
@@ -22,13 +20,11 @@ from weightsync.clients.agent import MAX_PUBLICATION_BYTES
 from weightsync.errors import (
     InvalidRequestError,
     NotRegisteredError,
-    SharedMemoryError,
     StateError,
     TransferAbortedError,
-    VersionError,
     WeightSyncError,
 )
-from weightsync.memory import Reader, host_nonce, is_read, reclaim_dead
+from weightsync.memory import host_nonce, reclaim_dead
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.observe import Recorder, now_s
@@ -36,16 +32,14 @@ from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.agent_metrics import AgentMetrics
 from weightsync.publish.announce import Announcer
 from weightsync.publish.deltas import Deltas, Proved, facts_of
+from weightsync.publish.grants import Grants
 from weightsync.publish.prover import Prover
-from weightsync.publish.stamp import check_stamp
 from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import PhaseRecord, Version
 from weightsync.types.publication import (
     MODES,
     AgentVersion,
-    DeltaBase,
-    DeltaLink,
     FinishRequest,
     Publication,
     RegisterRequest,
@@ -119,6 +113,15 @@ class TransferAgent:
             config.host, config.blocks_port, stall_s=config.stall_s, tls=None if tls is None else _tls_context(tls)
         )
         self._metrics = AgentMetrics(self._blocks)
+        self._grants = Grants(
+            config,
+            nonce=self._nonce,
+            blocks=self._blocks,
+            deltas=self._deltas,
+            segments=self._segments,
+            begun=lambda transport: self._metrics.transfer(transport, "begun"),
+            ended=self._ended,
+        )
         self._server = ServerThread(
             self.app,
             host=config.host,
@@ -296,108 +299,9 @@ class TransferAgent:
         if asked.receiver_id not in self._receivers:
             raise NotRegisteredError(f"receiver {asked.receiver_id!r} is not registered: POST /register_receiver first")
         served = self._published()
-        publication, source = served.publication, served.source
-        manifest = publication.manifest
-        if asked.model_id != manifest.model_id:
-            raise InvalidRequestError(f"this agent serves model {manifest.model_id!r}, not {asked.model_id!r}")
-        if asked.run_id not in (None, manifest.version.run_id) or asked.version not in (None, manifest.version.number):
-            raise VersionError(
-                f"{manifest.version} is the newest publication, {asked.run_id}/{asked.version} was asked for",
-                version=str(manifest.version),
-            )
-        transport = Transport.SHM if asked.host_nonce == self._nonce else Transport.TCP
-        delta = self._delta(asked, served, transport)
-        if delta is not None:
-            return self._granted(
-                served, transport, delta[-1].transfer_id if delta else secrets.token_hex(16), asked.base, delta
-            )
-        transfer = self._blocks.grant(
-            manifest.version,
-            publication.sources[source],
-            receiver_id=asked.receiver_id,
-            take_up_s=self._config.take_up_s,
-            on_end=functools.partial(self._ended, transport),
-            lease_s=self._lease_s(transport, publication.sources[source].segment),
-        )
-        self._metrics.transfer(transport, "begun")
-        try:
-            check_stamp(publication, source)
-        except BaseException:
-            transfer.end(ok=False)
-            raise
-        return self._granted(served, transport, transfer.id)
-
-    def _lease_s(self, transport: Transport, segment: str) -> float | None:
-        """How long a starving receiver may hold a segment; None where another one is leased already: with both, and
-        the newest, the trainer would have none left to write.
-        """
-        if transport is not Transport.TCP or not self._config.lease_s:
-            return None
-        for other in tuple(self._segments):
-            with contextlib.suppress(SharedMemoryError, OSError):
-                if other != segment and is_read(other, Reader.MAPPED):
-                    return None
-        return self._config.lease_s
-
-    def _granted(
-        self,
-        served: _Served,
-        transport: Transport,
-        transfer_id: str,
-        base: DeltaBase | None = None,
-        delta: tuple[DeltaLink, ...] | None = None,
-    ) -> Response:
-        """A `TransferGrant`, of which the largest fields are encoded already."""
-        facts = {
-            "transfer_id": transfer_id,
-            "publication": served.raw_publication,
-            "source": served.source,
-            "proof": served.raw_proof,
-            "transport": transport,
-            "host": self._config.advertise or self._config.host,
-            "port": self._blocks.port,
-            "take_up_s": self._config.take_up_s,
-            "life": self._config.life,
-            "base": base,
-            "delta": delta,
-        }
-        return _json(facts)
-
-    def _delta(self, asked: TransferRequest, served: _Served, transport: Transport) -> tuple[DeltaLink, ...] | None:
-        """Deltas for a receiver, each granted; None where it is to have the source's bytes."""
-        if asked.mode == "full" or (asked.mode == "auto" and transport is Transport.SHM):
-            return None
-        self._deltas.want()
-        found = None if asked.base is None else self._deltas.from_base(asked.base, served)
-        if found is None or sum(stored.nbytes for stored in found) >= served.where.data_end - served.where.data_start:
-            return None
-        transfers: list[Transfer] = []
-        try:
-            for stored in found:
-                transfers.append(
-                    self._blocks.grant(
-                        Version(run_id=served.run_id, number=stored.version),
-                        stored.blob,
-                        receiver_id=asked.receiver_id,
-                        take_up_s=self._config.take_up_s,
-                        on_end=functools.partial(self._ended, transport),
-                        beside=tuple(transfers),
-                        lasting=True,
-                    )
-                )
-                self._metrics.transfer(transport, "begun")
-        except WeightSyncError as error:  # given up just now
-            _logger.info("a delta was asked for and is gone: %s", error)
-            for transfer in transfers:
-                transfer.end(ok=False)
-            return None
-        return tuple(
-            DeltaLink(
-                base=stored.base, version=stored.version, blob=stored.blob, block_checksums=stored.block_checksums,
-                transfer_id=transfer.id,
-            )
-            for stored, transfer in zip(found, transfers, strict=True)
-        )  # fmt: skip
+        grant = self._grants.grant(asked, served)
+        # a `TransferGrant`, of which the largest fields are encoded already
+        return _json({**grant, "publication": served.raw_publication, "proof": served.raw_proof})
 
     def _published(self) -> _Served:
         current = self._current
