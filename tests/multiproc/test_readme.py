@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.multiproc.spine import TOKEN, build, cast_bytes, shard, step
-from weightsync.clients.rollout import RolloutClient
 from weightsync.tensors import byte_array
 from weightsync.testing.processes import children, free_port, run_ranks
 
@@ -82,17 +80,8 @@ def host(engine_code: str, code: str, ports: dict[str, str], conn: Any) -> None:
 def publish(rank: int, world_size: int, code: str, ports: dict[str, str]) -> None:
     model = shard(build(5), "shard0", world_size)
     os.environ["WEIGHTSYNC_TOKEN"] = TOKEN
-    late = "\n        if rank == 0:\n            wm.wait_published(step + 1, timeout_s=30)\n            wait()\n"
     scope: dict[str, Any] = {"model": model, "num_steps": 3, "train_step": step, "rank": rank}
-    scope["wait"] = lambda: served(scope["host"], scope["step"] + 1)
-    exec(at(code, ports).rstrip() + late, scope)  # noqa: S102
-
-
-def served(client: RolloutClient, version: int) -> None:
-    end = time.monotonic() + 30
-    while client.status().models["actor"].version != version:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    exec(at(code, ports), scope)  # noqa: S102
 
 
 def at(code: str, ports: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import secrets
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -169,13 +170,13 @@ def _show_end(
             soft_wrap=True,
         )
     if rows:
-        paused_ms = 1e3 * sum(row.paused_s for row in rows) / len(rows)
-        sync_ms = 1e3 * sum(row.sync_s or 0.0 for row in rows) / len(rows)
+        paused_ms = 1e3 * statistics.median(row.paused_s for row in rows)
+        sync_ms = 1e3 * statistics.median(row.sync_s or 0.0 for row in rows)
         console.print(
             f"{len(rows)} versions served, {_proof(rows, summary)}. Engine's loss "
             f"{rows[0].engine_loss:.3f} -> {rows[-1].engine_loss:.3f}, largest gap to the trainer's "
             f"{summary['loss_gap_max']:.4f}. A sync took {sync_ms:.0f} ms, and for {paused_ms:.0f} ms of it no new "
-            "generation could start (means).",
+            "generation could start (medians).",
             highlight=False,
             soft_wrap=True,
         )

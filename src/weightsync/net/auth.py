@@ -59,4 +59,8 @@ def check_token(header: str | None, token: str | None) -> None:
         return
     given = (header or "").encode()
     if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-        raise AuthError("the bearer token is missing or wrong; send 'Authorization: Bearer <token>'")
+        raise AuthError(
+            "no bearer token was sent: this server demands one ('Authorization: Bearer <token>')"
+            if header is None
+            else "the bearer token that was sent is not this server's"
+        )

@@ -9,12 +9,20 @@ from weightsync.net.auth import check_exposure
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.ranks import TrainingRanks
 from weightsync.types.deadline import check_wait_s
+from weightsync.types.dtypes import dtype_name
 
 _MAX_STAMP_BYTES = 500
 
 
-def check_settings(model_id: str, *, guard_s: float, timeout_s: float, agent_timeout_s: float, lease_s: float) -> None:
-    """Raises ConfigError where a name is empty, or where waits make no sense together."""
+def check_settings(
+    model_id: str, dtype: str | None, *, guard_s: float, timeout_s: float, agent_timeout_s: float, lease_s: float
+) -> None:
+    """Raises ConfigError where a name is empty or a dtype is none, or where waits make no sense together."""
+    if dtype is not None:
+        try:
+            dtype_name(dtype)
+        except InvalidRequestError as error:
+            raise ConfigError(f"dtype: {error.message}") from None
     if not model_id:
         raise ConfigError("a model_id is not empty")
     check_wait_s("timeout_s", timeout_s)
@@ -29,7 +37,14 @@ def check_reachable(config: AgentConfig) -> None:
     """Raises ConfigError where receivers could not reach an agent, or strangers could."""
     check_exposure(config.host, config.token)
     if config.host in ("0.0.0.0", "::") and config.advertise is None:
-        raise ConfigError(f"host {config.host!r} is no address that receivers can call: give advertise= as well")
+        raise ConfigError(
+            f"host {config.host!r} is no address that receivers can call: give a host name as well (advertise=, or "
+            "--advertise)"
+        )
+    if config.advertise is not None and (not config.advertise or set(config.advertise) & set("/ @[]")):
+        raise ConfigError(
+            f"advertise is a host name or an address alone, without a port or a scheme: {config.advertise!r}"
+        )
     if (config.certificate is None) != (config.key is None):
         raise ConfigError("TLS needs a certificate and a key")
 

@@ -99,7 +99,9 @@ class WeightManager:
         full_sync_interval: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
-        check_settings(model_id, guard_s=guard_s, timeout_s=timeout_s, agent_timeout_s=agent_timeout_s, lease_s=lease_s)
+        check_settings(
+            model_id, dtype, guard_s=guard_s, timeout_s=timeout_s, agent_timeout_s=agent_timeout_s, lease_s=lease_s
+        )
         config = AgentConfig(
             model_id=model_id, host=host, port=port, advertise=advertise, token=token, certificate=certificate, key=key,
             lease_s=lease_s, delta_budget_bytes=delta_budget_bytes, full_sync_interval=full_sync_interval,
@@ -312,7 +314,12 @@ class WeightManager:
         return None if facts is None else DeltaReport(**facts)
 
     def close(self) -> None:
-        """Ends the agent and unlinks the segments. Receivers go on with what they serve. Idempotent."""
+        """Ends the agent and unlinks the segments. Receivers go on with what they serve. Idempotent.
+
+        What was not pulled yet can't be had any more: a notification of the last version with `wait_s` comes before.
+        """
+        if not self._closed and self._agent is not None and self._proofs.is_under_way(self._newest):
+            _logger.warning("version %d is withdrawn before it was proved: no receiver has it", self._newest)
         self._closed = True
         self._proofs.close()
         if self._agent is not None:

@@ -82,6 +82,12 @@ class EngineGroup:
         metrics: Metrics,
         changed: Callable[[], None],
     ) -> None:
+        strangers = [engine for engine in engines if not isinstance(engine, EngineHandle)]
+        if strangers:
+            raise ConfigError(
+                f"engines of model {model_id!r} are handles (EmbeddedEngine.of(ModuleWeightLoader(model)), HttpEngine, "
+                f"VllmEngine), not {type(strangers[0]).__name__}"
+            )
         self._metrics = metrics
         self._tell_changed = changed
         self._loaders = [

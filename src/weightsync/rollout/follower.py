@@ -88,7 +88,7 @@ class Follower:
         self._wishes = Wishes(
             model_id, self._changed, ask=self._newest_at, served=self._engines.served,
             answering=self._engines.answering, taken_over=self._taken_over, told=self._heard,
-            patience_s=config.patience_s, timeout_s=config.pull_timeout_s,
+            patience_s=config.patience_s, timeout_s=config.pull_timeout_s, poll_s=config.poll_s,
         )  # fmt: skip
         self._num_done = 0
         self._status = ModelStatus(since_s=now_s())
@@ -211,6 +211,7 @@ class Follower:
                 wanted=None if wanted is None else wanted.version.number,
                 engines={who: None if version is None else str(version) for who, version in served.items()},
                 unprovable=self._engines.unprovable(),
+                sender_errors=self._wishes.sender_errors,
                 retrying=self._status.retrying or self._wishes.doubts,
             )
 
@@ -319,6 +320,8 @@ class Follower:
                 now = self._wishes.target()
                 if isinstance(typed, TransferAbortedError) and (now is None or now.endpoint != wish.endpoint):
                     return {}  # it gave way
+                if self._closed:
+                    return {}
                 if self._wishes.follows(wish.version):
                     _logger.warning("model %s: %s could not be pulled: %s", self.model_id, wish.version, typed)
                     self._metrics.observe_failure(typed)

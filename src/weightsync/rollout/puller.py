@@ -33,7 +33,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory import Segment
-from weightsync.observe import Recorder
+from weightsync.observe import Recorder, now_s
 from weightsync.rollout.agents import CALL_S, Agents, Granted
 from weightsync.rollout.delta_apply import Changed
 from weightsync.rollout.delta_pull import apply_blobs, fetch_blobs, lay_out_patch, num_bytes
@@ -47,6 +47,7 @@ from weightsync.types.publication import MODES, DeltaBase, TransferGrant, Transp
 _RETRY_S = 0.05
 _LONGEST_RETRY_S = 0.2
 _MARGIN_S = 2.0
+_SAY_EVERY_S = 10.0
 
 _logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class Puller:
         progress: Progress | None,
         retrying: Callable[[WeightSyncError], None],
     ) -> Pulled:
-        attempts = 0
+        attempts, said_s = 0, 0.0
         retry_s = _RETRY_S
         last: WeightSyncError | None = None
         while not self._stop.is_set():
@@ -180,8 +181,10 @@ class Puller:
             except NoRoomError:
                 raise
             except (VersionError, StateError, TransferAbortedError, EngineUnreachableError, SharedMemoryError) as error:
-                if isinstance(error, EngineUnreachableError) or not isinstance(last, type(error)):
-                    _logger.info("a pull is begun anew: %s", error)
+                if not isinstance(last, type(error)) or now_s() - said_s > _SAY_EVERY_S:
+                    said_s = now_s()
+                    level = logging.WARNING if isinstance(error, EngineUnreachableError) else logging.INFO
+                    _logger.log(level, "a pull is begun anew: %s", error)
                 last = error
             except DeadlineExceededError as error:
                 last = error

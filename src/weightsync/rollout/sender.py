@@ -9,6 +9,7 @@ from weightsync.types import Deadline, Version
 _MAX_NUMBERS = 16
 _RETRY_S = 0.02
 POLL_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,10 @@ class Sender:
         retry_s: pause before it is asked again.
         poll: when it is asked again for what is doubted.
         why: what it said last.
+        error: why it could not be asked last; None: it could.
+        known: it has said once which version it has.
+        again: when it is asked anew, whatever is announced; None: it is not.
+        pause_s: how long until then, where it has not answered.
     """
 
     def __init__(self) -> None:
@@ -79,6 +84,10 @@ class Sender:
         self.looked = 0
         self.retry_s = _RETRY_S
         self.why = ""
+        self.error: str | None = None
+        self.known = False
+        self.again: Deadline | None = None
+        self.pause_s = FIRST_PAUSE_S
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -96,6 +105,14 @@ class Sender:
             self.numbers[number] = until
         while len(self.numbers) > _MAX_NUMBERS:
             del self.numbers[max(self.numbers)]
+
+    def ask_again(self, poll_s: float | None) -> None:
+        """It was asked: until it has told a version, it is asked again and again; then every `poll_s`, if at all."""
+        if self.known:
+            self.again = None if poll_s is None else Deadline(poll_s)
+            return
+        self.again = Deadline(self.pause_s)
+        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
     def hurry(self) -> None:
         """Somebody waits for its word."""

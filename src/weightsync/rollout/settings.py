@@ -25,6 +25,9 @@ class RolloutConfig:
         load_timeout_s: deadline of one engine's load, pause included.
         pause_timeout_s: how long an engine may take to finish running generations.
         patience_s: after so long without the version that was announced, the newest that the agent has is taken.
+        poll_s: None: senders are asked until each has told a version once, and from then on the service goes by
+            notifications. A number: they are asked every so many seconds, and what they publish is followed though
+            nobody notifies, as with `weightsync agent`.
         transport: "tcp" or "shm" alone; chosen by itself where not given.
         mode: "full"; "delta" for deltas wherever the agent has them, on the same host too; "auto" for deltas over TCP,
             and for the publisher's own memory on the same host.
@@ -50,6 +53,7 @@ class RolloutConfig:
     load_timeout_s: float = 120.0
     pause_timeout_s: float = 10.0
     patience_s: float = 10.0
+    poll_s: float | None = None
     transport: Transport | None = None
     mode: str = "auto"
     patch_limit: float = 0.25
@@ -57,6 +61,12 @@ class RolloutConfig:
     path_root: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.senders, str):
+            raise ConfigError(f"senders is a tuple of URLs; write senders=({self.senders!r},)")
+        if self.transport not in (None, *Transport):
+            raise ConfigError(f"transport is tcp or shm, not {self.transport!r}")
+        if self.poll_s is not None:
+            check_wait_s("poll_s", self.poll_s)
         for name in ("pull_timeout_s", "load_timeout_s", "pause_timeout_s", "patience_s"):
             check_wait_s(name, getattr(self, name))
         if self.mode not in MODES:

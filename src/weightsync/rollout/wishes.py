@@ -40,6 +40,8 @@ class Wishes:
         told: called without the lock after every change that did not come by `add`.
         patience_s: after so long a version that does not come gives way to what is there.
         timeout_s: how long an agent may take to have a run that is announced beside the one that is followed.
+        poll_s: how often agents are asked what they have, though nothing is announced; None: until each has told a
+            version once.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Wishes:
         told: Callable[[], None],
         patience_s: float,
         timeout_s: float,
+        poll_s: float | None = None,
     ) -> None:
         self._model_id = model_id
         self._changed = changed
@@ -64,6 +67,7 @@ class Wishes:
         self._told = told
         self._patience_s = patience_s
         self._timeout_s = timeout_s
+        self._poll_s = poll_s
         self._asker = Asker(self._turn, name=f"weightsync-ask-agent-{model_id}")
         self._senders: dict[str, Sender] = {}
         self._run_id: str | None = None
@@ -187,6 +191,13 @@ class Wishes:
             return Wish(version=Version(run_id=self._run_id, number=max(0, *numbers)), endpoint=self._current)
 
     @property
+    def sender_errors(self) -> dict[str, str]:
+        """Why agents could not be asked, by endpoint; without those that could."""
+        with self._changed:
+            found = self._senders.items()
+            return {endpoint: sender.error for endpoint, sender in found if sender.error is not None}
+
+    @property
     def doubts(self) -> str | None:
         """What was announced and is not there; None where all is."""
         with self._changed:
@@ -228,20 +239,25 @@ class Wishes:
             pause_s = self._pause_s(sender)
             if pause_s is None or pause_s > 0:
                 return pause_s
-            sender.look = False
+            sender.look, sender.again = False, None
         said: AgentVersion | None
         newest: Version | None = None
         try:
             said = self._ask(endpoint)
             if said.run_id is not None and said.version is not None:
                 newest = Version(run_id=said.run_id, number=said.version)
-            why = f"it has {newest or 'nothing yet'}"
+            why, error_text = f"it has {newest or 'nothing yet'}", None
         except Exception as error:  # whatever it is: this thread asks for others who wait, too
             said, why = None, f"{type(error).__name__}: {error}"
+            error_text = why
         with self._changed:
             if self._closed:
                 return None
-            sender.why = why
+            if error_text is not None and sender.error is None:
+                _logger.warning("model %s: %s does not say what it has: %s", self._model_id, endpoint, error_text)
+            sender.why, sender.error = why, error_text
+            sender.known = sender.known or newest is not None
+            sender.ask_again(self._poll_s)
             self._heard(endpoint, sender, said, newest, began)
             pause_s = self._pause_s(sender)
             if pause_s == 0:
@@ -257,6 +273,8 @@ class Wishes:
         waits = [until.remaining_s for number, until in sender.numbers.items() if until is not None and number > low]
         if sender.doubted is not None:
             waits.append(sender.poll.remaining_s)
+        if sender.again is not None:
+            waits.append(sender.again.remaining_s)
         return min(waits, default=None)
 
     def _heard(
@@ -269,6 +287,10 @@ class Wishes:
                 self.count += 1
                 _logger.info("model %s: %s has %s", self._model_id, endpoint, newest)
                 sender.announce(newest.number, None)
+            polled = self._poll_s is not None and endpoint == self._current
+            if polled and newest.run_id not in (self._run_id, *sender.runs, *self._runs_over):
+                wish = Wish(version=newest, endpoint=endpoint)
+                sender.runs[newest.run_id] = OtherRun(wish=wish, until=Deadline(self._timeout_s), tickets=[])
             if newest.run_id in sender.runs:
                 self._accept(endpoint, sender, newest)
             if newest.run_id == self._run_id:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -255,6 +255,7 @@ for _kind in (*REQUEST_TYPES.values(), EngineReply):
     msgspec.json.Decoder(_kind)
 
 
+@runtime_checkable
 class EngineHandle(Protocol):
     """One engine, wherever it runs. An implementation is one way to reach it: in-process, HTTP, an actor."""
 

@@ -350,6 +350,7 @@ class ModelStatus(_Message, frozen=True, kw_only=True):
         sender: whom it pulls from.
         wanted_run_id, wanted: the newest version that it was told of.
         engines: version that each engine serves, as "run/number"; None where none is known.
+        sender_errors: why agents could not be asked what they have, by endpoint; without those that could.
         errors: what failed last, per engine, or "pull"; empty after a version was served everywhere.
         retrying: why the pull under way was begun anew, and is still tried.
         num_pulled, num_committed: since the service started.
@@ -370,6 +371,7 @@ class ModelStatus(_Message, frozen=True, kw_only=True):
     wanted_run_id: str | None = None
     wanted: int | None = None
     engines: dict[str, str | None] = {}
+    sender_errors: dict[str, str] = {}
     errors: dict[str, str] = {}
     retrying: str | None = None
     num_pulled: int = 0

@@ -9,9 +9,20 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from tests.unit.rollout.service_kit import MODEL, Agent, World, wait_until, world
-from weightsync.errors import EngineUnreachableError, NotRegisteredError, SyncFailedError, VersionError
+from weightsync.errors import (
+    ConfigError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    NotRegisteredError,
+    SyncFailedError,
+    VersionError,
+)
+from weightsync.rollout import sender
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
 from weightsync.types import EngineOp
 
 __all__ = ["world"]
@@ -46,6 +57,56 @@ def test_an_agent_that_can_t_be_asked_keeps_no_run_out(world: World) -> None:
     wait_until(lambda: world.agents[BAD].num_asked > 1, "it is asked")
     world.register(NEW)
     assert world.notify(NEW, "r2", 0).run_id == "r2"
+
+
+def test_a_service_that_was_there_first_catches_up_without_a_word(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent can't be reached at first, which its status says; once it answers, its version is served. From then on
+    the service waits for notifications. Seen to fail: one question at the start, and nothing ever after.
+    """
+    monkeypatch.setattr(sender, "FIRST_PAUSE_S", 0.05)
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("nobody there")
+    world.serve("a")
+    wait_until(lambda: "nobody there" in world.status.sender_errors.get(OLD, ""), "its status says why")
+    world.agents[OLD].raises = None
+    wait_until(lambda: world.serves("a", "r1/1"), "it is served")
+    assert world.status.sender_errors == {}
+    asked = world.agents[OLD].num_asked
+    world.agents[OLD].number = 2
+    time.sleep(0.3)
+    assert world.agents[OLD].num_asked == asked
+    assert world.serves("a", "r1/1")
+
+
+def test_a_service_that_polls_needs_no_notifications(world: World) -> None:
+    """Newer versions, and another run that its agent begins."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", poll_s=0.05)
+    for run_id, number in (("r1", 2), ("r1", 5), ("r2", 0), ("r2", 1)):
+        world.agents[OLD].run_id, world.agents[OLD].number = run_id, number
+        wait_until(lambda: world.serves("a", f"{run_id}/{number}"), f"{run_id}/{number} is served")  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"senders": "http://h:1"}, "tuple"),
+        ({"transport": "rdma"}, "tcp or shm"),
+        ({"mode": "patch"}, "mode"),
+        ({"patch_limit": 2.0}, "patch_limit"),
+        ({"poll_s": 0}, "poll_s"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_at_once(options: dict[str, Any], text: str) -> None:
+    with pytest.raises((ConfigError, InvalidRequestError), match=text):
+        RolloutConfig(**options)
+
+
+def test_a_module_is_no_engine() -> None:
+    with pytest.raises(ConfigError, match=r"EmbeddedEngine\.of"):
+        RolloutService({MODEL: torch.nn.Linear(1, 1)})  # type: ignore[dict-item]
 
 
 def test_a_thread_that_can_t_be_started_keeps_no_run_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
