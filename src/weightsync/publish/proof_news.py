@@ -54,7 +54,7 @@ class ProofNews:
     def is_under_way(self, version: int) -> bool:
         """Whether that version was published, and is not proved yet."""
         with self._changed:
-            return 0 <= version and self._published < version and version not in self._not_published
+            return version >= 0 and self._published < version and version not in self._not_published
 
     def delta_to(self, version: int) -> dict[str, Any] | None:
         """Facts of the delta that leads to that version, where it is the newest; None where there is none."""
