@@ -2,7 +2,8 @@
 
 Elements belong to classes, by the top bits of the old element's magnitude; neighbouring classes share a model. Of
 each model gaps and steps are symbols with static frequencies, in one rANS stream (12-bit frequencies, 32-bit state,
-16-bit words); what is below a symbol's precision follows as plain bits.
+16-bit words); what is below a symbol's precision follows as plain bits. Over 400 lines: writers and readers of one
+format.
 """
 
 from __future__ import annotations

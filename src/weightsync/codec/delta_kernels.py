@@ -8,6 +8,8 @@ Elements are the bits of `old` and `new`, bytes of any alignment; `bits` is an e
 (numba turns uint64 with int64 into float64: every literal is cast.)
 
 Readers trust nothing: every index is checked before it is used, and what does not fit ends with `BAD`.
+
+Over 400 lines: writers and readers of one format, which inline the same small functions.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """WeightManager: the trainer's side of the pull path. One call a step, which costs the trainer one copy.
 
     wm = WeightManager("actor")
-    wm.offload(model.named_parameters(), version=step)      # every training rank, between two steps
+    wm.offload(model, version=step)                         # every training rank, between two steps
 
 What happens in `offload`, and who waits for whom: the first rank of each host takes a free segment (`buffer`); the
 ranks agree on it; each copies its own shards to their places, converting on the way; they agree again; the first
 ranks stamp their segments and tell their agents. Everything after that (proof, announcement, transfers) is the
 agents' work.
+
+Over 400 lines, since the class is what users read: arguments, errors and the order of the ranks' agreements stand in
+one place. What each step does is in the files beside it.
 """
 
 from __future__ import annotations
@@ -200,8 +203,8 @@ class WeightManager:
         """Publishes the weights as they are now. Every rank, between two steps; returns when they may change again.
 
         Args:
-            weights: `model.named_parameters()`; or a module; or an extractor of it, which also knows buffers, names and
-                DeepSpeed or Megatron.
+            weights: a module; or `model.named_parameters()`, which has no buffers; or an extractor, which also knows
+                names, DeepSpeed or Megatron.
             version: rises within the run.
             rank, world_size: checked against `torch.distributed`, where given.
 

@@ -2,6 +2,9 @@
 
 One thread pulls, proves and loads. Pulling does not disturb generation; an engine is paused for its own load alone, and
 one that fails fails alone: it stays on its old version and is tried again, by and by, or with the next version.
+
+Over 400 lines: the states of one model and the lock that guards them. Who is believed is in `wishes`, how engines are
+loaded in `engine_group`, how bytes come in `puller`.
 """
 
 from __future__ import annotations

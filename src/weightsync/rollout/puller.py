@@ -11,13 +11,10 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_EXCEPTION
-from concurrent.futures import wait as wait_for
+from collections.abc import Callable, Mapping
 
 import xxhash
 
-from weightsync.clients.fanout import in_thread
 from weightsync.codec.delta_format import DeltaFormatError
 from weightsync.errors import (
     ConfigError,
@@ -38,6 +35,7 @@ from weightsync.rollout.agents import CALL_S, Agents, Granted
 from weightsync.rollout.delta_apply import Changed
 from weightsync.rollout.delta_pull import apply_blobs, fetch_blobs, lay_out_patch, num_bytes
 from weightsync.rollout.pulled import Pulled, PulledPatch, check_whole, proved_manifest
+from weightsync.rollout.reading import Progress, Tally, all_at_once
 from weightsync.rollout.staging import Held, Staging, Target, TargetMap
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Arrived, Destination, RangedSource
@@ -50,9 +48,6 @@ _MARGIN_S = 2.0
 _SAY_EVERY_S = 10.0
 
 _logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
-"""Told (bytes that are there, bytes in all), from several threads."""
 
 
 class Puller:
@@ -306,7 +301,7 @@ class Puller:
         publication = granted[0].grant.publication
         manifest = publication.manifest
         deltas = {index: each for index, each in granted.items() if each.grant.delta is not None}
-        tally = _Tally(num_bytes(granted), progress)
+        tally = Tally(num_bytes(granted), progress)
         read = functools.partial(self._read, deadline=deadline)
         blobs = {index: fetch_blobs(self._agents, each, read, tally.add) for index, each in deltas.items()}
         held = self._staging.held
@@ -328,7 +323,7 @@ class Puller:
 
             if wanted:
                 reads.append(functools.partial(read, source, wanted, blocks.into, arrived))
-        _all_at_once(reads, sources.values())
+        all_at_once(reads, sources.values())
         patch, segment = self._applied(deltas, blobs, target, held)
         proved = proved_manifest(granted, target.tensor_of)
         granted_digests = {index: each.grant.proof.digest for index, each in granted.items()}
@@ -391,51 +386,7 @@ class Puller:
             self._reading.discard(source)
 
 
-class _Tally:
-    """Bytes that are there, told as they come."""
-
-    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
-        self._total = total_bytes
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._done = 0
-        self._skipped = 0
-
-    @property
-    def received(self) -> int:
-        """Bytes that came, less what was there before."""
-        return self._done - self._skipped
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done = min(self._total, self._done + count)
-            done = self._done
-        if self._progress is not None:
-            self._progress(done, self._total)
-
-    def skip(self, num_blocks: int, block_bytes: int) -> None:
-        if num_blocks:
-            before = self._done
-            self.add(num_blocks * block_bytes)
-            self._skipped += self._done - before
-
-
 def _release(staging: Staging, patch: Segment | None) -> None:
     staging.release()
     if patch is not None:
         patch.close()
-
-
-def _all_at_once(reads: list[Callable[[], None]], sources: Iterable[RangedSource]) -> None:
-    """Reads every source, none after another: a grant does not wait for its turn. The first failure ends all."""
-    if len(reads) == 1:
-        reads[0]()
-        return
-    calls = [in_thread(read, name=f"weightsync-pull-from-{number}") for number, read in enumerate(reads)]
-    wait_for(calls, return_when=FIRST_EXCEPTION)
-    failed = next((error for call in calls if call.done() and (error := call.exception()) is not None), None)
-    if failed is not None:
-        for source in sources:
-            source.cancel()
-        wait_for(calls)
-        raise failed

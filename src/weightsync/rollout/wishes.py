@@ -3,6 +3,8 @@
 Nobody's word alone counts for longer than `patience_s`. Another run, or another agent, is asked whether it has what it
 is said to have before anything is pulled from it; a version that does not come gives way to what there is; and what was
 announced once more under a name that is served already is compared with what its agent says.
+
+Over 400 lines: one set of rules under one lock. Threads are in `asker`, what is known of one agent in `sender`.
 """
 
 from __future__ import annotations
