@@ -32,7 +32,7 @@ class Model(nn.Module):
 def backend() -> WeightSyncTransferEngine:
     """One worker whose groups are of nobody else."""
     engine = WeightSyncTransferEngine(object(), SimpleNamespace(world_size=1), Model())
-    receiver = SimpleNamespace(close=lambda: None)
+    receiver = SimpleNamespace(close=lambda: None, end_session=lambda: None)
     strategy: Any = SimpleNamespace(create_receiver=lambda info, rank: receiver)
     engine._worker._strategies = lambda name: strategy
     return engine

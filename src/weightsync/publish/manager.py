@@ -25,7 +25,7 @@ import xxhash
 
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, WeightSyncError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor
-from weightsync.memory import host_nonce
+from weightsync.memory import host_nonce, reclaim_dead
 from weightsync.observe import Recorder, now_s
 from weightsync.plan.boxes import whole_box
 from weightsync.publish.agent_config import AgentConfig
@@ -330,6 +330,9 @@ class WeightManager:
         if self._buffer is not None:
             self._buffer.close()
         self._segments.close()
+        if self._agent is not None:
+            with contextlib.suppress(OSError, WeightSyncError):
+                reclaim_dead()  # deltas of agents that were killed
         if self._ranks is not None:
             self._ranks.close()
 
