@@ -143,9 +143,12 @@ class EngineGroup:
     def look(self) -> None:
         """Asks engines what they serve: one that was started again by itself serves something else than we believe.
 
-        One that does not answer is believed to serve nothing until it does, and is not loaded for that alone.
+        One that does not answer is believed to serve nothing until it does, and is not loaded for that alone. One that
+        is being loaded is left alone: it says enough, and has no time.
         """
-        self._look(self._loaders)
+        with self._lock:
+            loading = {who for who, load in self._loads.items() if not load.done()}
+        self._look([loader for loader in self._loaders if loader.engine_id not in loading])
 
     def all_dead(self, version: Version) -> dict[str, str]:
         """Why each engine that needs a version does not answer; empty where one does, or one has not failed before.
