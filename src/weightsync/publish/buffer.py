@@ -132,8 +132,18 @@ class PublicationBuffer:
             third = "; a third one is being made, and will be there for a later version"
         return (
             f"every segment was still read {self._guard_s:g} s after it was wanted: leases or transfers of receivers "
-            f"that stand still{third}"
+            f"that stand still ({', '.join(self._readers())}){third}"
         )
+
+    def _readers(self) -> list[str]:
+        """What each segment but the newest is read for."""
+        found = []
+        for segment in self._segments:
+            if segment is not self._current:
+                with contextlib.suppress(SharedMemoryError):
+                    kinds = [kind.name.lower() for kind in Reader if is_read(segment.name, kind)]
+                    found.append(f"{segment.name}: {' and '.join(kinds) or 'nobody'}")
+        return found
 
     def _free(self) -> WriteTurn | None:
         with self._lock:
