@@ -82,6 +82,12 @@ class Transfer:
                 return True
             return not self._num_reading and at_s > self._idle_since_s + self._take_up_s
 
+    @property
+    def idle_s(self) -> float:
+        """For how long nobody has read it; 0 while somebody does."""
+        with self._lock:
+            return 0.0 if self._num_reading else time.monotonic() - self._idle_since_s
+
     def attach(self, connection: socket.socket) -> bool:
         """A connection begins to read; False where the transfer is over."""
         with self._lock:

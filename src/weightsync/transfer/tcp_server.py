@@ -27,6 +27,8 @@ _HELLO_WITHIN_S = 5.0
 _MAX_SILENT = 128
 """Connections that have not shown a transfer yet: beyond it the oldest goes, since an honest one speaks at once."""
 _MAX_TRANSFERS = 256
+_LEASE_IDLE_S = 1.0
+"""A leased transfer that nobody reads for so long may be of a receiver that was killed: the publisher comes first."""
 _MAX_STREAMS = 6 * _MAX_TRANSFERS
 """Connections that read a granted transfer, each with a thread."""
 _SWEEP_EVERY_S = 0.05
@@ -176,15 +178,15 @@ class BlockServer:
         return True
 
     def reset(self, *, keep: Version | None) -> int:
-        """Ends all transfers but those of one version, those whose bytes stay, and those that hold a lease; says how
-        many. What is older than that version is not granted any more.
+        """Ends all transfers but those of one version, those whose bytes stay, and those that hold a lease and are read:
+        how many they were. What is older than that version is not granted any more.
         """
         with self._lock:
             self._floor = keep
             old = [
                 each
                 for each in self._transfers.values()
-                if each.version != keep and not each.lasting and not each.leased
+                if each.version != keep and not each.lasting and (not each.leased or each.idle_s > _LEASE_IDLE_S)
             ]
             for receiver_id in dict.fromkeys(each.receiver_id for each in old):
                 self._cut[receiver_id] = self._cut.pop(receiver_id, 0) + 1
