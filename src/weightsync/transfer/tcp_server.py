@@ -178,8 +178,8 @@ class BlockServer:
         return True
 
     def reset(self, *, keep: Version | None) -> int:
-        """Ends all transfers but those of one version, those whose bytes stay, and those that hold a lease and are read:
-        how many they were. What is older than that version is not granted any more.
+        """Ends all transfers but those of one version, those whose bytes stay, and those whose lease is read; says how
+        many. What is older than that version is not granted any more.
         """
         with self._lock:
             self._floor = keep
