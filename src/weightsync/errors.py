@@ -168,6 +168,14 @@ class NoRoomError(SharedMemoryError):
     """There is too little shared memory for what was asked for, and waiting for it is not this caller's business."""
 
 
+class DeltaFormatError(TransferError):
+    """A delta's blob is damaged, of another version, or does not fit the layout or the base. Nothing was written."""
+
+
+class DeltaTooLargeError(WeightSyncError):
+    """A delta grew past the bytes it was allowed. Nothing of it is left; a full is better."""
+
+
 class LoadError(WeightSyncError):
     """The engine's loader failed on an update."""
 

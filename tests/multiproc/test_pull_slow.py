@@ -73,7 +73,7 @@ def test_a_receiver_slower_than_two_steps_gets_versions_and_the_trainer_hardly_w
         waited, most = [], 0
         version = 0
         end = time.monotonic() + 25
-        while len(receiver.got) < 2:
+        while len(receiver.got) < 2 or most < 3:
             assert time.monotonic() < end, waited
             version += 1
             said = trainer.offload(version)
@@ -83,7 +83,7 @@ def test_a_receiver_slower_than_two_steps_gets_versions_and_the_trainer_hardly_w
             time.sleep(step_s)
         receiver.close()
         assert all(right for _, right in receiver.got)
-        assert most <= 3
+        assert most == 3
         long = sum(seconds > 0.5 * guard_s for seconds in waited)
         assert long <= 2 + len(receiver.got), ("two cuts before the first lease, one before each of the next", waited)
         wait_until(lambda: len(shm_of(trainer.pid)) == 2, "the third segment goes when nobody needs it")

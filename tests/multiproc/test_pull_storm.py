@@ -69,7 +69,7 @@ def publisher_main(kib: int, conn: Connection) -> None:
         conn.send(("last", None))
         conn.recv()  # everybody is there again
         version = len(pauses) + 1
-        while not run.offload(version)["published"] and version < len(pauses) + 40:
+        while not run.offload(version)["published"] and version < len(pauses) + 20:
             version += 1
         run.wm.wait_published(version, timeout_s=10.0)
         conn.send(("final", version))

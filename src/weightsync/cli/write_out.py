@@ -7,6 +7,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +19,12 @@ from weightsync.memory.folder import open_own
 from weightsync.net.messages import encode
 from weightsync.rollout.pulled import Pulled
 from weightsync.tensors import tensor_from_bytes
+from weightsync.types import Deadline
 
 _ASIDE = ".weightsync-"
 _COPY_BYTES = 16 << 20
+_SWAP_S = 10.0
+"""Two renames; whoever takes longer stands still."""
 
 
 def write_out(pulled: Pulled, folder: Path) -> Path:
@@ -31,6 +35,7 @@ def write_out(pulled: Pulled, folder: Path) -> Path:
 
     Raises:
         DigestMismatchError: what was copied is not what was published. The folder is as it was.
+        DeadlineExceededError: another writer stands still between its two renames. The folder is as it was.
     """
     path, manifest = folder / "model.safetensors", folder / "manifest.json"
     _sweep(folder)
@@ -98,8 +103,15 @@ def _locked(folder: Path) -> Iterator[None]:
     """Two renames of one writer, and none of another in between."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        deadline, pause = Deadline(_SWAP_S), threading.Event()
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pause.wait(min(0.01, deadline.check(f"another writer's end in {folder}")))
+            except OSError:  # a file system without locks
+                break
         yield
     finally:
         os.close(descriptor)

@@ -17,20 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.codec.delta_cost import CostModel, Work
-from weightsync.codec.delta_format import DeltaFormatError, Form, write_head
+from weightsync.codec.delta_format import Form, write_head
 from weightsync.codec.delta_reader import DeltaReader, UnitChange, coding
 from weightsync.codec.delta_units import MAX_UNIT_BYTES, UNIT_BYTES, ElementKind, Unit, plan_units
 from weightsync.codec.threads import map_all
-from weightsync.errors import InvalidRequestError, WeightSyncError
+from weightsync.errors import DeltaTooLargeError, InvalidRequestError
 
 if TYPE_CHECKING:
     from weightsync.codec.delta_planes import Payload, Scratch
 
 Mode = Literal["auto", "planes", "exponent"]
-
-
-class DeltaTooLargeError(WeightSyncError):
-    """A delta grew past the bytes it was allowed. Nothing of it is left; a full is better."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -284,9 +280,7 @@ def _check_request(
 __all__ = [
     "UNIT_BYTES",
     "CostModel",
-    "DeltaFormatError",
     "DeltaReader",
-    "DeltaTooLargeError",
     "ElementKind",
     "EncodedDelta",
     "Form",

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.codec import delta_exponent_kernels as kernels
-from weightsync.codec.delta_format import DeltaFormatError, Entry, Form
+from weightsync.codec.delta_format import Entry, Form
 from weightsync.codec.delta_kernels import BAD
 from weightsync.codec.delta_planes import (
     Bytes,
@@ -23,6 +23,7 @@ from weightsync.codec.delta_planes import (
     unpack,
 )
 from weightsync.codec.delta_units import ElementKind, Unit
+from weightsync.errors import DeltaFormatError
 
 _SHIFT_AND_MASK = {
     ElementKind.FLOAT8: (3, 15),

@@ -16,15 +16,12 @@ from numba import int64, types, uint8, uint16, uint32, uint64
 
 from weightsync.codec.delta_intrinsics import (
     WORDS,
-    compiled,
     highest_bit,
-    inlined,
     load,
-    read_only,
     store,
-    writable,
 )
 from weightsync.codec.delta_kernels import BAD, ones, peek
+from weightsync.compiled import compiled, inlined, read_only, writable
 
 MAX_MODELS = 64
 SCALE = 4096

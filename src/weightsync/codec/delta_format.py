@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import xxhash
 
 from weightsync.codec.delta_units import Unit
-from weightsync.errors import TransferError
+from weightsync.errors import DeltaFormatError
 
 MAGIC = b"wsdelta\n"
 FORMAT_VERSION = 1
@@ -25,10 +25,6 @@ _SUM = struct.Struct("<Q")
 _HAS_RESULT = 1
 _NO_RESULT = bytes(16)
 _MAX_UNITS = 1 << 24
-
-
-class DeltaFormatError(TransferError):
-    """A delta's blob is damaged, of another version, or does not fit the layout or the base. Nothing was written."""
 
 
 class Form(enum.IntEnum):

@@ -6,44 +6,14 @@ All take bytes (1-D C arrays of uint8) and a byte offset of any alignment. None 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import numba
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types, uint64
 from numba.extending import intrinsic
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 WORDS = (types.uint8, types.uint16, types.uint32, types.uint64)
 """The types of an element's bits."""
-
-
-def read_only(item: Any) -> Any:
-    """The type of a 1-D array that is only read: writable ones are taken as well."""
-    return types.Array(item, 1, "C", readonly=True)
-
-
-def writable(item: Any) -> Any:
-    """The type of a 1-D array that is written."""
-    return types.Array(item, 1, "C")
-
-
-def compiled(*signatures: Any) -> Callable[[Function], Function]:
-    """`numba.njit` with a type that mypy keeps, cached on disk where some place is writable."""
-
-    def compile_now(function: Function) -> Function:
-        try:
-            return cast(Function, numba.njit(list(signatures), nogil=True, cache=True)(function))
-        except RuntimeError:  # "cannot cache function": no writable place
-            return cast(Function, numba.njit(list(signatures), nogil=True)(function))
-
-    return compile_now
-
-
-def inlined(function: Function) -> Function:
-    """A part of a compiled loop."""
-    return cast(Function, numba.njit(inline="always")(function))
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, at: Any, item: Any) -> Any:

@@ -22,17 +22,14 @@ from numba import int64, types, uint8, uint32, uint64
 
 from weightsync.codec.delta_intrinsics import (
     WORDS,
-    compiled,
     differing,
     highest_bit,
-    inlined,
     load,
     lowest_bit,
     prefetch,
-    read_only,
     store,
-    writable,
 )
+from weightsync.compiled import compiled, inlined, read_only, writable
 
 BAD = -1
 """What a reader returns for content that is not of the format."""

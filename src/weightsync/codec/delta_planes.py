@@ -13,8 +13,9 @@ import xxhash
 import zstandard
 
 from weightsync.codec import delta_kernels as kernels
-from weightsync.codec.delta_format import MAX_STEP_BITS, DeltaFormatError, Entry, Form, varint_bytes
+from weightsync.codec.delta_format import MAX_STEP_BITS, Entry, Form, varint_bytes
 from weightsync.codec.delta_units import Unit
+from weightsync.errors import DeltaFormatError
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]

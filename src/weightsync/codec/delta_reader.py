@@ -10,9 +10,9 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.codec.delta_format import DeltaFormatError, Entry, Form, head_bytes, read_head
+from weightsync.codec.delta_format import Entry, Form, head_bytes, read_head
 from weightsync.codec.delta_units import Unit
-from weightsync.errors import InvalidRequestError, MissingDependencyError, StateError
+from weightsync.errors import DeltaFormatError, InvalidRequestError, MissingDependencyError, StateError
 
 Steps: TypeAlias = tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]
 """Positions and zigzag steps of a unit."""
@@ -183,4 +183,4 @@ def _check_bytes(memory: npt.NDArray[np.uint8], unit: Unit) -> None:
         raise InvalidRequestError(f"a unit of {unit.nbytes} bytes needs that many, contiguous, as uint8")
 
 
-__all__ = ["DeltaFormatError", "DeltaReader", "UnitChange"]
+__all__ = ["DeltaReader", "UnitChange"]

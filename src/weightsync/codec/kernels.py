@@ -10,15 +10,14 @@ All arithmetic is on uint64 and wraps. (numba turns uint64 with int64 into float
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from numba import int64, types, uint64
 from numba.extending import intrinsic
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+from weightsync.compiled import compiled, inlined, read_only
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -27,27 +26,7 @@ _MIX_3 = np.uint64(0xD6E8FEB86659FD93)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
-def _bytes(item: Any) -> Any:
-    return types.Array(item, 1, "C", readonly=True)
-
-
 _LANES = types.UniTuple(uint64, 2)
-
-
-def _compiled(*signatures: Any) -> Callable[[Function], Function]:
-    """`numba.njit` with a type that mypy keeps, cached on disk where some place is writable."""
-
-    def compile_now(function: Function) -> Function:
-        try:
-            return cast(Function, numba.njit(list(signatures), nogil=True, cache=True)(function))
-        except RuntimeError:  # "cannot cache function": no writable place
-            return cast(Function, numba.njit(list(signatures), nogil=True)(function))
-
-    return compile_now
-
-
-def _inlined(function: Function) -> Function:
-    return cast(Function, numba.njit(inline="always")(function))
 
 
 def _load_word(typing: Any, data: Any, at: Any) -> Any:
@@ -66,7 +45,7 @@ def _load_word(typing: Any, data: Any, at: Any) -> Any:
 load_word = cast(Callable[[npt.NDArray[np.uint8], int], Any], intrinsic(_load_word))
 
 
-@_inlined
+@inlined
 def _keys(word: Any, seed_1: Any, seed_2: Any) -> Any:
     """The keys (A lo, A hi, B lo, B hi) of word number `word`: 3 multiplies."""
     x = seed_1 + word * _STEP
@@ -79,7 +58,7 @@ def _keys(word: Any, seed_1: Any, seed_2: Any) -> Any:
     return p, q, ((p << uint64(32)) | (p >> uint64(32))) + q, ((q << uint64(32)) | (q >> uint64(32))) ^ p
 
 
-@_compiled(_LANES(_bytes(types.uint8), int64, _bytes(int64), uint64, uint64))
+@compiled(_LANES(read_only(types.uint8), int64, read_only(int64), uint64, uint64))
 def runs_sum(data: Any, run_bytes: Any, offsets: Any, seed_1: Any, seed_2: Any) -> Any:
     """Both lanes of the bytes `data`, which are runs of `run_bytes` that start at global bytes `offsets`.
 
@@ -121,10 +100,10 @@ def runs_sum(data: Any, run_bytes: Any, offsets: Any, seed_1: Any, seed_2: Any) 
 
 
 def _patch_signature(item: Any) -> Any:
-    return _LANES(_bytes(int64), _bytes(item), _bytes(item), int64, uint64, uint64)
+    return _LANES(read_only(int64), read_only(item), read_only(item), int64, uint64, uint64)
 
 
-@_compiled(*(_patch_signature(item) for item in (types.uint8, types.uint16, types.uint32)))
+@compiled(*(_patch_signature(item) for item in (types.uint8, types.uint16, types.uint32)))
 def patch_sum_narrow(positions: Any, old: Any, new: Any, shift: Any, seed_1: Any, seed_2: Any) -> Any:
     """Both lanes of a change of elements of 1, 2 or 4 bytes, of which a word has `1 << shift`."""
     a = uint64(0)
@@ -143,7 +122,7 @@ def patch_sum_narrow(positions: Any, old: Any, new: Any, shift: Any, seed_1: Any
     return a, b
 
 
-@_compiled(_LANES(_bytes(int64), _bytes(uint64), _bytes(uint64), int64, uint64, uint64))
+@compiled(_LANES(read_only(int64), read_only(uint64), read_only(uint64), int64, uint64, uint64))
 def patch_sum_wide(positions: Any, old: Any, new: Any, words_each: Any, seed_1: Any, seed_2: Any) -> Any:
     """Both lanes of a change of elements of `words_each` words: `old` and `new` have that many for each position."""
     a = uint64(0)

@@ -8,31 +8,22 @@ checked it before: it counts as a difference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import int64, types
 from numba.extending import intrinsic
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+from weightsync.compiled import compiled, read_only, writable
 
 _AHEAD = 256
 """How many elements before its turn one is asked for: a core waits for memory, and waits for many lines at once."""
 _BLOCK = 256
 """Elements that are written before they are read again: their lines fit into a core's first cache."""
 _WIDTHS = (types.uint8, types.uint16, types.uint32, types.uint64)
-_POSITIONS = types.Array(types.uint32, 1, "C", readonly=True)
-
-
-def _read(item: Any) -> Any:
-    return types.Array(item, 1, "C", readonly=True)
-
-
-def _written(item: Any) -> Any:
-    return types.Array(item, 1, "C")
+_POSITIONS = read_only(types.uint32)
 
 
 def _fetch(typing: Any, data: Any, at: Any) -> Any:
@@ -54,20 +45,7 @@ def _fetch(typing: Any, data: Any, at: Any) -> Any:
 fetch = cast(Callable[[npt.NDArray[np.uint8], int], None], intrinsic(_fetch))
 
 
-def _compiled(signature: Callable[[Any], Any]) -> Callable[[Function], Function]:
-    """`numba.njit` for every width, with a type that mypy keeps, cached on disk where some place is writable."""
-    signatures = [signature(item) for item in _WIDTHS]
-
-    def compile_now(function: Function) -> Function:
-        try:
-            return cast(Function, numba.njit(signatures, nogil=True, cache=True)(function))
-        except RuntimeError:  # "cannot cache function": no writable place
-            return cast(Function, numba.njit(signatures, nogil=True)(function))
-
-    return compile_now
-
-
-@_compiled(lambda item: int64(_read(item), _POSITIONS, _written(item)))
+@compiled(*(int64(read_only(item), _POSITIONS, writable(item)) for item in _WIDTHS))
 def gather(live: Any, positions: Any, old: Any) -> Any:
     """Copies the elements at `positions` to `old`. Returns how many positions lie outside."""
     outside = int64(0)
@@ -83,7 +61,7 @@ def gather(live: Any, positions: Any, old: Any) -> Any:
     return outside
 
 
-@_compiled(lambda item: types.UniTuple(int64, 2)(_written(item), _POSITIONS, _read(item), _read(item)))
+@compiled(*(types.UniTuple(int64, 2)(writable(item), _POSITIONS, read_only(item), read_only(item)) for item in _WIDTHS))
 def exchange(live: Any, positions: Any, expected: Any, new: Any) -> Any:
     """Writes `new` to `positions`, and reads them again, block by block, while they lie in the core's own cache.
 

@@ -58,6 +58,16 @@ def store(
         SharedMemoryError: there is no room.
     """
     segment = Segment(encoded.nbytes)
+    try:
+        return _stored(encoded, old, new, segment, endpoint=endpoint, block_bytes=block_bytes), segment
+    except BaseException:
+        segment.close()
+        raise
+
+
+def _stored(
+    encoded: EncodedDelta, old: Proved, new: Proved, segment: Segment, *, endpoint: str, block_bytes: int
+) -> StoredDelta:
     encoded.write_into(segment.memory)
     blob = Source(
         endpoint=endpoint, segment=segment.name, data_start=0, data_end=encoded.nbytes, block_bytes=block_bytes
@@ -67,7 +77,7 @@ def store(
         start, length = blob.block(index)
         return checksum(segment.memory[start : start + length])
 
-    stored = StoredDelta(
+    return StoredDelta(
         run_id=new.run_id,
         base=old.number,
         base_digest=old.proof.digest,
@@ -79,4 +89,3 @@ def store(
         num_elements=encoded.num_elements,
         seconds=encoded.seconds,
     )
-    return stored, segment

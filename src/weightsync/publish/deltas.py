@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weightsync.errors import SharedMemoryError, TransferAbortedError, WeightSyncError
+from weightsync.errors import DeltaTooLargeError, SharedMemoryError, TransferAbortedError, WeightSyncError
 from weightsync.memory import Lock, Reader, Segment
 from weightsync.publish.stamp import check_stamp
 from weightsync.types.publication import DeltaBase, Publication, Source, SourceProof
@@ -236,7 +236,6 @@ class Deltas:
         return True
 
     def _make(self, held: _HeldBase, new: Proved, go_on: Callable[[], None]) -> bool:
-        from weightsync.codec.delta import DeltaTooLargeError
         from weightsync.publish.delta_file import encode_publication, store
 
         def still() -> None:
@@ -245,15 +244,14 @@ class Deltas:
                 raise _AskedBackError("the trainer wants the segment")
 
         budget_bytes = self._budget(new)
+        most_bytes = min(budget_bytes, new.where.data_end - new.where.data_start)  # of more no delta is of use
         try:
-            encoded = encode_publication(
-                held.older, new, costs=self._cost_model(), max_bytes=self._most(new, budget_bytes), go_on=still
-            )
+            encoded = encode_publication(held.older, new, costs=self._cost_model(), max_bytes=most_bytes, go_on=still)
         except (_AskedBackError, DeltaTooLargeError) as error:
             _logger.info("no delta to %d: %s", new.number, error)
             return False
         held.end()  # nothing is read of it any more
-        if encoded.nbytes > budget_bytes:
+        if encoded.nbytes > most_bytes:  # with its head
             return False
         self._keep_within(budget_bytes - encoded.nbytes, before=held.older)
         try:
@@ -264,11 +262,6 @@ class Deltas:
         with self._lock:
             self._chain.append((stored, segment))
         return True
-
-    @staticmethod
-    def _most(new: Proved, budget_bytes: int) -> int:
-        """Of more bytes no delta is of use."""
-        return min(budget_bytes, new.where.data_end - new.where.data_start)
 
     def _budget(self, new: Proved) -> int:
         """By default a quarter of what the source has."""

@@ -137,10 +137,12 @@ class Grants:
                     )
                 )
                 self._begun(transport)
-        except WeightSyncError as error:  # given up just now
-            _logger.info("a delta was asked for and is gone: %s", error)
+        except BaseException as error:
             for transfer in transfers:
                 transfer.end(ok=False)
+            if not isinstance(error, WeightSyncError):
+                raise
+            _logger.info("a delta was asked for and is gone: %s", error)  # given up just now
             return None
         return tuple(
             DeltaLink(

@@ -6,8 +6,10 @@ The staging is not touched before every blob is here, so that a pull that is cut
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsync.errors import SharedMemoryError, TransferError
 from weightsync.memory import Segment
@@ -22,7 +24,9 @@ from weightsync.types.publication import DeltaLink
 Read = Callable[[RangedSource, list[int], Destination, Arrived], None]
 """`RangedSource.read` of a source, with a deadline."""
 
-_POSITION_BYTES = 4
+_Places: TypeAlias = npt.NDArray[np.int64]
+
+POSITION_BYTES = 4
 _MAX_ELEMENTS = 1 << 32
 _ALIGNMENT = 16
 
@@ -116,7 +120,7 @@ def lay_out_patch(
     by_name: dict[str, list[Changed]] = {}
     for change in changes:
         by_name.setdefault(change.spec.name, []).append(change)
-    wanted: list[tuple[Changed, np.ndarray[tuple[int], np.dtype[np.int64]]]] = []
+    wanted: list[tuple[Changed, _Places]] = []
     tensors: list[PatchedTensor] = []
     end = 0
     for name, pieces in by_name.items():
@@ -128,7 +132,7 @@ def lay_out_patch(
             places = np.unique(places // each)
         if spec.nbytes // size_bytes > _MAX_ELEMENTS:
             return None
-        positions_offset, values_offset = end, _aligned(end + _POSITION_BYTES * len(places))
+        positions_offset, values_offset = end, _aligned(end + POSITION_BYTES * len(places))
         end = _aligned(values_offset + size_bytes * len(places))
         if end > limit_bytes:
             return None
@@ -140,6 +144,22 @@ def lay_out_patch(
         segment = Segment(max(1, end))
     except SharedMemoryError:  # engines load the whole
         return None
+    try:
+        _fill(segment, tensors, wanted, target)
+    except BaseException:
+        segment.close()
+        raise
+    patch = PulledPatch(base=held.version, base_digest=held.model_digest, segment=segment.name, tensors=tuple(tensors))
+    return patch, segment
+
+
+def _fill(
+    segment: Segment,
+    tensors: Sequence[PatchedTensor],
+    wanted: Sequence[tuple[Changed, _Places]],
+    target: Target,
+) -> None:
+    """Writes positions and values to where `tensors` says."""
     flat = np.frombuffer(segment.memory, np.uint8)
     there = np.frombuffer(target.segment.memory, np.uint8)
     for tensor, (piece, places) in zip(tensors, wanted, strict=True):
@@ -148,8 +168,6 @@ def lay_out_patch(
         elements = np.dtype((np.void, size_bytes))
         values = flat[tensor.values_offset : tensor.values_offset + size_bytes * tensor.count].view(elements)
         values[:] = there[place.offset : place.offset + place.nbytes].view(elements)[places]
-    patch = PulledPatch(base=held.version, base_digest=held.model_digest, segment=segment.name, tensors=tuple(tensors))
-    return patch, segment
 
 
 def _aligned(offset: int) -> int:

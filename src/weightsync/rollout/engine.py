@@ -1,4 +1,7 @@
-"""EmbeddedEngine: an engine of ours, with one or several workers, driven in-process or by `EngineServer`."""
+"""EmbeddedEngine: an engine of ours, with one or several workers, driven in-process or by `EngineServer`.
+
+Over 400 lines: the steps of a sync over all workers, and what each failure of one means for the others.
+"""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 
 import xxhash
 
-from weightsync.codec.delta_format import DeltaFormatError
 from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
+    DeltaFormatError,
     DigestMismatchError,
     EngineUnreachableError,
     NoRoomError,
@@ -33,13 +33,13 @@ from weightsync.memory import Segment
 from weightsync.observe import Recorder, now_s
 from weightsync.rollout.agents import CALL_S, Agents, Granted
 from weightsync.rollout.delta_apply import Changed
-from weightsync.rollout.delta_pull import apply_blobs, fetch_blobs, lay_out_patch, num_bytes
+from weightsync.rollout.delta_pull import POSITION_BYTES, apply_blobs, fetch_blobs, lay_out_patch, num_bytes
 from weightsync.rollout.pulled import Pulled, PulledPatch, check_whole, proved_manifest
 from weightsync.rollout.reading import Progress, Tally, all_at_once
 from weightsync.rollout.staging import Held, Staging, Target, TargetMap
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Arrived, Destination, RangedSource
-from weightsync.types import Deadline, Version
+from weightsync.types import Deadline, Manifest, Version
 from weightsync.types.publication import MODES, DeltaBase, TransferGrant, Transport
 
 _RETRY_S = 0.05
@@ -324,7 +324,7 @@ class Puller:
             if wanted:
                 reads.append(functools.partial(read, source, wanted, blocks.into, arrived))
         all_at_once(reads, sources.values())
-        patch, segment = self._applied(deltas, blobs, target, held)
+        changes = self._applied(deltas, blobs, target, held)
         proved = proved_manifest(granted, target.tensor_of)
         granted_digests = {index: each.grant.proof.digest for index, each in granted.items()}
         granted_transport, life = granted[0].grant.transport, granted[0].grant.life
@@ -332,6 +332,9 @@ class Puller:
         finished = stack.pop_all()
         finished.close()  # connections go; the transfers are finished already
         self._full_next = False
+        patch, segment = self._laid_out(
+            changes, target, held, proved
+        )  # the last step that may fail: nobody has to close it
         digests = tuple(granted_digests[index] for index in range(len(publication.sources)))
         self._staging.verified(Held(version=proved.version, model_digest=proved.model_digest or "", digests=digests))
         return Pulled(
@@ -349,29 +352,40 @@ class Puller:
 
     def _applied(
         self, deltas: Mapping[int, Granted], blobs: Mapping[int, list[memoryview]], target: Target, held: Held | None
-    ) -> tuple[PulledPatch | None, Segment | None]:
-        """Deltas onto the staging, and what they changed laid out for engines.
+    ) -> list[Changed] | None:
+        """Deltas onto the staging; what they changed, None where nobody wants to know.
 
         Raises:
             StateError: they did not give what was published; the next attempt takes a full.
         """
         if not deltas:
-            return None, None
+            return None
         assert held is not None
         manifest = next(iter(deltas.values())).grant.publication.manifest
-        limit_bytes = int(self._patch_limit() * manifest.total_bytes)
+        keep_at_most = self._patch_bytes(manifest) // POSITION_BYTES
         changes: list[Changed] | None = []
         try:
             with self.recorder.phase("apply delta", detail=str(manifest.version)):
                 for index, each in deltas.items():
-                    found = apply_blobs(each, blobs[index], target, held, keep_at_most=limit_bytes // 4)
+                    found = apply_blobs(each, blobs[index], target, held, keep_at_most=keep_at_most)
                     changes = None if found is None or changes is None else changes + found
         except (DeltaFormatError, DigestMismatchError) as error:
             self._staging.forget()
             self._full_next = True
             raise StateError(f"a delta did not give what was published, a full is taken: {error}") from error
-        laid_out = None if changes is None else lay_out_patch(changes, target, held, limit_bytes)
-        return laid_out or (None, None)
+        return changes
+
+    def _laid_out(
+        self, changes: list[Changed] | None, target: Target, held: Held | None, manifest: Manifest
+    ) -> tuple[PulledPatch | None, Segment | None]:
+        """What was changed, for engines that take patches."""
+        if changes is None or held is None:
+            return None, None
+        return lay_out_patch(changes, target, held, self._patch_bytes(manifest)) or (None, None)
+
+    def _patch_bytes(self, manifest: Manifest) -> int:
+        """The most that a patch may take."""
+        return int(self._patch_limit() * manifest.total_bytes)
 
     def _read(
         self, source: RangedSource, wanted: list[int], into: Destination, arrived: Arrived, *, deadline: Deadline

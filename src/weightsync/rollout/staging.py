@@ -44,7 +44,7 @@ class Target:
 
     Attributes:
         layout, segment, offsets: where what lies.
-        was: what it had, proved, when it was opened last; None once anything was written.
+        was: what it had, proved, when it was opened last.
     """
 
     def __init__(self, layout: Layout, segment: Segment) -> None:

@@ -9,6 +9,8 @@ session are told why.
 
 A session on a base is a patch: nothing live is written before its commit, and its commit can be rolled back until it is
 settled: by `audit`, by the next begin, or by the end.
+
+Over 400 lines: one state machine under one lock. Sessions are in `session`, how live weights are read is in `audit`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A publication, and what is said about it between an agent and its receivers."""
+"""A publication, and what is said about it between an agent and its receivers.
+
+Over 400 lines: every message of the pull path, each with what its fields mean and what is refused.
+"""
 
 from __future__ import annotations
 

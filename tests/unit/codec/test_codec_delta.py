@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import struct
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_codec_delta_cases import (
+from tests.unit.codec.test_codec_delta_cases import (
     BASE,
     DTYPE_OF,
     RESULT,
@@ -27,11 +24,9 @@ from test_codec_delta_cases import (
     slow_link,
     training_step,
 )
-
 from weightsync.codec.delta import (
     CostModel,
     DeltaReader,
-    DeltaTooLargeError,
     ElementKind,
     Form,
     Mode,
@@ -40,7 +35,7 @@ from weightsync.codec.delta import (
     encode_delta,
     plan_units,
 )
-from weightsync.errors import InvalidRequestError, StateError
+from weightsync.errors import DeltaTooLargeError, InvalidRequestError, StateError
 
 KINDS = list(ElementKind)
 MODES: tuple[Mode, ...] = ("planes", "exponent", "auto")

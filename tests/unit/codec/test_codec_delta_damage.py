@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +12,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_codec_delta_cases import (
+from tests.unit.codec.test_codec_delta_cases import (
     BASE,
     DTYPE_OF,
     Bytes,
@@ -27,10 +24,10 @@ from test_codec_delta_cases import (
     slow_link,
     training_step,
 )
-
 from weightsync.codec import delta_kernels as kernels
-from weightsync.codec.delta import DeltaFormatError, DeltaReader, ElementKind, Form, Mode, Unit, plan_units
+from weightsync.codec.delta import DeltaReader, ElementKind, Form, Mode, Unit, plan_units
 from weightsync.codec.delta_format import Entry, head_bytes, write_head
+from weightsync.errors import DeltaFormatError
 
 KIND_LIST = list(ElementKind)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,7 @@ import pytest
 import xxhash
 import zstandard
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_codec_delta_cases import (
+from tests.unit.codec.test_codec_delta_cases import (
     BASE,
     DTYPE_OF,
     RESULT,
@@ -26,7 +24,6 @@ from test_codec_delta_cases import (
     slow_link,
     training_step,
 )
-
 from weightsync.codec.delta import DeltaReader, ElementKind, Mode, Unit, plan_units
 
 PAGE = Path(__file__).parents[3] / "docs" / "delta-format.md"

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-import digest_reference as reference
-
+from tests.unit.codec import digest_reference as reference
 from weightsync.codec import digest as module
 from weightsync.codec.digest import (
     ShardSum,

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.rollout.test_rollout_staging import bytes_of_box, partitions
-from weightsync.codec.delta import DeltaFormatError, encode_delta, plan_units
+from weightsync.codec.delta import encode_delta, plan_units
 from weightsync.codec.delta_cost import CostModel
 from weightsync.codec.digest import ShardSum, shard_sum
-from weightsync.errors import DigestMismatchError
+from weightsync.errors import DeltaFormatError, DigestMismatchError
 from weightsync.memory import MappedSegment, folder
 from weightsync.plan.boxes import whole_box
 from weightsync.plan.safetensors import Layout, plan_layout
