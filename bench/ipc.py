@@ -33,7 +33,7 @@ from weightsync.publish.push import PushSync
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.server import EngineServer
 from weightsync.transfer.registry import strategy_named
-from weightsync.types import Full, HeldTensor, Manifest, Update, Version, WeightChunk
+from weightsync.types import Full, HeldTensor, Manifest, PatchBase, Update, Version, WeightChunk
 
 ROWS = {
     "cuda_ipc": "cuda_ipc of CPU tensors, extraction to loaded less the load itself, over one memcpy",
@@ -87,7 +87,7 @@ class _NoDigests(Codec, Encoder, Decoder):
     def __init__(self) -> None:
         self._names: list[str] = []
 
-    def encoder(self) -> Encoder:
+    def encoder(self, base: PatchBase | None = None) -> Encoder:
         return _NoDigests()
 
     def decoder(self) -> Decoder:

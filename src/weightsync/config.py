@@ -85,6 +85,9 @@ class TransferConfig(_Section):
     use_cuda_ipc: bool = Field(default=False, description="asks for CUDA IPC; false asks for nothing")
     pack_weights: bool = Field(default=False, description="one IPC handle a chunk instead of one a tensor")
     training_backend: TrainingBackend = Field(default="module", description="what shards the trainer's model")
+    delta: bool = Field(
+        default=False, description="a push sends what has changed since the version that every engine serves"
+    )
     master_addr: _Text = Field(
         default="127.0.0.1", description="address of training rank 0 that the engines connect to"
     )
@@ -94,6 +97,11 @@ class TransferConfig(_Section):
     join_timeout_s: _Seconds = Field(default=30.0, description="how long members of a group wait for each other")
     transfer_timeout_s: _Seconds = Field(default=300.0, description="deadline of one whole sync")
     pause_timeout_s: _Seconds = Field(default=30.0, description="how long a pause waits for running generations")
+
+    @property
+    def _is_ipc(self) -> bool:
+        named = self.strategy is not None and self.strategy != "broadcast"
+        return named or self.colocated or self.use_cuda_ipc or self.backend == "cuda_ipc"
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
@@ -119,6 +127,11 @@ class TransferConfig(_Section):
                 self.strategy == "cuda_ipc" and self.pack_weights,
                 ("strategy", "pack_weights"),
                 "this strategy has one handle a tensor: set pack_weights to false, or strategy to 'packed_cuda_ipc'",
+            ),
+            (
+                self.delta and not broadcast and self._is_ipc,
+                ("delta", "strategy"),
+                "CUDA IPC lends whole tensors where they lie: set delta to false, or strategy to 'broadcast'",
             ),
         )
         return self
@@ -252,7 +265,7 @@ def select_strategy(config: WeightSyncConfig) -> Strategy:
     transfer = config.transfer
     if transfer.strategy is not None:
         return transfer.strategy
-    if not (transfer.colocated or transfer.use_cuda_ipc or transfer.backend == "cuda_ipc"):
+    if not transfer._is_ipc:
         return "broadcast"
     return "packed_cuda_ipc" if transfer.pack_weights or transfer.training_backend == "megatron" else "cuda_ipc"
 

@@ -105,13 +105,15 @@ def _two_at_once(push: Any, version: int) -> dict[str, Any]:
 class Trainer:
     """One or several training ranks that take orders together."""
 
-    def __init__(self, start: Any, urls: dict[str, str], ranks: int = 1, **options: Any) -> None:
+    def __init__(
+        self, start: Any, urls: dict[str, str], ranks: int = 1, *, main: Any = trainer_main, **options: Any
+    ) -> None:
         if ranks == 1:
-            self.ranks: list[Child] = [start(trainer_main, 0, 1, urls, options, talk=True, name="rank0")]
+            self.ranks: list[Child] = [start(main, 0, 1, urls, options, talk=True, name="rank0")]
         else:
             port = free_port()
             self.ranks = [
-                start(_rank_main, rank, ranks, port, urls, options, talk=True, name=f"rank{rank}")
+                start(_rank_main, rank, ranks, port, main, urls, options, talk=True, name=f"rank{rank}")
                 for rank in range(ranks)
             ]
 
@@ -125,8 +127,10 @@ class Trainer:
         return self.order(what)[0]
 
 
-def _rank_main(rank: int, world_size: int, port: int, urls: dict[str, str], options: dict[str, Any], conn: Any) -> None:
-    in_gloo_world(rank, world_size, port, trainer_main, (urls, options), conn=conn)
+def _rank_main(
+    rank: int, world_size: int, port: int, main: Any, urls: dict[str, str], options: dict[str, Any], conn: Any
+) -> None:
+    in_gloo_world(rank, world_size, port, main, (urls, options), conn=conn)
 
 
 def expected(steps: int) -> dict[str, bytes]:

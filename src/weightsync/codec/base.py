@@ -5,7 +5,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator, Mapping
 
-from weightsync.types import Manifest, Update, WeightChunk
+from weightsync.errors import ManifestMismatchError
+from weightsync.types import (
+    AnyUpdateRequest,
+    EngineReply,
+    Manifest,
+    PatchBase,
+    TensorSpec,
+    Update,
+    WeightChunk,
+)
 
 
 class Encoder(abc.ABC):
@@ -17,11 +26,31 @@ class Encoder(abc.ABC):
 
     @abc.abstractmethod
     def digests(self) -> Mapping[str, str]:
-        """Digest of each tensor's plain bytes, by name; complete once `encode` is exhausted."""
+        """Digest of each tensor's plain bytes, by name; complete once `encode` is exhausted. None at all where a base
+        and the model's digest are the proof."""
 
 
 class Decoder(abc.ABC):
     """The receiving half, for one version. Every engine worker runs one."""
+
+    def check_announced(self, request: AnyUpdateRequest, expected: Mapping[str, TensorSpec]) -> None:
+        """Refuses a chunk that can't be of this version, before anything is allocated or received.
+
+        Args:
+            request: announces it.
+            expected: the manifest's tensors by name.
+
+        Raises:
+            ManifestMismatchError: the manifest has no such tensor.
+        """
+        for name, dtype, shape in zip(request.names, request.dtypes, request.shapes, strict=True):
+            spec = expected.get(name)
+            if spec is None:
+                raise ManifestMismatchError("a chunk has a tensor that the manifest has not", parameter=name)
+            if (spec.dtype, spec.shape) != (dtype, shape):
+                raise ManifestMismatchError(
+                    f"a chunk has {dtype} {shape}, the manifest {spec.dtype} {spec.shape}", parameter=name
+                )
 
     @abc.abstractmethod
     def decode(self, updates: Iterable[Update]) -> Iterator[Update]:
@@ -41,14 +70,34 @@ class Codec(abc.ABC):
 
     Attributes:
         name: how it is called in messages, e.g. "full".
+        passes_through: whether the encoder hands out the very tensors that it is given. Only these can be lent where
+            they lie.
     """
 
     name: str
+    passes_through: bool = True
+
+    def base_for(self, replies: Mapping[str, EngineReply], manifest: Manifest) -> PatchBase | None:
+        """Training rank 0, before a session begins: what it may be a change of; None: whole tensors.
+
+        Args:
+            replies: what each engine of the sync says that it serves.
+            manifest: what is to be pushed.
+        """
+        return None
 
     @abc.abstractmethod
-    def encoder(self) -> Encoder:
-        """The sending half for one version."""
+    def encoder(self, base: PatchBase | None = None) -> Encoder:
+        """The sending half for one version; of its change from `base`, which `base_for` gave, where there is one."""
 
     @abc.abstractmethod
     def decoder(self) -> Decoder:
-        """The receiving half for one version."""
+        """The receiving half for one version of whole tensors; `codec.patch` has that of a change."""
+
+    def ended(self, manifest: Manifest | None, error: BaseException | None = None) -> None:  # noqa: B027  (a hook)
+        """The version of the last `encoder` is committed on every engine, as `manifest` says, proved; or failed.
+
+        Args:
+            manifest: None after a failure.
+            error: what failed.
+        """

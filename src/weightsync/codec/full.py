@@ -8,7 +8,7 @@ from weightsync.codec.base import Codec, Decoder, Encoder
 from weightsync.codec.digest import tensor_digest, tensor_digests
 from weightsync.errors import DigestMismatchError, InvalidRequestError, UnsupportedError
 from weightsync.tensors import spec_of
-from weightsync.types import Full, Manifest, TensorSpec, Update, WeightChunk
+from weightsync.types import Full, Manifest, PatchBase, TensorSpec, Update, WeightChunk
 
 
 class FullEncoder(Encoder):
@@ -101,8 +101,14 @@ class FullCodec(Codec):
 
     name = "full"
 
-    def encoder(self) -> Encoder:
-        """See `Codec.encoder`."""
+    def encoder(self, base: PatchBase | None = None) -> FullEncoder:
+        """See `Codec.encoder`.
+
+        Raises:
+            UnsupportedError: a base is given: these are whole tensors.
+        """
+        if base is not None:
+            raise UnsupportedError(f"the full codec sends whole tensors, not a change of {base.version}")
         return FullEncoder()
 
     def decoder(self) -> Decoder:

@@ -18,7 +18,7 @@ from weightsync.errors import (
 )
 from weightsync.observe import Recorder, now_s
 from weightsync.transfer.base import WeightTransferSender, WeightTransferStrategy, init_requests
-from weightsync.types import Deadline, InferenceEngineClient, InitRequest, PhaseRecord
+from weightsync.types import Deadline, EngineReply, InferenceEngineClient, InitRequest, PhaseRecord
 
 DESCRIBE_TIMEOUT_S = 3.0
 _SHUN_S, _SHUN_LONGEST_S = 30.0, 600.0  # how long an engine that did not join is left out
@@ -68,11 +68,11 @@ class JoinedEngines:
 
     def ready(
         self, deadline: Deadline, *, run_id: str, require_all: bool
-    ) -> tuple[InferenceEngineClient, dict[str, WeightSyncError]]:
+    ) -> tuple[InferenceEngineClient, dict[str, EngineReply], dict[str, WeightSyncError]]:
         """Sees to it that the engines that answer are in one transfer group with a usable sender.
 
         Returns:
-            A client of these engines, and why each of the others is left out.
+            A client of these engines, what each of them says of itself, and why each of the others is left out.
 
         Raises:
             NoEnginesError: nobody answers.
@@ -112,7 +112,7 @@ class JoinedEngines:
             with self._recorder.phase("join group"):
                 self._join(client, {who: replies[who].world_size for who in here}, deadline, run_id)
         self._client = client
-        return client, lost
+        return client, {who: replies[who] for who in here}, lost
 
     def _join(
         self, client: InferenceEngineClient, world_sizes: Mapping[str, int], deadline: Deadline, run_id: str

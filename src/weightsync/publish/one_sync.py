@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+
+from msgspec.structs import replace
 
 from weightsync.codec.base import Codec
 from weightsync.codec.digest import ShardSum, model_digest, shard_sum
@@ -27,6 +31,7 @@ from weightsync.types import (
     HeldTensor,
     InferenceEngineClient,
     Manifest,
+    PatchBase,
     PauseRequest,
     PhaseRecord,
     ResumeRequest,
@@ -35,6 +40,8 @@ from weightsync.types import (
     Version,
     WeightChunk,
 )
+
+_logger = logging.getLogger(__name__)
 
 _ABORT_TIMEOUT_S = 2.0
 _COMMIT_LEASE_S = 10.0  # how long a commit may take before paused engines go on without it
@@ -66,6 +73,8 @@ class OneSync:
 
     Attributes:
         extraction: that of this sync, once it has started.
+        proved: what every engine has proved and serves; None before, and where one can't prove it.
+        encoded: whether the codec was asked for this version.
     """
 
     def __init__(self, parts: SyncParts, ranks: TrainingRanks, version: Version, deadline: Deadline) -> None:
@@ -73,12 +82,14 @@ class OneSync:
         self._ranks = ranks
         self._deadline = deadline
         self.version = version
-        self._session = f"{self.version}#{uuid.uuid4().hex[:8]}"
+        self._session = _session_of(version)
         self._client: InferenceEngineClient | None = None
         self._recorder = parts.recorder
         self._records: list[PhaseRecord] = []
         self._of_engines: list[PhaseRecord] = []
         self.extraction: LockstepExtraction | None = None
+        self.proved: Manifest | None = None
+        self.encoded = False
 
     def run(self) -> SyncReport | None:
         """Runs the sync; a report on rank 0."""
@@ -89,19 +100,20 @@ class OneSync:
         self._exchange_sums(extraction.finish())
         return None
 
-    def end(self, *, failed: bool) -> None:
-        """Lets go of what was lent; after a failure `fail` comes first."""
+    def end(self, error: WeightSyncError | None) -> None:
+        """Lets go of what was lent, and tells the codec how it ended; after a failure `fail` comes first."""
         if self._parts.sharer is not None:
-            self._parts.sharer.end_sync(failed=failed)
+            self._parts.sharer.end_sync(failed=error is not None)
+        if self.encoded:
+            self._parts.codec.ended(self.proved if error is None else None, error)
 
     def fail(self, error: WeightSyncError) -> None:
         """Leaves everything as it was before: engines abort, the group goes, the extraction stops."""
         if self.extraction is not None:
             self.extraction.stop(error)
         if self._client is not None:
-            request = AbortRequest(session=self._session, reason=error.message[:500])
-            with contextlib.suppress(Exception), self._recorder.phase("abort", detail=type(error).__name__):
-                self._client.abort(request, timeout_s=_ABORT_TIMEOUT_S)  # the ranks still have to learn of `error`
+            with self._recorder.phase("abort", detail=type(error).__name__):
+                self._abort(self._client, error.message)  # the ranks still have to learn of `error`
         if self._ranks.rank == 0:
             self._parts.engines.drop_sender()
         if self.extraction is not None:
@@ -122,22 +134,13 @@ class OneSync:
         error: WeightSyncError | None = None
         lost: dict[str, WeightSyncError] = {}
         try:
-            client, lost = parts.engines.ready(
-                deadline, run_id=self.version.run_id, require_all=parts.require_all_engines
-            )
             manifest = Manifest(
                 version=self.version,
                 model_id=parts.model_id,
                 tensors=parts.extractor.metadata(parts.dtype),
             )
-            self._client = client
-            replies = self._call(
-                "begin",
-                lambda left: client.begin(
-                    BeginRequest(session=self._session, manifest=manifest, deadline_s=left), timeout_s=left
-                ),
-            )
-            paused_early = any(reply.writes_live for reply in replies.values())
+            client, lost, base, replies = self._begin(manifest)
+            paused_early = base is None and any(reply.writes_live for reply in replies.values())
             if paused_early:  # before the other ranks start to extract: a failure is told by this settle
                 self._pause(client, lease_s=deadline.remaining_s)
         except Exception as caught:
@@ -145,8 +148,9 @@ class OneSync:
             parts.engines.leave_out_busy(error)
         self._ranks.settle(error)
         parts.engines.took_part(client.engine_ids)
-        num_chunks, digests, total = self._transfer(client)
-        proved = manifest.with_digests(digests, model_digest(manifest.tensors, total))
+        num_chunks, sent_bytes, digests, total = self._transfer(client, base)
+        digest = model_digest(manifest.tensors, total)
+        proved = manifest.with_digests(digests, digest) if base is None else replace(manifest, model_digest=digest)
         staged = self._call(
             "stage",
             lambda left: client.stage(StageRequest(session=self._session, manifest=proved), timeout_s=left),
@@ -160,11 +164,14 @@ class OneSync:
         _check_versions(committed, self.version)
         self._call("resume", lambda left: client.resume(ResumeRequest(session=self._session), timeout_s=left))
         unprovable = {who: reply.unprovable for who, reply in staged.items() if reply.unprovable}
+        self.proved = None if unprovable else proved
         return SyncReport(
             version=self.version,
             engine_ids=tuple(staged),
             lost={who: str(cause) for who, cause in lost.items()},
             total_bytes=manifest.total_bytes,
+            sent_bytes=sent_bytes,
+            num_deltas=0 if base is None else 1,
             num_chunks=num_chunks,
             seconds=deadline.timeout_s - deadline.remaining_s,
             paused_s=paused_s(self._of_engines),
@@ -173,17 +180,53 @@ class OneSync:
             unprovable=unprovable,
         )
 
-    def _transfer(self, client: InferenceEngineClient) -> tuple[int, dict[str, str], ShardSum]:
-        """Moves all chunks; gives their number, each tensor's digest, and the sum over all shards."""
+    def _begin(
+        self, manifest: Manifest
+    ) -> tuple[InferenceEngineClient, dict[str, WeightSyncError], PatchBase | None, Mapping[str, EngineReply]]:
+        """Opens a session on every engine that answers: on a base where the codec has one and all agree, else without.
+
+        Returns:
+            These engines, why others are left out, the base, and what they answered.
+        """
+        parts = self._parts
+        for may_have_base in (True, False):
+            client, described, lost = parts.engines.ready(
+                self._deadline, run_id=self.version.run_id, require_all=parts.require_all_engines
+            )
+            self._client = client
+            base = parts.codec.base_for(described, manifest) if may_have_base else None
+            request = BeginRequest(
+                session=self._session, manifest=manifest, deadline_s=self._deadline.check("time to begin"), base=base
+            )
+            try:
+                return client, lost, base, self._call("begin", functools.partial(_begin, client, request))
+            except SyncFailedError as error:
+                if base is None:
+                    raise
+                _logger.info("no change of %s is taken, %s goes out in full: %s", base.version, self.version, error)
+                self._abort(client, "a full comes instead")  # leaves the group, so `ready` builds another
+                self._session = _session_of(self.version)
+        raise AssertionError("a begin without a base returns or raises")
+
+    def _abort(self, client: InferenceEngineClient, reason: str) -> None:
+        with contextlib.suppress(Exception):
+            client.abort(AbortRequest(session=self._session, reason=reason[:500]), timeout_s=_ABORT_TIMEOUT_S)
+
+    def _transfer(
+        self, client: InferenceEngineClient, base: PatchBase | None
+    ) -> tuple[int, int, dict[str, str], ShardSum]:
+        """Moves all chunks; gives their number and bytes, each tensor's digest, and the sum over all shards."""
         sender = self._parts.engines.sender
         assert sender is not None
-        encoder = self._parts.codec.encoder()
+        encoder = self._parts.codec.encoder(base)
+        self.encoded = True
         extraction = self._start_extraction(keep=True)
         summed = _Summed(extraction.chunks(), self._parts.extractor)
-        num_chunks = sender.send_chunks(encoder.encode(summed), client, session=self._session, deadline=self._deadline)
+        sent = _Counted(encoder.encode(summed))
+        num_chunks = sender.send_chunks(sent, client, session=self._session, deadline=self._deadline)
         mine = extraction.finish()
         total = self._exchange_sums(mine)
-        return num_chunks, dict(encoder.digests()), summed.total if total is None else total
+        return num_chunks, sent.num_bytes, dict(encoder.digests()), summed.total if total is None else total
 
     def _start_extraction(self, *, keep: bool) -> LockstepExtraction:
         sharer = self._parts.sharer
@@ -247,6 +290,28 @@ def _check_versions(committed: Mapping[str, EngineReply], version: Version) -> N
     for who, reply in committed.items():
         if reply.version != version:
             raise EngineError(f"it answered commit well and serves {reply.version}", peer=who, version=str(version))
+
+
+def _session_of(version: Version) -> str:
+    return f"{version}#{uuid.uuid4().hex[:8]}"
+
+
+def _begin(client: InferenceEngineClient, request: BeginRequest, left: float) -> Mapping[str, EngineReply]:
+    return client.begin(request, timeout_s=left)
+
+
+class _Counted:
+    """Chunks on their way to the sender, and their bytes."""
+
+    def __init__(self, chunks: Iterator[WeightChunk]) -> None:
+        self._chunks = chunks
+        self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[WeightChunk]:
+        for chunk in self._chunks:
+            self.num_bytes += chunk.total_size_bytes
+            yield chunk
+            del chunk
 
 
 class _Summed:

@@ -14,6 +14,7 @@ the next sync, and every training rank raises.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import uuid
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,7 @@ from weightsync.codec.full import FullCodec
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import (
     ConfigError,
+    DeltaTooLargeError,
     ExtractError,
     InvalidRequestError,
     StateError,
@@ -51,6 +53,8 @@ from weightsync.transfer.registry import strategy_for
 from weightsync.types import Deadline, EngineHandle, InferenceEngineClient, SyncReport, Version
 from weightsync.types.deadline import check_wait_s
 
+_logger = logging.getLogger(__name__)
+
 _AFTER_A_FAILURE = "engines serve their old version or refuse to serve; the next sync goes on with those that answer"
 _SETTLE_MARGIN_S = 5.0  # how much longer than a sync ranks wait for each other to say how it ended
 
@@ -63,7 +67,8 @@ class PushSync:
         client: the engines, or a single one; rank 0 alone needs it, other ranks' is ignored.
         strategy: how bytes move; a gloo broadcast on loopback where not given. Every rank names the same one:
             `CudaIpcTransferStrategy` and `PackedCudaIpcTransferStrategy` lend each rank's own memory.
-        codec: how weights are encoded; the engines use the same.
+        codec: what travels: whole tensors, or with `ChangesCodec()` what has changed since the version that every
+            engine serves. An object of its own for each PushSync; a sharing strategy takes whole tensors alone.
         dtype: the engine's dtype; None keeps the trainer's.
         run_id: name of this trainer's run; rank 0 makes one where not given.
         model_id: which model.
@@ -101,6 +106,14 @@ class PushSync:
         strategy = strategy or BroadcastTransferStrategy(
             join_timeout_s=join_timeout_s, transfer_timeout_s=transfer_timeout_s
         )
+        codec = codec or FullCodec()
+        sharer = strategy.create_sharer()
+        if sharer is not None and not codec.passes_through:
+            sharer.close()
+            raise ConfigError(
+                f"strategy {strategy.name} lends whole tensors where they lie, codec {codec.name} makes others: use "
+                "strategy broadcast, or the full codec"
+            )
         self._strategy_name = strategy.name
         self._engines = JoinedEngines(
             _as_client(client),
@@ -112,13 +125,13 @@ class PushSync:
         self._parts = SyncParts(
             extractor=extractor,
             engines=self._engines,
-            codec=codec or FullCodec(),
+            codec=codec,
             dtype=dtype,
             model_id=model_id,
             pause_timeout_s=pause_timeout_s,
             require_all_engines=require_all_engines,
             recorder=self.recorder,
-            sharer=strategy.create_sharer(),
+            sharer=sharer,
         )
         self._busy = threading.Lock()
         self._ranks: TrainingRanks | None = None
@@ -151,6 +164,7 @@ class PushSync:
             extractor,
             client,
             strategy=strategy_for(config),
+            codec=_changes_codec() if transfer.delta else None,
             dtype=config.extract.dtype,
             transfer_timeout_s=transfer.transfer_timeout_s,
             join_timeout_s=transfer.join_timeout_s,
@@ -210,24 +224,38 @@ class PushSync:
                 raise InvalidRequestError(f"a version is a whole number from 0 on, not {version!r}")
             deadline = Deadline(self._transfer_timeout_s)
             self._agree_on_start(ranks, version)
-            run = OneSync(self._parts, ranks, Version(run_id=str(self.run_id), number=version), deadline)
-            report: SyncReport | None = None
-            error: WeightSyncError | None = None
+            goal = Version(run_id=str(self.run_id), number=version)
             try:
-                report = run.run()
-            except BaseException as caught:
-                error = as_weightsync_error(caught, SyncFailedError, "the sync failed")
-                error.version = error.version or str(run.version)
-                error.state_left = error.state_left or _AFTER_A_FAILURE
-                run.fail(error)
-                if error is ranks.agreed_error or not isinstance(caught, Exception):
-                    raise  # every rank knows already and settles no more; or this process was told to end
-            finally:
-                self._extraction = run.extraction
-                run.end(failed=error is not None)
-            told = ranks.settle(error, report=None if report is None else msgspec.to_builtins(report))
-            self._last = run.version
-            return msgspec.convert(told[0]["report"], SyncReport)
+                report = self._sync_once(ranks, goal, deadline)
+            except DeltaTooLargeError as error:
+                _logger.info("%s goes out in full: %s", goal, error)
+                report = self._sync_once(ranks, goal, deadline)
+            self._last = goal
+            return report
+
+    def _sync_once(self, ranks: TrainingRanks, version: Version, deadline: Deadline) -> SyncReport:
+        """One try; every rank returns the same report, or raises.
+
+        Raises:
+            DeltaTooLargeError: every rank has it; the codec sends the next one in full.
+        """
+        run = OneSync(self._parts, ranks, version, deadline)
+        report: SyncReport | None = None
+        error: WeightSyncError | None = None
+        try:
+            report = run.run()
+        except BaseException as caught:
+            error = as_weightsync_error(caught, SyncFailedError, "the sync failed")
+            error.version = error.version or str(version)
+            error.state_left = error.state_left or _AFTER_A_FAILURE
+            run.fail(error)
+            if error is ranks.agreed_error or not isinstance(caught, Exception):
+                raise  # every rank knows already and settles no more; or this process was told to end
+        finally:
+            self._extraction = run.extraction
+            run.end(error)
+        told = ranks.settle(error, report=None if report is None else msgspec.to_builtins(report))
+        return msgspec.convert(told[0]["report"], SyncReport)
 
     def close(self) -> None:
         """Leaves the transfer group and gives shared memory back. Idempotent; engines go on serving.
@@ -282,6 +310,13 @@ class PushSync:
             ]
             if differs:
                 raise ConfigError(f"training rank {rank} means another sync: it has {'; '.join(differs)}", rank=rank)
+
+
+def _changes_codec() -> Codec:
+    """Imported where it is wanted: it imports numba's kernels."""
+    from weightsync.codec.changes import ChangesCodec
+
+    return ChangesCodec()
 
 
 def _digest_of(lines: Iterable[str]) -> str:

@@ -394,6 +394,8 @@ class Follower:
                 engine_ids=tuple(loaded.engine_ids),
                 lost={},
                 total_bytes=size,
+                sent_bytes=pulled.received_bytes,
+                num_deltas=pulled.num_deltas,
                 num_chunks=loaded.num_chunks,
                 seconds=done_s - began_s,
                 paused_s=loaded.paused_s,

@@ -37,7 +37,7 @@ class Session:
         self.error: WeightSyncError | None = None
         self.ended = False
         self.watchdog: threading.Timer | None = None
-        self._expected = {spec.name: (spec.dtype, spec.shape) for spec in request.manifest.tensors}
+        self._expected = request.manifest.by_name()
 
         self._lock = threading.Lock()
 
@@ -59,24 +59,19 @@ class Session:
 
     def check_announced(self, request: AnyUpdateRequest) -> None:
         """Refuses a chunk that the manifest does not have, before anything is allocated or received."""
-        if isinstance(request, PatchWeightUpdateRequest) != (self.base is not None):
-            raise InvalidRequestError("a session on a base takes patches alone, any other whole tensors alone")
-        for name, dtype, shape in zip(request.names, request.dtypes, request.shapes, strict=True):
-            expected = self._expected.get(name)
-            if expected is None:
-                raise ManifestMismatchError("a chunk has a tensor that the manifest has not", parameter=name)
-            if expected != (dtype, shape):
-                raise ManifestMismatchError(
-                    f"a chunk has {dtype} {shape}, the manifest {expected[0]} {expected[1]}", parameter=name
-                )
+        if isinstance(request, PatchWeightUpdateRequest) and self.base is None:
+            raise InvalidRequestError("a session without a base takes whole tensors alone")
+        self.decoder.check_announced(request, self._expected)
 
     def check_same_tensors(self, manifest: Manifest) -> None:
         """Refuses to stage another manifest than the session began with."""
-        same = manifest.version == self.manifest.version and self._expected == {
-            spec.name: (spec.dtype, spec.shape) for spec in manifest.tensors
-        }
+        same = manifest.version == self.manifest.version and _tensors_of(manifest) == _tensors_of(self.manifest)
         if not same:
             raise ManifestMismatchError("stage names another manifest than begin", version=str(manifest.version))
+
+
+def _tensors_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {spec.name: (spec.dtype, spec.shape) for spec in manifest.tensors}
 
 
 class Turns:

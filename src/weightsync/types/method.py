@@ -20,6 +20,8 @@ class SyncReport:
         engine_ids: the engines that committed.
         lost: engines that were left out, and why: they did not answer before the sync began, or did not join.
         total_bytes: bytes of the model, once.
+        sent_bytes: bytes that were given to the transport, or fetched: the model's, or what changed and where.
+        num_deltas: how many deltas they are; 0 where all of it moved.
         num_chunks: chunks announced.
         seconds: from call to return.
         paused_s: the longest time any engine was paused.
@@ -33,6 +35,8 @@ class SyncReport:
     engine_ids: tuple[str, ...]
     lost: Mapping[str, str]
     total_bytes: int
+    sent_bytes: int
+    num_deltas: int
     num_chunks: int
     seconds: float
     paused_s: float
