@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weightsync.clients.http import HttpEngine
     from weightsync.clients.rollout import RolloutClient
     from weightsync.clients.vllm import OfflineVllmApi, VllmEngine, VllmHttpApi
+    from weightsync.codec.changes import ChangesCodec
     from weightsync.config import WeightSyncConfig, select_strategy
     from weightsync.errors import WeightSyncError
     from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
@@ -63,6 +64,7 @@ _MODULE_OF = {
     "AgentClient": "weightsync.clients.agent",
     "BroadcastTransferStrategy": "weightsync.transfer.broadcast",
     "BroadcastWeightUpdateRequest": "weightsync.types",
+    "ChangesCodec": "weightsync.codec.changes",
     "CudaIpcTransferStrategy": "weightsync.transfer.ipc",
     "CudaIpcWeightUpdateRequest": "weightsync.types",
     "DeepSpeedWeightExtractor": "weightsync.extract.deepspeed",
@@ -117,6 +119,7 @@ __all__ = [
     "AgentClient",
     "BroadcastTransferStrategy",
     "BroadcastWeightUpdateRequest",
+    "ChangesCodec",
     "CudaIpcTransferStrategy",
     "CudaIpcWeightUpdateRequest",
     "DeepSpeedWeightExtractor",

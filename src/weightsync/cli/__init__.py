@@ -66,7 +66,7 @@ def demo(
         MovePath, typer.Option(help="The trainer brings weights to engines, or publishes them and engines fetch them.")
     ] = MovePath.PUSH,
     delta: Annotated[
-        bool, typer.Option("--delta", help="With --path pull: engines fetch and write what changed alone.")
+        bool, typer.Option("--delta", help="What changed alone is moved, and written into the engine.")
     ] = False,
     lr: Annotated[float, typer.Option(min=1e-9, max=1.0, help="Learning rate of a step with --delta.")] = 2e-6,
     strategy: Annotated[
@@ -89,7 +89,7 @@ def demo(
     weight-update routes. --strategy chooses how bytes are pushed, and --ray runs everything as Ray actors.
     With --path pull the trainer publishes each version, at the cost of one copy, and trains on while engines fetch it;
     --strategy and --ray belong to --path push. With --delta each step is one small update at --lr, as in reinforcement
-    learning, and engines fetch what it changed; the table then shows how much that is.
+    learning, and what it changed is moved alone; the table then shows how much that is.
 
     The table shows, for each version, both losses, bytes, milliseconds of each phase and how long generation was
     paused. The command exits with 1 on any mismatch. It needs no GPU.

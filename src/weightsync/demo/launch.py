@@ -41,7 +41,7 @@ class DemoOptions:
         engines: engine processes.
         engine: what generates: "embedded" (a torch module of ours) or "vllm" (a vLLM server).
         path: "push": the trainer brings weights to engines; "pull": it publishes them, and engines fetch them.
-        delta: whether engines fetch what changed alone; the trainer then makes one small update a step.
+        delta: whether what changed alone moves; the trainer then makes one small update a step.
         learning_rate: of these updates.
         strategy: how bytes are pushed: "broadcast", "cuda_ipc" or "packed_cuda_ipc".
         ray: whether trainers and engines are Ray actors.
@@ -98,8 +98,11 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
         raise ConfigError("--path pull runs in processes of its own so far: leave --ray out")
     if options.path == "pull" and options.strategy != DemoOptions.strategy:
         raise ConfigError("--strategy says how weights are pushed: leave it out with --path pull")
-    if options.delta and options.path != "pull":
-        raise ConfigError("--delta belongs to --path pull")
+    if options.delta and options.path == "push" and (options.strategy != "broadcast" or options.engine == "vllm"):
+        raise ConfigError(
+            "--delta with --path push needs --strategy broadcast (others lend whole tensors) and --engine embedded (a "
+            "vLLM is loaded whole); with --path pull any engine takes deltas"
+        )
     if not 0 < options.learning_rate < 1:
         raise ConfigError(f"a learning rate lies between 0 and 1, not {options.learning_rate}")
     console = console or Console()

@@ -41,6 +41,7 @@ from weightsync.publish.push import PushSync
 from weightsync.types import EngineHandle, PhaseRecord, SyncReport
 from weightsync.types.publication import NotifyRequest, RegisterSenderRequest
 
+_PUSHED_GROWTH = 3  # a changed element has 2 bytes (all of the model is bfloat16) and is pushed with 4 of position
 _CHUNK_BYTES = 1 << 20
 _REPORT_TIMEOUT_S = 60.0
 
@@ -56,7 +57,7 @@ class TrainerOptions:
         strategy: how bytes move.
         deadline_s: of one sync.
         path: "push", or "pull": publish, and let engines fetch.
-        delta_learning_rate: where given, each version is one update at this rate, and engines fetch deltas.
+        delta_learning_rate: where given, each version is one update at this rate, and deltas move.
     """
 
     rank: int
@@ -129,7 +130,11 @@ def config_of(options: TrainerOptions) -> WeightSyncConfig:
     """How the demo's weights move."""
     return WeightSyncConfig.load(
         {
-            "transfer": {"strategy": options.strategy, "transfer_timeout_s": options.deadline_s},
+            "transfer": {
+                "strategy": options.strategy,
+                "transfer_timeout_s": options.deadline_s,
+                "delta": options.delta_learning_rate is not None,
+            },
             "extract": {"dtype": "bfloat16"},
         }
     )
@@ -155,6 +160,8 @@ def row_of(report: SyncReport, said: Mapping[str, Any], *, trainer_loss: float, 
         digests_equal=report.digests_equal,
         sample=said["sample"],
         train_s=train_s,
+        received_bytes=report.sent_bytes if report.num_deltas else None,
+        density=report.sent_bytes / _PUSHED_GROWTH / report.total_bytes if report.num_deltas else None,
         sync_s=report.seconds,
         unprovable="; ".join(sorted(set(report.unprovable.values()))),
     )

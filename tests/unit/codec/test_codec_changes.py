@@ -150,6 +150,15 @@ def test_only_what_differs_is_sent_and_what_is_kept_is_a_copy() -> None:
     assert (patch.name, patch.positions.tolist(), patch.values.view(torch.int32).tolist()) == ("a", [7], [-(1 << 31)])
 
 
+def test_a_dense_change_takes_more_room_than_was_set_aside() -> None:
+    before, after = torch.zeros(5000), torch.ones(5000)
+    codec = ChangesCodec(largest=1.0)
+    base = pushed(codec, {"a": before, "b": torch.zeros(9000)})
+    now = {"a": after, "b": torch.zeros(9000)}
+    (patch,) = travelled(list(codec.encoder(codec.base_for(serving(base), manifest(now, 2))).encode(chunks(now))))
+    assert (patch.positions.tolist(), patch.values.tolist()) == (list(range(5000)), after.tolist())
+
+
 def a_codec() -> tuple[ChangesCodec, Weights, Manifest]:
     weights = {"a": torch.zeros(64), "b": torch.ones(10)}
     codec = ChangesCodec()
