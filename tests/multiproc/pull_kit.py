@@ -164,7 +164,7 @@ class Run:
         self.seed = seed
         self.kib = kib
         self.wm = WeightManager(MODEL, run_id=run_of(seed), **options)
-        self.wm.start()
+        self.wm.start(deltas=seed >= SPARSE)
 
     def begin_anew(self, seed: int) -> None:
         """A new run from version 0 on at the same agent, as receivers see a trainer that was started again."""

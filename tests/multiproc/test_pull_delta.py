@@ -208,6 +208,18 @@ def test_the_trainer_comes_first(start: Start, tmp_path: Path) -> None:
     assert made[-1]
 
 
+def test_nobody_waits_for_kernels_that_are_being_compiled(start: Start, tmp_path: Path) -> None:
+    """Seen to fail where the first diff loaded the codec: for 12 s it kept the segment that the trainer wanted."""
+    load = Hook(at="weightsync.codec.delta:warm_up", do="wait", path=str(tmp_path / "load"))
+    trainer, receiver = Trainer(start, 5, kib=KIB, guard_s=GUARD_S, agent_hooks=[load.set()]), Receiver(start, kib=KIB)
+    for version in range(4):
+        said = trainer.publish(version)
+        assert (said["published"], said["waited_s"] < GUARD_S / 2) == (True, True)
+        assert pull(trainer, receiver, version)["deltas"] == 0
+        load.reached()
+    load.go_on()
+
+
 def test_an_agent_that_was_killed_has_no_chain_and_makes_a_new_one(start: Start) -> None:
     trainer, receiver = begun(start)
     trainer.publish(1)
@@ -215,11 +227,16 @@ def test_an_agent_that_was_killed_has_no_chain_and_makes_a_new_one(start: Start)
     os.kill(trainer.agent_pid, signal.SIGKILL)
     wait_until(lambda: trainer.ask("agent") != trainer.agent_pid, "another agent")
     assert pull(trainer, receiver, 1, timeout_s=20.0)["right"]
-    deltas = []
-    for version in (2, 3, 4):
+    pull(trainer, receiver, 1, mode="delta")  # the new agent loads the codec because somebody has asked
+    version = 1
+
+    def another_is_a_delta() -> bool:
+        nonlocal version
+        version += 1
         trainer.publish(version)
-        deltas.append(pull(trainer, receiver, version)["deltas"])
-    assert deltas[-1] == 1
+        return pull(trainer, receiver, version)["deltas"] == 1
+
+    wait_until(another_is_a_delta, "the new agent makes deltas")
     wait_until(lambda: shm_of(trainer.agent_pid) == [], "what the killed agent kept goes")
 
 

@@ -291,4 +291,15 @@ __all__ = [
     "compose",
     "encode_delta",
     "plan_units",
+    "warm_up",
 ]
+
+
+def warm_up() -> None:
+    """Loads the compiled kernels of both modes, once a process: half a second, and where no cache on disk has them some
+    12 seconds, which whoever first encodes or decodes would pay otherwise.
+
+    Raises:
+        ImportError: numba or zstandard is not installed.
+    """
+    from weightsync.codec import delta_exponent, delta_planes  # noqa: F401

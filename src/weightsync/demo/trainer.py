@@ -189,7 +189,7 @@ def _publish(options: TrainerOptions, seats: Sequence[Seat], num_steps: int) -> 
     trainer = DemoTrainer(options)
     token = os.environ[TOKEN_VARIABLE]
     with WeightManager(MODEL_ID, dtype="bfloat16", token=token, recorder=trainer.recorder) as manager:
-        manager.start()
+        manager.start(deltas=options.delta_learning_rate is not None)
         services = [RolloutClient(seat.service_url, token=token) for seat in seats if options.rank == 0]
         for service in services:
             sender = RegisterSenderRequest(model_id=MODEL_ID, sender_endpoint=manager.endpoint)

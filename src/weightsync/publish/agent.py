@@ -134,6 +134,8 @@ class TransferAgent:
 
     def start(self) -> dict[str, Any]:
         """Starts to serve; the ports, for whoever starts it again."""
+        if self._config.load_delta_codec:
+            self._deltas.load_codec()
         self._blocks.start()
         url = urlsplit(self._server.start())
         host = self._config.advertise or self._config.host
@@ -265,6 +267,7 @@ class TransferAgent:
                 "transports": list(Transport),
                 "host_nonce": self._nonce,
                 "delta_ready": bool(kept),
+                "delta_codec_ready": self._deltas.codec_ready,
                 "deltas": [facts_of(stored) for stored in kept],
                 "full_sync_interval": self._config.full_sync_interval,
                 "news": self._news.endpoint,

@@ -21,6 +21,7 @@ from weightsync.publish.agent_config import AgentConfig
 from weightsync.types.publication import Publication
 
 _START_S = 30.0
+_LOAD_CODEC_S = 90.0  # on top, where its kernels have to be compiled first
 _RESTART_S = 0.2
 _END_S = 5.0
 _NUM_LOOKS = 10
@@ -65,7 +66,12 @@ class AgentProcess:
         self.host_nonce = ""
         self.num_restarts = 0
 
-    def start(self, *, timeout_s: float = _START_S) -> str:
+    @property
+    def _start_s(self) -> float:
+        """How long one may take until it is ready."""
+        return _START_S + (_LOAD_CODEC_S if self._config.load_delta_codec else 0.0)
+
+    def start(self) -> str:
         """Starts it; its endpoint.
 
         Raises:
@@ -73,9 +79,9 @@ class AgentProcess:
             EngineUnreachableError: it did not start in time, or died.
         """
         threading.Thread(target=self._supervise, name="weightsync-agent", daemon=True).start()
-        if not self._started.wait(timeout_s):
+        if not self._started.wait(self._start_s):
             self.close()
-            raise EngineUnreachableError(f"the agent did not start within {timeout_s:g} s")
+            raise EngineUnreachableError(f"the agent did not start within {self._start_s:g} s")
         if self._failure is not None:
             raise self._failure
         return self.endpoint
@@ -145,7 +151,7 @@ class AgentProcess:
                 process.stdin.write(msgspec.json.encode(self._config) + b"\n")
                 process.stdin.flush()
                 self._process = process
-                slow = threading.Timer(_START_S, process.kill)
+                slow = threading.Timer(self._start_s, process.kill)
                 slow.daemon = True
                 slow.start()
                 try:
@@ -201,7 +207,11 @@ class AgentProcess:
         self.endpoint, self.host_nonce = said["endpoint"], said["host_nonce"]
         # the next one takes the same ports, so that receivers find it again
         self._config = msgspec.structs.replace(
-            self._config, port=said["port"], blocks_port=said["blocks_port"], news_port=said["news_port"]
+            self._config,
+            port=said["port"],
+            blocks_port=said["blocks_port"],
+            news_port=said["news_port"],
+            load_delta_codec=False,
         )
         self._started.set()
 

@@ -1,7 +1,8 @@
 """Deltas: makes, keeps and hands out an agent's deltas: from each publication to the next, in shared memory.
 
 One is made while a version is being proved, from the publisher's own two segments, so it needs a read lock on the older
-one. The trainer comes first: when it wants that segment, the lock is given back, and the version has no delta.
+one. The trainer comes first: when it wants that segment, the lock is given back, and the version has no delta. So the
+codec's kernels, which take seconds to compile where no cache has them, are there before the first lock is taken.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -138,12 +139,20 @@ class Deltas:
         self._rest = 0
         self._num_resting = 0
         self._costs: CostModel | None = None
+        self._codec: Literal["not wanted", "loading", "ready", "missing"] = "not wanted"
 
     # --- what is asked for ---
 
+    @property
+    def codec_ready(self) -> bool:
+        """Whether the next version can have a delta."""
+        return self._codec == "ready"
+
     def want(self) -> None:
-        """Some receiver could take one: they are made for a while."""
+        """Some receiver could take one: they are made for a while, as soon as the codec is there."""
         self._num_wanted = _WANTED_FOR
+        if self._codec == "not wanted":
+            threading.Thread(target=self.load_codec, name="weightsync-delta-codec", daemon=True).start()
 
     def from_base(self, base: DeltaBase, newest: Proved) -> tuple[StoredDelta, ...] | None:
         """Deltas that lead from a base to the newest version; none where it is that one; None where there are none."""
@@ -172,6 +181,23 @@ class Deltas:
     def observe_link(self, nbytes: int, seconds: float) -> None:
         """A transfer of so many bytes took so long."""
         self._cost_model().observe_link(nbytes, seconds)
+
+    def load_codec(self) -> None:
+        """Returns when it is loaded, or was already, or never will be."""
+        with self._lock:
+            if self._codec != "not wanted" or self._budget_bytes == 0:
+                return
+            self._codec = "loading"
+        try:
+            from weightsync.codec.delta import warm_up
+            from weightsync.publish import delta_file  # noqa: F401
+
+            warm_up()
+        except Exception as error:
+            self._codec = "missing"
+            _logger.warning("there will be no deltas: their codec can't be loaded: %r", error)
+        else:
+            self._codec = "ready"
 
     # --- how they are made ---
 
@@ -226,7 +252,7 @@ class Deltas:
     def _is_due(self, older: Proved, publication: Publication, source: int) -> bool:
         number = publication.manifest.version.number
         self._num_wanted -= 1
-        if self._budget_bytes == 0 or self._num_wanted < 0 or not older.lies_like((publication, source)):
+        if not self.codec_ready or self._num_wanted < 0 or not older.lies_like((publication, source)):
             return False
         if self._full_sync_interval and number % self._full_sync_interval == 0:
             return False

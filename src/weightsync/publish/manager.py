@@ -158,8 +158,13 @@ class WeightManager:
         """Process id of this rank's agent; None where another rank of the host has it."""
         return None if self._agent is None else self._agent.pid
 
-    def start(self) -> None:
+    def start(self, *, deltas: bool = False) -> None:
         """Starts the agents. Every rank; `offload` does it where it was not done. Idempotent.
+
+        Args:
+            deltas: returns when their delta codec is loaded too, which takes half a second, and some 12 s for the first
+                time on a machine. Otherwise they load it when a receiver has asked for a delta: the versions until
+                then go out in full.
 
         Raises:
             ConfigError: an agent can't listen where it was told to.
@@ -182,7 +187,7 @@ class WeightManager:
         endpoint = None
         if self._leads:
             try:
-                config = msgspec.structs.replace(self._config, life=said[0]["life"])
+                config = msgspec.structs.replace(self._config, life=said[0]["life"], load_delta_codec=deltas)
                 self._agent = AgentProcess(config, self._heard, answer_within_s=self._agent_timeout_s)
                 endpoint = self._agent.start()
             except Exception as caught:
