@@ -254,6 +254,14 @@ class Trainer(Actor):
         said = self.ask("start", seed, {"guard_s": 0.4, **options})
         self.seed, self.endpoint, self.agent_pid = seed, said["endpoint"], said["agent"]
 
+    def await_delta_codec(self) -> None:
+        """A new agent loads it when a receiver has asked: returns when the next version can have one."""
+        url = f"{self.endpoint}/get_capabilities"
+        wait_until(
+            lambda: httpx.get(url, timeout=RECOVERY_S, trust_env=False).json()["delta_codec_ready"],
+            "the delta codec is loaded",
+        )
+
     def publish(self, version: int) -> dict[str, Any]:
         """Returns when the agent serves it."""
         said: dict[str, Any] = self.ask("publish", version)

@@ -149,6 +149,8 @@ def kill_agents(start: Start, folder: Path, rounds: int) -> None:
     receiver.pull(trainer.endpoint)
     for number, phase in enumerate(phase for _ in range(rounds) for phase in AGENT):
         version = 2 * number + 1
+        if "delta" in phase:
+            trainer.await_delta_codec()
         hooks[phase].set()
         began = time.monotonic()
         said = trainer.offload(version)
