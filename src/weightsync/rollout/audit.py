@@ -1,11 +1,15 @@
-"""Audit: reads all live weights again, piece by piece, while the engine serves, and says what digest they have."""
+"""Audit: reads all live weights again, tensor by tensor, while the engine serves, and says what digest they have.
+
+Patches come in between, and may come faster than gigabytes are read. What was read of a tensor stays true then, plus
+the sum of what the patch has changed in it: so an audit goes on over as many patches as it takes, and ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from weightsync.codec.digest import ShardSum, model_digest, shard_sum
 from weightsync.errors import TransferAbortedError
@@ -13,49 +17,69 @@ from weightsync.plan.boxes import split_box, whole_box
 from weightsync.types import HeldTensor, TensorSpec, itemsize_bytes
 
 _PIECE_BYTES = 1 << 20
-"""Small enough that a piece is summed by the audit's own thread alone, and that cancelling it takes no time."""
+"""Small enough that a piece is summed by the audit's own thread alone, and that stopping it takes no time."""
 _NICE = 10
 
 
 class Audit:
-    """One reading of live weights. `cancel` ends it from any thread."""
+    """One reading of live weights, in one or several runs: `begin`, `run`, and from any thread `pause`."""
 
     def __init__(self) -> None:
-        self._cancelled = threading.Event()
-        self._ended = threading.Event()
+        self._sums: dict[str, ShardSum] = {}  # of whole tensors that were read, as they are now
+        self._paused = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
 
     @property
-    def cancelled(self) -> bool:
-        """Whether what it found says nothing: a session may write the live weights by now."""
-        return self._cancelled.is_set()
+    def paused(self) -> bool:
+        """Whether what it found last says nothing: a session may write the live weights by now."""
+        return self._paused.is_set()
 
-    def cancel(self, *, wait_s: float = 0.0) -> None:
-        """Ends it soon; waits so long for that."""
-        self._cancelled.set()
-        self._ended.wait(wait_s)
+    def begin(self) -> None:
+        """A run is about to be made, unless it is paused before."""
+        self._paused.clear()
+        self._idle.clear()
+
+    def pause(self, *, wait_s: float) -> bool:
+        """Ends its run soon, and waits so long for that; whether it has ended. If not, it is of no use any more."""
+        self._paused.set()
+        return self._idle.wait(wait_s)
+
+    def follow(self, changes: Mapping[str, ShardSum]) -> None:
+        """While it is paused, a patch was committed that adds this to the sums of these tensors."""
+        for name in self._sums.keys() & changes:
+            self._sums[name] += changes[name]
 
     def run(self, held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
         """The digest of what is held; on one core, behind everything else that wants it.
 
         Raises:
-            TransferAbortedError: it was cancelled.
+            TransferAbortedError: it was paused; a tensor that it was at is read anew in the next run.
         """
         _be_nice()
         try:
-            total = ShardSum.zero()
+            parts = ShardSum.zero()
             for each in held:
-                box = each.box or whole_box(each.spec.shape)
-                for block in split_box(box, _PIECE_BYTES // itemsize_bytes(each.spec.dtype)):
-                    if self._cancelled.is_set():
-                        raise TransferAbortedError("the audit was cancelled: another session began")
-                    cut = tuple(
-                        slice(place - start, place - start + extent)
-                        for place, start, extent in zip(block.offset, box.offset, block.shape, strict=True)
-                    )
-                    total += shard_sum(HeldTensor(spec=each.spec, box=block, tensor=each.tensor[cut]))
-            return model_digest(specs, total)
+                if each.box is not None:
+                    parts += self._read(each)
+                elif each.spec.name not in self._sums:
+                    self._sums[each.spec.name] = self._read(each)
+            return model_digest(specs, sum(self._sums.values(), parts))
         finally:
-            self._ended.set()
+            self._idle.set()
+
+    def _read(self, each: HeldTensor) -> ShardSum:
+        total = ShardSum.zero()
+        box = each.box or whole_box(each.spec.shape)
+        for block in split_box(box, _PIECE_BYTES // itemsize_bytes(each.spec.dtype)):
+            if self._paused.is_set():
+                raise TransferAbortedError("the audit was paused: another session began")
+            cut = tuple(
+                slice(place - start, place - start + extent)
+                for place, start, extent in zip(block.offset, box.offset, block.shape, strict=True)
+            )
+            total += shard_sum(HeldTensor(spec=each.spec, box=block, tensor=each.tensor[cut]))
+        return total
 
 
 def _be_nice() -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 from weightsync.codec.base import Decoder
+from weightsync.codec.digest import ShardSum
 from weightsync.errors import (
     InvalidRequestError,
     LoadError,
@@ -33,9 +34,11 @@ class Session:
         self.receiving = Turns()
         self.loading = Turns()
         self.staged: Manifest | None = None
+        self.changes: dict[str, ShardSum] = {}  # of a patch: what it adds to the sum of each tensor
         self.proved = False  # what was staged, from the memory that will serve
         self.error: WeightSyncError | None = None
         self.ended = False
+        self.closed = threading.Event()  # and nothing of it is left to be done
         self.watchdog: threading.Timer | None = None
         self._expected = request.manifest.by_name()
 

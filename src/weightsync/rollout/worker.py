@@ -173,7 +173,7 @@ class EngineWorker:
             mine = self._num_inits
             session = self._session
         if session is not None:
-            self._fail(session, TransferAbortedError(f"run {request.run_id} took over"))
+            self._end(session, TransferAbortedError(f"run {request.run_id} took over"))
         with self._lock:
             self._drop_receiver()
         warm_up()
@@ -248,7 +248,7 @@ class EngineWorker:
                 raise
             self._session = session
             self._undoable = None
-            self._stop_audit()
+            self._pause_audit()
 
     def update(self, request: AnyUpdateRequest) -> None:
         """Receives and loads one chunk; returns when the loader has let go of its bytes.
@@ -286,7 +286,7 @@ class EngineWorker:
                     session.decoder.check(request.manifest)
                     digest, unprovable = self._prove(request.manifest)
                 else:
-                    digest, unprovable = self._prove_patch(session.base, request.manifest), None
+                    digest, unprovable = self._prove_patch(session.base, request.manifest, session.changes), None
                 self._check_immutable(request.manifest)
             session.staged, session.proved = request.manifest, unprovable is None
             session.receiver.end_session()  # everything was read; in the pause to come it would take time
@@ -322,9 +322,11 @@ class EngineWorker:
             before = self._served
             self._served = _Served(manifest=manifest, session=session.name, proved=session.proved)
             if session.base is None:
-                self._rotten = None
+                self._rotten = self._audit = None
             else:
                 self._undoable = (session, before)
+                if self._audit is not None:
+                    self._audit.follow(session.changes)
             self._close(session)
             return manifest.version
 
@@ -335,13 +337,18 @@ class EngineWorker:
             LoadError: it could not be undone: this worker refuses to serve until a full load.
         """
         with self._lock:
-            if self._undoable is None or self._undoable[0].name != name:
-                self.abort(name, reason)
+            undoable = self._undoable if self._undoable and self._undoable[0].name == name else None
+        if undoable is None:
+            self.abort(name, reason)
+            return
+        with self._lock:
+            if self._undoable is not undoable:  # something else was begun, or it was audited
                 return
             self._use_device()
-            session, before = self._undoable
+            session, before = undoable
             self._undoable = None
-            self._stop_audit()
+            self._pause_audit()
+            self._audit = None
             session.error = TransferAbortedError(f"rolled back: {reason}", version=str(session.manifest.version))
             self._drop_receiver(of=session)
             with self.recorder.phase("undo"):
@@ -351,7 +358,8 @@ class EngineWorker:
     def audit(self, name: str) -> None:
         """The patch that session `name` committed stays; reads all live weights and compares them with its digest.
 
-        It is done on one core at low priority, and ends by itself: as soon as everything was read.
+        It is done on one core at low priority, and ends by itself: as soon as everything was read. The next begin
+        interrupts it, and the audit after the next patch goes on where it was.
         Returns at once where something else is served or loaded by now, and soon after the next begin.
 
         Raises:
@@ -363,9 +371,10 @@ class EngineWorker:
                 return
             self._undoable = None
             self.loader.settle()
-            self._stop_audit()
-            audit = self._audit = Audit()
+            self._pause_audit()
             held = self.loader.live_tensors()
+            audit = self._audit = self._audit or Audit()
+            audit.begin()
         manifest = served.manifest
 
         def read() -> str:
@@ -378,7 +387,10 @@ class EngineWorker:
         except TransferAbortedError:
             return
         with self._lock:
-            if audit.cancelled or digest == served.digest:
+            if audit.paused:
+                return
+            self._audit = None  # the next one reads all of it again
+            if digest == served.digest:
                 return
             self._rotten = DigestMismatchError(
                 f"an audit found that the live weights have digest {digest}, {served.digest} was committed",
@@ -389,11 +401,14 @@ class EngineWorker:
             raise self._rotten
 
     def abort(self, name: str | None, reason: str) -> None:
-        """Ends a session badly (any session, where `name` is None) and leaves the group. Idempotent."""
+        """Ends a session badly (any session, where `name` is None) and leaves the group. Idempotent.
+
+        Returns when another may begin, also where something else has ended it a moment before.
+        """
         with self._lock:
             session = self._session
         if session is not None and name in (None, session.name):
-            self._fail(session, TransferAbortedError(f"aborted: {reason}", version=str(session.manifest.version)))
+            self._end(session, TransferAbortedError(f"aborted: {reason}", version=str(session.manifest.version)))
 
     def drain_phases(self) -> tuple[PhaseRecord, ...]:
         """The phases timed since the last call."""
@@ -403,7 +418,7 @@ class EngineWorker:
         """Gives everything back. Idempotent."""
         self.abort(None, "the engine is closing")
         with self._lock:
-            self._stop_audit()
+            self._pause_audit()
             self._undoable = None
             self.loader.settle()
             self._num_inits += 1  # one that is joining now gives up
@@ -426,11 +441,12 @@ class EngineWorker:
         if reason is not None:
             raise VersionError(reason, version=str(version), state_left="nothing was changed: load it in full")
 
-    def _prove_patch(self, base: PatchBase, manifest: Manifest) -> str:
-        """Base + change is the published digest, with the change taken from what is live now."""
+    def _prove_patch(self, base: PatchBase, manifest: Manifest, changes: dict[str, ShardSum]) -> str:
+        """Base + change is the published digest, with the change taken from what is live now; fills in `changes`."""
         change = ShardSum.zero()
         for each in self.loader.prepare_patch():
-            change += patch_sum(each.spec, each.positions, each.old, each.new)
+            changes[each.spec.name] = patch_sum(each.spec, each.positions, each.old, each.new)
+            change += changes[each.spec.name]
         digest = patched_digest(base.model_digest, change)
         if digest != manifest.model_digest:
             raise DigestMismatchError(
@@ -441,10 +457,9 @@ class EngineWorker:
             )
         return digest
 
-    def _stop_audit(self) -> None:
-        audit, self._audit = self._audit, None
-        if audit is not None:
-            audit.cancel(wait_s=_AUDIT_ENDS_S)
+    def _pause_audit(self) -> None:
+        if self._audit is not None and not self._audit.pause(wait_s=_AUDIT_ENDS_S):
+            self._audit = None
 
     def _use_device(self) -> None:
         """The current device is the thread's own, and this one may be a server's or a timer's."""
@@ -500,6 +515,11 @@ class EngineWorker:
             ),
         )
 
+    def _end(self, session: Session, error: WeightSyncError) -> None:
+        """As `_fail`, and waits for whoever else ends it."""
+        self._fail(session, error)
+        session.closed.wait(_STUCK_LOADER_S)
+
     def _fail(self, session: Session, error: WeightSyncError) -> WeightSyncError:
         """Ends `session` for the first error alone; returns the error that ended it."""
         with self._lock:
@@ -531,6 +551,7 @@ class EngineWorker:
         if self._session is session:
             self._session = None
         session.receiver.end_session()
+        session.closed.set()
 
     def _drop_receiver(self, of: Session | None = None) -> None:
         receiver = self._receiver if of is None else of.receiver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -164,3 +165,10 @@ class Rig:
     def has(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         live = {name: bytes_of(tensor) for name, tensor in module.state_dict().items()}
         assert live == {name: bytes_of(tensor) for name, tensor in tensors.items()}
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from tests.unit.rollout.patch_kit import LONG_S, Rig, Trainer, version
+from tests.unit.rollout.patch_kit import LONG_S, Rig, Trainer, until, version
+from weightsync.clients.fanout import in_thread
 from weightsync.errors import DigestMismatchError, LoadError, StateError, TransferAbortedError, WeightSyncError
+from weightsync.rollout import audit
 from weightsync.rollout.load_patch import patch_requests
 from weightsync.types import BeginRequest, PatchBase, StageRequest
 
@@ -103,6 +108,47 @@ def test_what_an_audit_found_is_said_until_a_full_load(patched: Patched) -> None
     reply = patched.worker.describe()
     assert (reply.serving, reply.version, reply.model_digest) == (False, None, None)
     assert "refuses to serve" in (reply.unhealthy or "")
+
+
+@pytest.mark.parametrize("rots", [False, True])
+def test_audits_end_though_patches_come_faster_than_they_read(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch, rots: bool
+) -> None:
+    """Each is interrupted after two tensors; together they read all, and follow what the patches change.
+
+    Seen to fail where each began anew, and where they did not follow.
+    """
+    real, reads, stands = audit.shard_sum, [0], threading.Event()
+
+    def two_at_a_time(held: Any) -> Any:
+        reads[0] += 1
+        if reads[0] == 2:
+            stands.set()
+            until(lambda: patched.worker._audit is None or patched.worker._audit.paused, "the next session")
+        return real(held)
+
+    monkeypatch.setattr(audit, "shard_sum", two_at_a_time)
+    patched.worker.commit("s")
+    if rots:
+        patched.rig.modules[0].bf16.view(torch.int16)[0, 0] ^= 1
+    session, rounds = "s", 0
+    while patched.worker.describe().unhealthy is None:
+        rounds += 1
+        assert rounds < 10, "no audit ends"
+        reads[0] = 0
+        stands.clear()
+        running = in_thread(functools.partial(patched.worker.audit, session), name="audit")
+        until(lambda: stands.is_set() or running.done(), "an audit that reads")  # noqa: B023
+        if running.done():
+            break
+        patched.trainer.step(share=0.0)
+        patched.pulled = patched.trainer.pulled()
+        session = f"s{rounds}"
+        patched.begin(session)
+        assert running.exception(LONG_S) is None
+        patched.worker.commit(session)
+    assert rounds > 3
+    assert (patched.worker.describe().unhealthy is not None) == rots
 
 
 def test_a_rollback_that_fails_is_typed_and_the_worker_refuses(patched: Patched) -> None:

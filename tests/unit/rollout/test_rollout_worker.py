@@ -235,6 +235,32 @@ def test_an_abort_while_bytes_are_awaited_ends_that_wait() -> None:
     works_again(bench)
 
 
+@pytest.mark.parametrize("how", ["abort", "init"])
+def test_an_abort_waits_for_whoever_ends_the_session_already(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: it returned at once, and the begin that followed met the open session."""
+    bench = Bench()
+    bench.worker.begin(begin())
+    aborting, go, real = threading.Event(), threading.Event(), bench.loader.abort
+
+    def slowly(reason: str) -> None:
+        aborting.set()
+        assert go.wait(5)
+        real(reason)
+
+    monkeypatch.setattr(bench.loader, "abort", slowly)
+    failing = in_thread(lambda: bench.worker.update(chunk(0, "0.weight", shapes=((7, 7),))), name="fails")
+    assert aborting.wait(5)
+    step = {"abort": lambda: bench.worker.abort("s", "as told"), "init": lambda: bench.worker.init(init())}[how]
+    ending = in_thread(step, name="ends")
+    with pytest.raises(TimeoutError):
+        ending.result(0.2)
+    go.set()
+    ending.result(5)
+    assert isinstance(failing.exception(5), WeightSyncError)
+    assert bench.worker.session is None
+    works_again(bench)
+
+
 def test_an_abort_waits_for_a_load_that_is_running() -> None:
     """A loader is driven by one thread at a time; its live weights are judged after the load, not inside it."""
     bench = Bench()
