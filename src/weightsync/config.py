@@ -98,11 +98,6 @@ class TransferConfig(_Section):
     transfer_timeout_s: _Seconds = Field(default=300.0, description="deadline of one whole sync")
     pause_timeout_s: _Seconds = Field(default=30.0, description="how long a pause waits for running generations")
 
-    @property
-    def _is_ipc(self) -> bool:
-        named = self.strategy is not None and self.strategy != "broadcast"
-        return named or self.colocated or self.use_cuda_ipc or self.backend == "cuda_ipc"
-
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         broadcast = self.strategy == "broadcast"
@@ -128,10 +123,18 @@ class TransferConfig(_Section):
                 ("strategy", "pack_weights"),
                 "this strategy has one handle a tensor: set pack_weights to false, or strategy to 'packed_cuda_ipc'",
             ),
-            (
-                self.delta and not broadcast and self._is_ipc,
-                ("delta", "strategy"),
-                "CUDA IPC lends whole tensors where they lie: set delta to false, or strategy to 'broadcast'",
+            *(
+                (
+                    self.delta and chosen,
+                    ("delta", key),
+                    f"CUDA IPC lends whole tensors where they lie: set delta to false, or {key} to {remedy}",
+                )
+                for key, chosen, remedy in (
+                    ("strategy", self.strategy not in (None, "broadcast"), "'broadcast'"),
+                    ("backend", self.strategy is None and self.backend == "cuda_ipc", "'gloo' or 'nccl'"),
+                    ("use_cuda_ipc", self.strategy is None and self.use_cuda_ipc, "false"),
+                    ("colocated", self.strategy is None and self.colocated, "false"),
+                )
             ),
         )
         return self
@@ -265,7 +268,7 @@ def select_strategy(config: WeightSyncConfig) -> Strategy:
     transfer = config.transfer
     if transfer.strategy is not None:
         return transfer.strategy
-    if not transfer._is_ipc:
+    if not (transfer.colocated or transfer.use_cuda_ipc or transfer.backend == "cuda_ipc"):
         return "broadcast"
     return "packed_cuda_ipc" if transfer.pack_weights or transfer.training_backend == "megatron" else "cuda_ipc"
 

@@ -51,7 +51,7 @@ def publisher_main(conn: Any) -> None:
     torch.set_num_threads(1)
     model, steps = build_model(), 0
     with WeightManager("m", dtype="bfloat16", delta_budget_bytes=1 << 30) as manager:
-        manager.start()
+        manager.start(deltas=True)
         conn.send((manager.run_id, manager.endpoint))
         while (order := conn.recv()) is not None:
             version, wanted, few = order

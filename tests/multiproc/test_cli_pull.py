@@ -228,9 +228,12 @@ def test_a_delta_is_shown(tmp_path: Path) -> None:
     """How much of each tensor it changes: as a table, as JSON, as a picture."""
     tensors = {"first": torch.zeros(300, 70, dtype=torch.bfloat16), "second": torch.zeros(400), "none": torch.zeros(0)}
     with WeightManager("actor") as manager:
+        manager.start(deltas=True)
         manager.offload(tensors.items(), 0)
         manager.wait_published(0, timeout_s=30)
-        assert "no delta now" in invoke("inspect", manager.endpoint, "--delta")[2]
+        told = invoke("inspect", manager.endpoint, "--delta")[2]
+        assert "no receiver has asked" in told
+        assert "mode 'delta'" in told
         puller = Puller(manager.endpoint, "actor", receiver_id="r", transport=Transport.TCP)
         puller.pull(deadline=Deadline(20.0)).release()
         tensors["first"][::3, 5] = 1.0

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from tests.multiproc.spine import Engine, build, cast_bytes, client_of
-from weightsync import ModuleWeightExtractor, PushSync, WeightSyncConfig, extractor_for
+from weightsync import (
+    ChangesCodec,
+    ModuleWeightExtractor,
+    PackedCudaIpcTransferStrategy,
+    PushSync,
+    WeightSyncConfig,
+    extractor_for,
+)
+from weightsync.codec.full import FullCodec
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.testing.processes import children, free_port
 
@@ -79,6 +87,9 @@ def test_settings_that_nothing_would_read_are_refused(asked: dict[str, object]) 
         ({"client": "http://127.0.0.1:1"}, "EngineFanout"),
         ({"client": []}, "EngineFanout"),
         ({"strategy": "broadcast"}, "from_config"),
+        ({"codec": "changes"}, r"ChangesCodec\(\)"),
+        ({"codec": ChangesCodec}, r"ChangesCodec\(\)"),
+        ({"codec": ChangesCodec(), "strategy": PackedCudaIpcTransferStrategy()}, "lends whole tensors"),
     ],
 )
 def test_parts_of_the_wrong_kind_are_refused_in_words(wrong: dict[str, object], words: str) -> None:
@@ -86,6 +97,18 @@ def test_parts_of_the_wrong_kind_are_refused_in_words(wrong: dict[str, object], 
     parts: dict[str, object] = {"extractor": ModuleWeightExtractor(torch.nn.Linear(1, 1)), **wrong}
     with pytest.raises(ConfigError, match=words):
         PushSync(**parts)  # type: ignore[arg-type]
+
+
+def test_a_config_asks_for_changes_with_a_codec_of_its_own_or_the_callers() -> None:
+    extractor = ModuleWeightExtractor(torch.nn.Linear(1, 1))
+    asked, not_asked = (WeightSyncConfig.load({"transfer": {"delta": delta}}) for delta in (True, False))
+    assert isinstance(PushSync.from_config(asked, extractor)._parts.codec, ChangesCodec)
+    assert isinstance(PushSync.from_config(not_asked, extractor)._parts.codec, FullCodec)
+    for config in (asked, not_asked):
+        mine = ChangesCodec(full_sync_interval=3)
+        assert PushSync.from_config(config, extractor, codec=mine)._parts.codec is mine
+    with pytest.raises(ConfigError, match=r"transfer\.delta"):
+        PushSync.from_config(asked, extractor, codec=FullCodec())
 
 
 def test_an_engine_comes_back_at_its_address() -> None:

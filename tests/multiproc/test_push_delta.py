@@ -50,7 +50,8 @@ def trainer_main(rank: int, world_size: int, urls: dict[str, str], options: dict
         try:
             report = push.sync_weights(version)
             outcome = {"type": "ok", "engines": report.engine_ids, "deltas": report.num_deltas,
-                       "sent": report.sent_bytes, "total": report.total_bytes, "chunks": report.num_chunks,
+                       "why": report.full_because, "sent": report.sent_bytes, "total": report.total_bytes,
+                       "chunks": report.num_chunks,
                        "equal": report.digests_equal}  # fmt: skip
         except WeightSyncError as error:
             outcome = error_facts(error)
@@ -111,9 +112,11 @@ def test_what_changed_alone_is_sent(start: Any, ranks: int, options: dict[str, A
     setup = Setup(start, ranks=ranks, **options)
     first = setup.sync(1, ALL)
     assert (first["deltas"], first["sent"], first["equal"]) == (0, first["total"], True)
+    assert first["why"] == "nothing was pushed before"
     for version in (2, 3, 7):
         said = setup.sync(version, FEW)
-        assert (said["deltas"], said["equal"], said["engines"]) == (1, True, ("one", "two"))
+        assert (said["deltas"], said["why"]) == (1, None)
+        assert (said["equal"], said["engines"]) == (True, ("one", "two"))
         assert 0 < said["sent"] < said["total"] / 2
         assert said["chunks"] == 1, "small changes travel together"
     nothing = setup.sync(8, ("nothing begins so",))
@@ -125,8 +128,10 @@ def test_what_is_too_large_goes_out_in_full_within_the_same_sync(start: Any, ran
     """Every rank starts over; then one full more, and changes are tried again."""
     setup = Setup(start, ranks=ranks)
     setup.sync(1, ALL)
-    seen = [setup.sync(version, names)["deltas"] for version, names in ((2, ALL), (3, FEW), (4, FEW))]
-    assert seen == [0, 0, 1]
+    seen = [setup.sync(version, names) for version, names in ((2, ALL), (3, FEW), (4, FEW))]
+    assert [said["deltas"] for said in seen] == [0, 0, 1]
+    assert "the changes have over" in seen[0]["why"]
+    assert "too large" in seen[1]["why"]
 
 
 def test_full_where_one_lacks_the_base(start: Any) -> None:
@@ -139,6 +144,7 @@ def test_full_where_one_lacks_the_base(start: Any) -> None:
     setup.engines[1] = Engine(start, "two", 2, blocks=BLOCKS, port=int(two.url.rpartition(":")[2]))
     said = setup.sync(3, FEW)
     assert (said["deltas"], said["engines"]) == (0, ("one", "two"))
+    assert said["why"].startswith("two serves nothing that was synced")
     assert setup.sync(4, FEW)["deltas"] == 1
 
 
@@ -147,7 +153,8 @@ def test_an_engine_that_refuses_a_change_at_begin(start: Any) -> None:
     setup = Setup(start)
     setup.sync(1, ALL)
     setup.engines[1].ask("arm", {"at": "begin", "do": "raise"}, worker=1)
-    assert setup.sync(2, FEW)["deltas"] == 0
+    said = setup.sync(2, FEW)
+    assert (said["deltas"], "refused" in said["why"]) == (0, True)
     assert setup.sync(3, FEW)["deltas"] == 1
 
 
@@ -167,7 +174,8 @@ def test_a_change_that_fails_leaves_the_old_version(start: Any, fault: dict[str,
     setup.check(1, ("two",))
     if fault["at"] != "commit":  # the other engine may have committed already: a push commits each by itself
         setup.check(1)
-    assert setup.sync(3, FEW)["deltas"] == 0
+    said = setup.sync(3, FEW)
+    assert (said["deltas"], said["why"]) == (0, "the sync before failed")
     assert setup.sync(4, FEW)["deltas"] == 1
 
 

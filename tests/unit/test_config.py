@@ -288,6 +288,10 @@ def test_what_is_wrong_is_told_with_key_value_and_choices(tree: dict[Any, Any], 
             {"strategy": "cuda_ipc", "pack_weights": True},
             ["strategy = 'cuda_ipc'", "pack_weights = True", "'packed_cuda_ipc'"],
         ),
+        ({"delta": True, "strategy": "cuda_ipc"}, ["delta = True", "strategy = 'cuda_ipc'", "'broadcast'"]),
+        ({"delta": True, "backend": "cuda_ipc"}, ["delta = True", "backend = 'cuda_ipc'", "'gloo'"]),
+        ({"delta": True, "colocated": True}, ["delta = True", "colocated = True", "colocated to false"]),
+        ({"delta": True, "use_cuda_ipc": True}, ["delta = True", "use_cuda_ipc = True", "use_cuda_ipc to false"]),
     ],
 )
 def test_a_contradiction_names_every_key_its_value_and_the_way_out(

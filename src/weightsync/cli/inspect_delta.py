@@ -87,11 +87,12 @@ def _fetch(url: str, token: str | None, verify: bool | str) -> tuple[dict[str, A
     try:
         client = probe.client(url)
         model_id = client.get_version().model_id
-        kept = client.capabilities()["deltas"]
+        can = client.capabilities()
+        kept = can["deltas"]
     finally:
         probe.close()
     if not kept:
-        raise StateError(f"{url} has no delta now: it makes them while receivers ask for them")
+        raise StateError(f"{url} has no delta now: {can.get('why_no_delta') or 'no receiver has asked for one'}")
     newest = kept[-1]
     agents = Agents(
         receiver_id=name, model_id=model_id, token=token, verify=verify, transport=None, num_streams=1, stall_s=10.0

@@ -72,10 +72,19 @@ class Codec(abc.ABC):
         name: how it is called in messages, e.g. "full".
         passes_through: whether the encoder hands out the very tensors that it is given. Only these can be lent where
             they lie.
+        why_full: why `base_for` gave no base the last time, in words; None where it never gives one.
     """
 
     name: str
     passes_through: bool = True
+    why_full: str | None = None
+
+    def claim(self, owner: object) -> None:  # noqa: B027  (a hook)
+        """A `PushSync` is made with it. One that remembers something belongs to one of them.
+
+        Raises:
+            ConfigError: it belongs to another one.
+        """
 
     def base_for(self, replies: Mapping[str, EngineReply], manifest: Manifest) -> PatchBase | None:
         """Training rank 0, before a session begins: what it may be a change of; None: whole tensors.

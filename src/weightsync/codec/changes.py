@@ -10,7 +10,9 @@ on every engine: after a failure the next push is a full one.
 
 from __future__ import annotations
 
+import logging
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -29,6 +31,8 @@ from weightsync.types import EngineReply, Manifest, PatchBase, WeightChunk
 from weightsync.types.requests import MAX_PATCHED_ELEMENTS
 from weightsync.types.spec import MAX_NAME_LENGTH
 
+_logger = logging.getLogger(__name__)
+
 _PIECE_ELEMENTS = 1 << 20
 """What a thread compares at a time."""
 _CHUNK_BYTES = 32 << 20
@@ -45,8 +49,8 @@ class ChangesCodec(Codec):
     larger than `largest`: then for 1, 3, 7, at most 31 syncs.
 
     Args:
-        largest: the most bytes of changes that are sent, as a share of the model's. An engine holds about 1.3 times
-            as many while it takes them.
+        largest: the most bytes of changes that are sent, as a share of the model's: a changed bf16 element has 6 of
+            them, so 0.5 means one element in six. An engine holds about 1.3 times as many bytes while it takes them.
         full_sync_interval: every version whose number is a multiple of it goes out in full; 0: none has to.
         keep_on: where the bytes that were pushed last are kept: "cpu", in host memory of training rank 0, or "device",
             beside the tensors; on a GPU they are compared there, and only what changed leaves it.
@@ -65,7 +69,7 @@ class ChangesCodec(Codec):
         full_sync_interval: int = 0,
         keep_on: Literal["cpu", "device"] = "cpu",
     ) -> None:
-        if not 0 < largest <= 1:
+        if isinstance(largest, bool) or not isinstance(largest, int | float) or not 0 < largest <= 1:
             raise ConfigError(f"largest is a share of the model's bytes, above 0 and at most 1, not {largest!r}")
         if isinstance(full_sync_interval, bool) or not isinstance(full_sync_interval, int) or full_sync_interval < 0:
             raise ConfigError(f"full_sync_interval is a number of versions, 0 or more, not {full_sync_interval!r}")
@@ -74,6 +78,9 @@ class ChangesCodec(Codec):
         self._largest = largest
         self._full_sync_interval = full_sync_interval
         self._keep_on = keep_on
+        self._owner: weakref.ref[object] | None = None
+        self._warned = False
+        self._nothing_kept = "nothing was pushed before"
         self._kept: dict[str, torch.Tensor] = {}
         self._is_now: Manifest | None = None  # what is kept, proved; None while it is written
         self._sends_changes = False
@@ -83,18 +90,44 @@ class ChangesCodec(Codec):
     def base_for(self, replies: Mapping[str, EngineReply], manifest: Manifest) -> PatchBase | None:
         """See `Codec.base_for`."""
         kept = self._is_now
-        if kept is None or kept.model_digest is None or not _can_be_patched(kept, manifest):
+        self.why_full = self._reason(kept, replies, manifest)
+        if self.why_full is not None or kept is None or kept.model_digest is None:
             return None
+        return PatchBase(version=kept.version, model_digest=kept.model_digest)
+
+    def _reason(self, kept: Manifest | None, replies: Mapping[str, EngineReply], manifest: Manifest) -> str | None:
+        """Why all of this version has to be sent."""
+        whole = sorted(who for who, reply in replies.items() if "patch" not in reply.accepts)
+        if whole and not self._warned:
+            self._warned = True
+            _logger.warning(
+                "%s take whole tensors alone: while one of them is there, every version goes out in full, and the copy "
+                "that ChangesCodec keeps is for nothing", ", ".join(whole),
+            )  # fmt: skip
+        if whole:
+            return f"{', '.join(whole)} take whole tensors alone"
+        if kept is None or kept.model_digest is None:
+            return self._nothing_kept
+        if not _can_be_patched(kept, manifest):
+            return "the model has other tensors than before, or one that no position of 4 bytes reaches"
         if self._full_sync_interval and manifest.version.number % self._full_sync_interval == 0:
-            return None
+            return f"{manifest.version.number} is a multiple of full_sync_interval {self._full_sync_interval}"
         if self._num_resting:
             self._num_resting -= 1
-            return None
-        for reply in replies.values():
-            serves = (reply.version, reply.model_digest) == (kept.version, kept.model_digest)
-            if not serves or not reply.serving or "patch" not in reply.accepts or reply.unhealthy is not None:
-                return None
-        return PatchBase(version=kept.version, model_digest=kept.model_digest)
+            return f"a change before was too large; so many more go out in full: {self._num_resting}"
+        for who, reply in replies.items():
+            if reply.unhealthy is not None or not reply.serving:
+                return f"{who} does not serve: {reply.unhealthy or 'half-loaded, or paused'}"
+            if (reply.version, reply.model_digest) != (kept.version, kept.model_digest):
+                return f"{who} serves {reply.version or 'nothing that was synced'}, not {kept.version} as it was pushed"
+        return None
+
+    def claim(self, owner: object) -> None:
+        """See `Codec.claim`."""
+        other = None if self._owner is None else self._owner()
+        if other is not None and other is not owner:
+            raise ConfigError("this ChangesCodec belongs to another PushSync, whose bytes it keeps: make one for each")
+        self._owner = weakref.ref(owner)
 
     def encoder(self, base: PatchBase | None = None) -> Encoder:
         """See `Codec.encoder`.
@@ -120,6 +153,7 @@ class ChangesCodec(Codec):
     def ended(self, manifest: Manifest | None, error: BaseException | None = None) -> None:
         """See `Codec.ended`."""
         self._is_now = manifest
+        self._nothing_kept = "the sync before failed" if error is not None else "an engine can't prove what it serves"
         if isinstance(error, DeltaTooLargeError):
             self._rest = min(_LONGEST_REST, 2 * self._rest + 1)
             self._num_resting = self._rest

@@ -268,6 +268,7 @@ class TransferAgent:
                 "host_nonce": self._nonce,
                 "delta_ready": bool(kept),
                 "delta_codec_ready": self._deltas.codec_ready,
+                "why_no_delta": self._deltas.why_none,
                 "deltas": [facts_of(stored) for stored in kept],
                 "full_sync_interval": self._config.full_sync_interval,
                 "news": self._news.endpoint,

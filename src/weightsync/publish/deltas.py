@@ -118,6 +118,9 @@ class Deltas:
         budget_bytes: what all of them together may take of shared memory; 0: none are made.
         full_sync_interval: a version whose number is a multiple of it has no delta; 0: none is excepted.
         evicted: told of a segment whose delta is given up, before it is.
+
+    Attributes:
+        why_none: why the newest version has no delta, in words; None where it has one.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class Deltas:
         self._num_resting = 0
         self._costs: CostModel | None = None
         self._codec: Literal["not wanted", "loading", "ready", "missing"] = "not wanted"
+        self.why_none: str | None = "nothing was published yet"
 
     # --- what is asked for ---
 
@@ -205,11 +209,13 @@ class Deltas:
     def holding(self, older: Proved | None, publication: Publication, source: int) -> Iterator[None]:
         """Keeps the older version's bytes while the body runs; where that can't be, `make` gives nothing."""
         held = None
-        if older is not None and self._is_due(older, publication, source):
+        why = self._why_not_due(older, publication, source)
+        if older is not None and why is None:
             try:
                 held = _HeldBase(older)
             except (BlockingIOError, WeightSyncError) as error:
-                _logger.debug("no delta from %d: %s", older.number, error)
+                why = f"the trainer was faster: version {older.number} can't be read any more ({error})"
+        self._say(why, publication)
         self._base = held
         try:
             yield
@@ -249,17 +255,31 @@ class Deltas:
             self._chain.clear()
         self._drop(dropped)
 
-    def _is_due(self, older: Proved, publication: Publication, source: int) -> bool:
+    def _say(self, why: str | None, publication: Publication) -> None:
+        """Keeps the reason, and tells the log of each one once in a row."""
+        if why is not None and why != self.why_none:
+            _logger.info("no delta to %d: %s", publication.manifest.version.number, why)
+        self.why_none = why
+
+    def _why_not_due(self, older: Proved | None, publication: Publication, source: int) -> str | None:
         number = publication.manifest.version.number
         self._num_wanted -= 1
-        if not self.codec_ready or self._num_wanted < 0 or not older.lies_like((publication, source)):
-            return False
+        if self._budget_bytes == 0:
+            return "delta_budget_bytes is 0"
+        if self._num_wanted < 0:
+            return "no receiver has asked for one lately: mode 'auto' asks over TCP, mode 'delta' on the same host too"
+        if not self.codec_ready:
+            return "the delta codec is being loaded" if self._codec == "loading" else "the delta codec can't be loaded"
+        if older is None:
+            return "there is no version before it"
+        if not older.lies_like((publication, source)):
+            return "its tensors lie in another way than those of the version before"
         if self._full_sync_interval and number % self._full_sync_interval == 0:
-            return False
+            return f"it is a multiple of full_sync_interval {self._full_sync_interval}"
         if self._num_resting:
             self._num_resting -= 1
-            return False
-        return True
+            return "the one before was too large, or the trainer wanted its memory: the agent rests"
+        return None
 
     def _make(self, held: _HeldBase, new: Proved, go_on: Callable[[], None]) -> bool:
         from weightsync.publish.delta_file import encode_publication, store
@@ -274,16 +294,17 @@ class Deltas:
         try:
             encoded = encode_publication(held.older, new, costs=self._cost_model(), max_bytes=most_bytes, go_on=still)
         except (_AskedBackError, DeltaTooLargeError) as error:
-            _logger.info("no delta to %d: %s", new.number, error)
+            self._say(str(error), new.publication)
             return False
         held.end()  # nothing is read of it any more
         if encoded.nbytes > most_bytes:  # with its head
+            self._say(f"a delta takes more than the {most_bytes} bytes that it may have", new.publication)
             return False
         self._keep_within(budget_bytes - encoded.nbytes, before=held.older)
         try:
             stored, segment = store(encoded, held.older, new, endpoint=self._endpoint(), block_bytes=_BLOCK_BYTES)
         except SharedMemoryError as error:
-            _logger.warning("no delta to %d: %s", new.number, error)
+            self._say(str(error), new.publication)
             return False
         with self._lock:
             self._chain.append((stored, segment))

@@ -292,9 +292,14 @@ class WeightManager:
         """Waits until this host's agent has proved a version and serves it, or a newer one. Only the host's first rank.
 
         Raises:
-            StateError: it was not published, in words why; or another rank has the agent; or `close` came before it.
+            StateError: it was not published, in words why; or another rank has the agent; or `start` has not come yet,
+                or `close` has.
             DeadlineExceededError: it takes longer.
         """
+        if self._closed or not self._endpoints:
+            raise StateError(
+                "this WeightManager is closed" if self._closed else "no agent was started: call start or offload first"
+            )
         if self._agent is None:
             raise StateError("the agent of this host belongs to another rank")
         self._proofs.wait(version, timeout_s=timeout_s)
@@ -310,13 +315,16 @@ class WeightManager:
             timeout_s: how long to wait.
 
         Returns:
-            The delta from the version before, None where there is none.
+            The delta from the version before; None where there is none (`why_no_delta` of the agent's
+            `/get_capabilities` says why), or where a newer version is there.
 
         Raises:
-            StateError: see `wait_published`.
+            StateError: see `wait_published`; or nothing was offloaded yet.
             DeadlineExceededError: it takes longer.
         """
         wanted = self._newest if version is None else version
+        if wanted < 0:
+            raise StateError("nothing was offloaded yet, so there is no delta to wait for: call offload first")
         self.wait_published(wanted, timeout_s=timeout_s)
         facts = self._proofs.delta_to(wanted)
         return None if facts is None else DeltaReport(**facts)

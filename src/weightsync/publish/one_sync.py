@@ -70,14 +70,26 @@ class OneSync:
         ranks: how training ranks agree.
         version: to be synced.
         deadline: of the whole.
+        sent_bytes: what an earlier try of this version has sent.
+        why_full: why this one sends whole tensors, where that is known.
 
     Attributes:
+        sent_bytes: and with what this one has.
         extraction: that of this sync, once it has started.
         proved: what every engine has proved and serves; None before, and where one can't prove it.
         encoded: whether the codec was asked for this version.
     """
 
-    def __init__(self, parts: SyncParts, ranks: TrainingRanks, version: Version, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        parts: SyncParts,
+        ranks: TrainingRanks,
+        version: Version,
+        deadline: Deadline,
+        *,
+        sent_bytes: int = 0,
+        why_full: str | None = None,
+    ) -> None:
         self._parts = parts
         self._ranks = ranks
         self._deadline = deadline
@@ -90,6 +102,8 @@ class OneSync:
         self.extraction: LockstepExtraction | None = None
         self.proved: Manifest | None = None
         self.encoded = False
+        self.sent_bytes = sent_bytes
+        self._why_full = why_full
 
     def run(self) -> SyncReport | None:
         """Runs the sync; a report on rank 0."""
@@ -148,7 +162,9 @@ class OneSync:
             parts.engines.leave_out_busy(error)
         self._ranks.settle(error)
         parts.engines.took_part(client.engine_ids)
-        num_chunks, sent_bytes, digests, total = self._transfer(client, base)
+        if self._why_full is not None:
+            _logger.info("%s goes out in full: %s", self.version, self._why_full)
+        num_chunks, digests, total = self._transfer(client, base)
         digest = model_digest(manifest.tensors, total)
         proved = manifest.with_digests(digests, digest) if base is None else replace(manifest, model_digest=digest)
         staged = self._call(
@@ -170,8 +186,9 @@ class OneSync:
             engine_ids=tuple(staged),
             lost={who: str(cause) for who, cause in lost.items()},
             total_bytes=manifest.total_bytes,
-            sent_bytes=sent_bytes,
+            sent_bytes=self.sent_bytes,
             num_deltas=0 if base is None else 1,
+            full_because=self._why_full,
             num_chunks=num_chunks,
             seconds=deadline.timeout_s - deadline.remaining_s,
             paused_s=paused_s(self._of_engines),
@@ -194,7 +211,10 @@ class OneSync:
                 self._deadline, run_id=self.version.run_id, require_all=parts.require_all_engines
             )
             self._client = client
-            base = parts.codec.base_for(described, manifest) if may_have_base else None
+            base = None
+            if may_have_base:
+                base = parts.codec.base_for(described, manifest)
+                self._why_full = self._why_full or parts.codec.why_full
             request = BeginRequest(
                 session=self._session, manifest=manifest, deadline_s=self._deadline.check("time to begin"), base=base
             )
@@ -203,7 +223,7 @@ class OneSync:
             except SyncFailedError as error:
                 if base is None:
                     raise
-                _logger.info("no change of %s is taken, %s goes out in full: %s", base.version, self.version, error)
+                self._why_full = f"a change of {base.version} was refused: {error}"
                 self._abort(client, "a full comes instead")  # leaves the group, so `ready` builds another
                 self._session = _session_of(self.version)
         raise AssertionError("a begin without a base returns or raises")
@@ -212,21 +232,26 @@ class OneSync:
         with contextlib.suppress(Exception):
             client.abort(AbortRequest(session=self._session, reason=reason[:500]), timeout_s=_ABORT_TIMEOUT_S)
 
-    def _transfer(
-        self, client: InferenceEngineClient, base: PatchBase | None
-    ) -> tuple[int, int, dict[str, str], ShardSum]:
-        """Moves all chunks; gives their number and bytes, each tensor's digest, and the sum over all shards."""
+    def _transfer(self, client: InferenceEngineClient, base: PatchBase | None) -> tuple[int, dict[str, str], ShardSum]:
+        """Moves all chunks; gives their number, each tensor's digest, and the sum over all shards."""
         sender = self._parts.engines.sender
         assert sender is not None
         encoder = self._parts.codec.encoder(base)
         self.encoded = True
         extraction = self._start_extraction(keep=True)
         summed = _Summed(extraction.chunks(), self._parts.extractor)
-        sent = _Counted(encoder.encode(summed))
+        sent = self._counted(encoder.encode(summed))
         num_chunks = sender.send_chunks(sent, client, session=self._session, deadline=self._deadline)
         mine = extraction.finish()
         total = self._exchange_sums(mine)
-        return num_chunks, sent.num_bytes, dict(encoder.digests()), summed.total if total is None else total
+        return num_chunks, dict(encoder.digests()), summed.total if total is None else total
+
+    def _counted(self, chunks: Iterator[WeightChunk]) -> Iterator[WeightChunk]:
+        """Chunks on their way from the encoder to the sender, and their bytes."""
+        for chunk in chunks:
+            self.sent_bytes += chunk.total_size_bytes
+            yield chunk
+            del chunk
 
     def _start_extraction(self, *, keep: bool) -> LockstepExtraction:
         sharer = self._parts.sharer
@@ -298,20 +323,6 @@ def _session_of(version: Version) -> str:
 
 def _begin(client: InferenceEngineClient, request: BeginRequest, left: float) -> Mapping[str, EngineReply]:
     return client.begin(request, timeout_s=left)
-
-
-class _Counted:
-    """Chunks on their way to the sender, and their bytes."""
-
-    def __init__(self, chunks: Iterator[WeightChunk]) -> None:
-        self._chunks = chunks
-        self.num_bytes = 0
-
-    def __iter__(self) -> Iterator[WeightChunk]:
-        for chunk in self._chunks:
-            self.num_bytes += chunk.total_size_bytes
-            yield chunk
-            del chunk
 
 
 class _Summed:

@@ -96,7 +96,7 @@ class PushSync:
         require_all_engines: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
-        _check_kinds(extractor, client, strategy)
+        _check_kinds(extractor, client, strategy, codec)
         for name, seconds in (("transfer", transfer_timeout_s), ("join", join_timeout_s), ("pause", pause_timeout_s)):
             check_wait_s(f"{name}_timeout_s", seconds)
         self.run_id = run_id
@@ -107,6 +107,7 @@ class PushSync:
             join_timeout_s=join_timeout_s, transfer_timeout_s=transfer_timeout_s
         )
         codec = codec or FullCodec()
+        codec.claim(self)
         sharer = strategy.create_sharer()
         if sharer is not None and not codec.passes_through:
             sharer.close()
@@ -160,11 +161,14 @@ class PushSync:
         """
         _refuse_what_is_not_read(config)
         transfer = config.transfer
+        if transfer.delta:
+            options.setdefault("codec", _changes_codec())
+            if options["codec"].passes_through:
+                raise ConfigError(f"transfer.delta is true, and codec {options['codec'].name} sends whole tensors")
         return cls(
             extractor,
             client,
             strategy=strategy_for(config),
-            codec=_changes_codec() if transfer.delta else None,
             dtype=config.extract.dtype,
             transfer_timeout_s=transfer.transfer_timeout_s,
             join_timeout_s=transfer.join_timeout_s,
@@ -225,28 +229,29 @@ class PushSync:
             deadline = Deadline(self._transfer_timeout_s)
             self._agree_on_start(ranks, version)
             goal = Version(run_id=str(self.run_id), number=version)
+            run = OneSync(self._parts, ranks, goal, deadline)
             try:
-                report = self._sync_once(ranks, goal, deadline)
+                report = self._sync_once(run)
             except DeltaTooLargeError as error:
-                _logger.info("%s goes out in full: %s", goal, error)
-                report = self._sync_once(ranks, goal, deadline)
+                run = OneSync(self._parts, ranks, goal, deadline, sent_bytes=run.sent_bytes, why_full=error.message)
+                report = self._sync_once(run)
             self._last = goal
             return report
 
-    def _sync_once(self, ranks: TrainingRanks, version: Version, deadline: Deadline) -> SyncReport:
+    def _sync_once(self, run: OneSync) -> SyncReport:
         """One try; every rank returns the same report, or raises.
 
         Raises:
             DeltaTooLargeError: every rank has it; the codec sends the next one in full.
         """
-        run = OneSync(self._parts, ranks, version, deadline)
+        ranks = self._training_ranks()
         report: SyncReport | None = None
         error: WeightSyncError | None = None
         try:
             report = run.run()
         except BaseException as caught:
             error = as_weightsync_error(caught, SyncFailedError, "the sync failed")
-            error.version = error.version or str(version)
+            error.version = error.version or str(run.version)
             error.state_left = error.state_left or _AFTER_A_FAILURE
             run.fail(error)
             if error is ranks.agreed_error or not isinstance(caught, Exception):
@@ -330,7 +335,7 @@ def _as_client(client: InferenceEngineClient | EngineHandle | None) -> Inference
     return cast("InferenceEngineClient | None", client)
 
 
-def _check_kinds(extractor: object, client: object, strategy: object) -> None:
+def _check_kinds(extractor: object, client: object, strategy: object, codec: object) -> None:
     """Names and URLs are taken by configs; here they would fail late and in words of Python's."""
     if not isinstance(extractor, WeightExtractor):
         raise ConfigError(f"extractor is a WeightExtractor, e.g. ModuleWeightExtractor(model), not {extractor!r:.80}")
@@ -341,6 +346,8 @@ def _check_kinds(extractor: object, client: object, strategy: object) -> None:
             f"strategy is an object such as PackedCudaIpcTransferStrategy(), not {strategy!r:.80}; names are for "
             "PushSync.from_config"
         )
+    if codec is not None and not isinstance(codec, Codec):
+        raise ConfigError(f"codec is an object such as ChangesCodec(), not {codec!r:.80}")
 
 
 def _refuse_what_is_not_read(config: WeightSyncConfig) -> None:

@@ -396,6 +396,7 @@ class Follower:
                 total_bytes=size,
                 sent_bytes=pulled.received_bytes,
                 num_deltas=pulled.num_deltas,
+                full_because=None,
                 num_chunks=loaded.num_chunks,
                 seconds=done_s - began_s,
                 paused_s=loaded.paused_s,

@@ -3,6 +3,8 @@
 One attempt: a grant of the newest version at the first agent, grants of the same version at the publication's other
 agents; a lease or blocks from each; every block's checksum; the acknowledgement. Whatever says "superseded" starts over
 at the newest; what broke is resumed where it stopped, as long as it is the same version that is wanted.
+
+Over 400 lines: the attempt is one sequence, in which each step knows what a failure of the ones before has left.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Mapping
 
 import xxhash
 
+from weightsync.clients.fanout import in_thread
 from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -48,6 +51,14 @@ _MARGIN_S = 2.0
 _SAY_EVERY_S = 10.0
 
 _logger = logging.getLogger(__name__)
+
+
+def _load_codec() -> None:
+    """So that the first delta need not wait for it."""
+    from weightsync.codec.delta import warm_up
+
+    with contextlib.suppress(ImportError):
+        warm_up()
 
 
 class Puller:
@@ -97,6 +108,7 @@ class Puller:
         self._patch_limit = patch_limit
         self._source_of: dict[str, int] = {}
         self._full_next = False
+        self._asked_for_codec = False
         self._may_call = may_call or (lambda _: False)
         self._staging = staging or Staging()
         self._own_staging = staging is None
@@ -251,6 +263,9 @@ class Puller:
             if len(granted) == 1 and isinstance(mapped, ShmSource) and whole and self._mode != "delta":
                 with self.recorder.phase("pull", detail=f"{version}, mapped"):
                     return self._mapped(granted, mapped, stack, attempts)
+            if not self._asked_for_codec and self._mode != "full":  # beside the bytes, which come in full at first
+                self._asked_for_codec = True
+                in_thread(_load_codec, name="weightsync-delta-codec")
             how = "delta" if any(each.grant.delta is not None for each in granted.values()) else "full"
             with self.recorder.phase("pull", detail=f"{version}, {how}"):
                 return self._copied(granted, sources, deadline, progress, stack, attempts)

@@ -41,6 +41,7 @@ from weightsync.errors import (
     as_weightsync_error,
 )
 from weightsync.load.base import WeightLoader
+from weightsync.load.patching import kernels as patch_kernels
 from weightsync.observe import Recorder
 from weightsync.rollout.audit import Audit
 from weightsync.rollout.session import Session
@@ -177,6 +178,8 @@ class EngineWorker:
         with self._lock:
             self._drop_receiver()
         warm_up()
+        if "patch" in self.loader.accepts:
+            in_thread(patch_kernels, name="weightsync-patch-kernels")  # so that the first patch need not wait for them
         self._use_device()
         strategy = self._strategies(request.info.strategy)
         receiver = strategy.create_receiver(request.info, rank=request.rank_offset + self.index)

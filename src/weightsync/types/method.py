@@ -22,6 +22,7 @@ class SyncReport:
         total_bytes: bytes of the model, once.
         sent_bytes: bytes that were given to the transport, or fetched: the model's, or what changed and where.
         num_deltas: how many deltas they are; 0 where all of it moved.
+        full_because: of a push with `ChangesCodec`: why all of it moved; None where it did not, or nobody asked.
         num_chunks: chunks announced.
         seconds: from call to return.
         paused_s: the longest time any engine was paused.
@@ -37,6 +38,7 @@ class SyncReport:
     total_bytes: int
     sent_bytes: int
     num_deltas: int
+    full_because: str | None
     num_chunks: int
     seconds: float
     paused_s: float

@@ -242,11 +242,33 @@ def test_too_large_a_change_is_refused_and_then_rested() -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    {"largest": 0}, {"largest": 1.5}, {"full_sync_interval": -1}, {"full_sync_interval": True}, {"keep_on": "disk"},
+    {"largest": 0}, {"largest": 1.5}, {"largest": "0.5"}, {"largest": True},
+    {"full_sync_interval": -1}, {"full_sync_interval": True}, {"keep_on": "disk"},
 ], ids=str)  # fmt: skip
 def test_settings_that_cannot_be(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ChangesCodec(**arguments)
+
+
+def test_each_push_has_a_codec_of_its_own() -> None:
+    class Owner:
+        pass
+
+    codec, owner = ChangesCodec(), Owner()
+    codec.claim(owner)
+    codec.claim(owner)
+    with pytest.raises(ConfigError, match="each"):
+        codec.claim(Owner())
+    del owner
+    codec.claim(Owner())
+
+
+def test_engines_that_never_take_changes_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    codec, weights, base = a_codec()
+    for number in (2, 3):
+        assert codec.base_for(serving(base, accepts=("full",)), manifest(weights, number)) is None
+    assert codec.why_full == "f take whole tensors alone"
+    assert caplog.text.count("for nothing") == 1
 
 
 def test_a_stream_that_is_not_the_models() -> None:

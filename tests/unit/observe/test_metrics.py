@@ -17,6 +17,7 @@ REPORT = SyncReport(
     total_bytes=1000,
     sent_bytes=400,
     num_deltas=1,
+    full_because=None,
     num_chunks=3,
     seconds=0.4,
     paused_s=0.03,

@@ -1,0 +1,346 @@
+"""When one model is synced, who is blocked meanwhile, and when it is validated: a pure state machine.
+
+`step` takes a state and an event and gives the next state and what is to be done. It knows no clock, no thread and no
+network; `control.controller` is around it. Who is blocked follows from the state, so that nothing stays locked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, TypeAlias
+
+from weightsync.errors import ConfigError, VersionError
+
+Mode: TypeAlias = Literal["sync", "fully-async", "batch-async"]
+AfterFailure: TypeAlias = Literal["keep", "evict"]
+Phase: TypeAlias = Literal["running", "need_sync", "syncing"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a model's controller was told once.
+
+    Attributes:
+        mode: "sync": every step ends in a sync; "batch-async": staleness stays below the threshold; "fully-async":
+            nobody is blocked.
+        staleness_threshold: versions behind at which rollout blocks; "sync" has 1, "fully-async" reads none.
+        validate_freq: versions between validations; 0: none.
+        retries_s: seconds until each retry of a sync that failed.
+        after_failure: what comes after the last retry: "keep" the old version, or "evict" whoever failed and try once
+            more.
+
+    Raises:
+        ConfigError: a value that can't be.
+    """
+
+    mode: Mode = "sync"
+    staleness_threshold: int = 2
+    validate_freq: int = 0
+    retries_s: tuple[float, ...] = (1.0, 2.0, 4.0)
+    after_failure: AfterFailure = "keep"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("sync", "fully-async", "batch-async"):
+            raise ConfigError(f"mode is 'sync', 'fully-async' or 'batch-async', not {self.mode!r}")
+        if self.staleness_threshold < 1 or self.validate_freq < 0:
+            raise ConfigError("staleness_threshold is 1 or more, validate_freq 0 or more")
+        if any(seconds < 0 for seconds in self.retries_s):
+            raise ConfigError(f"retries_s are seconds, not {self.retries_s}")
+        if self.after_failure not in ("keep", "evict"):
+            raise ConfigError(f"after_failure is 'keep' or 'evict', not {self.after_failure!r}")
+
+    @property
+    def bound(self) -> int | None:
+        """The staleness that rollout never goes on at; None where there is none."""
+        return {"sync": 1, "batch-async": self.staleness_threshold, "fully-async": None}[self.mode]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartSync:
+    """Sync now; tell `Synced` or `SyncFailed`."""
+
+    run_id: str | None
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validation:
+    """One validation run.
+
+    Attributes:
+        run_id, version: what is validated.
+        stands_for: the multiples of `validate_freq` that it is recorded for.
+    """
+
+    run_id: str | None
+    version: int
+    stands_for: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelState:
+    """What is known of one model's versions, and what is under way.
+
+    Attributes:
+        phase: "running": nothing is due; "need_sync": one is due, at the end of a step or after a failure; "syncing".
+        run_id: the trainer's run; None before its first word.
+        train_version: the newest version of that run that was trained.
+        rollout_version: the newest of that run that rollout has committed; -1: none of this run yet, and the rollout
+            side serves what an earlier run or nobody has given it.
+        due: the version whose step ends in a sync; None where none is due, or it has begun.
+        num_pending: batches that are ready, and whose step has not ended.
+        syncing: what is being synced.
+        num_failed: syncs in a row that have failed, of which the next is a retry.
+        evicting: after the last retry, and an eviction.
+        overdue: given up after failures: nobody is blocked, however far behind, until a sync succeeds.
+        validation: the one that is running.
+        validated_to: all multiples of `validate_freq` up to here have had their validation.
+        told: by worker: the version that it told of last, in this run.
+    """
+
+    phase: Phase = "running"
+    run_id: str | None = None
+    train_version: int = 0
+    rollout_version: int = 0
+    due: int | None = None
+    num_pending: int = 0
+    syncing: StartSync | None = None
+    num_failed: int = 0
+    evicting: bool = False
+    overdue: bool = False
+    validation: Validation | None = None
+    validated_to: int = 0
+    told: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def staleness(self) -> int:
+        """Versions that rollout is behind; one more than there are where it has none of this run."""
+        return self.train_version - self.rollout_version
+
+
+# --- events ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchReady:
+    """The trajectory pool has a batch: a training step starts with it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A training worker has new weights.
+
+    Attributes:
+        worker: its name.
+        run_id: the trainer's run; None: the one that is known.
+        version: number of the weights; None: the worker's next one.
+    """
+
+    worker: str
+    run_id: str | None = None
+    version: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Synced:
+    """A sync has committed. `version` is what it committed, as the method says: maybe newer than was asked for."""
+
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncFailed:
+    """A sync has failed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetryDue:
+    """The time until the next retry is over."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidationEnded:
+    """The validation that was running has ended, well or not."""
+
+
+Event: TypeAlias = BatchReady | Trained | Synced | SyncFailed | RetryDue | ValidationEnded
+
+# --- actions ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetryAfter:
+    """Tell `RetryDue` after so many seconds."""
+
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvictFailed:
+    """Take whoever failed the last sync out of the pool; a `StartSync` comes with it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GiveUp:
+    """Operators should know: rollout goes on with an old version."""
+
+    run_id: str | None
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartValidation:
+    """Validate now; `ValidationEnded` when it has ended."""
+
+    validation: Validation
+
+
+Action: TypeAlias = StartSync | RetryAfter | EvictFailed | GiveUp | StartValidation
+
+
+# --- what follows from a state ---
+
+
+def services_blocked(state: ModelState, policy: Policy) -> bool:
+    """Whether rollout has to wait: from when a sync is due until it has ended, but while a validation runs."""
+    waits = state.phase != "running" and state.validation is None and not state.overdue
+    return policy.bound is not None and waits
+
+
+def pool_locked(state: ModelState, policy: Policy) -> bool:
+    """Whether dataloader and trajectory pool have to wait."""
+    return state.validation is not None or services_blocked(state, policy)
+
+
+# --- the machine ---
+
+
+def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
+    """What an event makes of a state, and what is to be done.
+
+    Raises:
+        VersionError: a worker tells of an older version than it did before, in the same run. The state stays.
+    """
+    match event:
+        case BatchReady():
+            return _batch_ready(state, policy)
+        case Trained():
+            return _trained(state, event, policy)
+        case Synced(version=version):
+            return _synced(state, version, policy)
+        case SyncFailed():
+            return _failed(state, policy)
+        case RetryDue():
+            if state.phase != "need_sync" or not state.num_failed:
+                return state, ()  # of a run that another has taken over from meanwhile
+            return _begin(state)
+        case ValidationEnded():
+            if state.validation is None:
+                return state, ()
+            return _go_on(dataclasses.replace(state, validation=None), policy)
+
+
+def _batch_ready(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
+    return _with_due(dataclasses.replace(state, num_pending=state.num_pending + 1), policy), ()
+
+
+def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
+    run_id = event.run_id if event.run_id is not None else state.run_id
+    first_word = run_id != state.run_id or not state.told
+    if first_word and (state.told or event.version == 0):  # batches before it went to a trainer that is gone
+        state = ModelState(
+            phase="running" if state.syncing is None else "syncing",
+            syncing=state.syncing,
+            rollout_version=-1 if state.told else 0,
+            validation=state.validation,
+        )
+    told = dict(state.told)
+    before = told.get(event.worker, 0)
+    version = before + 1 if event.version is None else event.version
+    if version < before:
+        raise VersionError(
+            f"worker {event.worker} tells of version {version} of run {run_id} and has told of {before} before: a "
+            "trainer that goes back has a new run_id",
+            version=f"{run_id}/{version}",
+            state_left="nothing was changed",
+        )
+    if first_word and policy.validate_freq:
+        state = dataclasses.replace(
+            state, validated_to=max(0, version - 1) // policy.validate_freq * policy.validate_freq
+        )
+    newer = version > state.train_version
+    told[event.worker] = version
+    state = dataclasses.replace(_advanced(state, version), run_id=run_id, told=tuple(sorted(told.items())))
+    return _go_on(state, policy) if newer or first_word else (state, ())
+
+
+def _advanced(state: ModelState, version: int) -> ModelState:
+    """Steps have ended, up to the one that gave `version`."""
+    newer = max(0, version - state.train_version)
+    return dataclasses.replace(
+        state, train_version=state.train_version + newer, num_pending=max(0, state.num_pending - newer)
+    )
+
+
+def _with_due(state: ModelState, policy: Policy) -> ModelState:
+    """Marks the step that has to end in a sync, where one of those under way has to."""
+    if policy.bound is None or state.due is not None or state.phase != "running":
+        return state
+    due = state.rollout_version + policy.bound if state.rollout_version >= 0 else 0
+    if state.train_version + state.num_pending < due:
+        return state
+    return dataclasses.replace(state, phase="need_sync", due=max(due, state.train_version))
+
+
+def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
+    """Starts what is due and what nothing stands in the way of."""
+    state = _with_due(state, policy)
+    waits = state.phase == "syncing" or state.validation is not None or state.num_failed  # its retry is scheduled
+    if waits or state.rollout_version >= state.train_version:
+        return state, ()
+    if policy.bound is not None and (state.due is None or state.train_version < state.due):
+        return state, ()
+    return _begin(state)
+
+
+def _begin(state: ModelState) -> tuple[ModelState, tuple[Action, ...]]:
+    goal = StartSync(run_id=state.run_id, version=state.train_version)
+    return dataclasses.replace(state, phase="syncing", due=None, syncing=goal), (goal,)
+
+
+def _synced(state: ModelState, version: int, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
+    if state.syncing is None:
+        return state, ()
+    current = state.syncing.run_id == state.run_id
+    state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False)
+    if not current:  # of a run that another has taken over from meanwhile
+        return _go_on(state, policy)
+    state = dataclasses.replace(
+        _advanced(state, version), rollout_version=max(version, state.rollout_version), overdue=False
+    )
+    if policy.validate_freq and state.validation is None:
+        reached = state.rollout_version // policy.validate_freq * policy.validate_freq
+        crossed = tuple(range(state.validated_to + policy.validate_freq, reached + 1, policy.validate_freq))
+        if crossed:
+            validation = Validation(run_id=state.run_id, version=state.rollout_version, stands_for=crossed)
+            state = dataclasses.replace(state, validation=validation, validated_to=reached)
+            return _with_due(state, policy), (StartValidation(validation=validation),)
+    return _go_on(state, policy)
+
+
+def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
+    if state.syncing is None:
+        return state, ()
+    current = state.syncing.run_id == state.run_id
+    state = dataclasses.replace(state, phase="running", syncing=None)
+    if not current:
+        return _go_on(state, policy)
+    state = dataclasses.replace(state, num_failed=state.num_failed + 1)
+    if state.num_failed <= len(policy.retries_s):
+        waits = dataclasses.replace(state, phase="need_sync", due=state.train_version)
+        return waits, (RetryAfter(seconds=policy.retries_s[state.num_failed - 1]),)
+    if policy.after_failure == "evict" and not state.evicting:
+        state, actions = _begin(dataclasses.replace(state, evicting=True))
+        return state, (EvictFailed(), *actions)
+    given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True)
+    return given_up, (GiveUp(run_id=state.run_id, version=state.train_version),)
