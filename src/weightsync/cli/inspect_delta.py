@@ -102,6 +102,7 @@ def _fetch(url: str, token: str | None, verify: bool | str) -> tuple[dict[str, A
         granted = Granted(endpoint=url, grant=agents.grant(url, None, deadline, mode="delta", base=base))
         grant = granted.grant
         if not grant.delta:
+            agents.give_up({grant.source: granted})
             raise StateError(f"{url} has published another version meanwhile: try again")
         blobs = fetch_blobs(
             agents, granted,

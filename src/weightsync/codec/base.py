@@ -103,6 +103,9 @@ class Codec(abc.ABC):
     def decoder(self) -> Decoder:
         """The receiving half for one version of whole tensors; `codec.patch` has that of a change."""
 
+    def close(self) -> None:  # noqa: B027  (a hook)
+        """Lets go of what it remembers. Idempotent; the next version is a full one."""
+
     def ended(self, manifest: Manifest | None, error: BaseException | None = None) -> None:  # noqa: B027  (a hook)
         """The version of the last `encoder` is committed on every engine, as `manifest` says, proved; or failed.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -38,6 +39,7 @@ _PIECE_ELEMENTS = 1 << 20
 _CHUNK_BYTES = 32 << 20
 """Changes are gathered to chunks of about so many bytes: a broadcast for each chunk of the extractor would be many."""
 _LONGEST_REST = 31
+_POSITION_BYTES = 4
 _COMPILED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -150,6 +152,11 @@ class ChangesCodec(Codec):
         """See `Codec.decoder`; of a session without a base."""
         return FullDecoder()
 
+    def close(self) -> None:
+        """See `Codec.close`."""
+        self._kept, self._is_now = {}, None
+        self._nothing_kept = "nothing was pushed before"
+
     def ended(self, manifest: Manifest | None, error: BaseException | None = None) -> None:
         """See `Codec.ended`."""
         self._is_now = manifest
@@ -213,16 +220,13 @@ class _ChangesEncoder(Encoder):
                 if name in self._seen or name not in self._kept:
                     raise InvalidRequestError("the stream has this tensor twice, or anew", parameter=name)
                 self._seen.add(name)
-                positions, values = _exchange(self._kept[name], tensor.detach())
+                room = _Room((self._most_bytes - total) // (_POSITION_BYTES + tensor.element_size()), self._most_bytes)
+                positions, values = _exchange(self._kept[name], tensor.detach(), room)
                 if not len(positions):
                     continue
                 gathered[name + POSITIONS], gathered[name + VALUES] = positions, values
                 size += positions.nbytes + values.nbytes
                 total += positions.nbytes + values.nbytes
-                if total > self._most_bytes:
-                    raise DeltaTooLargeError(
-                        f"the changes have over {self._most_bytes} bytes", state_left="this version goes out in full"
-                    )
             del chunk, tensor
             if size >= _CHUNK_BYTES:
                 yield _chunk_of(gathered)
@@ -233,6 +237,28 @@ class _ChangesEncoder(Encoder):
     def digests(self) -> Mapping[str, str]:
         """None: the model's digest is the proof."""
         return {}
+
+
+class _Room:
+    """How many changes may still come; from all threads that look for them."""
+
+    def __init__(self, num_elements: int, most_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._left = num_elements
+        self._most_bytes = most_bytes
+
+    def take(self, number: int) -> None:
+        """So many were found.
+
+        Raises:
+            DeltaTooLargeError: they are more than there is room for.
+        """
+        with self._lock:
+            self._left -= number
+            if self._left < 0:
+                raise DeltaTooLargeError(
+                    f"the changes have over {self._most_bytes} bytes", state_left="this version goes out in full"
+                )
 
 
 def _chunk_of(gathered: dict[str, torch.Tensor]) -> WeightChunk:
@@ -252,10 +278,10 @@ def _can_be_patched(kept: Manifest, manifest: Manifest) -> bool:
     )
 
 
-def _exchange(kept: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _exchange(kept: torch.Tensor, now: torch.Tensor, room: _Room) -> tuple[torch.Tensor, torch.Tensor]:
     """Makes `kept` what `now` is; returns where they differed (uint32) and what is there now, both 1-D.
 
-    Compares bits: −0.0 is not 0.0, and a NaN is itself.
+    Compares bits: −0.0 is not 0.0, and a NaN is itself. Piece by piece, so that nothing grows past the room.
     """
     if kept.dtype != now.dtype or kept.shape != now.shape:
         raise InvalidRequestError(
@@ -263,13 +289,19 @@ def _exchange(kept: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torc
         )
     now = now.to(kept.device).contiguous()
     if kept.device.type == "cpu" and kept.element_size() in _COMPILED and kept.numel():
-        return _exchange_compiled(kept, now)
+        return _exchange_compiled(kept, now, room)
     words = torch.int64 if kept.element_size() > 8 else getattr(torch, f"int{8 * kept.element_size()}")
     each = kept.element_size() // words.itemsize
     there, here = byte_view(kept).view(words).view(-1, each), byte_view(now).view(words).view(-1, each)
-    where = torch.nonzero((there != here).any(dim=1)).flatten()
-    there[where] = values = here[where]  # as integers: torch knows one True alone
-    return _as_uint32(where), values.reshape(-1).view(kept.dtype)
+    found, values = [there.new_empty(0, dtype=torch.int64)], [here[:0]]
+    for start in range(0, len(there), _PIECE_ELEMENTS):
+        piece = slice(start, start + _PIECE_ELEMENTS)
+        where = torch.nonzero((there[piece] != here[piece]).any(dim=1)).flatten()
+        room.take(len(where))
+        found.append(where + start)
+        values.append(here[found[-1]])  # as integers: torch knows one True alone
+        there[found[-1]] = values[-1]
+    return _as_uint32(torch.cat(found)), torch.cat(values).reshape(-1).view(kept.dtype)
 
 
 def _as_uint32(positions: torch.Tensor) -> torch.Tensor:
@@ -277,7 +309,7 @@ def _as_uint32(positions: torch.Tensor) -> torch.Tensor:
     return positions.to(torch.int32).view(torch.uint32)
 
 
-def _exchange_compiled(kept: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _exchange_compiled(kept: torch.Tensor, now: torch.Tensor, room: _Room) -> tuple[torch.Tensor, torch.Tensor]:
     """`_exchange` in host memory, on all cores."""
     width = kept.element_size()
     word = _COMPILED[width]
@@ -286,7 +318,8 @@ def _exchange_compiled(kept: torch.Tensor, now: torch.Tensor) -> tuple[torch.Ten
 
     def one(start: int) -> tuple[npt.NDArray[np.uint32], Any]:
         old, new = there[start : start + piece], here[start : start + piece]
-        places = _find(old, new, word, room=len(old) // width // 16 + 64)
+        places = _find(old, new, word, most=len(old) // width // 16 + 64)
+        room.take(len(places))
         values = new.view(word)[places]
         kernels.put_elements(old, places, values, width)
         return places + np.uint32(start // width), values
@@ -297,12 +330,12 @@ def _exchange_compiled(kept: torch.Tensor, now: torch.Tensor) -> tuple[torch.Ten
     return torch.from_numpy(positions), torch.from_numpy(values.view(np.uint8)).view(kept.dtype)
 
 
-def _find(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], word: Any, *, room: int) -> npt.NDArray[np.uint32]:
+def _find(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], word: Any, *, most: int) -> npt.NDArray[np.uint32]:
     """Where elements differ."""
     width = np.dtype(word).itemsize
-    room = min(room, len(old) // width)
-    positions, steps = np.empty(room, np.uint32), np.empty(room, word)
+    most = min(most, len(old) // width)
+    positions, steps = np.empty(most, np.uint32), np.empty(most, word)
     number = int(kernels.find_changes(old, new, steps, positions, 8 * width, 0))
     if number == kernels.TOO_MANY:
-        return _find(old, new, word, room=len(old) // width)
+        return _find(old, new, word, most=len(old) // width)
     return positions[:number].copy()

@@ -28,6 +28,8 @@ _WANTED_FOR = 16
 """Publications for which deltas are made after one was asked for."""
 _LONGEST_REST = 64
 _BLOCK_BYTES = 1 << 20
+_MAX_CHAIN = 32
+"""Deltas that are kept, however small: each is a segment of its own, and a receiver that far behind takes a full."""
 
 _logger = logging.getLogger(__name__)
 
@@ -155,7 +157,7 @@ class Deltas:
     def want(self) -> None:
         """Some receiver could take one: they are made for a while, as soon as the codec is there."""
         self._num_wanted = _WANTED_FOR
-        if self._codec == "not wanted":
+        if self._codec == "not wanted" and self._budget_bytes != 0:
             threading.Thread(target=self.load_codec, name="weightsync-delta-codec", daemon=True).start()
 
     def from_base(self, base: DeltaBase, newest: Proved) -> tuple[StoredDelta, ...] | None:
@@ -168,9 +170,9 @@ class Deltas:
             chain = [stored for stored, _ in self._chain]
         for index, stored in enumerate(chain):
             if (stored.base, stored.base_digest) == (base.version, base.digest):
-                found = tuple(chain[index:])
-                leads_there = (found[-1].version, found[-1].digest) == (newest.number, newest.proof.digest)
-                return found if leads_there else None
+                for end, last in enumerate(chain[index:], start=index + 1):  # a newer one may be about to be served
+                    if (last.version, last.digest) == (newest.number, newest.proof.digest):
+                        return tuple(chain[index:end])
         return None
 
     def to(self, number: int) -> StoredDelta | None:
@@ -197,9 +199,12 @@ class Deltas:
             from weightsync.publish import delta_file  # noqa: F401
 
             warm_up()
-        except Exception as error:
+        except ImportError as error:
             self._codec = "missing"
             _logger.warning("there will be no deltas: their codec can't be loaded: %r", error)
+        except Exception as error:  # for want of memory or descriptors, say: whoever asks next tries again
+            self._codec = "not wanted"
+            _logger.warning("the delta codec can't be loaded now: %r", error)
         else:
             self._codec = "ready"
 
@@ -269,7 +274,7 @@ class Deltas:
         if self._num_wanted < 0:
             return "no receiver has asked for one lately: mode 'auto' asks over TCP, mode 'delta' on the same host too"
         if not self.codec_ready:
-            return "the delta codec is being loaded" if self._codec == "loading" else "the delta codec can't be loaded"
+            return "the delta codec can't be loaded" if self._codec == "missing" else "the delta codec is being loaded"
         if older is None:
             return "there is no version before it"
         if not older.lies_like((publication, source)):
@@ -323,7 +328,9 @@ class Deltas:
             last = self._chain[-1][0] if self._chain else None
             if last is not None and (last.version, last.digest) != (before.number, before.proof.digest):
                 dropped, self._chain = list(self._chain), deque()
-            while self._chain and sum(stored.nbytes for stored, _ in self._chain) > room_bytes:
+            while self._chain and (
+                len(self._chain) >= _MAX_CHAIN or sum(stored.nbytes for stored, _ in self._chain) > room_bytes
+            ):
                 dropped.append(self._chain.popleft())
         self._drop(dropped)
 

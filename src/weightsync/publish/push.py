@@ -17,7 +17,7 @@ import contextlib
 import logging
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -40,6 +40,7 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
     as_weightsync_error,
+    is_consequence,
 )
 from weightsync.extract.base import WeightExtractor
 from weightsync.observe import Recorder
@@ -232,7 +233,9 @@ class PushSync:
             run = OneSync(self._parts, ranks, goal, deadline)
             try:
                 report = self._sync_once(run)
-            except DeltaTooLargeError as error:
+            except WeightSyncError as error:
+                if not _all_is_too_large(ranks.told):
+                    raise _cause_of(error, ranks.told) from error
                 run = OneSync(self._parts, ranks, goal, deadline, sent_bytes=run.sent_bytes, why_full=error.message)
                 report = self._sync_once(run)
             self._last = goal
@@ -270,6 +273,7 @@ class PushSync:
         """
         with self._exclusive():
             self._engines.drop_sender()
+            self._parts.codec.close()
             if self._parts.sharer is not None:
                 self._parts.sharer.close()
             if self._ranks is not None:
@@ -309,12 +313,30 @@ class PushSync:
         except Exception as caught:
             error = as_weightsync_error(caught, ExtractError, "reading the model's tensors failed", rank=ranks.rank)
         for rank, said in enumerate(ranks.settle(error, start=start)):
-            other = said["start"]
+            other = said.get("start")
+            if other is None:
+                raise StateError(
+                    f"training rank {rank} is at another step of a sync: ranks call sync_weights in one order, and "
+                    "again after an error",
+                    rank=rank,
+                )
             differs = [
                 f"{what} {other.get(what)}, here {mine}" for what, mine in start.items() if other.get(what) != mine
             ]
             if differs:
                 raise ConfigError(f"training rank {rank} means another sync: it has {'; '.join(differs)}", rank=rank)
+
+
+def _all_is_too_large(told: Sequence[WeightSyncError]) -> bool:
+    """Whether nothing else has failed on any rank than that a change was too large. Every rank was told the same."""
+    causes = [error for error in told if not is_consequence(error)]
+    return bool(causes) and all(isinstance(error, DeltaTooLargeError) for error in causes)
+
+
+def _cause_of(error: WeightSyncError, told: Sequence[WeightSyncError]) -> WeightSyncError:
+    """What to raise: a change that was too large is the reason for nothing, where something else has failed too."""
+    others = [other for other in told if not isinstance(other, DeltaTooLargeError) and not is_consequence(other)]
+    return others[0] if isinstance(error, DeltaTooLargeError) and others else error
 
 
 def _changes_codec() -> Codec:

@@ -29,6 +29,7 @@ class TrainingRanks:
         self._group: Any | None = None
         self._lost_error: TrainerRankError | None = None
         self.agreed_error: WeightSyncError | None = None
+        self.told: tuple[WeightSyncError, ...] = ()
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -77,11 +78,13 @@ class TrainingRanks:
     def settle(self, error: WeightSyncError | None, **mine: Any) -> list[dict[str, Any]]:
         """`exchange` that raises on every rank if any rank has an error: its own, else the first other's, typed.
 
-        What it raised is kept as `agreed_error`: every rank knows it, so nobody tells it again.
+        What it raised is kept as `agreed_error`: every rank knows it, so nobody tells it again. What every rank said is
+        kept as `told`, the same on all of them: what is decided by that is decided alike everywhere.
 
         Raises:
             WeightSyncError: as said.
         """
+        self.told = ()
         try:
             said = self.exchange({**mine, "error": None if error is None else error.to_dict()})
         except TrainerRankError as lost:
@@ -89,6 +92,7 @@ class TrainingRanks:
             raise self.agreed_error from None
         told = [(rank, error_from_dict(what["error"])) for rank, what in enumerate(said) if what["error"] is not None]
         causes = [(rank, other) for rank, other in told if not is_consequence(other)]
+        self.told = tuple(other for _, other in told)
         if error is not None and (not is_consequence(error) or not causes):
             self.agreed_error = error
         elif told:

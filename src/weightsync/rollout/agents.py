@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import ssl
 from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import InvalidRequestError, NotRegisteredError, VersionError, WeightSyncError
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    NotRegisteredError,
+    VersionError,
+    WeightSyncError,
+)
 from weightsync.memory import host_nonce
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Checksums, RangedSource
@@ -170,9 +176,15 @@ class Agents:
     @staticmethod
     def _finish(client: AgentClient, grant: TransferGrant, *, ok: bool, timeout_s: float) -> None:
         granted_ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta]
+        deadline = Deadline(timeout_s)
         for transfer_id in granted_ids:
-            with contextlib.suppress(WeightSyncError):
-                client.finish_transfer(FinishRequest(transfer_id=transfer_id, ok=ok), timeout_s=timeout_s)
+            try:
+                left = deadline.check("time to tell an agent")
+                client.finish_transfer(FinishRequest(transfer_id=transfer_id, ok=ok), timeout_s=left)
+            except (EngineUnreachableError, DeadlineExceededError):
+                return  # it finds out by itself that nobody reads them
+            except WeightSyncError:
+                continue
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""

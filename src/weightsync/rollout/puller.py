@@ -21,9 +21,8 @@ from weightsync.clients.fanout import in_thread
 from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
-    DeltaFormatError,
-    DigestMismatchError,
     EngineUnreachableError,
+    MissingDependencyError,
     NoRoomError,
     NotRegisteredError,
     SharedMemoryError,
@@ -36,7 +35,7 @@ from weightsync.memory import Segment
 from weightsync.observe import Recorder, now_s
 from weightsync.rollout.agents import CALL_S, Agents, Granted
 from weightsync.rollout.delta_apply import Changed
-from weightsync.rollout.delta_pull import POSITION_BYTES, apply_blobs, fetch_blobs, lay_out_patch, num_bytes
+from weightsync.rollout.delta_pull import POSITION_BYTES, Read, apply_blobs, fetch_blobs, lay_out_patch, num_bytes
 from weightsync.rollout.pulled import Pulled, PulledPatch, check_whole, proved_manifest
 from weightsync.rollout.reading import Progress, Tally, all_at_once
 from weightsync.rollout.staging import Held, Staging, Target, TargetMap
@@ -49,6 +48,7 @@ _RETRY_S = 0.05
 _LONGEST_RETRY_S = 0.2
 _MARGIN_S = 2.0
 _SAY_EVERY_S = 10.0
+_CUTS_UNTIL_FULL = 2
 
 _logger = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class Puller:
         self._source_of: dict[str, int] = {}
         self._full_next = False
         self._asked_for_codec = False
+        self._num_cut = 0
         self._may_call = may_call or (lambda _: False)
         self._staging = staging or Staging()
         self._own_staging = staging is None
@@ -318,7 +319,7 @@ class Puller:
         deltas = {index: each for index, each in granted.items() if each.grant.delta is not None}
         tally = Tally(num_bytes(granted), progress)
         read = functools.partial(self._read, deadline=deadline)
-        blobs = {index: fetch_blobs(self._agents, each, read, tally.add) for index, each in deltas.items()}
+        blobs = self._fetched(deltas, read, tally)
         held = self._staging.held
         checksums = "".join(each.grant.proof.block_checksums for _, each in sorted(granted.items()))
         target = self._staging.open(manifest, str(xxhash.xxh3_128_hexdigest(checksums.encode())))
@@ -365,6 +366,22 @@ class Puller:
             patch=patch,
         )
 
+    def _fetched(self, deltas: Mapping[int, Granted], read: Read, tally: Tally) -> dict[int, list[memoryview]]:
+        """Every source's deltas, all sources at once: while one is read the grants of the others would run out."""
+        blobs: dict[int, list[memoryview]] = {}
+
+        def fetch(index: int, each: Granted) -> None:
+            blobs[index] = fetch_blobs(self._agents, each, read, tally.add)
+
+        try:
+            all_at_once([functools.partial(fetch, index, each) for index, each in deltas.items()], self._reading)
+        except TransferAbortedError:  # they are never superseded, but given up, or read too slowly
+            self._num_cut += 1
+            self._full_next = self._num_cut >= _CUTS_UNTIL_FULL
+            raise
+        self._num_cut = 0
+        return blobs
+
     def _applied(
         self, deltas: Mapping[int, Granted], blobs: Mapping[int, list[memoryview]], target: Target, held: Held | None
     ) -> list[Changed] | None:
@@ -384,10 +401,15 @@ class Puller:
                 for index, each in deltas.items():
                     found = apply_blobs(each, blobs[index], target, held, keep_at_most=keep_at_most)
                     changes = None if found is None or changes is None else changes + found
-        except (DeltaFormatError, DigestMismatchError) as error:
+        except Exception as error:  # whatever it is: a full does not need what failed here
             self._staging.forget()
             self._full_next = True
-            raise StateError(f"a delta did not give what was published, a full is taken: {error}") from error
+            if isinstance(error, MissingDependencyError | ImportError):
+                self._mode = "full"
+                _logger.warning("no deltas are taken any more: %s", error)
+            raise StateError(
+                f"a delta did not give what was published, a full is taken: {type(error).__name__}: {error}"
+            ) from error
         return changes
 
     def _laid_out(

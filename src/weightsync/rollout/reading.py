@@ -45,14 +45,15 @@ class Tally:
 
 def all_at_once(reads: list[Callable[[], None]], sources: Iterable[RangedSource]) -> None:
     """Reads every source, none after another: a grant does not wait for its turn. The first failure ends all."""
-    if len(reads) == 1:
-        reads[0]()
+    if len(reads) <= 1:
+        for read in reads:
+            read()
         return
     calls = [in_thread(read, name=f"weightsync-pull-from-{number}") for number, read in enumerate(reads)]
     wait_for(calls, return_when=FIRST_EXCEPTION)
     failed = next((error for call in calls if call.done() and (error := call.exception()) is not None), None)
     if failed is not None:
-        for source in sources:
+        for source in tuple(sources):
             source.cancel()
         wait_for(calls)
         raise failed

@@ -129,6 +129,7 @@ class EngineWorker:
         self._ended: Session | None = None  # the latest, for whoever asks late why it ended
         self._served: _Served | None = None
         self._undoable: tuple[Session, _Served | None] | None = None  # a patch that was committed, and what was before
+        self._takes_patches = True  # until its model has turned out to be none that can be patched
         self._audit: Audit | None = None
         self._rotten: DigestMismatchError | None = None  # what an audit found; until the next full load
         self._stuck: str | None = None
@@ -155,7 +156,7 @@ class EngineWorker:
                 writes_live=self.loader.writes_live,
                 group=self._group,
                 run_id=self._run[0] if self._run else None,
-                accepts=tuple(sorted(self.loader.accepts)),
+                accepts=tuple(sorted(self.loader.accepts if self._takes_patches else self.loader.accepts - {"patch"})),
                 unhealthy=None if self._rotten is None else f"{type(self._rotten).__name__}: {self._rotten}",
             )
 
@@ -243,7 +244,11 @@ class EngineWorker:
             if request.base is None:
                 self.loader.begin(request.manifest)
             else:
-                self.loader.begin_patch(request.manifest)
+                try:
+                    self.loader.begin_patch(request.manifest)
+                except UnsupportedError:
+                    self._takes_patches = False  # nobody need try it again and again
+                    raise
             try:
                 session.watchdog.start()
             except BaseException:
@@ -251,7 +256,8 @@ class EngineWorker:
                 raise
             self._session = session
             self._undoable = None
-            self._pause_audit()
+            if request.base is None and self.loader.writes_live:
+                self._pause_audit()
 
     def update(self, request: AnyUpdateRequest) -> None:
         """Receives and loads one chunk; returns when the loader has let go of its bytes.
@@ -292,6 +298,9 @@ class EngineWorker:
                     digest, unprovable = self._prove_patch(session.base, request.manifest, session.changes), None
                 self._check_immutable(request.manifest)
             session.staged, session.proved = request.manifest, unprovable is None
+            with self._lock:
+                if self._audit is not None:
+                    self._audit.pause(wait_s=0.0)  # in the pause to come nobody should wait for it
             session.receiver.end_session()  # everything was read; in the pause to come it would take time
         except BaseException as error:
             raise self._fail(session, as_weightsync_error(error, LoadError, "staging failed")) from error
@@ -318,6 +327,7 @@ class EngineWorker:
             if manifest is None:
                 raise StateError("commit comes after stage", version=str(session.manifest.version))
             try:
+                self._pause_audit()
                 with self.recorder.phase("commit"):
                     self.loader.commit(manifest.version)
             except BaseException as error:
@@ -361,9 +371,9 @@ class EngineWorker:
     def audit(self, name: str) -> None:
         """The patch that session `name` committed stays; reads all live weights and compares them with its digest.
 
-        It is done on one core at low priority, and ends by itself: as soon as everything was read. The next begin
-        interrupts it, and the audit after the next patch goes on where it was.
-        Returns at once where something else is served or loaded by now, and soon after the next begin.
+        It is done on one core at low priority, and ends by itself: as soon as everything was read. The next commit
+        interrupts it, and the audit after that, of a patch, goes on where it was.
+        Returns at once where something else is served or loaded by now, and before live weights are written.
 
         Raises:
             DigestMismatchError: they are not what was published: this worker refuses to serve until a full load.
@@ -375,7 +385,7 @@ class EngineWorker:
             self._undoable = None
             self.loader.settle()
             self._pause_audit()
-            held = self.loader.live_tensors()
+            held = list(self.loader.live_tensors())  # now: within a session it gives what will serve
             audit = self._audit = self._audit or Audit()
             audit.begin()
         manifest = served.manifest

@@ -18,6 +18,26 @@ from weightsync.types import Version
 from weightsync.types.publication import Source
 
 
+class IdleClock:
+    """Since when nobody reads any of the transfers that one receiver was granted together: it reads them in turns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_reading = 0
+        self._since_s = time.monotonic()
+
+    def count(self, step: int) -> None:
+        """One connection more reads, or one less."""
+        with self._lock:
+            self._num_reading += step
+            self._since_s = time.monotonic()
+
+    def seconds(self, at_s: float) -> float:
+        """For how long, at a time of the monotonic clock; 0 while somebody reads."""
+        with self._lock:
+            return 0.0 if self._num_reading else at_s - self._since_s
+
+
 class Transfer:
     """One granted transfer: a lock on its segment, and the connections that read it.
 
@@ -26,6 +46,7 @@ class Transfer:
         source: what is read.
         receiver_id: who asked.
         take_up_s: it is over when nothing was read for so long; see `expired`.
+        idle: of what was granted together with it; one of its own where not given.
         lasting: the segment is never written again, so a newer version is no reason to end it.
         lease_s: holds the segment by a lease, which the publisher never waits for, for so long at most.
         on_end: told once, with the transfer and whether the receiver has everything.
@@ -44,6 +65,7 @@ class Transfer:
         take_up_s: float,
         lasting: bool = False,
         lease_s: float | None = None,
+        idle: IdleClock | None = None,
         on_end: Callable[[Transfer, bool], None],
     ) -> None:
         self.id = secrets.token_hex(16)
@@ -59,8 +81,8 @@ class Transfer:
         self._connections: set[socket.socket] = set()
         self._over = False
         self._num_reading = 0
-        self._idle_since_s = time.monotonic()
-        self._lease_ends_s = None if lease_s is None else self._idle_since_s + lease_s
+        self.idle = idle or IdleClock()
+        self._lease_ends_s = None if lease_s is None else time.monotonic() + lease_s
         self._segment = Lock(source.segment, Reader.SENT if lease_s is None else Reader.MAPPED)
         try:
             self.fd = open_own(source.segment, os.O_RDONLY)
@@ -77,16 +99,14 @@ class Transfer:
         """Whether nobody has read it for too long, or its lease is over, at a time of the monotonic clock. Whoever has
         granted it asks again and again, and ends it.
         """
-        with self._lock:
-            if self._lease_ends_s is not None and at_s > self._lease_ends_s:
-                return True
-            return not self._num_reading and at_s > self._idle_since_s + self._take_up_s
+        if self._lease_ends_s is not None and at_s > self._lease_ends_s:
+            return True
+        return self.idle.seconds(at_s) > self._take_up_s
 
     @property
     def idle_s(self) -> float:
-        """For how long nobody has read it; 0 while somebody does."""
-        with self._lock:
-            return 0.0 if self._num_reading else time.monotonic() - self._idle_since_s
+        """For how long nobody has read it, nor what was granted with it; 0 while somebody does."""
+        return self.idle.seconds(time.monotonic())
 
     def attach(self, connection: socket.socket) -> bool:
         """A connection begins to read; False where the transfer is over."""
@@ -95,16 +115,17 @@ class Transfer:
                 return False
             self._connections.add(connection)
             self._num_reading += 1
-            return True
+        self.idle.count(1)
+        return True
 
     def detach(self, connection: socket.socket) -> None:
         """A connection ended. The descriptor is closed with the last one, so that nobody sends from another's."""
         with self._lock:
             self._connections.discard(connection)
             self._num_reading -= 1
-            self._idle_since_s = time.monotonic()
             if self._num_reading == 0 and self._over:
                 os.close(self.fd)
+        self.idle.count(-1)
 
     def end(self, *, ok: bool) -> None:
         """Cuts its connections, discards what they have not delivered, and gives the segment back. Idempotent."""

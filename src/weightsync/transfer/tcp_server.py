@@ -119,12 +119,12 @@ class BlockServer:
 
         Args:
             version, source, receiver_id, take_up_s, on_end, lasting: see `Transfer`.
-            beside: those of the same receiver that go on.
+            beside: those of the same receiver that were granted together with it, and go on.
             lease_s: how long a lease may last; None: there must be none now.
 
         Raises:
             VersionError: the segment is being written again, or is about to be: superseded.
-            StateError: too many transfers are under way.
+            StateError: transfers of too many receivers are under way.
         """
 
         def ended(transfer: Transfer, ok: bool) -> None:
@@ -143,8 +143,9 @@ class BlockServer:
                     each for each in self._transfers.values() if each.receiver_id == receiver_id and each not in beside
                 ]
                 others = [each for each in self._transfers.values() if each not in earlier]
-                if len(others) >= _MAX_TRANSFERS:
-                    raise StateError(f"{_MAX_TRANSFERS} transfers are under way: try again later")
+                receivers = {each.receiver_id for each in others}
+                if len(receivers | {receiver_id}) > _MAX_TRANSFERS:
+                    raise StateError(f"transfers of {_MAX_TRANSFERS} receivers are under way: try again later")
                 if not lasting and self._is_wanted_back(version):
                     raise VersionError("the segment is about to be written: ask for the newest", version=str(version))
                 starves = self._cut.get(receiver_id, 0) >= _CUTS_UNTIL_LEASE
@@ -152,7 +153,7 @@ class BlockServer:
                     lease_s = None
                 transfer = Transfer(
                     version, source, receiver_id=receiver_id, take_up_s=take_up_s, lasting=lasting, lease_s=lease_s,
-                    on_end=ended,
+                    idle=beside[0].idle if beside else None, on_end=ended,
                 )  # fmt: skip
                 self._transfers[transfer.id] = transfer
         except BlockingIOError:

@@ -19,6 +19,7 @@ MAX_SOURCES = 4096
 _MAX_ID = 256
 MODES = ("auto", "full", "delta")
 _CHECKSUM_DIGITS = 16
+_MAX_DELTAS = 256
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -266,6 +267,8 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
         check_wait_s("take_up_s", self.take_up_s)
         self.proof.check_fits(self.publication, self.source)
         if self.delta is not None:
+            if len(self.delta) > _MAX_DELTAS:
+                raise InvalidRequestError(f"a grant has at most {_MAX_DELTAS} deltas, not {len(self.delta)}")
             version = self.publication.manifest.version
             if self.base is None or self.base.run_id != version.run_id:
                 raise InvalidRequestError("a delta names its base, which is of the same run")
