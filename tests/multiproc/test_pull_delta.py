@@ -104,6 +104,19 @@ def test_a_receiver_that_missed_versions_catches_up(start: Start) -> None:
     assert 0 in lengths, "and not for all"
 
 
+def test_a_chain_has_an_end_however_small_its_deltas(start: Start) -> None:
+    """Each is a segment of its own, with descriptors: of a model that hardly changes thousands would have fitted."""
+    trainer, receiver = begun(start)
+    for version in range(1, 37):
+        trainer.publish(version)
+        if version % 12 == 0:
+            pull(trainer, receiver, version)
+    client = AgentClient(trainer.endpoint)
+    kept = client.capabilities()["deltas"]
+    client.close()
+    assert [delta["version"] for delta in kept] == list(range(5, 37))
+
+
 def test_versions_that_have_to_go_out_in_full(start: Start) -> None:
     trainer, receiver = begun(start, full_sync_interval=3)
     deltas = []

@@ -119,6 +119,7 @@ class Follower:
         self.follows = False
         self.leaving = False
         self.stopped = False
+        self.killed = False
         self.last = ""
 
     def follow(self, endpoint: str, transport: Transport | None, mode: str, slow_s: float) -> None:
@@ -147,7 +148,7 @@ class Storm:
         self.random = random.Random(seed)
         self.said: dict[str, Any] = {}
         pace = self.random.choice(PACES)
-        self.events = {self.random.randrange(versions): self.random.choice(EVENTS) for _ in range(versions // 6)}
+        self.events = {self.random.randrange(1, versions): self.random.choice(EVENTS) for _ in range(versions // 6)}
         num_before, self.num_offloads = self.num_taken, 0
         self.publisher.conn.send((seed, [self.random.choice(pace) for _ in range(versions - 1)], is_last))
         self.endpoint = self.until("endpoint")
@@ -216,6 +217,7 @@ class Storm:
         follower = self.random.choice(self.followers)
         if event == "kill":
             follower.child.kill()
+            follower.killed = True
         elif event == "stop":
             follower.child.stop()
             follower.stopped = True
@@ -228,7 +230,10 @@ class Storm:
             if follower.stopped:
                 follower.child.cont()
                 follower.stopped = False
-            if not follower.child.process.is_alive():
+            if follower.killed or not follower.child.process.is_alive():
+                if not follower.killed:
+                    follower.child.result()  # raises what it died of
+                    raise AssertionError(f"seed {self.seed}: a follower ended by itself")
                 self.followers[index] = follower = Follower(self.start, self.kib)
                 self.pids.append(follower.child.pid)
             if not follower.follows:

@@ -44,6 +44,10 @@ def trainer_main(rank: int, world_size: int, urls: dict[str, str], options: dict
     conn.send("ready")
     while (order := conn.recv()) is not None:
         version, names = order
+        if version == "fails":
+            _fail_at_chunk(push, names if rank else None)
+            conn.send({"type": "ok"})
+            continue
         nudge(model, names)
         started = time.monotonic()
         outcome: dict[str, Any]
@@ -58,6 +62,21 @@ def trainer_main(rank: int, world_size: int, urls: dict[str, str], options: dict
         conn.send({**outcome, "seconds": time.monotonic() - started})
     push.close()
     os._exit(0)
+
+
+def _fail_at_chunk(push: Any, number: int | None) -> None:
+    """The next extraction that comes so far fails, once."""
+    extract = push._parts.extractor.extract_weights
+    armed = [number]
+
+    def failing(dtype: str | None) -> Any:
+        for count, chunk in enumerate(extract(dtype)):
+            if count == armed[0]:
+                armed[0] = None
+                raise MemoryError("no room for this chunk")
+            yield chunk
+
+    push._parts.extractor.extract_weights = failing
 
 
 class Setup:
@@ -132,6 +151,19 @@ def test_what_is_too_large_goes_out_in_full_within_the_same_sync(start: Any, ran
     assert [said["deltas"] for said in seen] == [0, 0, 1]
     assert "the changes have over" in seen[0]["why"]
     assert "too large" in seen[1]["why"]
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 3])
+def test_what_is_too_large_while_another_rank_fails_is_one_failure_for_all(start: Any, chunk: int) -> None:
+    """Seen to fail: rank 0 began anew by itself and waited for a rank that had told its user of the error."""
+    setup = Setup(start, ranks=2, codec={"largest": 0.01})
+    setup.sync(1, ALL)
+    setup.trainer.order(("fails", chunk))
+    nudge(setup.model, ALL)
+    said = setup.trainer.order((2, ALL))
+    assert [each["type"] for each in said] == ["ExtractError"] * 2
+    assert max(each["seconds"] for each in said) < 5
+    assert setup.sync(3, FEW)["type"] == "ok"
 
 
 def test_full_where_one_lacks_the_base(start: Any) -> None:

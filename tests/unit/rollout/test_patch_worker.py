@@ -12,7 +12,14 @@ import torch
 
 from tests.unit.rollout.patch_kit import LONG_S, Rig, Trainer, until, version
 from weightsync.clients.fanout import in_thread
-from weightsync.errors import DigestMismatchError, LoadError, StateError, TransferAbortedError, WeightSyncError
+from weightsync.errors import (
+    DigestMismatchError,
+    LoadError,
+    StateError,
+    TransferAbortedError,
+    UnsupportedError,
+    WeightSyncError,
+)
 from weightsync.rollout import audit
 from weightsync.rollout.load_patch import patch_requests
 from weightsync.types import BeginRequest, PatchBase, StageRequest
@@ -149,6 +156,25 @@ def test_audits_end_though_patches_come_faster_than_they_read(
         patched.worker.commit(session)
     assert rounds > 3
     assert (patched.worker.describe().unhealthy is not None) == rots
+
+
+def test_a_model_that_can_not_be_patched_says_so_from_then_on(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail: it said that it takes patches, and refused each of them, at the price of a new group every time."""
+    patched.worker.abort("s", "as told")
+    assert patched.worker.describe().accepts == ("full", "patch")
+
+    def refuses(_: Any) -> None:
+        raise UnsupportedError("elements share memory")
+
+    monkeypatch.setattr(patched.loader, "begin_patch", refuses)
+    patched.rig.load(patched.pulled)
+    patched.trainer.step()
+    patched.pulled = patched.trainer.pulled()
+    with pytest.raises(UnsupportedError):
+        patched.begin("t")
+    assert patched.worker.describe().accepts == ("full",)
 
 
 def test_a_rollback_that_fails_is_typed_and_the_worker_refuses(patched: Patched) -> None:

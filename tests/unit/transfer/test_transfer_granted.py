@@ -42,14 +42,20 @@ class Served:
         self.ended: list[tuple[str, int, bool]] = []
 
     def grant(
-        self, number: int, receiver_id: str = "r", *, take_up_s: float = 10.0, lease_s: float | None = 30.0
+        self,
+        number: int,
+        receiver_id: str = "r",
+        *,
+        take_up_s: float = 10.0,
+        lease_s: float | None = 30.0,
+        beside: tuple[Transfer, ...] = (),
     ) -> Transfer:
         source = Source(
             endpoint="http://127.0.0.1:1", segment=self.segments[number].name, data_start=4096, data_end=SIZE,
             block_bytes=4096,
         )  # fmt: skip
         return self.server.grant(
-            version(number), source, receiver_id=receiver_id, take_up_s=take_up_s, lease_s=lease_s,
+            version(number), source, receiver_id=receiver_id, take_up_s=take_up_s, lease_s=lease_s, beside=beside,
             on_end=lambda transfer, ok: self.ended.append((transfer.receiver_id, transfer.version.number, ok)),
         )  # fmt: skip
 
@@ -291,6 +297,33 @@ def test_a_lease_ends_when_nobody_reads_or_when_it_has_lasted_too_long(served: S
     leased.detach(ends[0])
     for end in ends:
         end.close()
+
+
+def test_what_was_granted_together_waits_for_its_turn(served: Served) -> None:
+    """A chain's deltas are read one after the other. Seen to fail: the last one had run out when its turn came, every
+    time, and the pull never ended."""
+    first = served.grant(0, take_up_s=0.2)
+    second = served.grant(1, take_up_s=0.2, beside=(first,))
+    alone = served.grant(2, "another", take_up_s=0.2)
+    ends = socket.socketpair()
+    assert first.attach(ends[0])
+    wait_until(lambda: alone.over)
+    time.sleep(0.2)
+    assert not second.over
+    first.detach(ends[0])
+    wait_until(lambda: first.over and second.over)
+    for end in ends:
+        end.close()
+
+
+def test_a_receivers_chain_takes_no_others_place(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_server, "_MAX_TRANSFERS", 2)
+    chain: tuple[Transfer, ...] = ()
+    for number in range(4):
+        chain = (*chain, served.grant(number, "a", beside=chain))
+    served.grant(0, "b")
+    with pytest.raises(StateError, match="receivers"):
+        served.grant(0, "c")
 
 
 def test_a_crowd_of_transfers_is_refused_and_a_receivers_own_counts_once(
