@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,16 @@ def test_the_readme_pull_examples_work() -> None:
         step(model)
     assert version == 3
     assert weights == cast_bytes(model)
+
+
+def test_the_program_of_the_deltas_page_works() -> None:
+    """The trainer and the rollout service of ten lines: from the second version on what changed alone is fetched."""
+    page = (README.parent / "docs" / "deltas.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    said = [[int(word) for word in line.split()] for line in ran.stdout.splitlines()]
+    assert said[0] == [0, 0, 1050624, 0]
+    for version, (number, num_deltas, received_bytes, num_patched) in enumerate(said[1:], start=1):
+        assert (number, num_deltas, num_patched) == (version, 1, 1)
+        assert received_bytes < 4000
