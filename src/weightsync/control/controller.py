@@ -37,7 +37,6 @@ from weightsync.control.state import (
     Synced,
     SyncFailed,
     Trained,
-    Validation,
     ValidationEnded,
     pool_locked,
     services_blocked,
@@ -46,8 +45,7 @@ from weightsync.control.state import (
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, SyncFailedError, as_weightsync_error
 from weightsync.observe import Recorder
 from weightsync.types import Deadline, Version
-
-_MAX_VERSION = 1 << 53
+from weightsync.types.control import MAX_VERSION, RolloutServiceState, ValidationRun
 
 _logger = logging.getLogger(__name__)
 
@@ -83,42 +81,6 @@ class Lockable(Protocol):
 Answer: TypeAlias = Literal["continue", "block"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutServiceState:
-    """What users see of one model; the words are document 5's.
-
-    Attributes:
-        state: "running"; "need_sync": services are being locked; "syncing".
-        run_id, train_model_version, rollout_model_version: versions are of this run. A rollout version of -1: rollout
-            has none of it yet.
-        staleness: versions behind.
-        blocked: whether `check_rollout_service_status` answers "block".
-        pool_locked: whether dataloader and trajectory pool are locked.
-        waiting_for_validation: the validation that runs.
-        num_failed: syncs that have failed in a row.
-        overdue: the retries have ended; rollout goes on with its old version.
-        last_error: of the last sync, while it matters.
-        model_name, weight_type, weight_path, backend, base_url: the inference service, as configured.
-    """
-
-    state: Literal["need_sync", "syncing", "running"] = "running"
-    run_id: str | None = None
-    train_model_version: int = 0
-    rollout_model_version: int = 0
-    staleness: int = 0
-    blocked: bool = False
-    pool_locked: bool = False
-    waiting_for_validation: Validation | None = None
-    num_failed: int = 0
-    overdue: bool = False
-    last_error: str | None = None
-    model_name: str = ""
-    weight_type: str = ""
-    weight_path: str = ""
-    backend: str = ""
-    base_url: str = ""
-
-
 class WeightSyncController:
     """Decides when weights are synced, for any number of models. Thread-safe.
 
@@ -147,7 +109,7 @@ class WeightSyncController:
         configs: Mapping[str, WeightSyncConfig] | None = None,
         retries_s: tuple[float, ...] = (1.0, 2.0, 4.0),
         after_failure: Literal["keep", "evict"] = "keep",
-        on_validate: Callable[[str, Validation], None] | None = None,
+        on_validate: Callable[[str, ValidationRun], None] | None = None,
         on_give_up: Callable[[str, Version], None] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -159,6 +121,7 @@ class WeightSyncController:
         self._modules: tuple[Lockable, ...] = ()
         self._holders: dict[str, Any] = {}
         self._closed = threading.Event()
+        self._listeners: list[Callable[[str], None]] = []
         self._models: dict[str, _Model] = {}
         for tag in model_tags or (base.inference_service.model_tag,):
             own = (configs or {}).get(tag, base)
@@ -228,7 +191,7 @@ class WeightSyncController:
             VersionError: the worker goes back within a run. Nothing was changed.
             InvalidRequestError: no such model, or no such version.
         """
-        if version is not None and not (type(version) is int and 0 <= version < _MAX_VERSION):
+        if version is not None and not (type(version) is int and 0 <= version < MAX_VERSION):
             raise InvalidRequestError(f"a version is a whole number from 0 on, not {version!r}")
         if not worker_name or (run_id is not None and not run_id):
             raise InvalidRequestError("worker_name and run_id have at least one character")
@@ -260,6 +223,13 @@ class WeightSyncController:
     def rollout_service_state(self, model_tag: str) -> RolloutServiceState:
         """How this model is."""
         return self._model(model_tag).seen()
+
+    def subscribe(self, changed: Callable[[str], None]) -> Callable[[], None]:
+        """Calls `changed(model_tag)` after each change of a model, from any thread; it must be quick. Returns what ends
+        it.
+        """
+        self._listeners.append(changed)
+        return lambda: self._listeners.remove(changed)
 
     def close(self) -> None:
         """Starts nothing any more, and unlocks the modules. A sync that is running goes on to its end. Idempotent."""
@@ -311,7 +281,7 @@ class _Model:
                 raise StateError("this controller is closed")
             self.state, actions = step(self.state, event, self.policy)
             self._changed.notify_all()
-        self.apply_locks()
+        self._told()
         if not self._controller._closed.is_set():
             for action in actions:
                 self._act(action)
@@ -326,7 +296,7 @@ class _Model:
             goal = StartSync(run_id=self.state.run_id, version=self.state.train_version)
             self.state = dataclasses.replace(self.state, phase="syncing", due=None, syncing=goal)
             self._changed.notify_all()
-        self.apply_locks()
+        self._told()
         self._act(goal)
 
     def wait(self, condition: Callable[[_Model], bool], timeout_s: float) -> bool:
@@ -336,6 +306,12 @@ class _Model:
             return self._changed.wait_for(
                 lambda: condition(self) or self._controller._closed.is_set(), deadline.remaining_s
             ) and condition(self)
+
+    def _told(self) -> None:
+        """The state has changed."""
+        for listener in tuple(self._controller._listeners):
+            self._tell(lambda tag, _, listener=listener: listener(tag), None)  # type: ignore[misc]
+        self.apply_locks()
 
     def apply_locks(self) -> None:
         """Locks or unlocks the modules, as the state wants it now. Whoever comes last applies the last state."""
@@ -382,7 +358,7 @@ class _Model:
             self._changed.notify_all()
         if timer is not None:
             timer.cancel()
-        self.apply_locks()
+        self._told()
 
     def _act(self, action: Action) -> None:
         match action:

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Literal, TypeAlias
 
 from weightsync.errors import ConfigError, VersionError
+from weightsync.types.control import ValidationRun
 
 Mode: TypeAlias = Literal["sync", "fully-async", "batch-async"]
 AfterFailure: TypeAlias = Literal["keep", "evict"]
@@ -64,20 +65,6 @@ class StartSync:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Validation:
-    """One validation run.
-
-    Attributes:
-        run_id, version: what is validated.
-        stands_for: the multiples of `validate_freq` that it is recorded for.
-    """
-
-    run_id: str | None
-    version: int
-    stands_for: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelState:
     """What is known of one model's versions, and what is under way.
 
@@ -108,7 +95,7 @@ class ModelState:
     num_failed: int = 0
     evicting: bool = False
     overdue: bool = False
-    validation: Validation | None = None
+    validation: ValidationRun | None = None
     validated_to: int = 0
     told: tuple[tuple[str, int], ...] = ()
 
@@ -192,7 +179,7 @@ class GiveUp:
 class StartValidation:
     """Validate now; `ValidationEnded` when it has ended."""
 
-    validation: Validation
+    validation: ValidationRun
 
 
 Action: TypeAlias = StartSync | RetryAfter | EvictFailed | GiveUp | StartValidation
@@ -322,7 +309,7 @@ def _synced(state: ModelState, version: int, policy: Policy) -> tuple[ModelState
         reached = state.rollout_version // policy.validate_freq * policy.validate_freq
         crossed = tuple(range(state.validated_to + policy.validate_freq, reached + 1, policy.validate_freq))
         if crossed:
-            validation = Validation(run_id=state.run_id, version=state.rollout_version, stands_for=crossed)
+            validation = ValidationRun(run_id=state.run_id, version=state.rollout_version, stands_for=crossed)
             state = dataclasses.replace(state, validation=validation, validated_to=reached)
             return _with_due(state, policy), (StartValidation(validation=validation),)
     return _go_on(state, policy)

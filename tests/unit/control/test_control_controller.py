@@ -12,9 +12,9 @@ import pytest
 
 from weightsync.clients.fanout import in_thread
 from weightsync.control.controller import WeightSyncController
-from weightsync.control.state import Validation
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.types import Version
+from weightsync.types.control import ValidationRun
 
 LONG_S = 20.0
 
@@ -195,14 +195,14 @@ def test_fully_async_waits_for_nobody(made: Make) -> None:
 
 
 def test_validation_is_started_and_ended(made: Make) -> None:
-    started: list[Validation] = []
+    started: list[ValidationRun] = []
     controller, _ = made({"validate_freq": 2}, on_validate=lambda tag, validation: started.append(validation))
     pool = Module()
     controller.set_module_references(Module(), pool)
     for number in (1, 2):
         controller.trajectory_pool_notify_batch_ready("default")
         controller.train_worker_notify_weight_update("w", "default", "r", number)
-    assert started == [Validation(run_id="r", version=2, stands_for=(2,))]
+    assert started == [ValidationRun(run_id="r", version=2, stands_for=(2,))]
     assert controller.rollout_service_state("default").waiting_for_validation == started[0]
     assert (pool.locked, controller.check_rollout_service_status("default")) == ({"default"}, "continue")
     controller.end_validate("default")

@@ -25,13 +25,13 @@ from weightsync.control.state import (
     Synced,
     SyncFailed,
     Trained,
-    Validation,
     ValidationEnded,
     pool_locked,
     services_blocked,
     step,
 )
 from weightsync.errors import ConfigError, VersionError
+from weightsync.types.control import ValidationRun
 
 
 class Machine:
@@ -256,7 +256,7 @@ def test_validation_locks_the_pool_and_leaves_the_services_free() -> None:
     machine(BatchReady())
     machine.train(2)
     (start,) = machine.synced()
-    assert start == StartValidation(validation=Validation(run_id="r", version=2, stands_for=(2,)))
+    assert start == StartValidation(validation=ValidationRun(run_id="r", version=2, stands_for=(2,)))
     assert (machine.blocked, machine.locked) == (False, True)
     assert machine.train(3) == (), "it measures one version"
     assert machine(ValidationEnded()) == (StartSync(run_id="r", version=3),)
@@ -272,7 +272,7 @@ def test_one_validation_stands_for_all_multiples_that_were_crossed() -> None:
     assert machine.synced() == ()
     machine.train(14)
     (start,) = machine.synced()
-    assert start == StartValidation(validation=Validation(run_id="r", version=14, stands_for=(9, 12)))
+    assert start == StartValidation(validation=ValidationRun(run_id="r", version=14, stands_for=(9, 12)))
 
 
 @pytest.mark.parametrize("wrong", [
@@ -301,7 +301,7 @@ class AllInterleavings(RuleBasedStateMachine):
         self.version = 0
         self.batches = 0
         self.retry = False
-        self.validating: Validation | None = None
+        self.validating: ValidationRun | None = None
         self.committed: dict[str, list[int]] = {}
         self.stood_for: list[tuple[str | None, int]] = []
 

@@ -1,0 +1,142 @@
+"""ControllerServer: a `WeightSyncController` over HTTP.
+
+Who waits at the gate costs no thread and no polling: a waiter is a coroutine, woken when its model changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from weightsync.control.controller import WeightSyncController
+from weightsync.net.messages import decode, encode
+from weightsync.net.server import ServerThread, TlsFiles, api_app
+from weightsync.types import Deadline
+from weightsync.types.control import ControllerStatus, GateReply, ModelRequest, SyncReply, TrainedRequest
+
+
+class ControllerServer:
+    """Serves document 5's calls under their names, `/status` and `/healthz`, from `start` to `close`.
+
+    Args:
+        controller: whose calls these are. It stays the caller's.
+        host, port, token, tls: see `ServerThread`.
+
+    Raises:
+        ConfigError: the host is reachable from elsewhere and there is no token.
+    """
+
+    def __init__(
+        self,
+        controller: WeightSyncController,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        self._controller = controller
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._changed: dict[str, asyncio.Event] = {}
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self.app: FastAPI = api_app("weightsync controller")
+        for method, path, handler in (
+            ("POST", "/check_rollout_service_status", self._check),
+            ("POST", "/trajectory_pool_notify_batch_ready", self._batch_ready),
+            ("POST", "/train_worker_notify_weight_update", self._trained),
+            ("POST", "/sync_weight_to_rollout_service", self._sync),
+            ("POST", "/end_validate", self._end_validate),
+            ("GET", "/status", self._status),
+        ):
+            self.app.add_api_route(path, handler, methods=[method])
+        self._server = ServerThread(self.app, host=host, port=port, token=token, tls=tls, name="weightsync-controller")
+
+    def start(self) -> str:
+        """Starts to listen; the URL."""
+        self._unsubscribe = self._controller.subscribe(self._wake)
+        return self._server.start()
+
+    def wait(self) -> None:
+        """Blocks until the server ends."""
+        self._server.wait()
+
+    def close(self) -> None:
+        """Stops listening; who waits at the gate is told to ask again. Idempotent."""
+        self._closed = True
+        self._unsubscribe()
+        self._unsubscribe = lambda: None
+        for model_tag in self._controller.model_tags:
+            self._wake(model_tag)
+        self._server.close()
+
+    def _wake(self, model_tag: str) -> None:
+        """From any thread: those who wait for this model look again."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self._wake_here, model_tag)
+
+    def _wake_here(self, model_tag: str) -> None:
+        event = self._changed.pop(model_tag, None)
+        if event is not None:
+            event.set()
+
+    async def _check(self, request: Request) -> Response:
+        asked = decode(await request.body(), ModelRequest, what="a check")
+        self._loop = asyncio.get_running_loop()
+        deadline = Deadline(asked.wait_s or 0.0)
+        while True:
+            changed = self._changed.setdefault(asked.model_tag, asyncio.Event())  # before the look: nothing is missed
+            try:
+                answer = self._controller.check_rollout_service_status(asked.model_tag)
+            except BaseException:
+                self._changed.pop(asked.model_tag, None)
+                raise
+            if answer == "continue" or deadline.expired or self._closed:
+                break
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), deadline.remaining_s)
+        state = self._controller.rollout_service_state(asked.model_tag)
+        return _json(GateReply(answer=answer, rollout_model_version=state.rollout_model_version))
+
+    async def _batch_ready(self, request: Request) -> Response:
+        asked = decode(await request.body(), ModelRequest, what="a notification")
+        await asyncio.to_thread(self._controller.trajectory_pool_notify_batch_ready, asked.model_tag)
+        return await self._of(asked)
+
+    async def _trained(self, request: Request) -> Response:
+        asked = decode(await request.body(), TrainedRequest, what="a notification")
+        await asyncio.to_thread(
+            self._controller.train_worker_notify_weight_update,
+            asked.worker_name, asked.model_tag, asked.run_id, asked.version, timeout_s=asked.wait_s or 0.0,
+        )  # fmt: skip
+        return await self._of(asked)
+
+    async def _sync(self, request: Request) -> Response:
+        asked = decode(await request.body(), ModelRequest, what="a request")
+        done = await asyncio.to_thread(
+            self._controller.sync_weight_to_rollout_service, asked.model_tag, timeout_s=asked.wait_s or 0.0
+        )
+        return _json(SyncReply(up_to_date=done))
+
+    async def _end_validate(self, request: Request) -> Response:
+        asked = decode(await request.body(), ModelRequest, what="a notification")
+        await asyncio.to_thread(self._controller.end_validate, asked.model_tag)
+        return await self._of(asked)
+
+    async def _of(self, asked: ModelRequest) -> Response:
+        return _json(self._controller.rollout_service_state(asked.model_tag))
+
+    async def _status(self) -> Response:
+        tags = self._controller.model_tags
+        return _json(ControllerStatus(models={tag: self._controller.rollout_service_state(tag) for tag in tags}))
+
+
+def _json(message: msgspec.Struct | Any) -> Response:
+    return Response(encode(message), media_type="application/json")

@@ -1,0 +1,132 @@
+"""The messages of a controller's HTTP face."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from weightsync.errors import InvalidRequestError
+from weightsync.types.deadline import check_wait_s
+
+MAX_VERSION = 1 << 53
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base of all messages: immutable, keyword-only, unknown fields refused."""
+
+
+class ModelRequest(_Message, frozen=True, kw_only=True):
+    """A call for one model.
+
+    Attributes:
+        model_tag: which.
+        wait_s: how long to wait for what is asked; None or 0: not at all.
+    """
+
+    model_tag: str
+    wait_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.model_tag:
+            raise InvalidRequestError("model_tag has at least one character")
+        if self.wait_s:
+            check_wait_s("wait_s", self.wait_s)
+
+
+class TrainedRequest(ModelRequest, frozen=True, kw_only=True):
+    """A training worker has new weights.
+
+    Attributes:
+        worker_name: who.
+        run_id: of the trainer's run; None: the one that is known.
+        version: number of the weights; None: the worker's next one.
+    """
+
+    worker_name: str
+    run_id: str | None = None
+    version: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.worker_name or self.run_id == "":
+            raise InvalidRequestError("worker_name and run_id have at least one character")
+        if self.version is not None and not 0 <= self.version < MAX_VERSION:
+            raise InvalidRequestError(f"a version is a whole number from 0 on, not {self.version}")
+
+
+class ValidationRun(_Message, frozen=True, kw_only=True):
+    """A validation that runs.
+
+    Attributes:
+        run_id, version: what is validated.
+        stands_for: the multiples of `validate_freq` that it is recorded for.
+    """
+
+    run_id: str | None
+    version: int
+    stands_for: tuple[int, ...]
+
+
+class RolloutServiceState(_Message, frozen=True, kw_only=True):
+    """What users see of one model; the words are document 5's.
+
+    Attributes:
+        state: "running"; "need_sync": services are being locked; "syncing".
+        run_id, train_model_version, rollout_model_version: versions are of this run. A rollout version of -1: rollout
+            has none of it yet.
+        staleness: versions behind.
+        blocked: whether rollout has to wait.
+        pool_locked: whether dataloader and trajectory pool are locked.
+        waiting_for_validation: the validation that runs.
+        num_failed: syncs that have failed in a row.
+        overdue: the retries have ended; rollout goes on with its old version.
+        last_error: of the last sync, while it matters.
+        model_name, weight_type, weight_path, backend, base_url: the inference service, as configured.
+    """
+
+    state: Literal["need_sync", "syncing", "running"] = "running"
+    run_id: str | None = None
+    train_model_version: int = 0
+    rollout_model_version: int = 0
+    staleness: int = 0
+    blocked: bool = False
+    pool_locked: bool = False
+    waiting_for_validation: ValidationRun | None = None
+    num_failed: int = 0
+    overdue: bool = False
+    last_error: str | None = None
+    model_name: str = ""
+    weight_type: str = ""
+    weight_path: str = ""
+    backend: str = ""
+    base_url: str = ""
+
+
+class GateReply(_Message, frozen=True, kw_only=True):
+    """Whether a request may proceed.
+
+    Attributes:
+        answer: "continue", or "block": ask again.
+        rollout_model_version: what rollout serves.
+    """
+
+    answer: Literal["continue", "block"]
+    rollout_model_version: int
+
+
+class SyncReply(_Message, frozen=True, kw_only=True):
+    """Whether rollout serves the newest trained version."""
+
+    up_to_date: bool
+
+
+class ControllerStatus(_Message, frozen=True, kw_only=True):
+    """All models, by tag."""
+
+    models: dict[str, RolloutServiceState]
+
+
+# msgspec learns what a type is made of at its first use, which two threads must not do at once; see types/engine.py
+for _kind in (ModelRequest, TrainedRequest, GateReply, SyncReply, ControllerStatus):
+    msgspec.json.Decoder(_kind)
