@@ -61,6 +61,7 @@ from weightsync.types import (
 from weightsync.types.deadline import MAX_WAIT_S
 
 _STUCK_LOADER_S = 30.0
+_OTHERS_END_S = 1.0
 _MAX_SUPERSEDED = 1000
 _AUDIT_ENDS_S = 2.0
 
@@ -529,9 +530,9 @@ class EngineWorker:
         )
 
     def _end(self, session: Session, error: WeightSyncError) -> None:
-        """As `_fail`, and waits for whoever else ends it."""
+        """As `_fail`, and waits for whoever else ends it; not for a loader that never returns."""
         self._fail(session, error)
-        session.closed.wait(_STUCK_LOADER_S)
+        session.closed.wait(_OTHERS_END_S)
 
     def _fail(self, session: Session, error: WeightSyncError) -> WeightSyncError:
         """Ends `session` for the first error alone; returns the error that ended it."""
