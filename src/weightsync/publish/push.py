@@ -235,7 +235,10 @@ class PushSync:
                 report = self._sync_once(run)
             except WeightSyncError as error:
                 if not _all_is_too_large(ranks.told):
-                    raise _cause_of(error, ranks.told) from error
+                    cause = _cause_of(error, ranks.told)
+                    if cause is error:
+                        raise
+                    raise cause from error
                 run = OneSync(self._parts, ranks, goal, deadline, sent_bytes=run.sent_bytes, why_full=error.message)
                 report = self._sync_once(run)
             self._last = goal
