@@ -102,7 +102,7 @@ def trainer(nbytes: int, few: bool, conn: Any) -> None:
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # freed blocks go straight back, so that the peak is what is live
     model = Model(nbytes, 0.0)
     with WeightManager("m", run_id="run", guard_s=20.0) as manager:
-        manager.start()
+        manager.start(deltas=few)
         conn.send((manager.endpoint, manager.agent_pid))
         while (version := conn.recv()) is not None:
             with torch.no_grad():
