@@ -1,0 +1,126 @@
+"""PullMethod: tells every rollout service of a version, all at once, and waits until each serves it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait as wait_for
+
+from weightsync.clients.fanout import in_thread
+from weightsync.clients.rollout import RolloutClient
+from weightsync.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    NoEnginesError,
+    SyncFailedError,
+    VersionError,
+    WeightSyncError,
+    as_weightsync_error,
+)
+from weightsync.types import Version
+from weightsync.types.publication import ModelStatus, NotifyRequest
+
+_MARGIN_S = 10.0
+
+_logger = logging.getLogger(__name__)
+
+
+class PullMethod:
+    """A `ModelSync` over rollout services. Thread-safe.
+
+    A sync succeeds where every live service serves the version, proved. Those that do not are named in the error, and
+    are tried again with the others: who serves it already answers at once. `evict_failed` goes on without them.
+
+    Args:
+        services: rollout services, by a name that tells operators which it is.
+        senders: endpoint of the agent of each model, which the services have registered.
+        timeout_s: how long a service may take to pull and load.
+
+    Raises:
+        NoEnginesError: there is no service.
+    """
+
+    def __init__(
+        self, services: Mapping[str, RolloutClient], senders: Mapping[str, str], *, timeout_s: float = 300.0
+    ) -> None:
+        if not services:
+            raise NoEnginesError("a pull needs at least one rollout service to tell")
+        self._services = dict(services)
+        self._senders = dict(senders)
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._failed: dict[str, set[str]] = {}  # by model, of its last sync
+        self._evicted: dict[str, set[str]] = {}  # by model
+
+    def live(self, model_tag: str) -> tuple[str, ...]:
+        """The services of this model that take part."""
+        with self._lock:
+            return tuple(name for name in self._services if name not in self._evicted.get(model_tag, ()))
+
+    def sync(self, model_tag: str, version: Version) -> int:
+        """See `ModelSync.sync`.
+
+        Raises:
+            InvalidRequestError: nobody said which agent has this model.
+            NoEnginesError: every service was evicted.
+            SyncFailedError: some do not serve it; `causes` says why, by service.
+        """
+        sender = self._senders.get(model_tag)
+        if sender is None:
+            raise InvalidRequestError(f"no agent of model {model_tag!r} is known: {', '.join(self._senders) or 'none'}")
+        names = self.live(model_tag)
+        if not names:
+            raise NoEnginesError(f"every rollout service of model {model_tag!r} was evicted")
+        notice = NotifyRequest(
+            run_id=version.run_id, model_id=model_tag, version=version.number, sender_endpoint=sender,
+            wait_s=self._timeout_s,
+        )  # fmt: skip
+        calls = {
+            name: in_thread(functools.partial(_tell, self._services[name], notice), name=f"weightsync-tell-{name}")
+            for name in names
+        }
+        wait_for(calls.values(), timeout=self._timeout_s + _MARGIN_S)
+        causes: dict[str, WeightSyncError] = {}
+        for name, call in calls.items():
+            error = call.exception() if call.done() else DeadlineExceededError("it did not answer in time", peer=name)
+            if error is not None:
+                causes[name] = as_weightsync_error(error, SyncFailedError, "it could not be told", peer=name)
+        with self._lock:
+            self._failed[model_tag] = set(causes)
+        if causes:
+            raise SyncFailedError(
+                f"{len(causes)} of {len(names)} rollout services do not serve it",
+                causes=causes,
+                version=str(version),
+                state_left="the others do; those serve their old version, or refuse to serve",
+            )
+        return min(call.result() for call in calls.values())
+
+    def evict_failed(self, model_tag: str) -> Sequence[str]:
+        """See `ModelSync.evict_failed`. They are not told of this model any more until `readmit`."""
+        with self._lock:
+            failed = self._failed.pop(model_tag, set())
+            self._evicted.setdefault(model_tag, set()).update(failed)
+        return sorted(failed)
+
+    def readmit(self, model_tag: str, name: str) -> None:
+        """A service takes part again, from the next sync on."""
+        with self._lock:
+            self._evicted.get(model_tag, set()).discard(name)
+
+
+def _tell(service: RolloutClient, notice: NotifyRequest) -> int:
+    """Returns when it serves that version, or a newer one of its run: the number.
+
+    Raises:
+        VersionError: it says that it serves something else.
+        WeightSyncError: it failed.
+    """
+    status: ModelStatus = service.notify_version(notice)
+    if status.run_id != notice.run_id or status.version is None or status.version < notice.version:
+        raise VersionError(
+            f"it answered well and serves {status.run_id}/{status.version}", version=f"{notice.run_id}/{notice.version}"
+        )
+    return status.version
