@@ -176,7 +176,7 @@ class Storm:
         return self.said[what]
 
     def hear_until(self, over: Callable[[], bool], timeout_s: float = 40.0) -> None:
-        """Hears everybody, and checks what they say."""
+        """Hears everybody, and checks what they say; fails where nobody says anything for so long."""
         end = time.monotonic() + timeout_s
         while not over():
             by_conn = {each.child.conn: each for each in self.followers if each.child.process.is_alive()}
@@ -184,6 +184,7 @@ class Storm:
                 assert isinstance(conn, Connection)
                 with contextlib.suppress(EOFError, ConnectionResetError):  # it was killed
                     self.check(conn.recv(), by_conn.get(conn))
+                    end = time.monotonic() + timeout_s
             where = [(each.last, each.follows, each.stopped) for each in self.followers]
             assert time.monotonic() < end, f"seed {self.seed}: stuck; {where}"
             assert self.publisher.process.is_alive(), f"seed {self.seed}: the publisher died: {self.publisher.result()}"
