@@ -41,3 +41,26 @@ def test_ray_actors_train_and_vllm_follows(tmp_path: Path) -> None:
     assert not [name for name in left if not psutil.pid_exists(int(name.split("-")[1]))], "others may run beside it"
     servers = [each for each in psutil.process_iter(["cmdline"]) if "weightsync-vllm-" in str(each.info["cmdline"])]
     assert not servers
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
+def test_vllm_follows_by_deltas(tmp_path: Path) -> None:
+    """At a learning rate of reinforcement learning: what changed alone is fetched, and vLLM serves exactly that."""
+    command = [sys.executable, "-m", "weightsync.cli", "demo", "--path", "pull", "--delta", "--engine", "vllm"]
+    ran = subprocess.run(
+        [*command, "--size", "tiny", "--steps", "3", "--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["versions"] == [1, 2, 3]
+    assert summary["loss_gap_max"] < 0.005
+    first, *later = summary["steps"]
+    assert first["density"] is None
+    for step in later:
+        assert 0.001 < step["density"] < 0.2
+        assert step["received_bytes"] < step["bytes"] / 4

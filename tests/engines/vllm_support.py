@@ -131,7 +131,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,  # a session of its own would be scheduled as a group of its own: see demo.vllm_engine
                 cwd=Path(__file__).parents[2],
                 env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **self._env},
             )
@@ -304,7 +304,7 @@ def _start_script(
         stderr=subprocess.STDOUT,
         stdin=stdin,
         text=True,
-        start_new_session=True,
+        process_group=0,  # a session of its own would be scheduled as a group of its own: see demo.vllm_engine
         env={**os.environ, **engine_env(core=1), **(env or {})},
         cwd=Path(__file__).parents[2],
     )

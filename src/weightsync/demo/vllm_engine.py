@@ -70,7 +70,9 @@ class VllmServer:
             ],
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            # For killpg, and not a session of its own: Linux schedules sessions as groups (sched_autogroup), and on two
+            # cores threads of the trainers' group were seen to wait a minute for a core that vLLM's worker was using.
+            process_group=0,
             preexec_fn=_die_with_parent,
             env={
                 "VLLM_CPU_KVCACHE_SPACE": "1",
