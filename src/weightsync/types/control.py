@@ -121,10 +121,108 @@ class SyncReply(_Message, frozen=True, kw_only=True):
     up_to_date: bool
 
 
+class InstanceStatus(_Message, frozen=True, kw_only=True):
+    """One rollout service as the pool sees it.
+
+    Attributes:
+        instance_id, url: which, and where it is called.
+        state: "joining": it catches up before it takes part; "live"; "suspect": live, and its heartbeat is late;
+            "evicted": it takes part no more until it has caught up.
+        models: version that it serves of each model, as "run/number"; None: none of ours.
+        lag: versions behind the newest one that the pool was told of, by model; None: of another run, or none.
+        heartbeat_age_s: seconds since it was heard last.
+        lease_left_s: for so long it may still answer; 0: it refuses.
+        why: why it is not live, or what failed last.
+    """
+
+    instance_id: str
+    url: str
+    state: Literal["joining", "live", "suspect", "evicted"]
+    models: dict[str, str | None] = {}
+    lag: dict[str, int | None] = {}
+    heartbeat_age_s: float = 0.0
+    lease_left_s: float = 0.0
+    why: str | None = None
+
+
+SPANS = ("trainer", "batch gate", "barrier", "agent", "transfer", "load", "pause", "commit", "retry")
+"""What somebody waited for in a sync: the step's end, the gate, the other models of a set, an agent's answer, bytes,
+engines, running generations, the commit of all, the time until a retry."""
+
+
+class SyncSpan(_Message, frozen=True, kw_only=True):
+    """A part of a sync.
+
+    Attributes:
+        name: one of `SPANS`.
+        start_s: seconds after the sync's start; before it where negative.
+        seconds: how long.
+        who: who was waited for: an instance, a model; None: nobody in particular.
+    """
+
+    name: str
+    start_s: float
+    seconds: float
+    who: str | None = None
+
+
+class SyncRecord(_Message, frozen=True, kw_only=True):
+    """One sync of a model, as the timeline shows it.
+
+    Attributes:
+        model_tag, run_id, version: what was synced.
+        started_s: seconds since the epoch.
+        seconds: how long it took; until now, while it runs.
+        outcome: "running", "served" or "failed".
+        error: why it failed.
+        spans: who was blocked by what.
+    """
+
+    model_tag: str
+    run_id: str | None
+    version: int
+    started_s: float
+    seconds: float
+    outcome: Literal["running", "served", "failed"]
+    error: str | None = None
+    spans: tuple[SyncSpan, ...] = ()
+
+
+class BarrierStatus(_Message, frozen=True, kw_only=True):
+    """A set of models that has to commit together, while somebody waits for it.
+
+    Attributes:
+        versions: version that each model's trainer has published; None: none yet.
+        waits_for: models that are behind the newest of them.
+        version: the number that all have to reach.
+        waited_s, timeout_s: since when it waits, and how long it may.
+    """
+
+    versions: dict[str, int | None]
+    waits_for: tuple[str, ...]
+    version: int
+    waited_s: float
+    timeout_s: float
+
+
 class ControllerStatus(_Message, frozen=True, kw_only=True):
-    """All models, by tag."""
+    """What `/status` of a controller answers.
+
+    Attributes:
+        models: by tag.
+        sync_mode: by tag.
+        instances: the pool, by name; empty where the method has none.
+        barriers: sets that wait now.
+        syncs: the last ones, the newest first.
+        now_s: the controller's clock, seconds since the epoch.
+    """
 
     models: dict[str, RolloutServiceState]
+    sync_mode: dict[str, str] = {}
+    instances: tuple[InstanceStatus, ...] = ()
+    barriers: tuple[BarrierStatus, ...] = ()
+    syncs: tuple[SyncRecord, ...] = ()
+    now_s: float = 0.0
 
 
 # msgspec learns what a type is made of at its first use, which two threads must not do at once; see types/engine.py
