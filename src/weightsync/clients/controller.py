@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import httpx
 
 from weightsync.clients.agent import JsonClient
 from weightsync.clients.http_edge import MAX_REPLY_BYTES, checked_url, told_error, typed_errors
-from weightsync.errors import EngineError
+from weightsync.errors import DeadlineExceededError, EngineError
 from weightsync.net.auth import bearer_headers
 from weightsync.net.messages import decode, encode
 from weightsync.types import Deadline
 from weightsync.types.control import (
     ControllerStatus,
+    EndValidateRequest,
     GateReply,
     ModelRequest,
     RolloutServiceState,
     SyncReply,
     TrainedRequest,
+    WaitVersionRequest,
 )
+from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest
 
 _RUNS = "a weightsync controller"
 _MARGIN_S = 5.0
@@ -60,12 +64,17 @@ class ControllerClient(JsonClient):
         run_id: str | None = None,
         version: int | None = None,
         *,
+        sender_endpoint: str | None = None,
+        evaluate: bool = False,
         wait_s: float = 0.0,
     ) -> RolloutServiceState:
-        """Training has new weights; waits up to `wait_s` for the end of the sync that this starts."""
+        """Training has new weights; waits up to `wait_s` for the end of the sync that this starts, and with `evaluate`
+        of its validation. See `WeightSyncController.train_worker_notify_weight_update`.
+        """
         message = TrainedRequest(
-            worker_name=worker_name, model_tag=model_tag, run_id=run_id, version=version, wait_s=wait_s or None
-        )
+            worker_name=worker_name, model_tag=model_tag, run_id=run_id, version=version, wait_s=wait_s or None,
+            sender_endpoint=sender_endpoint, evaluate=evaluate,
+        )  # fmt: skip
         return self.call(
             "POST", "/train_worker_notify_weight_update", RolloutServiceState, message=message,
             timeout_s=wait_s + _MARGIN_S,
@@ -79,10 +88,32 @@ class ControllerClient(JsonClient):
         )
         return reply.up_to_date
 
-    def end_validate(self, model_tag: str, *, timeout_s: float = 10.0) -> RolloutServiceState:
-        """The validation that was running has ended."""
-        message = ModelRequest(model_tag=model_tag)
+    def notify_version(
+        self, run_id: str, model_id: str, version: int, sender_endpoint: str, *, evaluate: bool = False,
+        wait_s: float = 0.0,
+    ) -> RolloutServiceState:  # fmt: skip
+        """A trainer has published a version: what document 3's trainer calls, once a step. It waits for nobody but
+        with `evaluate`, where it waits until that version is served everywhere and was validated.
+        """
+        return self.train_worker_notify_weight_update(
+            "trainer", model_id, run_id, version, sender_endpoint=sender_endpoint, evaluate=evaluate, wait_s=wait_s
+        )
+
+    def end_validate(
+        self, model_tag: str, result: dict[str, float | int | str | bool | None] | None = None, *,
+        timeout_s: float = 10.0,
+    ) -> RolloutServiceState:  # fmt: skip
+        """The validation that was running has ended, with this result."""
+        message = EndValidateRequest(model_tag=model_tag, result=result)
         return self.call("POST", "/end_validate", RolloutServiceState, message=message, timeout_s=timeout_s)
+
+    def heartbeat(self, request: HeartbeatRequest, *, timeout_s: float = 5.0) -> HeartbeatReply:
+        """A rollout service is there; whether it may answer.
+
+        Raises:
+            StateError: the controller has no pool, or another process has taken this instance's name.
+        """
+        return self.call("POST", "/heartbeat", HeartbeatReply, message=request, timeout_s=timeout_s)
 
     def status(self, *, timeout_s: float = 10.0) -> ControllerStatus:
         """How every model is."""
@@ -90,7 +121,7 @@ class ControllerClient(JsonClient):
 
 
 class AsyncControllerClient:
-    """The gate for inference clients that are coroutines. One event loop.
+    """The gates for coroutines: of inference clients, and of whoever takes batches. One event loop.
 
     Args:
         url, token, verify: see `JsonClient`.
@@ -107,22 +138,52 @@ class AsyncControllerClient:
         self, model_tag: str, *, wait_s: float = 0.0, timeout_s: float = 10.0
     ) -> Answer:
         """See `ControllerClient.check_rollout_service_status`."""
+        return await self._gate(
+            "/check_rollout_service_status",
+            lambda this_s: ModelRequest(model_tag=model_tag, wait_s=this_s or None),
+            Deadline(wait_s),
+            timeout_s,
+        )
+
+    async def wait(
+        self, run_id: str, model_id: str, version: int, *, wait_s: float = 600.0, timeout_s: float = 10.0
+    ) -> None:
+        """Returns when every live instance serves that version of the model, or a newer one of its run: what
+        `get_batch` waits for before it serves a batch to a trainer that is at `version`. Woken, not polling.
+
+        Raises:
+            DeadlineExceededError: not within `wait_s`.
+        """
         deadline = Deadline(wait_s)
+        answer = await self._gate(
+            "/wait_version",
+            lambda this_s: WaitVersionRequest(
+                model_tag=model_id, run_id=run_id, version=version, wait_s=this_s or None
+            ),
+            deadline,
+            timeout_s,
+        )
+        if answer != "continue":
+            raise DeadlineExceededError(
+                f"model {model_id}: version {version} is not served by every live instance within {wait_s:g} s",
+                version=f"{run_id}/{version}",
+            )
+
+    async def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        await self._client.aclose()
+
+    async def _gate(
+        self, path: str, asks: Callable[[float], ModelRequest], deadline: Deadline, timeout_s: float
+    ) -> Answer:
         while True:
             this_s = min(deadline.remaining_s, _ROUND_S)
-            message = ModelRequest(model_tag=model_tag, wait_s=this_s or None)
             exchange = Deadline(timeout_s + this_s)
             with typed_errors(exchange, url=self.url, what="the gate", peer=self.url, runs=_RUNS):
-                response = await self._client.post(
-                    "/check_rollout_service_status", content=encode(message), timeout=timeout_s + this_s
-                )
+                response = await self._client.post(path, content=encode(asks(this_s)), timeout=timeout_s + this_s)
             if len(response.content) > MAX_REPLY_BYTES or response.status_code != 200:
                 error = told_error(response.content, peer=self.url)
                 raise error or EngineError(f"it answered with status {response.status_code}", peer=self.url)
             reply = decode(response.content, GateReply, what="the answer of a controller")
             if reply.answer == "continue" or deadline.expired:
                 return reply.answer
-
-    async def close(self) -> None:
-        """Closes the connections. Idempotent."""
-        await self._client.aclose()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weightsync.clients.agent import JsonClient
+from weightsync.types.fleet import CommitVersionsRequest, PrepareReply, PrepareRequest, ReleaseRequest
 from weightsync.types.publication import ModelStatus, NotifyRequest, RegisterSenderRequest, ServiceStatus
 
 _MARGIN_S = 5.0
@@ -26,6 +27,34 @@ class RolloutClient(JsonClient):
         """
         timeout_s = timeout_s if request.wait_s is None else request.wait_s + _MARGIN_S
         return self.call("POST", "/notify_version", ModelStatus, message=request, timeout_s=timeout_s)
+
+    def prepare_versions(self, request: PrepareRequest) -> PrepareReply:
+        """Of a fleet's service: returns when these versions are staged there.
+
+        Raises:
+            StateError: the service is in no fleet.
+            SyncFailedError: it failed; what was served is served.
+            DeadlineExceededError: it takes longer. It goes on.
+        """
+        return self.call(
+            "POST", "/prepare_versions", PrepareReply, message=request, timeout_s=request.wait_s + _MARGIN_S
+        )
+
+    def commit_versions(self, request: CommitVersionsRequest) -> ServiceStatus:
+        """Returns when what was prepared is served.
+
+        Raises:
+            StateError: something of it is not staged. Nothing was changed.
+            SyncFailedError: see `FleetMember.commit`.
+            DeadlineExceededError: it takes longer. It goes on.
+        """
+        return self.call(
+            "POST", "/commit_versions", ServiceStatus, message=request, timeout_s=request.wait_s + _MARGIN_S
+        )
+
+    def release_versions(self, request: ReleaseRequest, *, timeout_s: float = 10.0) -> None:
+        """What is staged is let go."""
+        self.call("POST", "/release_versions", dict[str, Any], message=request, timeout_s=timeout_s)
 
     def register_sender(self, request: RegisterSenderRequest, *, timeout_s: float = 10.0) -> None:
         """Makes an agent's endpoint known."""

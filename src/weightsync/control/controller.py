@@ -14,70 +14,23 @@ hangs holds up nobody else. Whatever a method raises is a sync that failed, and 
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from weightsync.clients.fanout import in_thread
 from weightsync.config import WeightSyncConfig
-from weightsync.control.state import (
-    Action,
-    BatchReady,
-    Event,
-    EvictFailed,
-    GiveUp,
-    ModelState,
-    Policy,
-    RetryAfter,
-    RetryDue,
-    StartSync,
-    StartValidation,
-    Synced,
-    SyncFailed,
-    Trained,
-    ValidationEnded,
-    pool_locked,
-    services_blocked,
-    step,
-)
-from weightsync.errors import ConfigError, InvalidRequestError, StateError, SyncFailedError, as_weightsync_error
+from weightsync.control.method import ModelSync
+from weightsync.control.model import Lockable, ModelControl
+from weightsync.control.state import BatchReady, Policy, StartSync, Trained
+from weightsync.errors import ConfigError, InvalidRequestError, StateError
 from weightsync.observe import Recorder
-from weightsync.types import Deadline, Version
-from weightsync.types.control import MAX_VERSION, RolloutServiceState, ValidationRun
+from weightsync.types import Version
+from weightsync.types.control import MAX_VERSION, ControllerStatus, RolloutServiceState, ValidationRun
 
-_logger = logging.getLogger(__name__)
+__all__ = ["Lockable", "ModelSync", "WeightSyncController"]
 
-
-class ModelSync(Protocol):
-    """How a controller asks for a model's version to be served."""
-
-    def sync(self, model_tag: str, version: Version) -> int:
-        """Sees to it that the rollout side serves this version of the model, or a newer one of its run.
-
-        Runs in a thread of its own, never twice at once for one model.
-
-        Returns:
-            The number of the version that is served now.
-
-        Raises:
-            Exception: nothing was committed, or only by some; it will be tried again.
-        """
-        ...
-
-    def evict_failed(self, model_tag: str) -> Sequence[str]:
-        """Takes whoever failed the last sync out of the pool; their names."""
-        ...
-
-
-class Lockable(Protocol):
-    """A dataloader or a trajectory pool, as the controller sees it. Both calls are idempotent and soon over."""
-
-    def lock(self, model_tag: str) -> None: ...
-    def unlock(self, model_tag: str) -> None: ...
-
-
+_NUM_SYNCS = 50
 Answer: TypeAlias = Literal["continue", "block"]
 
 
@@ -115,21 +68,22 @@ class WeightSyncController:
     ) -> None:
         base = WeightSyncConfig.load(config)
         self.recorder = recorder or Recorder("controller")
-        self._method = method
+        self.method = method
+        method.subscribe(self._told)
         self._on_validate = on_validate
         self._on_give_up = on_give_up
         self._modules: tuple[Lockable, ...] = ()
         self._holders: dict[str, Any] = {}
         self._closed = threading.Event()
         self._listeners: list[Callable[[str], None]] = []
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, ModelControl] = {}
         for tag in model_tags or (base.inference_service.model_tag,):
             own = (configs or {}).get(tag, base)
             policy = Policy(
                 mode=own.sync_mode, staleness_threshold=own.staleness_threshold, validate_freq=own.validate_freq,
                 retries_s=retries_s, after_failure=after_failure,
             )  # fmt: skip
-            self._models[tag] = _Model(tag, own, policy, self)
+            self._models[tag] = ModelControl(tag, own, policy, self)
         if unknown := set(configs or {}) - set(self._models):
             raise ConfigError(f"there are settings for models that are not in model_tags: {sorted(unknown)}")
 
@@ -182,10 +136,18 @@ class WeightSyncController:
         run_id: str | None = None,
         version: int | None = None,
         *,
+        sender_endpoint: str | None = None,
+        evaluate: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         """Training has new weights. Returns when the sync that this starts has ended, well or not; at once in mode
         "fully-async", and where none is due. Several workers that tell the same (run_id, version) count once.
+
+        Args:
+            worker_name, model_tag, run_id, version: who has what; see `state.Trained`.
+            sender_endpoint: URL of the agent that has it, for methods whose instances fetch it.
+            evaluate: sync it everywhere and validate it now, in every mode; returns when that validation has ended.
+            timeout_s: it returns after so long in any case; the sync goes on.
 
         Raises:
             VersionError: the worker goes back within a run. Nothing was changed.
@@ -196,8 +158,12 @@ class WeightSyncController:
         if not worker_name or (run_id is not None and not run_id):
             raise InvalidRequestError("worker_name and run_id have at least one character")
         model = self._model(model_tag)
-        started = model.feed(Trained(worker=worker_name, run_id=run_id, version=version))
-        if model.policy.bound is not None and any(isinstance(action, StartSync) for action in started):
+        if run_id is not None and version is not None:
+            self.method.trained(model_tag, Version(run_id=run_id, number=version), sender_endpoint)
+        started = model.feed(Trained(worker=worker_name, run_id=run_id, version=version, evaluate=evaluate))
+        if evaluate:
+            model.wait(lambda model: model.evaluated, timeout_s)
+        elif model.policy.bound is not None and any(isinstance(action, StartSync) for action in started):
             model.wait(lambda model: model.state.syncing is None, timeout_s)
 
     def sync_weight_to_rollout_service(self, model_tag: str, *, timeout_s: float = 600.0) -> bool:
@@ -209,11 +175,35 @@ class WeightSyncController:
         model.wait(lambda model: model.up_to_date or not model.under_way, timeout_s)
         return model.up_to_date
 
-    def end_validate(self, model_tag: str) -> None:
-        """The validation that was running has ended. Idempotent."""
-        self._model(model_tag).feed(ValidationEnded())
+    def end_validate(self, model_tag: str, result: Mapping[str, Any] | None = None) -> None:
+        """The validation that was running has ended; `result` is what `RolloutServiceState.last_validation` says then.
+        Idempotent.
+        """
+        self._model(model_tag).end_validate(result)
+
+    # --- the gate of whoever takes batches ---
+
+    def serves(self, run_id: str, model_tag: str, version: int) -> bool:
+        """Whether every live instance serves that version of the model, or a newer one of that run."""
+        return self._model(model_tag).serves(run_id, version)
+
+    def wait_version(self, run_id: str, model_tag: str, version: int, *, timeout_s: float) -> bool:
+        """Waits until it is served, or the time is over; woken, not polling. Whether it is."""
+        return self._model(model_tag).wait(lambda model: model.serves(run_id, version), timeout_s)
 
     # --- what users see ---
+
+    def status(self) -> ControllerStatus:
+        """Everything."""
+        syncs = [record for model in self._models.values() for record in model.records()]
+        return ControllerStatus(
+            models={tag: model.seen() for tag, model in self._models.items()},
+            sync_mode={tag: model.policy.mode for tag, model in self._models.items()},
+            instances=self.method.instances(),
+            barriers=self.method.barriers(),
+            syncs=tuple(sorted(syncs, key=lambda record: -record.started_s)[:_NUM_SYNCS]),
+            now_s=time.time(),
+        )
 
     @property
     def model_tags(self) -> tuple[str, ...]:
@@ -237,181 +227,14 @@ class WeightSyncController:
         for model in self._models.values():
             model.close()
 
-    def _model(self, model_tag: str) -> _Model:
+    def _told(self) -> None:
+        """Instances or barriers have changed."""
+        for model_tag in self._models:
+            for listener in tuple(self._listeners):
+                listener(model_tag)
+
+    def _model(self, model_tag: str) -> ModelControl:
         try:
             return self._models[model_tag]
         except KeyError:
             raise InvalidRequestError(f"there is no model {model_tag!r} here: {', '.join(self._models)}") from None
-
-
-class _Model:
-    """One model: its state, under a lock of its own."""
-
-    def __init__(self, tag: str, config: WeightSyncConfig, policy: Policy, controller: WeightSyncController) -> None:
-        self.tag = tag
-        self.policy = policy
-        self.state = ModelState()
-        self._config = config
-        self._controller = controller
-        self._changed = threading.Condition()
-        self._applying = threading.Lock()
-        self._locked = False
-        self._timer: threading.Timer | None = None
-        self._last_error: str | None = None
-
-    @property
-    def blocked(self) -> bool:
-        """Whether rollout has to wait."""
-        return services_blocked(self.state, self.policy)
-
-    @property
-    def up_to_date(self) -> bool:
-        """Whether rollout serves the newest trained version."""
-        return self.state.rollout_version >= self.state.train_version
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a sync is running, or will be by itself."""
-        return self.state.syncing is not None or self.state.num_failed > 0
-
-    def feed(self, event: Event) -> tuple[Action, ...]:
-        """One event; what it starts is started when this returns."""
-        with self._changed:
-            if self._controller._closed.is_set() and not isinstance(event, Synced | SyncFailed | ValidationEnded):
-                raise StateError("this controller is closed")
-            self.state, actions = step(self.state, event, self.policy)
-            self._changed.notify_all()
-        self._told()
-        if not self._controller._closed.is_set():
-            for action in actions:
-                self._act(action)
-        return actions
-
-    def sync_now(self) -> None:
-        """Starts a sync of what is trained, where nothing stands in the way."""
-        with self._changed:
-            free = self.state.syncing is None and self.state.validation is None and not self.state.num_failed
-            if self._controller._closed.is_set() or not free or self.up_to_date:
-                return
-            goal = StartSync(run_id=self.state.run_id, version=self.state.train_version)
-            self.state = dataclasses.replace(self.state, phase="syncing", due=None, syncing=goal)
-            self._changed.notify_all()
-        self._told()
-        self._act(goal)
-
-    def wait(self, condition: Callable[[_Model], bool], timeout_s: float) -> bool:
-        """Until it holds, or the time is over; whether it holds."""
-        deadline = Deadline(timeout_s)
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: condition(self) or self._controller._closed.is_set(), deadline.remaining_s
-            ) and condition(self)
-
-    def _told(self) -> None:
-        """The state has changed."""
-        for listener in tuple(self._controller._listeners):
-            self._tell(lambda tag, _, listener=listener: listener(tag), None)  # type: ignore[misc]
-        self.apply_locks()
-
-    def apply_locks(self) -> None:
-        """Locks or unlocks the modules, as the state wants it now. Whoever comes last applies the last state."""
-        with self._applying:
-            wanted = pool_locked(self.state, self.policy) and not self._controller._closed.is_set()
-            modules = self._controller._modules
-            if not modules or wanted == self._locked:
-                return
-            for module in modules:
-                try:
-                    (module.lock if wanted else module.unlock)(self.tag)
-                except Exception:
-                    _logger.exception("model %s: %r can't be %s", self.tag, module, "locked" if wanted else "unlocked")
-            self._locked = wanted
-
-    def seen(self) -> RolloutServiceState:
-        """See `RolloutServiceState`."""
-        service = self._config.inference_service
-        with self._changed:
-            state, error = self.state, self._last_error
-        return RolloutServiceState(
-            state=state.phase,
-            run_id=state.run_id,
-            train_model_version=state.train_version,
-            rollout_model_version=state.rollout_version,
-            staleness=state.staleness,
-            blocked=services_blocked(state, self.policy),
-            pool_locked=pool_locked(state, self.policy),
-            waiting_for_validation=state.validation,
-            num_failed=state.num_failed,
-            overdue=state.overdue,
-            last_error=error,
-            model_name=service.model or "",
-            weight_type=service.weight_type,
-            weight_path=self._config.sync_weight_path or "",
-            backend=service.backend or "",
-            base_url=service.base_url or "",
-        )
-
-    def close(self) -> None:
-        """Ends the timer, wakes whoever waits, and unlocks the modules."""
-        with self._changed:
-            timer, self._timer = self._timer, None
-            self._changed.notify_all()
-        if timer is not None:
-            timer.cancel()
-        self._told()
-
-    def _act(self, action: Action) -> None:
-        match action:
-            case StartSync():
-                in_thread(lambda: self._sync(action), name=f"weightsync-sync-{self.tag}")
-            case RetryAfter(seconds=seconds):
-                timer = threading.Timer(seconds, self._retry)
-                timer.daemon = True
-                with self._changed:
-                    self._timer = timer
-                timer.start()
-            case EvictFailed():
-                evicted: Sequence[str] = ()
-                try:
-                    evicted = self._controller._method.evict_failed(self.tag)
-                except Exception:
-                    _logger.exception("model %s: nobody could be evicted", self.tag)
-                _logger.warning("model %s: evicted after retries: %s", self.tag, ", ".join(evicted) or "nobody")
-            case GiveUp(run_id=run_id, version=version):
-                _logger.error(
-                    "model %s: %s/%d is not served after all retries: rollout goes on with version %d (%s)",
-                    self.tag, run_id, version, self.state.rollout_version, self._last_error,
-                )  # fmt: skip
-                self._tell(self._controller._on_give_up, Version(run_id=run_id or "unnamed", number=version))
-            case StartValidation(validation=validation):
-                self._tell(self._controller._on_validate, validation)
-
-    def _tell(self, callback: Callable[[str, Any], None] | None, what: Any) -> None:
-        if callback is not None:
-            try:
-                callback(self.tag, what)
-            except Exception:
-                _logger.exception("model %s: a callback failed for %s", self.tag, what)
-
-    def _sync(self, goal: StartSync) -> None:
-        version = Version(run_id=goal.run_id or "unnamed", number=goal.version)
-        event: Event
-        try:
-            with self._controller.recorder.phase("sync", detail=f"{self.tag} {version}"):
-                served = self._controller._method.sync(self.tag, version)
-            if type(served) is not int or served < goal.version:
-                raise SyncFailedError(f"the method says that version {served!r} is served, {version} was asked for")
-            event, error = Synced(version=served), None
-        except BaseException as caught:  # whatever it is: a model must not stay in "syncing"
-            typed = as_weightsync_error(caught, SyncFailedError, "the sync failed")
-            _logger.warning("model %s: the sync of %s failed: %s", self.tag, version, typed)
-            event, error = SyncFailed(), f"{type(typed).__name__}: {typed}"
-        with self._changed:
-            self._last_error = error
-        self.feed(event)
-
-    def _retry(self) -> None:
-        with self._changed:
-            self._timer = None
-        if not self._controller._closed.is_set():
-            self.feed(RetryDue())

@@ -14,17 +14,29 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from weightsync.control.controller import WeightSyncController
+from weightsync.control.pool import RolloutPool
+from weightsync.errors import StateError
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.types import Deadline
-from weightsync.types.control import ControllerStatus, GateReply, ModelRequest, SyncReply, TrainedRequest
+from weightsync.types.control import (
+    EndValidateRequest,
+    GateReply,
+    ModelRequest,
+    SyncReply,
+    TrainedRequest,
+    WaitVersionRequest,
+)
+from weightsync.types.fleet import HeartbeatRequest
 
 
 class ControllerServer:
-    """Serves document 5's calls under their names, `/status` and `/healthz`, from `start` to `close`.
+    """Serves document 5's calls under their names, `/notify_version`, `/wait_version`, `/heartbeat`, `/status` and
+    `/healthz`, from `start` to `close`.
 
     Args:
         controller: whose calls these are. It stays the caller's.
+        pool: whose heartbeats are taken; None: nobody's.
         host, port, token, tls: see `ServerThread`.
 
     Raises:
@@ -34,6 +46,7 @@ class ControllerServer:
     def __init__(
         self,
         controller: WeightSyncController,
+        pool: RolloutPool | None = None,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -41,6 +54,7 @@ class ControllerServer:
         tls: TlsFiles | None = None,
     ) -> None:
         self._controller = controller
+        self._pool = pool
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._changed: dict[str, asyncio.Event] = {}
@@ -50,6 +64,9 @@ class ControllerServer:
             ("POST", "/check_rollout_service_status", self._check),
             ("POST", "/trajectory_pool_notify_batch_ready", self._batch_ready),
             ("POST", "/train_worker_notify_weight_update", self._trained),
+            ("POST", "/notify_version", self._trained),
+            ("POST", "/wait_version", self._wait_version),
+            ("POST", "/heartbeat", self._heartbeat),
             ("POST", "/sync_weight_to_rollout_service", self._sync),
             ("POST", "/end_validate", self._end_validate),
             ("GET", "/status", self._status),
@@ -89,21 +106,33 @@ class ControllerServer:
 
     async def _check(self, request: Request) -> Response:
         asked = decode(await request.body(), ModelRequest, what="a check")
+        return await self._gate(
+            asked, lambda: self._controller.check_rollout_service_status(asked.model_tag) == "continue"
+        )
+
+    async def _wait_version(self, request: Request) -> Response:
+        asked = decode(await request.body(), WaitVersionRequest, what="a wait for a version")
+        return await self._gate(asked, lambda: self._controller.serves(asked.run_id, asked.model_tag, asked.version))
+
+    async def _gate(self, asked: ModelRequest, opened: Callable[[], bool]) -> Response:
+        """Answers when it has opened, or the caller's time is over."""
+        self._controller.rollout_service_state(asked.model_tag)  # there is such a model
         self._loop = asyncio.get_running_loop()
         deadline = Deadline(asked.wait_s or 0.0)
         while True:
             changed = self._changed.setdefault(asked.model_tag, asyncio.Event())  # before the look: nothing is missed
-            try:
-                answer = self._controller.check_rollout_service_status(asked.model_tag)
-            except BaseException:
-                self._changed.pop(asked.model_tag, None)
-                raise
-            if answer == "continue" or deadline.expired or self._closed:
+            through = opened()
+            if through or deadline.expired or self._closed:
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), deadline.remaining_s)
         state = self._controller.rollout_service_state(asked.model_tag)
-        return _json(GateReply(answer=answer, rollout_model_version=state.rollout_model_version))
+        return _json(
+            GateReply(
+                answer="continue" if through else "block", run_id=state.run_id,
+                rollout_model_version=state.rollout_model_version,
+            )
+        )  # fmt: skip
 
     async def _batch_ready(self, request: Request) -> Response:
         asked = decode(await request.body(), ModelRequest, what="a notification")
@@ -114,7 +143,8 @@ class ControllerServer:
         asked = decode(await request.body(), TrainedRequest, what="a notification")
         await asyncio.to_thread(
             self._controller.train_worker_notify_weight_update,
-            asked.worker_name, asked.model_tag, asked.run_id, asked.version, timeout_s=asked.wait_s or 0.0,
+            asked.worker_name, asked.model_tag, asked.run_id, asked.version, sender_endpoint=asked.sender_endpoint,
+            evaluate=asked.evaluate, timeout_s=asked.wait_s or 0.0,
         )  # fmt: skip
         return await self._of(asked)
 
@@ -126,16 +156,21 @@ class ControllerServer:
         return _json(SyncReply(up_to_date=done))
 
     async def _end_validate(self, request: Request) -> Response:
-        asked = decode(await request.body(), ModelRequest, what="a notification")
-        await asyncio.to_thread(self._controller.end_validate, asked.model_tag)
+        asked = decode(await request.body(), EndValidateRequest, what="a notification")
+        await asyncio.to_thread(self._controller.end_validate, asked.model_tag, asked.result)
         return await self._of(asked)
+
+    async def _heartbeat(self, request: Request) -> Response:
+        asked = decode(await request.body(), HeartbeatRequest, what="a heartbeat")
+        if self._pool is None:
+            raise StateError("this controller has no pool: its method calls services that it was given")
+        return _json(self._pool.heartbeat(asked))
 
     async def _of(self, asked: ModelRequest) -> Response:
         return _json(self._controller.rollout_service_state(asked.model_tag))
 
     async def _status(self) -> Response:
-        tags = self._controller.model_tags
-        return _json(ControllerStatus(models={tag: self._controller.rollout_service_state(tag) for tag in tags}))
+        return _json(self._controller.status())
 
 
 def _json(message: msgspec.Struct | Any) -> Response:

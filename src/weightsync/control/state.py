@@ -83,6 +83,7 @@ class ModelState:
         validation: the one that is running.
         validated_to: all multiples of `validate_freq` up to here have had their validation.
         told: by worker: the version that it told of last, in this run.
+        evaluate_at: a version that the trainer wants validated; None: none.
     """
 
     phase: Phase = "running"
@@ -98,6 +99,7 @@ class ModelState:
     validation: ValidationRun | None = None
     validated_to: int = 0
     told: tuple[tuple[str, int], ...] = ()
+    evaluate_at: int | None = None
 
     @property
     def staleness(self) -> int:
@@ -121,11 +123,13 @@ class Trained:
         worker: its name.
         run_id: the trainer's run; None: the one that is known.
         version: number of the weights; None: the worker's next one.
+        evaluate: they are to be synced and validated, whatever the mode and `validate_freq` say.
     """
 
     worker: str
     run_id: str | None = None
     version: int | None = None
+    evaluate: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,7 +262,9 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
     newer = version > state.train_version
     told[event.worker] = version
     state = dataclasses.replace(_advanced(state, version), run_id=run_id, told=tuple(sorted(told.items())))
-    return _go_on(state, policy) if newer or first_word else (state, ())
+    if event.evaluate:
+        state = dataclasses.replace(state, evaluate_at=max(version, state.evaluate_at or 0))
+    return _go_on(state, policy) if newer or first_word or event.evaluate else (state, ())
 
 
 def _advanced(state: ModelState, version: int) -> ModelState:
@@ -281,13 +287,37 @@ def _with_due(state: ModelState, policy: Policy) -> ModelState:
 
 def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     """Starts what is due and what nothing stands in the way of."""
+    state, validations = _validate(state, policy)
     state = _with_due(state, policy)
+    if validations:
+        return state, validations
     waits = state.phase == "syncing" or state.validation is not None or state.num_failed  # its retry is scheduled
     if waits or state.rollout_version >= state.train_version:
         return state, ()
-    if policy.bound is not None and (state.due is None or state.train_version < state.due):
+    not_due = state.due is None or state.train_version < state.due
+    if policy.bound is not None and not_due and state.evaluate_at is None:
         return state, ()
     return _begin(state)
+
+
+def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
+    """Starts the validation that what is served calls for, where none is running."""
+    if state.validation is not None or state.phase == "syncing":
+        return state, ()
+    freq = policy.validate_freq
+    reached = state.rollout_version // freq * freq if freq else 0
+    crossed = tuple(range(state.validated_to + freq, reached + 1, freq)) if freq else ()
+    asked = state.evaluate_at is not None and state.evaluate_at <= state.rollout_version
+    if not crossed and not asked:
+        return state, ()
+    validation = ValidationRun(run_id=state.run_id, version=state.rollout_version, stands_for=crossed)
+    state = dataclasses.replace(
+        state,
+        validation=validation,
+        validated_to=max(state.validated_to, reached),
+        evaluate_at=None if asked else state.evaluate_at,
+    )
+    return state, (StartValidation(validation=validation),)
 
 
 def _begin(state: ModelState) -> tuple[ModelState, tuple[Action, ...]]:
@@ -305,13 +335,6 @@ def _synced(state: ModelState, version: int, policy: Policy) -> tuple[ModelState
     state = dataclasses.replace(
         _advanced(state, version), rollout_version=max(version, state.rollout_version), overdue=False
     )
-    if policy.validate_freq and state.validation is None:
-        reached = state.rollout_version // policy.validate_freq * policy.validate_freq
-        crossed = tuple(range(state.validated_to + policy.validate_freq, reached + 1, policy.validate_freq))
-        if crossed:
-            validation = ValidationRun(run_id=state.run_id, version=state.rollout_version, stands_for=crossed)
-            state = dataclasses.replace(state, validation=validation, validated_to=reached)
-            return _with_due(state, policy), (StartValidation(validation=validation),)
     return _go_on(state, policy)
 
 

@@ -4,5 +4,18 @@ from weightsync.memory.host import host_nonce
 from weightsync.memory.lease import Lock, Reader, is_read
 from weightsync.memory.mapped import MappedSegment, SharedSegment
 from weightsync.memory.segment import Segment, reclaim_dead
+from weightsync.memory.serving import LeaseReader, ServingLease, boot_s
 
-__all__ = ["Lock", "MappedSegment", "Reader", "Segment", "SharedSegment", "host_nonce", "is_read", "reclaim_dead"]
+__all__ = [
+    "LeaseReader",
+    "Lock",
+    "MappedSegment",
+    "Reader",
+    "Segment",
+    "ServingLease",
+    "SharedSegment",
+    "boot_s",
+    "host_nonce",
+    "is_read",
+    "reclaim_dead",
+]

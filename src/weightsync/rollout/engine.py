@@ -29,6 +29,7 @@ from weightsync.errors import (
     is_consequence,
 )
 from weightsync.load.base import WeightLoader
+from weightsync.memory import LeaseReader
 from weightsync.observe import Recorder
 from weightsync.rollout.gate import ServingGate
 from weightsync.rollout.worker import EngineWorker
@@ -85,14 +86,17 @@ class EmbeddedEngine:
     Args:
         workers: one a worker rank; with a single in-process worker use `EmbeddedEngine.of(loader)`.
         engine_id: a name that tells an operator which engine this is.
+        lease: of the fleet's service on this host (`RolloutService.lease`): without it nothing is answered.
     """
 
-    def __init__(self, workers: Sequence[Worker], *, engine_id: str = "engine-0") -> None:
+    def __init__(
+        self, workers: Sequence[Worker], *, engine_id: str = "engine-0", lease: LeaseReader | None = None
+    ) -> None:
         if not workers:
             raise NoEnginesError("an engine has at least one worker")
         self._workers = list(workers)
         self._engine_id = engine_id
-        self._gate = ServingGate()
+        self._gate = ServingGate(lease)
         self._recorder = Recorder(engine_id)
         self._pause_phase: tuple[str, contextlib.ExitStack] | None = None
         self._lock = threading.Lock()
@@ -110,9 +114,11 @@ class EmbeddedEngine:
         engine_id: str = "engine-0",
         model_id: str | None = None,
         codec: Codec | None = None,
+        lease: LeaseReader | None = None,
     ) -> EmbeddedEngine:
         """An engine of one worker in this process; see `EngineWorker` for the arguments."""
-        return cls([EngineWorker(loader, track=engine_id, model_id=model_id, codec=codec)], engine_id=engine_id)
+        worker = EngineWorker(loader, track=engine_id, model_id=model_id, codec=codec)
+        return cls([worker], engine_id=engine_id, lease=lease)
 
     @property
     def engine_id(self) -> str:

@@ -20,6 +20,7 @@ from weightsync.errors import (
     as_weightsync_error,
 )
 from weightsync.observe import Metrics, Recorder
+from weightsync.rollout.permit import Hold, Permit
 from weightsync.rollout.pulled import Pulled
 from weightsync.rollout.staged_load import EngineLoader, LoadReport
 from weightsync.types import Deadline, EngineHandle, EngineReply, Version
@@ -66,6 +67,7 @@ class EngineGroup:
         recorder: where phases go.
         metrics: where failures are counted.
         changed: called after what an engine serves has changed.
+        permit: in a fleet: what may be committed.
 
     Raises:
         NoEnginesError: there are none.
@@ -81,6 +83,7 @@ class EngineGroup:
         recorder: Recorder,
         metrics: Metrics,
         changed: Callable[[], None],
+        permit: Permit | None = None,
     ) -> None:
         strangers = [engine for engine in engines if not isinstance(engine, EngineHandle)]
         if strangers:
@@ -90,6 +93,7 @@ class EngineGroup:
             )
         self._metrics = metrics
         self._tell_changed = changed
+        self._permit = permit
         self._loaders = [
             EngineLoader(engine, model_id, pause_timeout_s=pause_timeout_s, recorder=recorder) for engine in engines
         ]
@@ -178,7 +182,9 @@ class EngineGroup:
         errors: dict[str, str] = {}
         self._given = []
         loads: dict[str, Future[LoadReport]] = {}
-        for loader in self._needy(pulled.version):
+        needy = self._needy(pulled.version)
+        hold = None if self._permit is None else self._permit.hold(pulled.version, len(needy))
+        for loader in needy:
             who = loader.engine_id
             before = self._loads.get(who)
             if before is not None and not before.done():
@@ -190,9 +196,11 @@ class EngineGroup:
                     continue
                 self._num_loads[who] += 1
                 self._loads[who] = loads[who] = in_thread(
-                    _bound(loader, pulled, deadline), name=f"weightsync-load-{who}"
+                    _bound(loader, pulled, deadline, hold), name=f"weightsync-load-{who}"
                 )
                 self._given.append(loads[who])
+        if errors and hold is not None:
+            hold.failed("; ".join(errors.values()))
         end = Deadline(deadline.remaining_s + _LET_GO_S)
         wrong, paused_s, num_chunks, num_patched = False, 0.0, 0, 0
         for who, load in loads.items():
@@ -222,6 +230,8 @@ class EngineGroup:
                 if load.done():
                     del self._loads[who]
             self._tell_changed()
+        if self._permit is not None and hold is not None:
+            self._permit.ended(hold)
         return GroupReport(
             engine_ids=tuple(loads),
             errors=errors,
@@ -313,5 +323,13 @@ def _asked(loader: EngineLoader) -> Callable[[], EngineReply]:
     return lambda: loader.describe(timeout_s=_ASK_S)
 
 
-def _bound(loader: EngineLoader, pulled: Pulled, deadline: Deadline) -> Callable[[], LoadReport]:
-    return lambda: loader.load(pulled, deadline=deadline)
+def _bound(loader: EngineLoader, pulled: Pulled, deadline: Deadline, hold: Hold | None) -> Callable[[], LoadReport]:
+    def load() -> LoadReport:
+        try:
+            return loader.load(pulled, deadline=deadline, hold=hold)
+        except BaseException as error:
+            if hold is not None:
+                hold.failed(f"engine {loader.engine_id}: {error}")
+            raise
+
+    return load

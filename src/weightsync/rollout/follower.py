@@ -25,12 +25,14 @@ from weightsync.codec.delta_reader import coding
 from weightsync.errors import (
     DeadlineExceededError,
     InvalidRequestError,
+    StateError,
     SyncFailedError,
     TransferAbortedError,
     as_weightsync_error,
 )
 from weightsync.observe import Metrics, Recorder, now_s
 from weightsync.rollout.engine_group import EngineGroup, GroupReport
+from weightsync.rollout.permit import Permit
 from weightsync.rollout.pulled import Pulled
 from weightsync.rollout.puller import Puller
 from weightsync.rollout.sender import Ticket, Wish
@@ -81,11 +83,12 @@ class Follower:
         self._recorder = recorder
         self._metrics = metrics
         self._on_served = on_served
+        self._changed = threading.Condition()
+        self._permit = None if config.controller is None else Permit(self._changed, self._tell_listeners)
         self._engines = EngineGroup(
             engines, model_id, pause_timeout_s=config.pause_timeout_s, recorder=recorder, metrics=metrics,
-            changed=self._tell_listeners,
+            changed=self._tell_listeners, permit=self._permit,
         )  # fmt: skip
-        self._changed = threading.Condition()
         self._listeners: set[Callable[[], None]] = set()
         self._senders: set[str] = set()
         self._wishes = Wishes(
@@ -94,6 +97,7 @@ class Follower:
             patience_s=config.patience_s, timeout_s=config.pull_timeout_s, poll_s=config.poll_s,
         )  # fmt: skip
         self._num_done = 0
+        self._num_failed = 0
         self._status = ModelStatus(since_s=now_s())
         self._staging = Staging()
         self._paths = None if config.path_root is None else VersionPath(config.path_root, model_id)
@@ -190,6 +194,88 @@ class Follower:
                 if not self._changed.wait(deadline.remaining_s) and deadline.expired:
                     raise late(ticket, deadline)
 
+    # --- what a fleet tells it ---
+
+    @property
+    def permit(self) -> Permit:
+        """What may be committed.
+
+        Raises:
+            StateError: this service is in no fleet.
+        """
+        if self._permit is None:
+            raise StateError("this service is in no fleet: give it a `controller`")
+        return self._permit
+
+    def prepare(self, version: Version, endpoint: str) -> Ticket:
+        """As `want`; what is staged and older is let go."""
+        self.permit.release(f"{version} is prepared instead", older_than=version)
+        return self.want(version, endpoint)
+
+    def prepared(self, ticket: Ticket) -> Version | None:
+        """What every engine has staged, or serves, of that wish's run, from its version on; None: not yet.
+
+        Raises:
+            WeightSyncError: see `settled`.
+        """
+        version = ticket.wish.version
+        with self._changed:
+            staged = self.permit.staged
+            if staged is not None and staged.run_id == version.run_id and not version.is_newer_than(staged):
+                return staged
+            return self.served if self.settled(ticket) else None
+
+    @property
+    def served(self) -> Version | None:
+        """The version that every engine serves, the oldest of one run; None: some serve nothing, or another run."""
+        served = set(self._engines.served().values())
+        known = [version for version in served if version is not None]
+        if None in served or len({version.run_id for version in known}) != 1:
+            return None
+        return min(known, key=lambda version: version.number)
+
+    def serves(self, version: Version) -> bool:
+        """Whether every engine serves that version or a newer one of its run, and has ended its load."""
+        with self._changed:
+            return self._engines.serve(version) and self._status.state != "loading"
+
+    def check_may_commit(self, version: Version) -> None:
+        """Raises StateError where that version is neither staged nor served."""
+        with self._changed:
+            if self.permit.staged != version and not self._engines.serve(version) and not self.permit.allows(version):
+                raise StateError(
+                    f"model {self.model_id} has {self.permit.staged or 'nothing'} staged: prepare it first",
+                    version=str(version),
+                    state_left="nothing was changed",
+                )
+
+    def wait_served(self, version: Version, deadline: Deadline) -> None:
+        """Until every engine serves what may be committed now.
+
+        Raises:
+            SyncFailedError: its load has failed. It is tried again, by and by.
+            DeadlineExceededError: it takes longer. It goes on.
+        """
+        with self._changed:
+            begun = self._num_failed
+            while not self.serves(version):
+                if self._num_failed > begun:
+                    raise SyncFailedError(
+                        "; ".join(f"{who}: {why}" for who, why in self._status.errors.items()) or "its load failed",
+                        causes={}, version=str(version), state_left="its old version, or it refuses to serve",
+                    )  # fmt: skip
+                if not self._changed.wait(deadline.remaining_s) and deadline.expired:
+                    raise DeadlineExceededError(
+                        f"{version} is not served within {deadline.timeout_s:g} s; it is still tried",
+                        version=str(version),
+                    )
+
+    @property
+    def current_sender(self) -> str | None:
+        """Whom it pulls from."""
+        wanted = self._wishes.wanted
+        return None if wanted is None else wanted.endpoint
+
     @contextlib.contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
         """Calls `listener` after every change, from any thread, while the body runs. It has to be quick."""
@@ -213,6 +299,7 @@ class Follower:
                 wanted_run_id=None if wanted is None else wanted.version.run_id,
                 wanted=None if wanted is None else wanted.version.number,
                 engines={who: None if version is None else str(version) for who, version in served.items()},
+                staged=None if self._permit is None or self._permit.staged is None else str(self._permit.staged),
                 unprovable=self._engines.unprovable(),
                 sender_errors=self._wishes.sender_errors,
                 retrying=self._status.retrying or self._wishes.doubts,
@@ -298,6 +385,8 @@ class Follower:
                 self._note(state="waiting" if errors else "idle", errors=errors, retrying=None, num_done=ticket)
             if errors:  # the failed ones are tried again, by and by, or at the next wish
                 with self._changed:
+                    self._num_failed += 1
+                    self._changed.notify_all()
                     self._changed.wait_for(lambda: self._closed or self._wishes.count > ticket, retry_s)  # noqa: B023
                 retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
             else:

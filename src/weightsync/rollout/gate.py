@@ -8,7 +8,11 @@ import time
 from collections.abc import Iterator
 
 from weightsync.errors import DeadlineExceededError, NotServingError, StateError
+from weightsync.memory import LeaseReader
 from weightsync.types import Deadline, Version
+
+_HELD_LOOK_S = 0.002
+"""A hold is ended by another process, in shared memory."""
 
 
 class ServingGate:
@@ -16,9 +20,13 @@ class ServingGate:
 
     States: open; paused (by a session, under a lease: a dead trainer does not keep an engine paused); fenced
     (the weights are half-loaded: nobody passes until a commit).
+
+    Args:
+        lease: of the fleet's service on this host, where there is one: nothing is answered without it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lease: LeaseReader | None = None) -> None:
+        self._lease = lease
         self._changed = threading.Condition()
         self._running = 0
         self._paused_by: str | None = None
@@ -38,23 +46,25 @@ class ServingGate:
     def serving(self) -> bool:
         """Whether a generation would pass now."""
         with self._changed:
-            return self._dead is None and self._fenced is None and not self._is_paused()
+            return self._refusal() is None and self._fenced is None and not self._is_paused()
 
     @contextlib.contextmanager
     def generation(self, *, timeout_s: float = 30.0) -> Iterator[Version | None]:
         """Surrounds one generation; gives the version it runs on.
 
         Raises:
-            NotServingError: fenced, or still paused after `timeout_s`. Nothing ran.
+            NotServingError: fenced, or still paused after `timeout_s`: nothing ran. Or, at the end of the body, the
+                lease was lost meanwhile: what was generated must not be answered.
         """
         deadline = Deadline(timeout_s)
         with self._changed:
-            while (refused := self._refusal()) is not None or self._fenced is not None or self._is_paused():
+            while (refused := self._refusal()) is not None or self._waits():
                 if refused is not None:
                     raise NotServingError(f"this engine refuses to serve: {refused}", state_left="fenced")
                 if deadline.expired:
                     raise NotServingError(f"this engine has been paused for over {timeout_s:g} s", state_left="paused")
-                self._changed.wait(min(deadline.remaining_s, max(0.001, self._lease_end - time.monotonic())))
+                until_s = max(0.001, self._lease_end - time.monotonic()) if not self._held else _HELD_LOOK_S
+                self._changed.wait(min(deadline.remaining_s, until_s))
             self._running += 1
             version = self._version
         try:
@@ -63,6 +73,8 @@ class ServingGate:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
+        if self._lease is not None and (refused := self._lease.refusal()) is not None:
+            raise NotServingError(f"this engine must not answer: {refused}", state_left="fenced")
 
     def pause(self, session: str, *, timeout_s: float, lease_s: float) -> None:
         """Stops new generations and waits for the running ones.
@@ -161,7 +173,16 @@ class ServingGate:
         orderly update: whoever waits for that pause goes on waiting."""
         if self._dead is not None:
             return self._dead
+        if self._lease is not None and (lost := self._lease.refusal()) is not None:
+            return lost
         return self._fenced if self._fenced is not None and not (self._in_pause and self._is_paused()) else None
+
+    @property
+    def _held(self) -> bool:
+        return self._lease is not None and self._lease.held
+
+    def _waits(self) -> bool:
+        return self._fenced is not None or self._is_paused() or self._held
 
     def _is_paused(self) -> bool:
         if self._paused_by is not None and time.monotonic() >= self._lease_end:

@@ -10,20 +10,30 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 
 from weightsync.clients.http_edge import checked_url
-from weightsync.errors import InvalidRequestError, NoEnginesError, NotRegisteredError, WeightSyncError
+from weightsync.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    NoEnginesError,
+    NotRegisteredError,
+    StateError,
+    WeightSyncError,
+)
 from weightsync.memory import reclaim_dead
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, api_app
 from weightsync.observe import Metrics, Recorder
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.rollout.follower import Follower, late
+from weightsync.rollout.member import FleetMember
 from weightsync.rollout.sender import Ticket
 from weightsync.rollout.settings import RolloutConfig
 from weightsync.types import Deadline, EngineHandle, Version
+from weightsync.types.fleet import CommitVersionsRequest, PrepareRequest, ReleaseRequest
 from weightsync.types.publication import ModelStatus, NotifyRequest, RegisterSenderRequest, ServiceStatus
 
 _RECLAIM_EVERY_S = 2.0
@@ -33,6 +43,9 @@ _logger = logging.getLogger(__name__)
 
 class RolloutService:
     """Serves `/notify_version`, `/status`, `/availability`, `/register_sender`, `/metrics`, `/healthz`.
+
+    With a `controller` it is a member of that fleet, and serves `/prepare_versions`, `/commit_versions` and
+    `/release_versions` to it; see `FleetMember`.
 
     Args:
         engines: of each model, by model_id: handles of the engines of this host (`EmbeddedEngine`, `HttpEngine`,
@@ -75,8 +88,12 @@ class RolloutService:
                 model.add_sender(sender)
         self._senders = tuple(senders)
         self._closed = threading.Event()
+        self._member = None if config.lease is None else FleetMember(self._models, config, config.lease)
         self.app: FastAPI = api_app("weightsync rollout service")
         for method, path, handler in (
+            ("POST", "/prepare_versions", self._prepare),
+            ("POST", "/commit_versions", self._commit),
+            ("POST", "/release_versions", self._release),
             ("POST", "/notify_version", self._notify),
             ("POST", "/register_sender", self._register_sender),
             ("GET", "/status", self._status),
@@ -93,6 +110,8 @@ class RolloutService:
             model.start()
             for sender in self._senders:
                 model.catch_up(sender)
+        if self._member is not None:
+            self._member.start(url)
         threading.Thread(target=self._keep_house, name="weightsync-rollout-house", daemon=True).start()
         _logger.info("rollout service %s of %s listens at %s", self.config.service_id, ", ".join(self._models), url)
         return url
@@ -137,6 +156,8 @@ class RolloutService:
     def close(self) -> None:
         """Ends pulls under way and gives the staging back; engines go on with what they serve. Idempotent."""
         self._closed.set()
+        if self._member is not None:
+            self._member.close()
         self._server.close()
         for model in self._models.values():
             model.close()
@@ -182,8 +203,45 @@ class RolloutService:
         asked = decode(await _json_body(request), NotifyRequest, what="a notification")
         model, ticket = self._noted(asked)
         if asked.wait_s is not None:
-            await _settled(model, ticket, Deadline(asked.wait_s))
+            deadline = Deadline(asked.wait_s)
+            await _until(lambda: model.settled(ticket) or None, [model], lambda: late(ticket, deadline), deadline)
         return _json(model.status())
+
+    async def _prepare(self, request: Request) -> Response:
+        asked = decode(await _json_body(request), PrepareRequest, what="a set to prepare")
+        member, deadline = self._fleet(), Deadline(asked.wait_s)
+        for each in asked.versions:
+            model, endpoint = self._model(each.model_id), checked_url(each.sender_endpoint, whose="a sender's")
+            if not model.may_call(endpoint):
+                self._check_stranger(endpoint)
+                model.add_sender(endpoint)
+        tickets = member.begin_prepare(asked)
+
+        def too_late() -> WeightSyncError:
+            missing = [f"{model.model_id} ({model.status().state})" for model, _ in tickets]
+            return DeadlineExceededError(f"not all of {', '.join(missing)} is staged within {deadline.timeout_s:g} s")
+
+        reply = await _until(lambda: member.prepared(tickets), [model for model, _ in tickets], too_late, deadline)
+        return _json(reply)
+
+    async def _commit(self, request: Request) -> Response:
+        asked = decode(await _json_body(request), CommitVersionsRequest, what="a set to commit")
+        member = self._fleet()
+        models = {each.model_id: self._model(each.model_id) for each in asked.versions}
+        await asyncio.to_thread(member.commit, asked)
+        return _json(ServiceStatus(models={model_id: model.status() for model_id, model in models.items()}))
+
+    async def _release(self, request: Request) -> Response:
+        asked = decode(await _json_body(request), ReleaseRequest, what="a release")
+        for model_id in asked.model_ids:
+            self._model(model_id)
+        self._fleet().release(asked.model_ids, asked.why)
+        return _json({})
+
+    def _fleet(self) -> FleetMember:
+        if self._member is None:
+            raise StateError("this service is in no fleet: give it a `controller` and a `lease`")
+        return self._member
 
     async def _register_sender(self, request: Request) -> Response:
         asked = decode(await _json_body(request), RegisterSenderRequest, what="a registration")
@@ -203,21 +261,33 @@ class RolloutService:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
 
-async def _settled(model: Follower, ticket: Ticket, deadline: Deadline) -> None:
-    """`Follower.wait` without a thread: any number may wait."""
+_T = TypeVar("_T")
+
+
+async def _until(
+    look: Callable[[], _T | None], models: Sequence[Follower], late: Callable[[], WeightSyncError], deadline: Deadline
+) -> _T:
+    """What `look` gives, once it does; asked again after each change of these models. No thread: any number may wait.
+
+    Raises:
+        WeightSyncError: what `look` raises; `late()` where the time is over.
+    """
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
     def tell() -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(changed.set)
 
-    with model.listening(tell):
-        while not model.settled(ticket):
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            stack.enter_context(model.listening(tell))
+        while (found := look()) is None:
             try:
                 await asyncio.wait_for(changed.wait(), deadline.remaining_s)
             except TimeoutError:
-                raise late(ticket, deadline) from None
+                raise late() from None
             changed.clear()
+        return found
 
 
 async def _json_body(request: Request) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from weightsync.errors import ConfigError
+from weightsync.memory import ServingLease
 from weightsync.net.server import TlsFiles
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.publication import MODES, Transport
@@ -36,6 +37,12 @@ class RolloutConfig:
         num_streams: TCP connections of a pull.
         path_root: for engines that load from a path: a folder in which the version that is being loaded is
             `<model_id>/<run_id>-<version>/model.safetensors`, for as long as it is. See `rollout.version_path`.
+        controller: URL of the controller whose fleet it is part of: it loads what that lets it commit, and answers
+            while that lends it the right to.
+        controller_token: the controller's bearer token.
+        controller_verify: see `AgentClient`.
+        advertise: URL by which the controller reaches it; its own where not given.
+        lease: in a fleet: what its engines look at before they answer, see `ServingLease`.
 
     Raises:
         ConfigError: a time makes no sense.
@@ -59,10 +66,20 @@ class RolloutConfig:
     patch_limit: float = 0.25
     num_streams: int = 6
     path_root: str | None = None
+    controller: str | None = None
+    controller_token: str | None = None
+    controller_verify: bool | str = True
+    advertise: str | None = None
+    lease: ServingLease | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.senders, str):
             raise ConfigError(f"senders is a tuple of URLs; write senders=({self.senders!r},)")
+        if (self.controller is None) != (self.lease is None):
+            raise ConfigError(
+                "a service of a fleet has a controller and a lease: RolloutConfig(controller=URL, lease=ServingLease("
+                "PATH)), and its engines EmbeddedEngine.of(loader, lease=LeaseReader(PATH))"
+            )
         if self.transport not in (None, *Transport):
             raise ConfigError(f"transport is tcp or shm, not {self.transport!r}")
         if self.poll_s is not None:

@@ -3,6 +3,8 @@
     describe -> init (once a run) -> begin -> [pause] -> chunks by handle -> stage -> [pause] -> commit -> resume
                                          any failure -> abort: it serves its old version, or nothing
 
+In a fleet it waits for the permit to commit before it pauses.
+
 The chunks are the `cuda_ipc` strategy's requests for CPU tensors: handles into the staging, which the engine maps. So
 an engine needs nothing for the pull path that it has not for the push path, and proves its bytes in the same way.
 
@@ -34,6 +36,7 @@ from weightsync.memory import host_nonce
 from weightsync.observe import Recorder, paused_s
 from weightsync.plan.buckets import split_specs
 from weightsync.rollout.load_patch import patch_requests, patch_that_fits
+from weightsync.rollout.permit import Hold
 from weightsync.rollout.pulled import Pulled, PulledPatch
 from weightsync.transfer.base import init_requests
 from weightsync.transfer.ipc import CudaIpcTransferStrategy
@@ -143,13 +146,13 @@ class EngineLoader:
         """
         return self._engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
 
-    def load(self, pulled: Pulled, *, deadline: Deadline) -> LoadReport:
-        """Makes the engine serve what was pulled.
+    def load(self, pulled: Pulled, *, deadline: Deadline, hold: Hold | None = None) -> LoadReport:
+        """Makes the engine serve what was pulled; with `hold`, once that may be committed.
 
         Raises:
             WeightSyncError: typed; the engine serves its old version, or refuses to serve.
         """
-        steps = _Steps(self._engine, deadline, self._recorder)
+        steps = _Steps(self._engine, deadline, self._recorder, hold)
         reply = self._ready(steps, pulled.version)
         patch = patch_that_fits(pulled, reply)
         if patch is not None:
@@ -189,6 +192,7 @@ class EngineLoader:
             )
             early = steps.call(EngineOp.BEGIN, begin).writes_live and base is None
             if early:
+                steps.wait_for_permit()
                 self._pause(steps, session, lease_s=deadline.remaining_s)
             for update in requests:
                 steps.call(EngineOp.UPDATE_WEIGHTS, UpdateRequest(update=update))
@@ -199,6 +203,7 @@ class EngineLoader:
                     "it answered stage without a proof", peer=self.engine_id, version=str(version)
                 )
             if not early:
+                steps.wait_for_permit()
                 self._pause(steps, session, lease_s=self._pause_timeout_s + _COMMIT_LEASE_S)
             committed = steps.call(EngineOp.COMMIT, CommitRequest(session=session))
             if committed.version != version:
@@ -245,9 +250,10 @@ class EngineLoader:
 class _Steps:
     """Calls to one engine within one deadline."""
 
-    def __init__(self, engine: EngineHandle, deadline: Deadline, recorder: Recorder) -> None:
+    def __init__(self, engine: EngineHandle, deadline: Deadline, recorder: Recorder, hold: Hold | None) -> None:
         self._engine = engine
         self._recorder = recorder
+        self._hold = hold
         self.deadline = deadline
         self.phases: list[PhaseRecord] = []
 
@@ -256,6 +262,12 @@ class _Steps:
         self.phases += reply.phases
         self._recorder.extend(reply.phases)
         return reply
+
+    def wait_for_permit(self) -> None:
+        """Returns when what is staged may be committed; see `Hold.staged`."""
+        if self._hold is not None:
+            with self._recorder.phase("hold"):
+                self._hold.staged(self.deadline)
 
 
 def _session_of(version: Version) -> str:

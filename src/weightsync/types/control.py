@@ -41,11 +41,15 @@ class TrainedRequest(ModelRequest, frozen=True, kw_only=True):
         worker_name: who.
         run_id: of the trainer's run; None: the one that is known.
         version: number of the weights; None: the worker's next one.
+        sender_endpoint: URL of the agent that has it; None: the one that was told of last.
+        evaluate: sync and validate it now; `wait_s` is until that has ended.
     """
 
     worker_name: str
     run_id: str | None = None
     version: int | None = None
+    sender_endpoint: str | None = None
+    evaluate: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +57,19 @@ class TrainedRequest(ModelRequest, frozen=True, kw_only=True):
             raise InvalidRequestError("worker_name and run_id have at least one character")
         if self.version is not None and not 0 <= self.version < MAX_VERSION:
             raise InvalidRequestError(f"a version is a whole number from 0 on, not {self.version}")
+
+
+class EndValidateRequest(ModelRequest, frozen=True, kw_only=True):
+    """A validation has ended, with this result."""
+
+    result: dict[str, float | int | str | bool | None] | None = None
+
+
+class WaitVersionRequest(ModelRequest, frozen=True, kw_only=True):
+    """Asks whether rollout serves a version, or a newer one of its run; `wait_s` is how long to wait for that."""
+
+    run_id: str
+    version: int
 
 
 class ValidationRun(_Message, frozen=True, kw_only=True):
@@ -68,6 +85,18 @@ class ValidationRun(_Message, frozen=True, kw_only=True):
     stands_for: tuple[int, ...]
 
 
+class ValidationResult(_Message, frozen=True, kw_only=True):
+    """A validation that has ended.
+
+    Attributes:
+        of: which.
+        result: what `end_validate` was told.
+    """
+
+    of: ValidationRun
+    result: dict[str, float | int | str | bool | None] | None = None
+
+
 class RolloutServiceState(_Message, frozen=True, kw_only=True):
     """What users see of one model; the words are document 5's.
 
@@ -79,6 +108,7 @@ class RolloutServiceState(_Message, frozen=True, kw_only=True):
         blocked: whether rollout has to wait.
         pool_locked: whether dataloader and trajectory pool are locked.
         waiting_for_validation: the validation that runs.
+        last_validation: the one that ended last.
         num_failed: syncs that have failed in a row.
         overdue: the retries have ended; rollout goes on with its old version.
         last_error: of the last sync, while it matters.
@@ -93,6 +123,7 @@ class RolloutServiceState(_Message, frozen=True, kw_only=True):
     blocked: bool = False
     pool_locked: bool = False
     waiting_for_validation: ValidationRun | None = None
+    last_validation: ValidationResult | None = None
     num_failed: int = 0
     overdue: bool = False
     last_error: str | None = None
@@ -108,11 +139,12 @@ class GateReply(_Message, frozen=True, kw_only=True):
 
     Attributes:
         answer: "continue", or "block": ask again.
-        rollout_model_version: what rollout serves.
+        run_id, rollout_model_version: what rollout serves; -1: nothing of that run.
     """
 
     answer: Literal["continue", "block"]
     rollout_model_version: int
+    run_id: str | None = None
 
 
 class SyncReply(_Message, frozen=True, kw_only=True):
@@ -226,5 +258,8 @@ class ControllerStatus(_Message, frozen=True, kw_only=True):
 
 
 # msgspec learns what a type is made of at its first use, which two threads must not do at once; see types/engine.py
-for _kind in (ModelRequest, TrainedRequest, GateReply, SyncReply, ControllerStatus):
+for _kind in (
+    ModelRequest, TrainedRequest, EndValidateRequest, WaitVersionRequest, RolloutServiceState, GateReply, SyncReply,
+    ControllerStatus,
+):  # fmt: skip
     msgspec.json.Decoder(_kind)

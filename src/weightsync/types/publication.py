@@ -356,6 +356,7 @@ class ModelStatus(_Message, frozen=True, kw_only=True):
         sender: whom it pulls from.
         wanted_run_id, wanted: the newest version that it was told of.
         engines: version that each engine serves, as "run/number"; None where none is known.
+        staged: in a fleet: what every engine has staged and waits with, as "run/number".
         sender_errors: why agents could not be asked what they have, by endpoint; without those that could.
         errors: what failed last, per engine, or "pull"; empty after a version was served everywhere.
         retrying: why the pull under way was begun anew, and is still tried.
@@ -377,6 +378,7 @@ class ModelStatus(_Message, frozen=True, kw_only=True):
     wanted_run_id: str | None = None
     wanted: int | None = None
     engines: dict[str, str | None] = {}
+    staged: str | None = None
     sender_errors: dict[str, str] = {}
     errors: dict[str, str] = {}
     retrying: str | None = None

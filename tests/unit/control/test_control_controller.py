@@ -12,6 +12,7 @@ import pytest
 
 from weightsync.clients.fanout import in_thread
 from weightsync.control.controller import WeightSyncController
+from weightsync.control.method import ModelSync
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.types import Version
 from weightsync.types.control import ValidationRun
@@ -19,7 +20,7 @@ from weightsync.types.control import ValidationRun
 LONG_S = 20.0
 
 
-class Method:
+class Method(ModelSync):
     """Syncs what it is told to, or does what the test wants."""
 
     def __init__(self) -> None:

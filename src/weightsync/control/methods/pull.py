@@ -10,6 +10,7 @@ from concurrent.futures import wait as wait_for
 
 from weightsync.clients.fanout import in_thread
 from weightsync.clients.rollout import RolloutClient
+from weightsync.control.method import ModelSync
 from weightsync.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -27,7 +28,7 @@ _MARGIN_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
-class PullMethod:
+class PullMethod(ModelSync):
     """A `ModelSync` over rollout services. Thread-safe.
 
     A sync succeeds where every live service serves the version, proved. Those that do not are named in the error, and

@@ -1,0 +1,125 @@
+"""VersionBarrier: models that are served together have published the same version before anybody fetches it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from weightsync.errors import ConfigError, DeadlineExceededError, TransferAbortedError
+from weightsync.types import Deadline
+from weightsync.types.control import BarrierStatus
+from weightsync.types.fleet import ModelVersion
+
+
+class VersionBarrier:
+    """Waits for sets of models. Thread-safe.
+
+    A set is complete when all of its models have published one number, each of its own current run. A model that has
+    gone further waits for the others to come after: what it published before may be overwritten by then. A model of no
+    set passes by itself.
+
+    Args:
+        sets: models that are served together.
+        changed: called after each change; quick.
+
+    Raises:
+        ConfigError: a set of one, or a model of two sets.
+    """
+
+    def __init__(self, sets: Sequence[Sequence[str]] = (), *, changed: Callable[[], None] = lambda: None) -> None:
+        self._set_of: dict[str, tuple[str, ...]] = {}
+        for models in sets:
+            if len(set(models)) < 2 or any(tag in self._set_of for tag in models):
+                raise ConfigError(f"a set has two models or more, and a model is of one set: {list(models)}")
+            self._set_of.update(dict.fromkeys(models, tuple(sorted(set(models)))))
+        self._lock = threading.Condition()
+        self._published: dict[str, ModelVersion] = {}
+        self._waiting: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+        self._tell = changed
+
+    def set_of(self, model_id: str) -> tuple[str, ...]:
+        """The models that are served together with this one, itself included."""
+        return self._set_of.get(model_id, (model_id,))
+
+    def arrive(self, version: ModelVersion) -> None:
+        """A trainer has published it. One of a new run takes the place of any other; an older one changes nothing."""
+        with self._lock:
+            before = self._published.get(version.model_id)
+            if before is not None and before.run_id == version.run_id and before.version > version.version:
+                return
+            self._published[version.model_id] = version
+            self._lock.notify_all()
+        self._tell()
+
+    def published(self) -> Mapping[str, ModelVersion]:
+        """The newest of each model."""
+        with self._lock:
+            return dict(self._published)
+
+    def wait(self, wanted: ModelVersion, timeout_s: float) -> tuple[ModelVersion, ...]:
+        """The versions that go together with this one, or with a newer one of its run.
+
+        Raises:
+            TransferAbortedError: another run of that model took over.
+            DeadlineExceededError: some models are not there; says which.
+        """
+        self.arrive(wanted)
+        models = self.set_of(wanted.model_id)
+        deadline, since = Deadline(timeout_s), (time.monotonic(), timeout_s)
+        with self._lock:
+            self._waiting.setdefault(models, []).append(since)
+            try:
+                while True:
+                    mine = self._published[wanted.model_id]
+                    if mine.run_id != wanted.run_id:
+                        raise TransferAbortedError(
+                            f"run {mine.run_id} of model {wanted.model_id} took over", version=str(wanted.of)
+                        )
+                    versions = tuple(self._published[tag] for tag in models if tag in self._published)
+                    if len(versions) == len(models) and len({each.version for each in versions}) == 1:
+                        return versions
+                    self._tell()
+                    if not self._lock.wait(deadline.remaining_s) and deadline.expired:
+                        raise DeadlineExceededError(self._missing(models, timeout_s), version=str(wanted.of))
+            finally:
+                self._waiting[models].remove(since)
+                self._tell()
+
+    def status(self) -> tuple[BarrierStatus, ...]:
+        """The sets that somebody waits for, and that are not complete."""
+        with self._lock:
+            found = []
+            for models, waiting in self._waiting.items():
+                if not waiting or not (behind := self._behind(models)):
+                    continue
+                numbers = self._numbers(models)
+                since, timeout_s = min(waiting)
+                found.append(
+                    BarrierStatus(
+                        versions=numbers,
+                        waits_for=behind,
+                        version=max(number for number in numbers.values() if number is not None),
+                        waited_s=time.monotonic() - since,
+                        timeout_s=timeout_s,
+                    )
+                )
+            return tuple(found)
+
+    def _numbers(self, models: Sequence[str]) -> dict[str, int | None]:
+        published = {tag: self._published.get(tag) for tag in models}
+        return {tag: None if each is None else each.version for tag, each in published.items()}
+
+    def _behind(self, models: Sequence[str]) -> tuple[str, ...]:
+        numbers = self._numbers(models)
+        newest = max((number for number in numbers.values() if number is not None), default=-1)
+        return tuple(tag for tag, number in numbers.items() if number is None or number < newest)
+
+    def _missing(self, models: Sequence[str], timeout_s: float) -> str:
+        numbers = self._numbers(models)
+        newest = max((number for number in numbers.values() if number is not None), default=-1)
+        said = ", ".join(f"{tag} has published {'nothing' if n is None else n}" for tag, n in numbers.items())
+        return (
+            f"models {', '.join(models)} are served together, and after {timeout_s:g} s not all have published version "
+            f"{newest}: {said}"
+        )

@@ -1,0 +1,375 @@
+"""FleetMethod: brings a set of models to the instances of a pool, all at once.
+
+    barrier        the trainers of the set have published the same number
+    prepare        every instance: fetch, prove, stage, and wait; generation goes on
+    commit point   `each`: none, an instance commits when it has staged; `all`, `quorum(n)`: so many have staged
+    commit         those that have staged serve the set; who fails is told again, then evicted
+    the end        every instance that takes part serves the set, and those that do not answer no more
+
+Before the commit point a failure changes nothing: what is staged is released. After it there is no way back.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from weightsync.clients.fanout import in_thread
+from weightsync.clients.rollout import RolloutClient
+from weightsync.control.barrier import VersionBarrier
+from weightsync.control.method import ModelSync
+from weightsync.control.methods.spans import Spans
+from weightsync.control.policy import CommitPolicy
+from weightsync.control.pool import Member, RolloutPool
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    NoEnginesError,
+    SyncFailedError,
+    VersionError,
+    WeightSyncError,
+    as_weightsync_error,
+)
+from weightsync.types import Deadline, Version
+from weightsync.types.control import BarrierStatus, InstanceStatus, SyncSpan
+from weightsync.types.fleet import CommitVersionsRequest, ModelVersion, PrepareReply, PrepareRequest, ReleaseRequest
+from weightsync.types.publication import ServiceStatus
+
+_COMMIT_AGAIN_S = 0.2
+_LOOK_S = 0.25
+_RELEASE_S = 5.0
+
+_logger = logging.getLogger(__name__)
+
+Set = tuple[ModelVersion, ...]
+Hook = Callable[[str, str], None]
+
+
+class FleetMethod(ModelSync):
+    """A `ModelSync` over a `RolloutPool`. Thread-safe.
+
+    Args:
+        pool: the instances.
+        sets: models that are served together; others go by themselves.
+        commit_policy: "each", "all" or "quorum(n)".
+        token: bearer token of the instances' services.
+        verify: see `JsonClient`.
+        barrier_timeout_s: how long the models of a set wait for each other.
+        prepare_timeout_s: how long an instance may take to fetch and stage.
+        commit_timeout_s: how long it may take to pause and commit, all tries counted.
+        straggler_s: with a quorum: how long the others may take when enough have staged.
+        hook: told (step, instance_id) before each step of the protocol, for tests and traces.
+
+    Raises:
+        ConfigError: a policy or a set that can't be.
+    """
+
+    def __init__(
+        self,
+        pool: RolloutPool,
+        *,
+        sets: Sequence[Sequence[str]] = (),
+        commit_policy: str = "each",
+        token: str | None = None,
+        verify: bool | str = True,
+        barrier_timeout_s: float = 600.0,
+        prepare_timeout_s: float = 120.0,
+        commit_timeout_s: float = 30.0,
+        straggler_s: float = 2.0,
+        hook: Hook = lambda step, instance_id: None,
+    ) -> None:
+        self.pool = pool
+        self.policy = CommitPolicy.parse(commit_policy)
+        self._listeners: list[Callable[[], None]] = []
+        self.barrier = VersionBarrier(sets, changed=self._tell)
+        pool.subscribe(self._tell)
+        self._client = functools.lru_cache(maxsize=1024)(lambda url: RolloutClient(url, token=token, verify=verify))
+        self._barrier_timeout_s = barrier_timeout_s
+        self._prepare_timeout_s = prepare_timeout_s
+        self._commit_timeout_s = commit_timeout_s
+        self._straggler_s = straggler_s
+        self._hook = hook
+        self._lock = threading.Condition()
+        self._running: dict[tuple[str, ...], tuple[Set, Future[None]]] = {}
+        self._failed: dict[str, set[str]] = {}
+        self._spans: dict[str, Spans] = {}
+        pool.subscribe(self._wake)
+
+    # --- ModelSync ---
+
+    def trained(self, model_tag: str, version: Version, sender_endpoint: str | None = None) -> None:
+        """See `ModelSync.trained`. A set waits for this of each of its models."""
+        sender = sender_endpoint or self._sender_of(model_tag)
+        if sender:
+            self.barrier.arrive(_named(model_tag, version, sender))
+
+    def sync(self, model_tag: str, version: Version) -> int:
+        """See `ModelSync.sync`. Of a set, one call does the work, and the others wait for it.
+
+        Raises:
+            InvalidRequestError: nobody said which agent has this model.
+            NoEnginesError: no instance takes part.
+            SyncFailedError: nothing was committed; `causes` says why, by instance.
+            DeadlineExceededError: the other models of the set were not published in time.
+        """
+        sender = self._sender_of(model_tag)
+        if not sender:
+            raise InvalidRequestError(
+                f"nobody said which agent has model {model_tag!r}: give train_worker_notify_weight_update (or POST "
+                "/notify_version) its sender_endpoint"
+            )
+        spans = self._spans[model_tag] = Spans()
+        with spans.of("barrier"):
+            versions = self.barrier.wait(_named(model_tag, version, sender), self._barrier_timeout_s)
+        key = tuple(each.model_id for each in versions)
+        with self._lock:
+            before = self._running.get(key)
+            if before is not None and before[0] == versions:
+                mine, run = None, before[1]
+            else:
+                mine = run = Future()
+                self._running[key] = (versions, run)
+        if mine is not None:
+            try:
+                if before is not None:
+                    before[1].exception(self._prepare_timeout_s + self._commit_timeout_s)
+                self._bring(versions, spans)
+            except BaseException as error:
+                with self._lock:
+                    self._running.pop(key, None)
+                mine.set_exception(error)
+                raise
+            mine.set_result(None)
+        else:
+            with spans.of("transfer", who="the other models of the set"):
+                run.result(self._prepare_timeout_s + self._commit_timeout_s + self.pool.lease_s)
+        return next(each.version for each in versions if each.model_id == model_tag)
+
+    def evict_failed(self, model_tag: str) -> Sequence[str]:
+        """See `ModelSync.evict_failed`. Returns when they answer no more."""
+        with self._lock:
+            failed = sorted(self._failed.pop(model_tag, set()))
+        for instance_id in failed:
+            self.pool.evict(instance_id, "it failed all retries of a sync")
+        self.pool.wait_fenced(failed)
+        return failed
+
+    def spans(self, model_tag: str) -> tuple[SyncSpan, ...]:
+        """See `ModelSync.spans`."""
+        spans = self._spans.get(model_tag)
+        return () if spans is None else spans.so_far()
+
+    def instances(self) -> tuple[InstanceStatus, ...]:
+        """See `ModelSync.instances`."""
+        return self.pool.status({tag: each.of for tag, each in self.barrier.published().items()})
+
+    def barriers(self) -> tuple[BarrierStatus, ...]:
+        """See `ModelSync.barriers`."""
+        return self.barrier.status()
+
+    def subscribe(self, changed: Callable[[], None]) -> None:
+        """Calls `changed` after each change of an instance or a barrier, from any thread; it must be quick."""
+        self._listeners.append(changed)
+
+    # --- the protocol ---
+
+    def _bring(self, versions: Set, spans: Spans) -> None:
+        if all(self.pool.current(each.model_id) == each for each in versions) and self._some_serve(versions):
+            return
+        with self.pool.syncing():
+            members = self.pool.members([each.model_id for each in versions])
+            if not members:
+                raise NoEnginesError("no rollout service takes part: see /status for why")
+            if self.policy.kind == "each":
+                self._each(versions, members, spans)
+            else:
+                self._together(versions, members, spans)
+
+    def _each(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
+        def both(member: Member) -> None:
+            self._prepare(member, versions, spans)
+            self.pool.decided(versions)  # one commits: who comes in from now on has to serve it
+            self._commit(member, versions, Deadline(self._commit_timeout_s), spans)
+
+        done, failed = self._at_once(members, both)
+        if not done:
+            self._note_failed(versions, failed)
+            decided = all(self.pool.current(each.model_id) == each for each in versions)
+            if decided:  # it was let go, and nobody is left
+                self._evict(failed)
+            raise _failed_error(versions, failed, len(members))
+        self._evict(failed)
+
+    def _together(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
+        need = self.policy.num_needed(len(members))
+        staged, failed = self._at_once(
+            members, lambda member: self._prepare(member, versions, spans), enough=need, patience_s=self._straggler_s
+        )
+        staged = {who for who in staged if self.pool.takes_part(who)}
+        late = {who for who in members if who not in staged and who not in failed}
+        if self.policy.kind == "all":  # one that left the pool meanwhile fails alone
+            enough = bool(staged) and all(who in staged or not self.pool.takes_part(who) for who in members)
+        else:
+            enough = len(staged) >= need
+        if not enough:
+            self._release(members, versions, "not enough instances have staged it")
+            self._note_failed(versions, failed)
+            raise _failed_error(versions, failed, len(members))
+        self._hook("decide", "")
+        self.pool.decided(versions)
+        deadline = Deadline(self._commit_timeout_s)
+        done, lost = self._at_once(
+            sorted(staged, key=lambda who: who.instance_id),
+            lambda member: self._commit(member, versions, deadline, spans),
+        )
+        outside = lost | failed | {who: DeadlineExceededError("it had not staged it in time") for who in late}
+        self._evict(outside)
+        if not done:
+            raise _failed_error(versions, lost, len(members))
+
+    def _prepare(self, member: Member, versions: Set, spans: Spans) -> None:
+        self._hook("prepare", member.instance_id)
+        mine = tuple(each for each in versions if each.model_id in member.models)
+        with spans.of("transfer", who=member.instance_id):
+            reply: PrepareReply = self._client(member.url).prepare_versions(
+                PrepareRequest(versions=mine, wait_s=self._prepare_timeout_s)
+            )
+        staged = {each.model_id: each.of for each in reply.versions}
+        for each in mine:
+            if staged.get(each.model_id) != each.of:
+                raise VersionError(
+                    f"it has staged {staged.get(each.model_id)} of model {each.model_id}: the trainer has gone on",
+                    version=str(each.of),
+                )
+        self._hook("prepared", member.instance_id)
+
+    def _commit(self, member: Member, versions: Set, deadline: Deadline, spans: Spans) -> None:
+        mine = tuple(each for each in versions if each.model_id in member.models)
+        while True:
+            self._hook("commit", member.instance_id)
+            try:
+                with spans.of("commit", who=member.instance_id):
+                    request = CommitVersionsRequest(versions=mine, wait_s=max(0.1, deadline.remaining_s))
+                    said: ServiceStatus = self._client(member.url).commit_versions(request)
+                break
+            except WeightSyncError as error:
+                if deadline.remaining_s < 2 * _COMMIT_AGAIN_S or not self.pool.takes_part(member):
+                    raise
+                _logger.warning("instance %s is told again to commit: %s", member.instance_id, error)
+            with self._lock:
+                self._lock.wait(_COMMIT_AGAIN_S)
+        for each in mine:
+            status = said.models.get(each.model_id)
+            if status is None or (status.run_id, status.version) != (each.run_id, each.version):
+                serves = None if status is None else f"{status.run_id}/{status.version}"
+                raise VersionError(f"it answered commit well and serves {serves}", version=str(each.of))
+            spans.of_status(member.instance_id, status)
+        self._hook("committed", member.instance_id)
+
+    def _release(self, members: Sequence[Member], versions: Set, why: str) -> None:
+        def release(member: Member) -> None:
+            names = tuple(each.model_id for each in versions if each.model_id in member.models)
+            self._hook("release", member.instance_id)
+            self._client(member.url).release_versions(ReleaseRequest(model_ids=names, why=why), timeout_s=_RELEASE_S)
+
+        self._at_once(members, release)  # who does not hear it lets go by itself, by its deadline
+
+    def _evict(self, failed: dict[Member, WeightSyncError]) -> None:
+        for member, error in failed.items():
+            self.pool.evict(member.instance_id, f"{type(error).__name__}: {error}"[:500])
+        self.pool.wait_fenced([member.instance_id for member in failed])
+
+    def _note_failed(self, versions: Set, failed: dict[Member, WeightSyncError]) -> None:
+        with self._lock:
+            for each in versions:
+                self._failed[each.model_id] = {member.instance_id for member in failed}
+
+    def _some_serve(self, versions: Set) -> bool:
+        return bool(self.pool.members([each.model_id for each in versions]))
+
+    def _at_once(
+        self, members: Sequence[Member], call: Callable[[Member], Any], *, enough: int = 0, patience_s: float = 0.0
+    ) -> tuple[set[Member], dict[Member, WeightSyncError]]:
+        """Calls all at once; who did it, and why others did not. One that leaves the pool is not waited for.
+
+        Args:
+            members: whom.
+            call: what.
+            enough: with a quorum: from so many on the rest is waited for `patience_s` only, and is in neither.
+            patience_s: see there.
+        """
+        calls = {member: in_thread(functools.partial(call, member), name="weightsync-fleet") for member in members}
+        for future in calls.values():
+            future.add_done_callback(lambda _: self._wake())
+        done: set[Member] = set()
+        failed: dict[Member, WeightSyncError] = {}
+        patience: Deadline | None = None
+        limit = Deadline(self._prepare_timeout_s + self._commit_timeout_s + self.pool.lease_s)
+        while True:
+            for member, future in calls.items():
+                if member in done or member in failed:
+                    continue
+                if future.done():
+                    error = future.exception()
+                    if error is None:
+                        done.add(member)
+                    else:
+                        failed[member] = as_weightsync_error(
+                            error, SyncFailedError, "it failed", peer=member.instance_id
+                        )
+                elif not self.pool.takes_part(member):
+                    failed[member] = EngineUnreachableError("it left the pool meanwhile", peer=member.instance_id)
+                elif limit.expired:
+                    failed[member] = DeadlineExceededError("it did not answer in time", peer=member.instance_id)
+            if len(done) + len(failed) == len(calls):
+                return done, self._settled(failed)
+            if self.policy.kind == "quorum" and enough and len(done) >= enough:
+                patience = patience or Deadline(patience_s)
+                if patience.expired:
+                    return done, failed
+            with self._lock:
+                self._lock.wait(_LOOK_S)  # a lease that ends tells nobody
+
+    def _settled(self, failed: dict[Member, WeightSyncError]) -> dict[Member, WeightSyncError]:
+        """Returns when each that could not be reached has left the pool, or been heard since: at most a lease."""
+        began = self.pool.now()
+        silent = [who for who, error in failed.items() if isinstance(error, EngineUnreachableError)]
+        while self.pool.now() - began < self.pool.lease_s + _LOOK_S:
+            silent = [who for who in silent if self.pool.takes_part(who) and not self.pool.heard_since(who, began)]
+            if not silent:
+                break
+            with self._lock:
+                self._lock.wait(_LOOK_S)
+        return failed
+
+    def _sender_of(self, model_tag: str) -> str | None:
+        published = self.barrier.published().get(model_tag)
+        return None if published is None else published.sender_endpoint
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+
+    def _tell(self) -> None:
+        for listener in tuple(self._listeners):
+            listener()
+
+
+def _named(model_tag: str, version: Version, sender: str) -> ModelVersion:
+    return ModelVersion(model_id=model_tag, run_id=version.run_id, version=version.number, sender_endpoint=sender)
+
+
+def _failed_error(versions: Set, failed: dict[Member, WeightSyncError], num_members: int) -> SyncFailedError:
+    causes = {member.instance_id: error for member, error in failed.items()}
+    return SyncFailedError(
+        f"{len(causes)} of {num_members} instances failed: "
+        + "; ".join(f"{who}: {type(error).__name__}: {error}" for who, error in causes.items())[:2000],
+        causes=causes,
+        version=", ".join(f"{each.model_id} {each.of}" for each in versions),
+        state_left="what was served is served",
+    )

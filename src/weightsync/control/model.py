@@ -1,0 +1,282 @@
+"""ModelControl: one model of a controller. Its state has a lock of its own, under which nothing foreign is called."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from weightsync.clients.fanout import in_thread
+from weightsync.config import WeightSyncConfig
+from weightsync.control.state import (
+    Action,
+    Event,
+    EvictFailed,
+    GiveUp,
+    ModelState,
+    Policy,
+    RetryAfter,
+    RetryDue,
+    StartSync,
+    StartValidation,
+    Synced,
+    SyncFailed,
+    ValidationEnded,
+    pool_locked,
+    services_blocked,
+    step,
+)
+from weightsync.errors import StateError, SyncFailedError, as_weightsync_error
+from weightsync.types import Deadline, Version
+from weightsync.types.control import RolloutServiceState, SyncRecord, SyncSpan, ValidationResult
+
+if TYPE_CHECKING:
+    from weightsync.control.controller import WeightSyncController
+
+_logger = logging.getLogger(__name__)
+_NUM_RECORDS = 50
+
+
+class Lockable(Protocol):
+    """A dataloader or a trajectory pool, as the controller sees it. Both calls are idempotent and soon over."""
+
+    def lock(self, model_tag: str) -> None: ...
+    def unlock(self, model_tag: str) -> None: ...
+
+
+class ModelControl:
+    """One model: its state, under a lock of its own."""
+
+    def __init__(self, tag: str, config: WeightSyncConfig, policy: Policy, controller: WeightSyncController) -> None:
+        self.tag = tag
+        self.policy = policy
+        self.state = ModelState()
+        self._config = config
+        self._controller = controller
+        self._changed = threading.Condition()
+        self._applying = threading.Lock()
+        self._locked = False
+        self._timer: threading.Timer | None = None
+        self._last_error: str | None = None
+        self._last_validation: ValidationResult | None = None
+        self._records: collections.deque[SyncRecord] = collections.deque(maxlen=_NUM_RECORDS)
+        self._began: tuple[StartSync, float, float] | None = None  # what, since the epoch, monotonic
+        self._since_s: dict[str, float] = {}  # monotonic: since when rollout is blocked, since when a retry waits
+
+    @property
+    def blocked(self) -> bool:
+        """Whether rollout has to wait."""
+        return services_blocked(self.state, self.policy)
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether rollout serves the newest trained version."""
+        return self.state.rollout_version >= self.state.train_version
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether no validation that a trainer asked for is running, or to come; or it was given up."""
+        return (self.state.evaluate_at is None and self.state.validation is None) or self.state.overdue
+
+    def serves(self, run_id: str, version: int) -> bool:
+        """Whether rollout serves that version, or a newer one of its run."""
+        with self._changed:
+            return self.state.run_id == run_id and self.state.rollout_version >= version
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a sync is running, or will be by itself."""
+        return self.state.syncing is not None or self.state.num_failed > 0
+
+    def feed(self, event: Event) -> tuple[Action, ...]:
+        """One event; what it starts is started when this returns."""
+        with self._changed:
+            if self._controller._closed.is_set() and not isinstance(event, Synced | SyncFailed | ValidationEnded):
+                raise StateError("this controller is closed")
+            self.state, actions = step(self.state, event, self.policy)
+            self._changed.notify_all()
+        self._told()
+        if not self._controller._closed.is_set():
+            for action in actions:
+                self._act(action)
+        return actions
+
+    def sync_now(self) -> None:
+        """Starts a sync of what is trained, where nothing stands in the way."""
+        with self._changed:
+            free = self.state.syncing is None and self.state.validation is None and not self.state.num_failed
+            if self._controller._closed.is_set() or not free or self.up_to_date:
+                return
+            goal = StartSync(run_id=self.state.run_id, version=self.state.train_version)
+            self.state = dataclasses.replace(self.state, phase="syncing", due=None, syncing=goal)
+            self._changed.notify_all()
+        self._told()
+        self._act(goal)
+
+    def wait(self, condition: Callable[[ModelControl], bool], timeout_s: float) -> bool:
+        """Until it holds, or the time is over; whether it holds."""
+        deadline = Deadline(timeout_s)
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: condition(self) or self._controller._closed.is_set(), deadline.remaining_s
+            ) and condition(self)
+
+    def _told(self) -> None:
+        """The state has changed."""
+        with self._changed:
+            now = time.monotonic()
+            for name, holds in (("batch gate", self.blocked), ("retry", self.state.num_failed > 0)):
+                if not holds:
+                    self._since_s.pop(name, None)
+                else:
+                    self._since_s.setdefault(name, now)
+        for listener in tuple(self._controller._listeners):
+            self._tell(lambda tag, _, listener=listener: listener(tag), None)  # type: ignore[misc]
+        self.apply_locks()
+
+    def apply_locks(self) -> None:
+        """Locks or unlocks the modules, as the state wants it now. Whoever comes last applies the last state."""
+        with self._applying:
+            wanted = pool_locked(self.state, self.policy) and not self._controller._closed.is_set()
+            modules = self._controller._modules
+            if not modules or wanted == self._locked:
+                return
+            for module in modules:
+                try:
+                    (module.lock if wanted else module.unlock)(self.tag)
+                except Exception:
+                    _logger.exception("model %s: %r can't be %s", self.tag, module, "locked" if wanted else "unlocked")
+            self._locked = wanted
+
+    def seen(self) -> RolloutServiceState:
+        """See `RolloutServiceState`."""
+        service = self._config.inference_service
+        with self._changed:
+            state, error = self.state, self._last_error
+        return RolloutServiceState(
+            state=state.phase,
+            run_id=state.run_id,
+            train_model_version=state.train_version,
+            rollout_model_version=state.rollout_version,
+            staleness=state.staleness,
+            blocked=services_blocked(state, self.policy),
+            pool_locked=pool_locked(state, self.policy),
+            waiting_for_validation=state.validation,
+            last_validation=self._last_validation,
+            num_failed=state.num_failed,
+            overdue=state.overdue,
+            last_error=error,
+            model_name=service.model or "",
+            weight_type=service.weight_type,
+            weight_path=self._config.sync_weight_path or "",
+            backend=service.backend or "",
+            base_url=service.base_url or "",
+        )
+
+    def end_validate(self, result: Mapping[str, Any] | None) -> None:
+        """The validation that was running has ended."""
+        with self._changed:
+            if self.state.validation is not None:
+                ended = ValidationResult(of=self.state.validation, result=None if result is None else dict(result))
+                self._last_validation = ended
+        self.feed(ValidationEnded())
+
+    def records(self) -> list[SyncRecord]:
+        """The last syncs, the newest first."""
+        with self._changed:
+            found = list(self._records)
+            if self._began is not None:
+                found.insert(0, self._record("running", None))
+            return found
+
+    def _record(self, outcome: Literal["running", "served", "failed"], error: str | None) -> SyncRecord:
+        """Under the lock: of the sync that runs, or has just ended."""
+        assert self._began is not None
+        goal, started_s, began = self._began
+        now = time.monotonic()
+        waits = [
+            SyncSpan(name=name, start_s=since - began, seconds=now - since) for name, since in self._since_s.items()
+        ]
+        return SyncRecord(
+            model_tag=self.tag,
+            run_id=goal.run_id,
+            version=goal.version,
+            started_s=started_s,
+            seconds=now - began,
+            outcome=outcome,
+            error=error,
+            spans=(*waits, *self._controller.method.spans(self.tag)),
+        )
+
+    def close(self) -> None:
+        """Ends the timer, wakes whoever waits, and unlocks the modules."""
+        with self._changed:
+            timer, self._timer = self._timer, None
+            self._changed.notify_all()
+        if timer is not None:
+            timer.cancel()
+        self._told()
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case StartSync():
+                in_thread(lambda: self._sync(action), name=f"weightsync-sync-{self.tag}")
+            case RetryAfter(seconds=seconds):
+                timer = threading.Timer(seconds, self._retry)
+                timer.daemon = True
+                with self._changed:
+                    self._timer = timer
+                timer.start()
+            case EvictFailed():
+                evicted: Sequence[str] = ()
+                try:
+                    evicted = self._controller.method.evict_failed(self.tag)
+                except Exception:
+                    _logger.exception("model %s: nobody could be evicted", self.tag)
+                _logger.warning("model %s: evicted after retries: %s", self.tag, ", ".join(evicted) or "nobody")
+            case GiveUp(run_id=run_id, version=version):
+                _logger.error(
+                    "model %s: %s/%d is not served after all retries: rollout goes on with version %d (%s)",
+                    self.tag, run_id, version, self.state.rollout_version, self._last_error,
+                )  # fmt: skip
+                self._tell(self._controller._on_give_up, Version(run_id=run_id or "unnamed", number=version))
+            case StartValidation(validation=validation):
+                self._tell(self._controller._on_validate, validation)
+
+    def _tell(self, callback: Callable[[str, Any], None] | None, what: Any) -> None:
+        if callback is not None:
+            try:
+                callback(self.tag, what)
+            except Exception:
+                _logger.exception("model %s: a callback failed for %s", self.tag, what)
+
+    def _sync(self, goal: StartSync) -> None:
+        version = Version(run_id=goal.run_id or "unnamed", number=goal.version)
+        event: Event
+        with self._changed:
+            self._began = (goal, time.time(), time.monotonic())
+        try:
+            with self._controller.recorder.phase("sync", detail=f"{self.tag} {version}"):
+                served = self._controller.method.sync(self.tag, version)
+            if type(served) is not int or served < goal.version:
+                raise SyncFailedError(f"the method says that version {served!r} is served, {version} was asked for")
+            event, error = Synced(version=served), None
+        except BaseException as caught:  # whatever it is: a model must not stay in "syncing"
+            typed = as_weightsync_error(caught, SyncFailedError, "the sync failed")
+            _logger.warning("model %s: the sync of %s failed: %s", self.tag, version, typed)
+            event, error = SyncFailed(), f"{type(typed).__name__}: {typed}"
+        with self._changed:
+            self._last_error = error
+            self._records.appendleft(self._record("served" if error is None else "failed", error))
+            self._began = None
+        self.feed(event)
+
+    def _retry(self) -> None:
+        with self._changed:
+            self._timer = None
+        if not self._controller._closed.is_set():
+            self.feed(RetryDue())

@@ -1,0 +1,293 @@
+"""RolloutPool: which rollout services take part, and until when each may answer.
+
+    joining --serves what is current--> live --heartbeat late--> suspect --lease over--> evicted --heartbeat--> joining
+                                          └──────────── evict() ────────────────────────────┘
+
+A service heartbeats; the answer lends it a lease. The pool takes a lease for lost only when it has ended here, which
+is later than there. Nobody comes in while a version is on its way: it would miss the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from weightsync.errors import ConfigError, StateError
+from weightsync.types import Deadline, Version
+from weightsync.types.control import InstanceStatus
+from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest, ModelVersion
+
+State = Literal["joining", "live", "suspect", "evicted"]
+_BEATS_A_LEASE = 3.0
+_LATE_BEATS = 1.5
+_FORGET_LEASES = 60.0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Instance:
+    """What is known of one. Not thread-safe: its pool's lock."""
+
+    beat: HeartbeatRequest
+    heard_s: float
+    state: State = "joining"
+    lease_end_s: float = 0.0
+    why: str | None = None
+
+    @property
+    def takes_part(self) -> bool:
+        return self.state in ("live", "suspect")
+
+    def serves(self) -> dict[str, Version | None]:
+        served: dict[str, Version | None] = dict.fromkeys(self.beat.lacks)
+        return served | {each.model_id: each.of for each in self.beat.serves}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    """An instance that takes part in a sync.
+
+    Attributes:
+        instance_id, life, url: as it said.
+        models: that it serves.
+    """
+
+    instance_id: str
+    life: str
+    url: str
+    models: frozenset[str]
+
+
+class RolloutPool:
+    """The instances of a controller. Thread-safe.
+
+    Args:
+        lease_s: for how long an instance may answer after a heartbeat; one that is cut off refuses after so long, and
+            the others wait so long for it.
+        clock: seconds; never goes back.
+
+    Raises:
+        ConfigError: a lease that can't be.
+    """
+
+    def __init__(self, *, lease_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        if not 0.1 <= lease_s <= 3600:
+            raise ConfigError(f"lease_s is between 0.1 and 3600 seconds, not {lease_s}")
+        self.lease_s = lease_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._instances: dict[str, _Instance] = {}
+        self._current: dict[str, ModelVersion] = {}
+        self._syncing = 0
+        self._learns_until_s = clock() + lease_s
+        self._listeners: list[Callable[[], None]] = []
+
+    # --- what instances say ---
+
+    def heartbeat(self, beat: HeartbeatRequest) -> HeartbeatReply:
+        """An instance is there; whether it may answer.
+
+        Raises:
+            StateError: another process has its name, and a lease.
+        """
+        with self._changed:
+            now = self._swept()
+            known = self._instances.get(beat.instance_id)
+            if known is not None and known.beat.life != beat.life:
+                if known.takes_part:
+                    raise StateError(
+                        f"another process is instance {beat.instance_id!r} and has a lease for "
+                        f"{known.lease_end_s - now:.1f} s: give each its own service_id, or wait",
+                        state_left="the other one goes on",
+                    )
+                known = None
+            if known is None:
+                known = self._instances[beat.instance_id] = _Instance(beat=beat, heard_s=now)
+                _logger.info("instance %s joins from %s", beat.instance_id, beat.url)
+            known.beat, known.heard_s = beat, now
+            reply = self._answer(known, now)
+            self._tell()
+            return reply
+
+    def _answer(self, known: _Instance, now: float) -> HeartbeatReply:
+        behind = self._behind(known)
+        if known.takes_part and behind and not self._syncing:
+            self._leave(known, f"it serves {behind}")
+        if known.state == "evicted":
+            known.state = "joining"
+        admitted = False
+        if known.state == "joining" and not behind and not self._syncing and now >= self._learns_until_s:
+            known.state, known.why, admitted = "live", None, True
+            _logger.info("instance %s takes part", known.beat.instance_id)
+        every_s = self.lease_s / _BEATS_A_LEASE
+        if known.takes_part:
+            known.state = "live"
+            known.lease_end_s = now + self.lease_s
+            return HeartbeatReply(state="live", lease_s=self.lease_s, every_s=every_s, admitted=admitted)
+        known.lease_end_s = min(known.lease_end_s, now)  # it refuses from this answer on; see `fenced`
+        models = known.serves()
+        wanted = tuple(each for tag, each in self._current.items() if tag in models)
+        why = known.why or behind or ("it waits until a sync has ended" if self._syncing else "it joins")
+        return HeartbeatReply(state="joining", lease_s=0.0, every_s=min(every_s, 1.0), catch_up=wanted, why=why)
+
+    def _behind(self, known: _Instance) -> str | None:
+        """Why it may not answer with what it serves; None: it may."""
+        if not known.beat.whole:
+            return "part of a set"
+        for tag, served in known.serves().items():
+            current = self._current.get(tag)
+            if current is not None and (served is None or served != current.of):
+                newer = served is not None and served.run_id == current.run_id and served.number > current.version
+                if not newer:
+                    return f"{served or 'nothing'} of {tag}, and the fleet serves {current.of}"
+        return None
+
+    # --- what a sync asks ---
+
+    def members(self, models: Sequence[str]) -> tuple[Member, ...]:
+        """Who takes part and has any of these models."""
+        with self._changed:
+            self._swept()
+            return tuple(
+                Member(instance_id=name, life=each.beat.life, url=each.beat.url, models=frozenset(each.serves()))
+                for name, each in self._instances.items()
+                if each.takes_part and set(models) & set(each.serves())
+            )
+
+    def takes_part(self, member: Member) -> bool:
+        """Whether it still does."""
+        with self._changed:
+            self._swept()
+            known = self._instances.get(member.instance_id)
+            return known is not None and known.takes_part and known.beat.life == member.life
+
+    def now(self) -> float:
+        """The pool's clock."""
+        return self._clock()
+
+    def heard_since(self, member: Member, since_s: float) -> bool:
+        """Whether it has sent a heartbeat since then, by the pool's clock."""
+        with self._changed:
+            known = self._instances.get(member.instance_id)
+            return known is not None and known.beat.life == member.life and known.heard_s > since_s
+
+    @contextlib.contextmanager
+    def syncing(self) -> Iterator[None]:
+        """While the body runs nobody comes in."""
+        with self._changed:
+            self._syncing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._syncing -= 1
+
+    def decided(self, versions: Sequence[ModelVersion]) -> None:
+        """From now on this is what instances have to serve to come in, or to stay in once the sync has ended."""
+        with self._changed:
+            for each in versions:
+                self._current[each.model_id] = each
+            self._tell()
+
+    def current(self, model_id: str) -> ModelVersion | None:
+        """What the fleet serves of a model."""
+        with self._changed:
+            return self._current.get(model_id)
+
+    def evict(self, instance_id: str, why: str) -> None:
+        """It takes part no more until it has caught up. It may still answer until `fenced`."""
+        with self._changed:
+            known = self._instances.get(instance_id)
+            if known is not None and known.takes_part:
+                self._leave(known, why)
+                self._tell()
+
+    def fenced(self, instance_id: str) -> bool:
+        """Whether one that was evicted answers no more: its lease is over, or it was told so."""
+        with self._changed:
+            known = self._instances.get(instance_id)
+            return known is None or known.takes_part or known.lease_end_s <= self._clock()
+
+    def wait_fenced(self, instance_ids: Sequence[str]) -> None:
+        """Until none of these answers with what it was evicted with: at most `lease_s`."""
+        deadline = Deadline(self.lease_s + 1.0)
+        with self._changed:
+            while not all(self.fenced(each) for each in instance_ids) and not deadline.expired:
+                self._changed.wait(min(0.1, deadline.remaining_s))
+
+    # --- what users see ---
+
+    def subscribe(self, changed: Callable[[], None]) -> None:
+        """Calls `changed` after each change, from any thread; it must be quick."""
+        self._listeners.append(changed)
+
+    def status(self, newest: Mapping[str, Version]) -> tuple[InstanceStatus, ...]:
+        """Every instance; lags are behind `newest`, by model."""
+        with self._changed:
+            now = self._swept()
+            found = []
+            for name, each in sorted(self._instances.items()):
+                served = each.serves()
+                found.append(
+                    InstanceStatus(
+                        instance_id=name,
+                        url=each.beat.url,
+                        state=each.state,
+                        models={tag: None if version is None else str(version) for tag, version in served.items()},
+                        lag={tag: _lag(newest.get(tag), version) for tag, version in served.items()},
+                        heartbeat_age_s=now - each.heard_s,
+                        lease_left_s=max(0.0, each.lease_end_s - now),
+                        why=each.why or each.beat.error,
+                    )
+                )
+            return tuple(found)
+
+    # --- under the lock ---
+
+    def _leave(self, known: _Instance, why: str) -> None:
+        known.state, known.why = "evicted", why
+        _logger.warning("instance %s is evicted: %s", known.beat.instance_id, why)
+
+    def _swept(self) -> float:
+        """Notes whose heartbeat is late and whose lease is over; the time."""
+        now = self._clock()
+        if self._learns_until_s and now >= self._learns_until_s:
+            self._learn()
+        for name, each in tuple(self._instances.items()):
+            silent_s = now - each.heard_s
+            if each.takes_part and now >= each.lease_end_s:
+                self._leave(each, f"no heartbeat for {silent_s:.1f} s")
+                self._tell()
+            elif each.state == "live" and silent_s > _LATE_BEATS * self.lease_s / _BEATS_A_LEASE:
+                each.state = "suspect"
+                self._tell()
+            elif not each.takes_part and silent_s > _FORGET_LEASES * self.lease_s:
+                del self._instances[name]
+        return now
+
+    def _learn(self) -> None:
+        """A controller that was started anew takes what the instances serve for current: the newest whole set."""
+        self._learns_until_s = 0.0
+        if self._current:
+            return
+        whole = [each.beat for each in self._instances.values() if each.beat.whole and not each.beat.lacks]
+        newest = max(whole, key=lambda beat: sorted(each.version for each in beat.serves), default=None)
+        if newest is not None:
+            self._current = {each.model_id: each for each in newest.serves if each.sender_endpoint}
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for listener in tuple(self._listeners):
+            listener()
+
+
+def _lag(newest: Version | None, served: Version | None) -> int | None:
+    if newest is None or served is None or served.run_id != newest.run_id:
+        return None
+    return newest.number - served.number

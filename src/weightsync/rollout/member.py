@@ -1,0 +1,235 @@
+"""FleetMember: what a rollout service does as a member of a controller's fleet.
+
+    prepare   every model: pull, prove, stage; wait there, with generation going on
+    commit    [two models or more: nobody answers from here ...] pause, commit, resume each [... to here]
+    release   what is staged is let go
+    heartbeat the controller lends it the right to answer; one that it refuses catches up first
+
+A thread sends heartbeats. A lease counts from before its heartbeat was sent, so that it is never longer here than
+there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Mapping
+
+from weightsync.clients.controller import ControllerClient
+from weightsync.errors import StateError, SyncFailedError, WeightSyncError
+from weightsync.memory import ServingLease, boot_s
+from weightsync.rollout.follower import Follower
+from weightsync.rollout.sender import Ticket
+from weightsync.rollout.settings import RolloutConfig
+from weightsync.types import Deadline, Version
+from weightsync.types.fleet import (
+    CommitVersionsRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    ModelVersion,
+    PrepareReply,
+    PrepareRequest,
+)
+
+_FIRST_EVERY_S = 0.5
+_HEARTBEAT_S = 5.0
+_STOP_S = 5.0
+
+_logger = logging.getLogger(__name__)
+
+
+class FleetMember:
+    """Of one service. Thread-safe.
+
+    Args:
+        models: followers by model_id.
+        config: of the service; it has a controller.
+        lease: what engines look at.
+    """
+
+    def __init__(self, models: Mapping[str, Follower], config: RolloutConfig, lease: ServingLease) -> None:
+        assert config.controller is not None
+        self._models = models
+        self._config = config
+        self._lease = lease
+        self._life = uuid.uuid4().hex
+        self._client = ControllerClient(
+            config.controller, token=config.controller_token, verify=config.controller_verify
+        )
+        self._set = threading.Lock()
+        self._whole = True
+        self._url = ""
+        self._said: HeartbeatReply | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="weightsync-heartbeat", daemon=True)
+
+    def start(self, url: str) -> None:
+        """Starts to send heartbeats, from the service that listens at `url`."""
+        self._url = self._config.advertise or url
+        self._thread.start()
+
+    def close(self) -> None:
+        """Its engines answer no more. Idempotent."""
+        self._stop.set()
+        self._lease.close()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+        self._client.close()
+
+    # --- what the controller asks ---
+
+    def begin_prepare(self, request: PrepareRequest) -> list[tuple[Follower, Ticket]]:
+        """Notes what is to be staged, and whom to call for it.
+
+        Raises:
+            TransferAbortedError: another run took over from one of them. The others are prepared.
+        """
+        return [
+            (self._models[each.model_id], self._models[each.model_id].prepare(each.of, each.sender_endpoint))
+            for each in request.versions
+        ]
+
+    def prepared(self, tickets: list[tuple[Follower, Ticket]]) -> PrepareReply | None:
+        """The reply, once all are staged; None: not yet.
+
+        Raises:
+            WeightSyncError: one of them failed.
+        """
+        found = [(model, ticket, model.prepared(ticket)) for model, ticket in tickets]
+        versions = [
+            ModelVersion(
+                model_id=model.model_id, run_id=staged.run_id, version=staged.number,
+                sender_endpoint=ticket.wish.endpoint,
+            )
+            for model, ticket, staged in found
+            if staged is not None
+        ]  # fmt: skip
+        if len(versions) < len(found):
+            return None
+        return PrepareReply(versions=tuple(versions), models={model.model_id: model.status() for model, _, _ in found})
+
+    def commit(self, request: CommitVersionsRequest) -> None:
+        """Serves what was prepared. Returns when all of it is served.
+
+        Raises:
+            StateError: another commit is under way, or one of them is not staged. Nothing was changed.
+            SyncFailedError: some failed. A single model serves its old version, or refuses to serve; of a set of
+                models nothing is answered until this service has caught up.
+        """
+        deadline = Deadline(request.wait_s)
+        if not self._set.acquire(timeout=deadline.remaining_s):
+            raise StateError("another commit is under way", state_left="nothing was changed")
+        try:
+            pairs = [(self._models[each.model_id], each.of) for each in request.versions]
+            for model, version in pairs:
+                model.check_may_commit(version)
+            todo = [(model, version) for model, version in pairs if not model.serves(version)]
+            if len(todo) > 1:
+                self._whole = False
+                self._lease.hold(boot_s() + deadline.remaining_s)
+            for model, version in todo:
+                model.permit.allow(version)
+            self._wait(todo, deadline)
+            if len(todo) > 1:
+                self._lease.lift()
+            self._whole = True
+        finally:
+            self._set.release()
+
+    def release(self, model_ids: tuple[str, ...], why: str) -> None:
+        """Lets go of what is staged."""
+        for model_id in model_ids:
+            self._models[model_id].permit.release(why)
+
+    def _wait(self, pairs: list[tuple[Follower, Version]], deadline: Deadline) -> None:
+        causes: dict[str, WeightSyncError] = {}
+        for model, version in pairs:
+            try:
+                model.wait_served(version, deadline)
+            except WeightSyncError as error:
+                causes[model.model_id] = error
+        if causes:
+            if len(pairs) > 1:
+                self._lease.hold(boot_s())  # from now on everything is refused
+            raise SyncFailedError(
+                f"{len(causes)} of {len(pairs)} models were not committed: "
+                + "; ".join(f"{who}: {error}" for who, error in causes.items()),
+                causes=causes,
+                state_left="nothing is answered before it has caught up" if len(pairs) > 1 else "see the model's error",
+            )
+
+    # --- heartbeats ---
+
+    @property
+    def said(self) -> HeartbeatReply | None:
+        """What the controller answered last."""
+        return self._said
+
+    def _beat(self) -> None:
+        every_s, silent = _FIRST_EVERY_S, False
+        while True:
+            sent_s = boot_s()
+            try:
+                said = self._client.heartbeat(self._request(), timeout_s=_HEARTBEAT_S)
+                every_s = said.every_s
+                self._heard(said, sent_s)
+                if silent:
+                    _logger.info("the controller at %s answers again", self._client.url)
+                silent = False
+            except Exception as error:  # whatever it is: the lease runs out by itself
+                if not silent and not self._stop.is_set():
+                    _logger.warning("the controller at %s lends no lease: %s", self._client.url, error)
+                silent = True
+            if self._stop.wait(every_s):
+                return
+
+    def _request(self) -> HeartbeatRequest:
+        serves, lacks, errors = [], [], []
+        for model_id, model in self._models.items():
+            served = model.served
+            status = model.status()
+            errors += [f"{model_id}: {who}: {why}" for who, why in status.errors.items()]
+            if served is None:
+                lacks.append(model_id)
+            else:
+                serves.append(
+                    ModelVersion(
+                        model_id=model_id, run_id=served.run_id, version=served.number,
+                        sender_endpoint=model.current_sender or "",
+                    )
+                )  # fmt: skip
+        return HeartbeatRequest(
+            instance_id=self._config.service_id, life=self._life, url=self._url, serves=tuple(serves),
+            lacks=tuple(lacks), whole=self._whole, error="; ".join(errors)[:2000] or None,
+        )  # fmt: skip
+
+    def _heard(self, said: HeartbeatReply, sent_s: float) -> None:
+        before, self._said = self._said, said
+        if before is None or before.state != said.state:
+            _logger.info("service %s is %s in its fleet%s", self._config.service_id, said.state,
+                         f": {said.why}" if said.why else "")  # fmt: skip
+        if said.lease_s <= 0:
+            self._lease.revoke()
+        elif said.admitted:
+            with self._set:
+                self._whole = True
+                self._lease.lift()
+        self._lease.renew(sent_s + said.lease_s if said.lease_s else 0.0)
+        for each in said.catch_up:
+            model = self._models.get(each.model_id)
+            if model is not None:
+                self._catch_up(model, each)
+
+    def _catch_up(self, model: Follower, wanted: ModelVersion) -> None:
+        if model.serves(wanted.of):
+            return
+        model.add_sender(wanted.sender_endpoint)
+        model.permit.release("the fleet has gone on", older_than=wanted.of)
+        model.permit.allow(wanted.of)
+        known = model.status()
+        if (known.wanted_run_id, known.wanted) != (wanted.run_id, wanted.version):
+            try:
+                model.want(wanted.of, wanted.sender_endpoint, waits=False)
+            except WeightSyncError as error:
+                _logger.warning("model %s: it can't catch up to %s: %s", model.model_id, wanted.of, error)

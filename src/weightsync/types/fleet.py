@@ -1,0 +1,166 @@
+"""The messages between a controller's pool and its rollout services."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from weightsync.errors import InvalidRequestError
+from weightsync.types.deadline import check_wait_s
+from weightsync.types.manifest import Version
+from weightsync.types.publication import ModelStatus, check_id
+
+MAX_MODELS = 256
+_MAX_URL = 2048
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base of all messages: immutable, keyword-only, unknown fields refused."""
+
+
+class ModelVersion(_Message, frozen=True, kw_only=True):
+    """A version of a model.
+
+    Attributes:
+        model_id, run_id, version: which.
+        sender_endpoint: URL of the agent that has it; "" where nobody needs to know.
+    """
+
+    model_id: str
+    run_id: str
+    version: int
+    sender_endpoint: str = ""
+
+    def __post_init__(self) -> None:
+        check_id("model_id", self.model_id)
+        check_id("run_id", self.run_id)
+        if self.version < 0:
+            raise InvalidRequestError(f"a version is not negative, got {self.version}")
+        if self.sender_endpoint and not _is_url(self.sender_endpoint):
+            raise InvalidRequestError(f"an endpoint is an http URL, not {self.sender_endpoint[:100]!r}")
+
+    @property
+    def of(self) -> Version:
+        """Its run and number."""
+        return Version(run_id=self.run_id, number=self.version)
+
+
+class HeartbeatRequest(_Message, frozen=True, kw_only=True):
+    """A rollout service is there.
+
+    Attributes:
+        instance_id: its name in the pool.
+        life: of this process: another one of the same name begins anew.
+        url: where the controller calls it.
+        serves: what it serves of each of its models, with whom it pulls it from.
+        lacks: models of it that serve nothing of ours.
+        whole: whether its models are of one set; False after a set that it could not commit as a whole.
+        error: what failed there last.
+    """
+
+    instance_id: str
+    life: str
+    url: str
+    serves: tuple[ModelVersion, ...] = ()
+    lacks: tuple[str, ...] = ()
+    whole: bool = True
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        check_id("instance_id", self.instance_id)
+        check_id("life", self.life)
+        if not _is_url(self.url):
+            raise InvalidRequestError(f"an instance's url is an http URL, not {self.url[:100]!r}")
+        names = [each.model_id for each in self.serves] + list(self.lacks)
+        if not 1 <= len(names) <= MAX_MODELS or len(set(names)) != len(names):
+            raise InvalidRequestError(f"an instance has 1 to {MAX_MODELS} models, each named once")
+
+
+class HeartbeatReply(_Message, frozen=True, kw_only=True):
+    """What becomes of it.
+
+    Attributes:
+        state: see `InstanceStatus`.
+        lease_s: it may answer for so many seconds after it sent its heartbeat; 0: it refuses at once.
+        admitted: it comes in with this answer: what held it back before is over.
+        catch_up: what it has to serve before it comes in.
+        every_s: seconds until its next heartbeat.
+        why: why it has no lease.
+    """
+
+    state: Literal["joining", "live", "suspect", "evicted"]
+    lease_s: float
+    every_s: float
+    admitted: bool = False
+    catch_up: tuple[ModelVersion, ...] = ()
+    why: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lease_s <= 3600 or not 0 < self.every_s <= 3600:
+            raise InvalidRequestError(f"a lease of {self.lease_s} s, asked for every {self.every_s} s, can't be")
+
+
+class PrepareRequest(_Message, frozen=True, kw_only=True):
+    """Fetch, prove and stage these versions, and wait with them.
+
+    Attributes:
+        versions: of the models of one set.
+        wait_s: answer when all are staged, at most after so many seconds.
+    """
+
+    versions: tuple[ModelVersion, ...]
+    wait_s: float
+
+    def __post_init__(self) -> None:
+        _check_set(self.versions, self.wait_s)
+
+
+class PrepareReply(_Message, frozen=True, kw_only=True):
+    """All are staged, or served already.
+
+    Attributes:
+        versions: what is: maybe newer than was asked for.
+        models: how it went, by model.
+    """
+
+    versions: tuple[ModelVersion, ...]
+    models: dict[str, ModelStatus]
+
+
+class CommitVersionsRequest(_Message, frozen=True, kw_only=True):
+    """Serve these versions, together.
+
+    Attributes:
+        versions: what was prepared.
+        wait_s: answer when all are served, at most after so many seconds.
+    """
+
+    versions: tuple[ModelVersion, ...]
+    wait_s: float
+
+    def __post_init__(self) -> None:
+        _check_set(self.versions, self.wait_s)
+
+
+class ReleaseRequest(_Message, frozen=True, kw_only=True):
+    """What is staged of these models is not committed; what is served stays."""
+
+    model_ids: tuple[str, ...]
+    why: str
+
+
+def _check_set(versions: tuple[ModelVersion, ...], wait_s: float) -> None:
+    names = [each.model_id for each in versions]
+    if not 1 <= len(names) <= MAX_MODELS or len(set(names)) != len(names):
+        raise InvalidRequestError(f"a set has 1 to {MAX_MODELS} models, each named once")
+    check_wait_s("wait_s", wait_s)
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://")) and len(text) <= _MAX_URL
+
+
+# msgspec learns what a type is made of at its first use, which two threads must not do at once; see types/engine.py
+for _kind in (HeartbeatRequest, HeartbeatReply, PrepareRequest, PrepareReply, CommitVersionsRequest, ReleaseRequest):
+    msgspec.json.Decoder(_kind)
