@@ -14,6 +14,7 @@ import pytest
 from weightsync.clients.controller import AsyncControllerClient, ControllerClient
 from weightsync.clients.fanout import in_thread
 from weightsync.control.controller import WeightSyncController
+from weightsync.control.method import ModelSync
 from weightsync.control.server import ControllerServer
 from weightsync.errors import AuthError, EngineUnreachableError, InvalidRequestError, VersionError
 from weightsync.types import Version
@@ -23,7 +24,7 @@ TOKEN = "a-token-for-tests-only"
 LONG_S = 20.0
 
 
-class Held:
+class Held(ModelSync):
     """A method that commits when the test lets it."""
 
     def __init__(self) -> None:

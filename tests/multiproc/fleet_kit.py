@@ -1,0 +1,194 @@
+"""The actors of the fleet's tests: a trainer of several models, rollout services that generate all the time.
+
+A model is one tensor whose every element is its version's number, so that an answer says what it was made of. Each
+service writes down every answer that it gave; `read_records` reads that afterwards, of killed ones too.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from tests.multiproc.pull_kit import Actor, _act
+from weightsync.errors import WeightSyncError
+from weightsync.memory import LeaseReader, ServingLease
+from weightsync.publish.manager import WeightManager
+from weightsync.rollout.engine import EmbeddedEngine
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
+from weightsync.testing.faults import FaultyLoader
+from weightsync.testing.processes import Child
+
+MODELS = ("actor", "verifier")
+_NUM_ELEMENTS = 4096
+_GENERATION_S = 0.002
+_REST_S = 0.001
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation that was answered.
+
+    Attributes:
+        instance, life: who.
+        model, run_id, version: what the engine said that it was made with; run_id "": before the first version.
+        value: what the weights were.
+        began_s, ended_s: by the host's monotonic clock.
+    """
+
+    instance: str
+    life: int
+    model: str
+    run_id: str
+    version: int
+    value: float
+    began_s: float
+    ended_s: float
+
+
+def read_records(folder: Path) -> list[Answer]:
+    """All answers, by their end; the last line of a process that was killed may be half."""
+    found = []
+    for path in folder.glob("*.answers"):
+        for line in path.read_bytes().split(b"\n"):
+            if line.endswith(b"}"):
+                found.append(msgspec.json.decode(line, type=Answer))
+    return sorted(found, key=lambda answer: answer.ended_s)
+
+
+# --- trainers ---
+
+
+def trainers_main(models: Sequence[str], conn: Any) -> None:
+    """Publishes models, as told."""
+    torch.set_num_threads(1)
+    managers: dict[str, WeightManager] = {}
+
+    def begin(run_id: str) -> dict[str, str]:
+        for manager in managers.values():
+            manager.close()
+        for model in models:
+            managers[model] = WeightManager(model, run_id=f"{model}-{run_id}", guard_s=0.4)
+            managers[model].start()
+        return {model: manager.endpoint for model, manager in managers.items()}
+
+    def publish(model: str, version: int) -> bool:
+        tensor = torch.full((_NUM_ELEMENTS,), float(version))
+        report = managers[model].offload({"weight": tensor}.items(), version)
+        if report.published:
+            managers[model].wait_published(version, timeout_s=30.0)
+        return report.published
+
+    _act(conn, {"begin": begin, "publish": publish})
+
+
+class Trainers(Actor):
+    """A process that trains several models."""
+
+    def __init__(self, start: Callable[..., Child], run_id: str = "r1", models: Sequence[str] = MODELS) -> None:
+        super().__init__(start, trainers_main, tuple(models), name="trainers")
+        self.models = tuple(models)
+        self.begin(run_id)
+
+    def begin(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.endpoints: dict[str, str] = self.ask("begin", run_id)
+
+    def run_of(self, model: str) -> str:
+        return f"{model}-{self.run_id}"
+
+    def publish(self, model: str, version: int) -> None:
+        assert self.ask("publish", model, version), f"version {version} of {model} was not published"
+
+
+# --- services ---
+
+
+class _Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(_NUM_ELEMENTS))
+
+
+def service_main(name: str, life: int, controller: str, folder: str, options: dict[str, Any], conn: Any) -> None:
+    """A rollout service whose engines generate all the time."""
+    torch.set_num_threads(1)
+    lease = ServingLease(f"{folder}/{name}.lease")
+    modules, loaders, engines = {}, {}, {}
+    for model in options.pop("models", MODELS):
+        modules[model] = _Module()
+        loaders[model] = FaultyLoader(modules[model], in_place=options.get("in_place", True))
+        engines[model] = EmbeddedEngine.of(
+            loaders[model], engine_id=f"{name}-{model}", model_id=model, lease=LeaseReader(lease.path)
+        )
+    options.pop("in_place", None)
+    config = RolloutConfig(
+        service_id=name, controller=controller, lease=lease, pull_timeout_s=10.0, load_timeout_s=10.0, **options
+    )
+    service = RolloutService(engines, config)
+    url = service.start()
+    output = open(f"{folder}/{name}-{life}.answers", "ab", buffering=0)  # noqa: SIM115
+    refused = dict.fromkeys(engines, 0)
+
+    def generate(model: str) -> None:
+        pause = threading.Event()
+        while True:
+            try:
+                with engines[model].generation(timeout_s=5.0) as version:
+                    began_s = time.monotonic()
+                    first = float(modules[model].weight[0])
+                    pause.wait(_GENERATION_S)
+                    value = first if bool((modules[model].weight == first).all()) else -2.0
+                answer = Answer(
+                    instance=name, life=life, model=model, run_id="" if version is None else version.run_id,
+                    version=-1 if version is None else version.number, value=value, began_s=began_s,
+                    ended_s=time.monotonic(),
+                )  # fmt: skip
+                output.write(msgspec.json.encode(answer) + b"\n")
+            except WeightSyncError:
+                refused[model] += 1
+                pause.wait(0.01)
+            pause.wait(_REST_S)
+
+    for model in engines:
+        threading.Thread(target=generate, args=(model,), daemon=True).start()
+
+    def digests() -> dict[str, float]:
+        return {model: float(module.weight[0]) for model, module in modules.items()}
+
+    def arm(model: str, fault: Any) -> None:
+        loaders[model].arm(fault)
+
+    _act(
+        conn,
+        {
+            "url": lambda: url,
+            "weights": digests,
+            "arm": arm,
+            "refused": lambda: dict(refused),
+            "status": lambda: msgspec.to_builtins(service.status()),
+            "close": service.close,
+        },
+    )
+
+
+class FleetService(Actor):
+    """A service in a process of its own."""
+
+    def __init__(
+        self, start: Callable[..., Child], name: str, controller: str, folder: Path, *, life: int = 0, **options: Any
+    ) -> None:
+        super().__init__(start, service_main, name, life, controller, str(folder), options, name=name)
+        self.folder, self.life = folder, life
+
+
+def dump(folder: Path) -> str:
+    """The last answers of each, for a failed assertion."""
+    lines = [json.dumps(msgspec.to_builtins(answer)) for answer in read_records(folder)[-20:]]
+    return "\n".join(lines)
