@@ -6,6 +6,7 @@ service writes down every answer that it gave; `read_records` reads that afterwa
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -192,3 +193,49 @@ def dump(folder: Path) -> str:
     """The last answers of each, for a failed assertion."""
     lines = [json.dumps(msgspec.to_builtins(answer)) for answer in read_records(folder)[-20:]]
     return "\n".join(lines)
+
+
+# --- what a record must say ---
+
+
+def check_records(
+    answers: Sequence[Answer], gates: Sequence[tuple[str, str, int, float]], *, sets: bool = True
+) -> None:
+    """Raises AssertionError where a record breaks a rule.
+
+    - What was served is what was published: every element is the number of the version.
+    - Within one life of an instance, versions of a run never go back.
+    - Of a set of models an instance answers nothing of the new one before the last answer of the old one.
+    - The gate opens when every instance that takes part serves the version: after it has opened, nobody answers with an
+      older one, but who does not know yet that it was left out; that ends with its lease, which the gate waits for.
+
+    Args:
+        answers: see `read_records`.
+        gates: (model, run_id, version, when the gate had opened for it).
+        sets: whether the models of an instance go together.
+    """
+    for answer in answers:
+        assert answer.value == (0.0 if answer.run_id == "" else float(answer.version)), answer
+    lives: dict[tuple[str, int], list[Answer]] = {}
+    for answer in answers:
+        lives.setdefault((answer.instance, answer.life), []).append(answer)
+    for who, found in lives.items():
+        newest: dict[tuple[str, str], int] = {}
+        for answer in found:
+            key = (answer.model, answer.run_id)
+            assert answer.version >= newest.get(key, -1), f"{who} goes back: {answer}"
+            newest[key] = answer.version
+        if sets:
+            _check_sets(who, found)
+    for model, run_id, version, opened_s in gates:
+        for answer in answers:
+            late = answer.model == model and answer.run_id == run_id and answer.version < version
+            assert not (late and answer.began_s > opened_s), f"after the gate of {version} had opened: {answer}"
+
+
+def _check_sets(who: tuple[str, int], found: Sequence[Answer]) -> None:
+    numbers = sorted({answer.version for answer in found})
+    for older, newer in itertools.pairwise(numbers):
+        ended_s = max(answer.ended_s for answer in found if answer.version == older)
+        began_s = min(answer.began_s for answer in found if answer.version == newer)
+        assert ended_s <= began_s, f"{who} answers with a mixed set of {older} and {newer}: {began_s - ended_s:.4f} s"
