@@ -7,7 +7,6 @@ service writes down every answer that it gave; `read_records` reads that afterwa
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,13 @@ from typing import Any
 import msgspec
 import torch
 
-from tests.multiproc.pull_kit import Actor, _act
+from tests.multiproc.pull_kit import Actor, _act, wait_until
+from weightsync.clients.controller import ControllerClient
+from weightsync.codec.digest import tensor_digest
+from weightsync.control.controller import WeightSyncController
+from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.pool import RolloutPool
+from weightsync.control.server import ControllerServer
 from weightsync.errors import WeightSyncError
 from weightsync.memory import LeaseReader, ServingLease
 from weightsync.publish.manager import WeightManager
@@ -160,8 +165,11 @@ def service_main(name: str, life: int, controller: str, folder: str, options: di
     for model in engines:
         threading.Thread(target=generate, args=(model,), daemon=True).start()
 
-    def digests() -> dict[str, float]:
+    def weights() -> dict[str, float]:
         return {model: float(module.weight[0]) for model, module in modules.items()}
+
+    def digests() -> dict[str, str]:
+        return {model: tensor_digest(module.weight) for model, module in modules.items()}
 
     def arm(model: str, fault: Any) -> None:
         loaders[model].arm(fault)
@@ -170,7 +178,8 @@ def service_main(name: str, life: int, controller: str, folder: str, options: di
         conn,
         {
             "url": lambda: url,
-            "weights": digests,
+            "weights": weights,
+            "digests": digests,
             "arm": arm,
             "refused": lambda: dict(refused),
             "status": lambda: msgspec.to_builtins(service.status()),
@@ -189,10 +198,59 @@ class FleetService(Actor):
         self.folder, self.life = folder, life
 
 
-def dump(folder: Path) -> str:
-    """The last answers of each, for a failed assertion."""
-    lines = [json.dumps(msgspec.to_builtins(answer)) for answer in read_records(folder)[-20:]]
-    return "\n".join(lines)
+def digest_at(version: int) -> str:
+    """Of every model at that version."""
+    return tensor_digest(torch.full((_NUM_ELEMENTS,), float(version)))
+
+
+# --- the controller ---
+
+
+LEASE_S = 1.5
+
+
+class Fleet:
+    """A controller of a pool, as a user sets it up."""
+
+    def __init__(
+        self, *, sets: tuple[tuple[str, ...], ...] = (MODELS,), policy: str = "each", **options: object
+    ) -> None:
+        self.pool = RolloutPool(lease_s=LEASE_S)
+        self.method = FleetMethod(
+            self.pool, sets=sets, commit_policy=policy, barrier_timeout_s=20.0, prepare_timeout_s=8.0,
+            commit_timeout_s=5.0, **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.controller = WeightSyncController(
+            {"sync_mode": "fully-async"}, self.method, model_tags=MODELS, retries_s=(0.2, 0.5, 1.0, 2.0)
+        )
+        self.server = ControllerServer(self.controller, self.pool)
+        self.server_url = self.server.start()
+        self.client = ControllerClient(self.server_url)
+
+    def states(self) -> dict[str, str]:
+        return {each.instance_id: each.state for each in self.client.status().instances}
+
+    def wait_states(self, expected: dict[str, str]) -> None:
+        wait_until(lambda: self.states() == expected, f"states {expected}, not {self.states()}", 20.0)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+        self.controller.close()
+
+
+def step(fleet: Fleet, trainers: Trainers, version: int) -> list[tuple[str, str, int, float]]:
+    """Both trainers publish, tell, and wait at the gate; when it had opened, for `check_records`."""
+    for model in MODELS:
+        trainers.publish(model, version)
+        fleet.client.notify_version(trainers.run_of(model), model, version, trainers.endpoints[model])
+    gates = []
+    for model in MODELS:
+        run_id = trainers.run_of(model)
+        opened = fleet.controller.wait_version(run_id, model, version, timeout_s=40.0)
+        assert opened, f"version {version} of {model}: {fleet.client.status()}"
+        gates.append((model, run_id, version, time.monotonic()))
+    return gates
 
 
 # --- what a record must say ---

@@ -17,6 +17,8 @@ from weightsync.errors import (
     DigestMismatchError,
     NoEnginesError,
     SyncFailedError,
+    TransferAbortedError,
+    WeightSyncError,
     as_weightsync_error,
 )
 from weightsync.observe import Metrics, Recorder
@@ -217,12 +219,14 @@ class EngineGroup:
                 self._metrics.observe_failure(typed)
                 errors[who] = f"{type(typed).__name__}: {typed}"
                 wrong = wrong or isinstance(typed, DigestMismatchError)
+                if hold is not None:
+                    now = self._left_with(who, typed, hold)
             with self._lock:
                 self._num_loads[who] += 1
                 self._served[who] = now
                 self._mute.discard(who)
                 self._silent.pop(who, None)
-                if who in errors:
+                if who in errors and now is None:
                     self._silent[who] = errors[who]
                 self._unprovable.pop(who, None)
                 if reason:
@@ -246,6 +250,14 @@ class EngineGroup:
         """Loads of the last call of `load` that did not end in time: until they do, what they were given must not
         change."""
         return [load for load in self._given if not load.done()]
+
+    def _left_with(self, who: str, error: WeightSyncError, hold: Hold) -> Version | None:
+        """What an engine of a fleet serves after its load has failed: a fleet would leave it out for not knowing."""
+        if hold.why is not None and isinstance(error, TransferAbortedError):
+            with self._lock:
+                return self._served[who]  # nothing was paused or written
+        said = self._ask([loader for loader in self._loaders if loader.engine_id == who])[who]
+        return self._known(said) if isinstance(said, EngineReply) and said.serving else None
 
     def _needy(self, version: Version) -> list[EngineLoader]:
         """Who does not serve that version, or a newer one of its run."""

@@ -250,6 +250,7 @@ class FleetMethod(ModelSync):
 
     def _commit(self, member: Member, versions: Set, deadline: Deadline, spans: Spans) -> None:
         mine = tuple(each for each in versions if each.model_id in member.models)
+        again = False
         while True:
             self._hook("commit", member.instance_id)
             try:
@@ -260,7 +261,9 @@ class FleetMethod(ModelSync):
             except WeightSyncError as error:
                 if deadline.remaining_s < 2 * _COMMIT_AGAIN_S or not self.pool.takes_part(member):
                     raise
-                _logger.warning("instance %s is told again to commit: %s", member.instance_id, error)
+                if not again:
+                    _logger.warning("instance %s is told again to commit: %s", member.instance_id, error)
+                again = True
             with self._lock:
                 self._lock.wait(_COMMIT_AGAIN_S)
         for each in mine:
