@@ -128,6 +128,7 @@ TABLES = {
     "controller-keys": lambda: keys_table("", schema.WeightSyncConfig),
     "transfer-keys": lambda: keys_table("transfer.", schema.TransferConfig),
     "extract-keys": lambda: keys_table("extract.", schema.ExtractConfig),
+    "fleet-keys": lambda: keys_table("fleet.", schema.FleetConfig),
     "inference-service-keys": lambda: keys_table("inference_service.", schema.InferenceServiceConfig),
     "foreign-keys": foreign_table,
     "strategies": strategy_table,
@@ -140,7 +141,11 @@ def _is_choice(field: FieldInfo) -> bool:
 
 def _default(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
-    return "empty" if default == {} else f"`{yaml.safe_dump(default).splitlines()[0]}`"
+    if default == {}:
+        return "empty"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
+    return f"`{yaml.safe_dump(default).splitlines()[0]}`"
 
 
 def _answer(transfer: dict[str, object]) -> str:

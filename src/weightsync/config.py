@@ -35,6 +35,12 @@ _Url: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
 _MUST = {
     "base_url": "an http:// or https:// URL",
     "chunk_bytes": "a whole number of bytes above 0",
+    "commit_policy": "'each', 'all' or 'quorum(n)' with n from 1 on",
+    "lease_s": "a finite number of seconds above 0",
+    "models": "a list of names",
+    "port": "a port from 0 to 65535",
+    "retries_s": "a list of seconds, 0 or more",
+    "sets": "a list of lists of names",
     "staleness_threshold": "a whole number of versions, 1 or more",
     "validate_freq": "a whole number of training steps, 0 (no validation) or more",
 }
@@ -173,6 +179,33 @@ class InferenceServiceConfig(_Section):
     base_url: _Url | None = Field(default=None, description="where the inference service answers")
 
 
+class FleetConfig(_Section):
+    """The controller's models, and the rollout services that follow it."""
+
+    models: tuple[_Text, ...] = Field(
+        default=(), strict=False, description="the models' names; none: the inference service's `model_tag`"
+    )
+    sets: tuple[Annotated[tuple[_Text, ...], Field(strict=False)], ...] = Field(
+        default=(), strict=False, description="models that are served together: nobody serves one without the others"
+    )
+    commit_policy: Annotated[str, Field(pattern=r"^(each|all|quorum\([1-9][0-9]*\))$")] = Field(
+        default="each", description="how many services have staged a version before any commits it"
+    )
+    lease_s: _Seconds = Field(default=10.0, description="a service that is cut off answers no longer than this")
+    barrier_timeout_s: _Seconds = Field(default=600.0, description="how long the models of a set wait for each other")
+    prepare_timeout_s: _Seconds = Field(default=120.0, description="how long a service may take to fetch and stage")
+    commit_timeout_s: _Seconds = Field(default=30.0, description="how long it may take to pause and commit")
+    straggler_s: _Seconds = Field(default=2.0, description="with a quorum: how long the others may take then")
+    retries_s: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = Field(
+        default=(1.0, 2.0, 4.0), strict=False, description="seconds until each retry of a sync that failed"
+    )
+    after_failure: Literal["keep", "evict"] = Field(
+        default="keep", description="after the last retry: keep the old version, or evict whoever failed"
+    )
+    host: _Text = Field(default="127.0.0.1", description="where the controller listens; beyond loopback with a token")
+    port: int = Field(default=8700, ge=0, le=65535, description="its port; 0: the system's choice")
+
+
 class WeightSyncConfig(_Section):
     """All settings. Bare keyword arguments, or `load` for files and other frameworks' configurations.
 
@@ -196,6 +229,7 @@ class WeightSyncConfig(_Section):
     transfer: TransferConfig = Field(default_factory=lambda: TransferConfig())
     extract: ExtractConfig = Field(default_factory=lambda: ExtractConfig())
     inference_service: InferenceServiceConfig = Field(default_factory=lambda: InferenceServiceConfig())
+    fleet: FleetConfig = Field(default_factory=lambda: FleetConfig())
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | WeightSyncConfig) -> WeightSyncConfig:
@@ -255,6 +289,7 @@ SECTIONS: dict[str, type[_Section]] = {
     "transfer": TransferConfig,
     "extract": ExtractConfig,
     "inference_service": InferenceServiceConfig,
+    "fleet": FleetConfig,
 }
 
 

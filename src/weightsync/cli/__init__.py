@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli import pull
+from weightsync.cli import controller, pull
 from weightsync.errors import ConfigError, WeightSyncError
 
 app = typer.Typer(
@@ -124,6 +124,7 @@ def demo(
 
 
 pull.register(app)
+controller.register(app)
 
 
 def main() -> None:

@@ -130,7 +130,8 @@ class RolloutPool:
             known.state = "live"
             known.lease_end_s = now + self.lease_s
             return HeartbeatReply(state="live", lease_s=self.lease_s, every_s=every_s, admitted=admitted)
-        known.lease_end_s = min(known.lease_end_s, now)  # it refuses from this answer on; see `fenced`
+        if not known.beat.leased:  # this answer may be lost on its way, but what it has is no lease
+            known.lease_end_s = min(known.lease_end_s, now)
         models = known.serves()
         wanted = tuple(each for tag, each in self._current.items() if tag in models)
         why = known.why or behind or ("it waits until a sync has ended" if self._syncing else "it joins")

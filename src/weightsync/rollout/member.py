@@ -125,15 +125,16 @@ class FleetMember:
             for model, version in pairs:
                 model.check_may_commit(version)
             todo = [(model, version) for model, version in pairs if not model.serves(version)]
-            if len(todo) > 1:
+            is_set = len(pairs) > 1
+            if todo and is_set:
                 self._whole = False
                 self._lease.hold(boot_s() + deadline.remaining_s)
             for model, version in todo:
                 model.permit.allow(version)
-            self._wait(todo, deadline)
-            if len(todo) > 1:
+            self._wait(todo, deadline, is_set=is_set)
+            if is_set:
                 self._lease.lift()
-            self._whole = True
+                self._whole = True
         finally:
             self._set.release()
 
@@ -142,7 +143,7 @@ class FleetMember:
         for model_id in model_ids:
             self._models[model_id].permit.release(why)
 
-    def _wait(self, pairs: list[tuple[Follower, Version]], deadline: Deadline) -> None:
+    def _wait(self, pairs: list[tuple[Follower, Version]], deadline: Deadline, *, is_set: bool) -> None:
         causes: dict[str, WeightSyncError] = {}
         for model, version in pairs:
             try:
@@ -150,13 +151,13 @@ class FleetMember:
             except WeightSyncError as error:
                 causes[model.model_id] = error
         if causes:
-            if len(pairs) > 1:
+            if is_set:
                 self._lease.hold(boot_s())  # from now on everything is refused
             raise SyncFailedError(
                 f"{len(causes)} of {len(pairs)} models were not committed: "
                 + "; ".join(f"{who}: {error}" for who, error in causes.items()),
                 causes=causes,
-                state_left="nothing is answered before it has caught up" if len(pairs) > 1 else "see the model's error",
+                state_left="nothing is answered before it has caught up" if is_set else "see the model's error",
             )
 
     # --- heartbeats ---
@@ -200,9 +201,15 @@ class FleetMember:
                     )
                 )  # fmt: skip
         return HeartbeatRequest(
-            instance_id=self._config.service_id, life=self._life, url=self._url, serves=tuple(serves),
-            lacks=tuple(lacks), whole=self._whole, error="; ".join(errors)[:2000] or None,
-        )  # fmt: skip
+            instance_id=self._config.service_id,
+            life=self._life,
+            url=self._url,
+            serves=tuple(serves),
+            lacks=tuple(lacks),
+            whole=self._whole,
+            leased=self._lease.left_s > 0,
+            error="; ".join(errors)[:2000] or None,
+        )
 
     def _heard(self, said: HeartbeatReply, sent_s: float) -> None:
         before, self._said = self._said, said

@@ -56,12 +56,15 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True):
         serves: what it serves of each of its models, with whom it pulls it from.
         lacks: models of it that serve nothing of ours.
         whole: whether its models are of one set; False after a set that it could not commit as a whole.
+        leased: whether it may answer as it sends this. One that may not answers nothing before it is lent something
+            anew.
         error: what failed there last.
     """
 
     instance_id: str
     life: str
     url: str
+    leased: bool = False
     serves: tuple[ModelVersion, ...] = ()
     lacks: tuple[str, ...] = ()
     whole: bool = True

@@ -1,0 +1,92 @@
+"""`weightsync controller`: a controller of rollout services that pull."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightsync.cli.shared import Token, told
+from weightsync.errors import ConfigError
+
+_SERVICE_TOKEN = "WEIGHTSYNC_SERVICE_TOKEN"
+
+
+_EXAMPLE = """\
+# Two models that are served together, by any number of rollout services.
+weight_sync:
+  sync_method: pull
+  sync_mode: batch-async        # sync | fully-async | batch-async
+  staleness_threshold: 2        # versions behind at which rollout waits
+  validate_freq: 0
+  fleet:
+    models: [actor, verifier]
+    sets: [[actor, verifier]]   # nobody serves one without the other
+    commit_policy: each         # each | all | quorum(n)
+    lease_s: 10.0               # a service that is cut off answers no longer than this
+    after_failure: evict        # after the last retry: keep | evict
+    port: 8700
+"""
+
+
+def _print_example(wanted: bool) -> None:
+    if wanted:
+        print(_EXAMPLE, end="")
+        raise typer.Exit
+
+
+def controller(
+    config: Annotated[Path, typer.Option(help="YAML; its keys are in docs/configuration.md.", exists=True)],
+    example: Annotated[
+        bool,
+        typer.Option("--example", help="Print a configuration to begin with.", callback=_print_example, is_eager=True),
+    ] = False,
+    host: Annotated[str | None, typer.Option(help="Where to listen instead; beyond loopback with a token.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Another port; 0 lets the system choose.")] = None,
+    token: Token = None,
+    service_token: Annotated[
+        str | None, typer.Option(envvar=_SERVICE_TOKEN, help="The rollout services' token; --token where not given.")
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file, for https.", exists=True)] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file of its key.", exists=True)] = None,
+    verify: Annotated[
+        str | None, typer.Option(metavar="FILE", help="PEM file of the authority of https services.")
+    ] = None,
+) -> None:
+    """Decides when each model is synced, and brings versions to all rollout services at once.
+
+    Trainers tell it of each version (POST /notify_version), rollout services join by their heartbeats
+    (RolloutConfig(controller=URL)), inference clients and batch loaders ask its gates. Its page is at /, what it says
+    as JSON at /status, metrics at /metrics; `weightsync status URL` shows it in a terminal.
+
+    Example: weightsync controller --example > controller.yaml, then: weightsync controller --config controller.yaml
+    """
+    with told():
+        from weightsync.config import WeightSyncConfig
+        from weightsync.control.build import build_controller
+        from weightsync.net.server import TlsFiles
+
+        if (certificate is None) != (key is None):
+            raise ConfigError("https needs both, --certificate and --key")
+        settings = WeightSyncConfig.load(config)
+        changes = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+        settings = settings.model_copy(update={"fleet": settings.fleet.model_copy(update=changes)})
+        tls = None if certificate is None else TlsFiles(certificate=str(certificate), key=str(key))
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        with build_controller(
+            settings, token=token, service_token=service_token, verify=verify or True, tls=tls
+        ) as built:
+            models = ", ".join(built.controller.model_tags)
+            print(f"controller of {models} at {built.url} (process {os.getpid()})", flush=True)
+            stop.wait()
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(controller)

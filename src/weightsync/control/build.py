@@ -1,0 +1,125 @@
+"""A controller as its configuration says, for `weightsync controller`, Ray and users' own processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from weightsync.config import FleetConfig, WeightSyncConfig
+from weightsync.control.controller import WeightSyncController
+from weightsync.control.method import ModelSync
+from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.pool import RolloutPool
+from weightsync.control.server import ControllerServer
+from weightsync.errors import ConfigError
+from weightsync.net.server import TlsFiles
+from weightsync.types import Version
+from weightsync.types.control import ValidationRun
+
+_IN_PROCESS = {
+    "push": "training ranks that push together",
+    "network": "a trainer that is part of the engines' process group, or the engine's own interface",
+    "disk": "whoever writes the folder",
+    "tinker": "a service holder, see set_tinker_service_holder",
+    "weaver": "a service holder, see set_weaver_service_holder",
+    "mock": "a test",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Built:
+    """A controller and what is around it; a context manager that closes all of it.
+
+    Attributes:
+        controller: document 5's calls.
+        pool: where its method has one.
+        server: started; `url` is its address.
+        url: see there.
+    """
+
+    controller: WeightSyncController
+    pool: RolloutPool | None
+    server: ControllerServer
+    url: str
+
+    def __enter__(self) -> Built:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.controller.close)
+            stack.callback(self.server.close)
+
+
+def build_controller(
+    config: WeightSyncConfig | Mapping[str, Any],
+    *,
+    method: ModelSync | None = None,
+    token: str | None = None,
+    service_token: str | None = None,
+    verify: bool | str = True,
+    tls: TlsFiles | None = None,
+    on_validate: Callable[[str, ValidationRun], None] | None = None,
+    on_give_up: Callable[[str, Version], None] | None = None,
+) -> Built:
+    """Makes a controller and starts its server.
+
+    Args:
+        config: see `WeightSyncConfig`; `fleet` says where it listens.
+        method: moves versions; needed where `sync_method` is not "pull".
+        token: of the controller's own face.
+        service_token: of the rollout services that it calls; `token` where not given.
+        verify: see `JsonClient`.
+        tls: of its own face.
+        on_validate, on_give_up: see `WeightSyncController`.
+
+    Raises:
+        ConfigError: a contradiction, or a method that has to be given and is not.
+    """
+    settings = WeightSyncConfig.load(config)
+    fleet = settings.fleet
+    models = fleet.models or (settings.inference_service.model_tag,)
+    _check_sets(fleet, models)
+    pool: RolloutPool | None = None
+    if method is None:
+        if settings.sync_method != "pull":
+            raise ConfigError(
+                f"sync_method {settings.sync_method!r} needs {_IN_PROCESS[settings.sync_method]}: give "
+                "`build_controller` its method, in that process; `weightsync controller` alone runs 'pull'"
+            )
+        pool = RolloutPool(lease_s=fleet.lease_s)
+        method = FleetMethod(
+            pool,
+            sets=fleet.sets,
+            commit_policy=fleet.commit_policy,
+            token=service_token or token,
+            verify=verify,
+            barrier_timeout_s=fleet.barrier_timeout_s,
+            prepare_timeout_s=fleet.prepare_timeout_s,
+            commit_timeout_s=fleet.commit_timeout_s,
+            straggler_s=fleet.straggler_s,
+        )
+    elif isinstance(method, FleetMethod):
+        pool = method.pool
+    controller = WeightSyncController(
+        settings,
+        method,
+        model_tags=models,
+        retries_s=fleet.retries_s,
+        after_failure=fleet.after_failure,
+        on_validate=on_validate,
+        on_give_up=on_give_up,
+    )
+    server = ControllerServer(controller, pool, host=fleet.host, port=fleet.port, token=token, tls=tls)
+    return Built(controller=controller, pool=pool, server=server, url=server.start())
+
+
+def _check_sets(fleet: FleetConfig, models: Sequence[str]) -> None:
+    strangers = {tag for each in fleet.sets for tag in each} - set(models)
+    if strangers:
+        raise ConfigError(f"fleet.sets names models that fleet.models has not: {', '.join(sorted(strangers))}")
