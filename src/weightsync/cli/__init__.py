@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 import importlib.metadata
+import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from weightsync.cli import controller, pull
+from weightsync.cli.shared import told
 from weightsync.errors import ConfigError, WeightSyncError
 
 app = typer.Typer(
@@ -72,6 +74,11 @@ def demo(
     strategy: Annotated[
         Strategy, typer.Option(help="How bytes move. On a CPU the two IPC strategies use shared memory.")
     ] = Strategy.BROADCAST,
+    fleet: Annotated[
+        int, typer.Option(min=0, max=16, help="So many rollout services behind a controller; one is killed, one added.")
+    ] = 0,
+    models: Annotated[int, typer.Option(min=1, max=8, help="With --fleet: trainers, served as one set.")] = 2,
+    mode: Annotated[str, typer.Option(help="With --fleet: sync, batch-async or fully-async.")] = "batch-async",
     ray: Annotated[bool, typer.Option("--ray", help="Trainers and engines are Ray actors.")] = False,
     size: Annotated[str, typer.Option(help="Of the model: small or tiny.")] = "small",
     out: Annotated[Path, typer.Option(help="Folder for timeline.json and timeline.png.")] = Path("demo-output"),
@@ -91,6 +98,10 @@ def demo(
     --strategy and --ray belong to --path push. With --delta each step is one small update at --lr, as in reinforcement
     learning, and what it changed is moved alone; the table then shows how much that is.
 
+    With --fleet 3 --models 2 two trainers publish, a controller waits until both have a version, and three rollout
+    services serve both models as a set. One is killed on the way and another one joins; the command fails where any
+    answer was of a mixed set, or of another version than it says.
+
     The table shows, for each version, both losses, bytes, milliseconds of each phase and how long generation was
     paused. The command exits with 1 on any mismatch. It needs no GPU.
     """
@@ -99,6 +110,11 @@ def demo(
     except ImportError as error:
         print(f"the demo needs more packages: pip install 'weightsync[demo]' ({error})", file=sys.stderr)
         raise typer.Exit(2) from None
+    if fleet:
+        if ray or delta or engine is not Engine.EMBEDDED or strategy is not Strategy.BROADCAST:
+            print("ConfigError: --fleet runs embedded engines that pull: leave the other parts out", file=sys.stderr)
+            raise typer.Exit(2)
+        _fleet_demo(fleet, models, mode, steps, size, json, timeout_s)
     options = DemoOptions(
         steps=steps,
         ranks=ranks,
@@ -121,6 +137,20 @@ def demo(
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     raise typer.Exit(1 if problems else 0)
+
+
+def _fleet_demo(
+    services: int, models: int, mode: str, steps: int, size: str, json: Path | None, timeout_s: float
+) -> NoReturn:
+    from weightsync.demo.fleet import FleetOptions, run_fleet
+
+    options = FleetOptions(
+        services=services, models=models, mode=mode, steps=steps, size=size, json=json, timeout_s=timeout_s
+    )
+    logging.getLogger("weightsync").setLevel(logging.ERROR)  # the demo says itself what happens
+    with told():
+        raise typer.Exit(1 if run_fleet(options) else 0)
+    raise AssertionError
 
 
 pull.register(app)

@@ -20,6 +20,7 @@ from weightsync.demo.model import build_model, held_out_loss, model_size, sample
 from weightsync.demo.vllm_engine import VllmDemoEngine
 from weightsync.errors import NotServingError
 from weightsync.load.module import ModuleWeightLoader
+from weightsync.memory import LeaseReader
 from weightsync.observe import Recorder
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.server import EngineServer
@@ -40,16 +41,17 @@ class DemoEngine:
     Args:
         engine_id: name of this engine.
         size: name of the model's size.
+        lease: of a fleet's service, see `EmbeddedEngine`.
     """
 
-    def __init__(self, engine_id: str, size: str) -> None:
+    def __init__(self, engine_id: str, size: str, *, lease: LeaseReader | None = None) -> None:
         # Another seed than the trainer's: what the engine serves at first is not what it is sent.
         self._model = build_model(size, dtype=torch.bfloat16, seed=1).eval()
         self._batch = ByteText().held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=model_size(size).row_length)
         self._recorder = Recorder(f"{engine_id}/rollout")
         self._served: dict[str, int] = {}
         self._num_refused = 0
-        self.engine = EmbeddedEngine.of(ModuleWeightLoader(self._model), engine_id=engine_id)
+        self.engine = EmbeddedEngine.of(ModuleWeightLoader(self._model), engine_id=engine_id, lease=lease)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._generate_all_the_time, name="rollout", daemon=True)
 

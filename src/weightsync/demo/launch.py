@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
-import queue
-import secrets
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from weightsync.demo.engine import TOKEN_VARIABLE
 from weightsync.demo.model import model_size
+from weightsync.demo.processes import Processes
 from weightsync.demo.ray_job import RayJob
 from weightsync.demo.summary import StepRow, summarize, verdict, write_summary
 from weightsync.demo.table import DELTA_PHASES, PHASES, PULL_PHASES, StepTable
 from weightsync.demo.trainer import TrainerOptions
-from weightsync.errors import ConfigError, WeightSyncError, error_from_dict
+from weightsync.errors import ConfigError, error_from_dict
 from weightsync.observe import write_chrome_trace, write_timeline_png
-from weightsync.types import Deadline, PhaseRecord
+from weightsync.types import PhaseRecord
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,10 +72,6 @@ class DemoOptions:
         )
 
 
-class DemoError(WeightSyncError):
-    """A process of the demo failed; says which, and shows the end of what it wrote."""
-
-
 def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
     """Runs the demo to its end and writes what it measured.
 
@@ -112,7 +100,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
     phases_shown = PHASES if options.path == "push" else DELTA_PHASES if options.delta else PULL_PHASES
     with (
         StepTable(console, phases=phases_shown, deltas=options.delta) as table,
-        (RayJob if options.ray else _Processes)(options) as job,
+        (RayJob if options.ray else _Job)(options) as job,
     ):
         engines = f"{options.engine} engine{' (about a minute)' if options.engine == 'vllm' else ''}"
         table.status(f"starting {options.engines} {engines} and {options.ranks} trainer processes")
@@ -196,31 +184,12 @@ def _proof(rows: list[StepRow], summary: dict[str, Any]) -> str:
     return f"each proved by its digest: {summary['digests_equal']}"
 
 
-class _Processes:
-    """Starts everybody, hands out what rank 0 says, and leaves nobody behind."""
+class _Job(Processes):
+    """Starts everybody, and hands out what rank 0 says."""
 
     def __init__(self, options: DemoOptions) -> None:
+        super().__init__(timeout_s=options.timeout_s)
         self._options = options
-        self._deadline = Deadline(options.timeout_s)
-        self._stack = contextlib.ExitStack()
-        self._lines: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
-        self._running: dict[str, subprocess.Popen[str]] = {}
-        self._logs: dict[str, IO[str]] = {}
-        self._environment = {
-            **os.environ,
-            TOKEN_VARIABLE: secrets.token_urlsafe(24),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-
-    def __enter__(self) -> _Processes:
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-")))
-        self._stack.callback(self._end_all)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Everything rank 0 says, until all trainers have ended well."""
@@ -229,71 +198,22 @@ class _Processes:
         for name in engines:
             arguments = ["--kind", options.engine, "--engine-id", name, "--size", options.size]
             arguments += ["--mode", "delta" if options.delta else "auto"]
-            self._start(name, "weightsync.demo.engine", arguments)
+            self.start(name, "weightsync.demo.engine", arguments)
         told: dict[str, str] = {}
         while len(told) < len(engines):
-            name, message = self._next("an engine's URL")
+            name, message = self.next("an engine's URL")
             told[name] = json.dumps(message)
         for rank in range(options.ranks):
             arguments = ["--options", json.dumps(dataclasses.asdict(options.of_trainer(rank)))]
-            arguments += ["--rendezvous", str(self._folder / "rendezvous"), "--steps", str(options.steps)]
+            arguments += ["--rendezvous", str(self.folder / "rendezvous"), "--steps", str(options.steps)]
             arguments += [word for name in engines for word in ("--engine", told[name])]
-            self._start(f"trainer-{rank}", "weightsync.demo.trainer", arguments)
+            self.start(f"trainer-{rank}", "weightsync.demo.trainer", arguments)
         trainers = {f"trainer-{rank}" for rank in range(options.ranks)}
         while trainers:
-            name, message = self._next("the trainer's next step")
+            name, message = self.next("the trainer's next step")
             if "ended" in message:
                 trainers.discard(name)
             elif "error" in message:
                 raise error_from_dict(message["error"], peer=name)
             else:
                 yield message
-
-    def _next(self, waiting_for: str) -> tuple[str, dict[str, Any]]:
-        try:
-            name, line = self._lines.get(timeout=self._deadline.check(waiting_for))
-        except queue.Empty:
-            raise DemoError(f"no {waiting_for} within {self._options.timeout_s:g} s") from None
-        if line is not None:
-            return name, json.loads(line)
-        code = self._running[name].wait()
-        if code != 0 or name.startswith("engine"):
-            self._logs[name].seek(0)
-            tail = "".join(self._logs[name].readlines()[-15:])
-            raise DemoError(f"{name} ended with code {code}; it wrote:\n{tail}", peer=name)
-        return name, {"ended": True}
-
-    def _start(self, name: str, module: str, arguments: list[str]) -> None:
-        log = self._stack.enter_context((self._folder / f"{name}.log").open("w+"))
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=self._environment,
-        )
-        self._running[name] = process
-        self._logs[name] = log
-        threading.Thread(target=self._read, args=(name, process), daemon=True).start()
-
-    def _read(self, name: str, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                self._lines.put((name, line))
-        self._lines.put((name, None))
-
-    def _end_all(self) -> None:
-        for process in self._running.values():
-            if process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()  # an engine ends by this
-        for name, process in self._running.items():
-            if name.startswith("trainer"):
-                process.terminate()
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()

@@ -1,0 +1,93 @@
+"""A rollout service of the demo's fleet: an engine for each model, which generate all the time while they may.
+
+Started by `demo.fleet`; prints one JSON line for each version of each model that it has answered with, and ends when
+its standard input closes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+
+from weightsync.demo.engine import TOKEN_VARIABLE, DemoEngine
+from weightsync.errors import WeightSyncError
+from weightsync.memory import LeaseReader, ServingLease
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
+
+_LOOK_S = 0.05
+_write = threading.Lock()
+
+
+def main() -> None:
+    """Runs until standard input closes."""
+    parser = argparse.ArgumentParser(description="A rollout service of the demo's fleet; `weightsync demo` starts it.")
+    parser.add_argument("--service-id", required=True)
+    parser.add_argument("--model", action="append", required=True)
+    parser.add_argument("--controller", required=True)
+    parser.add_argument("--lease", required=True, help="path of the lease file")
+    parser.add_argument("--size", required=True)
+    options = parser.parse_args()
+    token = os.environ[TOKEN_VARIABLE]
+    lease = ServingLease(options.lease)
+    engines = {
+        model: DemoEngine(f"{options.service_id}/{model}", options.size, lease=LeaseReader(lease.path))
+        for model in options.model
+    }
+    service = RolloutService(
+        {model: demo.engine for model, demo in engines.items()},
+        RolloutConfig(
+            service_id=options.service_id, token=token, sender_token=token, controller=options.controller,
+            controller_token=token, lease=lease,
+        ),
+    )  # fmt: skip
+    service.start()
+    ended = threading.Event()
+    for model, demo in engines.items():
+        demo.start()
+        threading.Thread(target=_report, args=(options.service_id, model, demo, ended), daemon=True).start()
+    _tell({"ready": options.service_id})
+    sys.stdin.read()
+    ended.set()
+    service.close()
+    for demo in engines.values():
+        demo.close()
+        demo.engine.close()
+    lease.remove()
+
+
+def _report(service_id: str, model: str, demo: DemoEngine, ended: threading.Event) -> None:
+    """Answers on the held-out text once a version, and says what came of it and when."""
+    last: object = ()
+    while not ended.wait(_LOOK_S):
+        version = demo.engine.version
+        if version is None or version == last:
+            continue
+        began_s = time.monotonic()
+        try:
+            said = demo.report()
+        except WeightSyncError:
+            continue  # it may not answer now
+        if said["version"] != version.number:
+            continue
+        last = version
+        _tell(
+            {
+                "served": model, "service": service_id, "run_id": version.run_id, "version": version.number,
+                "loss": said["loss"], "began_s": began_s, "ended_s": time.monotonic(), "sample": said["sample"],
+            }
+        )  # fmt: skip
+
+
+def _tell(message: dict[str, object]) -> None:
+    with _write:
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

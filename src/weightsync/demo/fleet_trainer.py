@@ -1,0 +1,96 @@
+"""A trainer of the demo's fleet: one model, one rank. It publishes each step's weights, tells the controller, and takes
+the next batch when the gate lets it.
+
+Started by `demo.fleet`; prints one JSON line a version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+
+import torch
+
+from weightsync.clients.controller import AsyncControllerClient, ControllerClient
+from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
+from weightsync.demo.engine import TOKEN_VARIABLE
+from weightsync.demo.model import TrainLoop, build_model, held_out_loss, model_size
+from weightsync.errors import DeadlineExceededError, WeightSyncError
+from weightsync.publish.manager import WeightManager
+
+
+def main() -> None:
+    """Trains all steps."""
+    parser = argparse.ArgumentParser(description="A trainer of the demo's fleet; `weightsync demo` starts it.")
+    parser.add_argument("--model-id", required=True)
+    parser.add_argument("--controller", required=True)
+    parser.add_argument("--size", required=True)
+    parser.add_argument("--mode", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--wait-s", type=float, required=True, help="how long the gate may be closed")
+    options = parser.parse_args()
+    token = os.environ[TOKEN_VARIABLE]
+    try:
+        asyncio.run(_train(options, token))
+    except WeightSyncError as error:
+        _tell({"error": error.to_dict()})
+        sys.exit(1)
+
+
+async def _train(options: argparse.Namespace, token: str) -> None:
+    torch.set_num_threads(1)
+    text, size = ByteText(), model_size(options.size)
+    model = build_model(options.size, seed=options.seed)
+    served = build_model(options.size, dtype=torch.bfloat16).eval()  # what an engine makes of the weights
+    held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
+    loop = TrainLoop(model, text, size, rank=options.seed)
+    controller = ControllerClient(options.controller, token=token)
+    gate = AsyncControllerClient(options.controller, token=token)
+    with WeightManager(options.model_id, dtype="bfloat16", token=token) as manager:
+        manager.start()
+        for version in range(1, options.steps + 1):
+            waited_s = time.monotonic()
+            if options.mode == "fully-async":
+                if version > 1:
+                    await gate.wait(manager.run_id, options.model_id, version - 1, wait_s=options.wait_s)
+            elif await gate.check_rollout_service_status(options.model_id, wait_s=options.wait_s) != "continue":
+                raise DeadlineExceededError(f"the gate of model {options.model_id} is closed for {options.wait_s:g} s")
+            waited_s = time.monotonic() - waited_s
+            controller.trajectory_pool_notify_batch_ready(options.model_id)
+            loop.step(version - 1)
+            report = manager.offload(model.named_parameters(), version)
+            if not report.published:
+                raise WeightSyncError(f"version {version} was not published: {report.why}")
+            controller.notify_version(manager.run_id, options.model_id, version, manager.endpoint)
+            with torch.no_grad():
+                for mine, theirs in zip(model.parameters(), served.parameters(), strict=True):
+                    theirs.copy_(mine)
+            loss = held_out_loss(served, held_out)
+            _tell(
+                {
+                    "trained": options.model_id,
+                    "run_id": manager.run_id,
+                    "version": version,
+                    "loss": loss,
+                    "waited_s": waited_s,
+                    "offload_s": report.seconds,
+                }
+            )
+        _tell({"done": options.model_id, "run_id": manager.run_id})
+        sys.stdin.read()  # engines may still fetch the last version
+    controller.close()
+    await gate.close()
+
+
+def _tell(message: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

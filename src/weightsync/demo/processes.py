@@ -1,0 +1,129 @@
+"""The demo's processes: started together, read line by line, and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Self
+
+from weightsync.demo.engine import TOKEN_VARIABLE
+from weightsync.errors import WeightSyncError
+from weightsync.types import Deadline
+
+_LOOK_S = 1.0
+
+
+class DemoError(WeightSyncError):
+    """A process of the demo failed; says which, and shows the end of what it wrote."""
+
+
+class Processes:
+    """Starts processes of the demo, hands out what they say, a JSON object a line, and leaves nobody behind.
+
+    Args:
+        timeout_s: of all that is waited for.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.deadline = Deadline(timeout_s)
+        self._stack = contextlib.ExitStack()
+        self._lines: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        self.running: dict[str, subprocess.Popen[str]] = {}
+        self._logs: dict[str, IO[str]] = {}
+        self._killed: set[str] = set()
+        self.token = secrets.token_urlsafe(24)
+        self._environment = {
+            **os.environ,
+            TOKEN_VARIABLE: self.token,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def __enter__(self) -> Self:
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-")))
+        self._stack.callback(self._end_all)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def next(self, waiting_for: str, *, look: Callable[[], None] | None = None) -> tuple[str, dict[str, Any]]:
+        """Who says something next, and what; {"ended": True} of one that ended well, or was killed by `kill`.
+
+        Args:
+            waiting_for: for the error.
+            look: called every second while nobody says anything; the answer is ("", {}) then.
+
+        Raises:
+            DemoError: nobody within the time, or one ended by itself that should not have.
+        """
+        try:
+            left_s = self.deadline.check(waiting_for)
+            name, line = self._lines.get(timeout=left_s if look is None else min(_LOOK_S, left_s))
+        except queue.Empty:
+            if look is not None:
+                look()
+                return "", {}
+            raise DemoError(f"no {waiting_for} within {self._timeout_s:g} s") from None
+        if line is not None:
+            return name, json.loads(line)
+        code = self.running[name].wait()
+        if name in self._killed:
+            return name, {"ended": True}
+        if code != 0 or name.startswith("engine"):
+            self._logs[name].seek(0)
+            tail = "".join(self._logs[name].readlines()[-15:])
+            raise DemoError(f"{name} ended with code {code}; it wrote:\n{tail}", peer=name)
+        return name, {"ended": True}
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, as a node that dies."""
+        self._killed.add(name)
+        self.running[name].kill()
+
+    def start(self, name: str, module: str, arguments: list[str]) -> None:
+        """Starts `python -m module`; its standard input closes when it has to end."""
+        log = self._stack.enter_context((self.folder / f"{name}.log").open("w+"))
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=self._environment,
+        )
+        self.running[name] = process
+        self._logs[name] = log
+        threading.Thread(target=self._read, args=(name, process), daemon=True).start()
+
+    def _read(self, name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                self._lines.put((name, line))
+        self._lines.put((name, None))
+
+    def _end_all(self) -> None:
+        for process in self.running.values():
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()  # an engine ends by this
+        for name, process in self.running.items():
+            if name.startswith("trainer"):
+                process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
