@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 ENGINES := $(VENV)/.installed-engines
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
 
-.PHONY: help demo engines test check soak bench docs
+.PHONY: help demo engines browser test check soak bench docs
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -23,7 +23,13 @@ demo: $(STAMP) ## train a small model and serve its new weights after every step
 
 engines: $(ENGINES) ## vLLM, Ray, DeepSpeed and Megatron for the demo and the tests (3 GB)
 
-test: $(ENGINES) check docs ## the checks, then every test but the long ones
+browser: ## Chromium for the test of the controller's page: by apt, where this is root and there is none
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
+	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
+	       && apt-get install -y -qq --no-install-recommends chromium; } \
+	  || echo "there is no Chromium: the test of the controller's page is skipped"
+
+test: $(ENGINES) browser check docs ## the checks, then every test but the long ones
 	$(BIN)/python -m pytest -m "not soak"
 
 check: $(STAMP) ## lint, format, types, import directions

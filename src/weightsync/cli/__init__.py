@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from weightsync.cli import controller, pull
+from weightsync.cli import controller, pull, status
 from weightsync.cli.shared import told
 from weightsync.errors import ConfigError, WeightSyncError
 
@@ -155,6 +155,7 @@ def _fleet_demo(
 
 pull.register(app)
 controller.register(app)
+status.register(app)
 
 
 def main() -> None:

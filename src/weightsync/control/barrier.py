@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from weightsync.errors import ConfigError, DeadlineExceededError, TransferAbortedError
 from weightsync.types import Deadline
@@ -21,13 +21,12 @@ class VersionBarrier:
 
     Args:
         sets: models that are served together.
-        changed: called after each change; quick.
 
     Raises:
         ConfigError: a set of one, or a model of two sets.
     """
 
-    def __init__(self, sets: Sequence[Sequence[str]] = (), *, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, sets: Sequence[Sequence[str]] = ()) -> None:
         self._set_of: dict[str, tuple[str, ...]] = {}
         for models in sets:
             if len(set(models)) < 2 or any(tag in self._set_of for tag in models):
@@ -36,7 +35,6 @@ class VersionBarrier:
         self._lock = threading.Condition()
         self._published: dict[str, ModelVersion] = {}
         self._waiting: dict[tuple[str, ...], list[tuple[float, float]]] = {}
-        self._tell = changed
 
     def set_of(self, model_id: str) -> tuple[str, ...]:
         """The models that are served together with this one, itself included."""
@@ -50,7 +48,6 @@ class VersionBarrier:
                 return
             self._published[version.model_id] = version
             self._lock.notify_all()
-        self._tell()
 
     def published(self) -> Mapping[str, ModelVersion]:
         """The newest of each model."""
@@ -79,12 +76,10 @@ class VersionBarrier:
                     versions = tuple(self._published[tag] for tag in models if tag in self._published)
                     if len(versions) == len(models) and len({each.version for each in versions}) == 1:
                         return versions
-                    self._tell()
                     if not self._lock.wait(deadline.remaining_s) and deadline.expired:
                         raise DeadlineExceededError(self._missing(models, timeout_s), version=str(wanted.of))
             finally:
                 self._waiting[models].remove(since)
-                self._tell()
 
     def status(self) -> tuple[BarrierStatus, ...]:
         """The sets that somebody waits for, and that are not complete."""

@@ -30,7 +30,7 @@ from weightsync.types.control import MAX_VERSION, ControllerStatus, RolloutServi
 
 __all__ = ["Lockable", "ModelSync", "WeightSyncController"]
 
-_NUM_SYNCS = 50
+_NUM_SYNCS = 20
 Answer: TypeAlias = Literal["continue", "block"]
 
 
@@ -69,7 +69,6 @@ class WeightSyncController:
         base = WeightSyncConfig.load(config)
         self.recorder = recorder or Recorder("controller")
         self.method = method
-        method.subscribe(self._told)
         self._on_validate = on_validate
         self._on_give_up = on_give_up
         self._modules: tuple[Lockable, ...] = ()
@@ -226,12 +225,6 @@ class WeightSyncController:
         self._closed.set()
         for model in self._models.values():
             model.close()
-
-    def _told(self) -> None:
-        """Instances or barriers have changed."""
-        for model_tag in self._models:
-            for listener in tuple(self._listeners):
-                listener(model_tag)
 
     def _model(self, model_tag: str) -> ModelControl:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from weightsync.types import Version
 from weightsync.types.control import BarrierStatus, InstanceStatus, SyncSpan
@@ -48,6 +48,3 @@ class ModelSync(abc.ABC):
     def barriers(self) -> tuple[BarrierStatus, ...]:
         """Sets of models that wait for one of theirs."""
         return ()
-
-    def subscribe(self, changed: Callable[[], None]) -> None:  # noqa: B027
-        """Calls `changed` after instances or barriers have changed, from any thread; it must be quick."""

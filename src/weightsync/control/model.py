@@ -61,6 +61,7 @@ class ModelControl:
         self._applying = threading.Lock()
         self._locked = False
         self._timer: threading.Timer | None = None
+        self._retry_at_s: float | None = None  # monotonic
         self._last_error: str | None = None
         self._last_validation: ValidationResult | None = None
         self._records: collections.deque[SyncRecord] = collections.deque(maxlen=_NUM_RECORDS)
@@ -156,7 +157,7 @@ class ModelControl:
         """See `RolloutServiceState`."""
         service = self._config.inference_service
         with self._changed:
-            state, error = self.state, self._last_error
+            state, error, retry_at_s = self.state, self._last_error, self._retry_at_s
         return RolloutServiceState(
             state=state.phase,
             run_id=state.run_id,
@@ -168,6 +169,7 @@ class ModelControl:
             waiting_for_validation=state.validation,
             last_validation=self._last_validation,
             num_failed=state.num_failed,
+            retry_in_s=None if retry_at_s is None else max(0.0, retry_at_s - time.monotonic()),
             overdue=state.overdue,
             last_error=error,
             model_name=service.model or "",
@@ -229,7 +231,7 @@ class ModelControl:
                 timer = threading.Timer(seconds, self._retry)
                 timer.daemon = True
                 with self._changed:
-                    self._timer = timer
+                    self._timer, self._retry_at_s = timer, time.monotonic() + seconds
                 timer.start()
             case EvictFailed():
                 evicted: Sequence[str] = ()
@@ -277,6 +279,6 @@ class ModelControl:
 
     def _retry(self) -> None:
         with self._changed:
-            self._timer = None
+            self._timer = self._retry_at_s = None
         if not self._controller._closed.is_set():
             self.feed(RetryDue())

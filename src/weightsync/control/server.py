@@ -14,10 +14,13 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from weightsync.control.controller import WeightSyncController
+from weightsync.control.metrics import ControllerMetrics
 from weightsync.control.pool import RolloutPool
+from weightsync.control.web.page import OPEN_PATHS, add_page
 from weightsync.errors import StateError
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, TlsFiles, api_app
+from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.types import Deadline
 from weightsync.types.control import (
     EndValidateRequest,
@@ -70,13 +73,18 @@ class ControllerServer:
             ("POST", "/sync_weight_to_rollout_service", self._sync),
             ("POST", "/end_validate", self._end_validate),
             ("GET", "/status", self._status),
+            ("GET", "/metrics", self._get_metrics),
         ):
             self.app.add_api_route(path, handler, methods=[method])
-        self._server = ServerThread(self.app, host=host, port=port, token=token, tls=tls, name="weightsync-controller")
+        add_page(self.app, controller.status)
+        self._metrics = ControllerMetrics(controller.status)
+        self._server = ServerThread(
+            self.app, host=host, port=port, token=token, tls=tls, open_paths=OPEN_PATHS, name="weightsync-controller"
+        )
 
     def start(self) -> str:
         """Starts to listen; the URL."""
-        self._unsubscribe = self._controller.subscribe(self._wake)
+        self._unsubscribe = self._controller.subscribe(self._changed_model)
         return self._server.start()
 
     def wait(self) -> None:
@@ -91,6 +99,10 @@ class ControllerServer:
         for model_tag in self._controller.model_tags:
             self._wake(model_tag)
         self._server.close()
+
+    def _changed_model(self, model_tag: str) -> None:
+        self._wake(model_tag)
+        self._metrics.look()
 
     def _wake(self, model_tag: str) -> None:
         """From any thread: those who wait for this model look again."""
@@ -171,6 +183,9 @@ class ControllerServer:
 
     async def _status(self) -> Response:
         return _json(self._controller.status())
+
+    async def _get_metrics(self) -> Response:
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
 
 def _json(message: msgspec.Struct | Any) -> Response:

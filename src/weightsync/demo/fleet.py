@@ -70,9 +70,9 @@ def run_fleet(options: FleetOptions, console: Console | None = None) -> list[str
         write_summary(summary, options.json)
     problems: list[str] = summary["problems"]
     console.print(
-        f"{len(summary['answers'])} reports of {len(summary['services'])} services, each with the trainer's own loss on "
-        f"the same text (largest gap {summary['loss_gap_max']:.4f}); {summary['killed']} was killed, {summary['added']} "
-        f"caught up to version {summary['added_first_version']} before its first answer.",
+        f"{len(summary['answers'])} reports of {len(summary['services'])} services, each with its trainer's loss on "
+        f"the same text (largest gap {summary['loss_gap_max']:.4f}); {summary['killed']} was killed, and "
+        f"{summary['added']} caught up to version {summary['added_first_version']} before its first answer.",
         highlight=False,
         soft_wrap=True,
     )

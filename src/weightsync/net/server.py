@@ -7,7 +7,7 @@ import dataclasses
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import uvicorn
@@ -23,6 +23,7 @@ MAX_BODY_BYTES = 256 << 20
 """No request is larger: a manifest of a million tensors fits."""
 _HEADERS_WITHIN_S = 10.0
 _OPEN_PATHS = frozenset({"/healthz"})
+"""Answered without a token; more by `open_paths`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +41,21 @@ class Guard:
         app: what is guarded.
         token: None lets everybody in (loopback only, see `check_exposure`).
         on_refused: called for each request without the token.
+        open_paths: answered without a token: files that hold no secret and change nothing.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str | None, on_refused: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token: str | None,
+        on_refused: Callable[[], None] | None = None,
+        open_paths: Collection[str] = (),
+    ) -> None:
         self._app = app
         self._token = token
         self._on_refused = on_refused
+        self._open_paths = _OPEN_PATHS.union(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through, or answers it with an error."""
@@ -74,7 +84,7 @@ class Guard:
             await send(message)
 
         try:
-            if scope["path"] not in _OPEN_PATHS:
+            if scope["path"] not in self._open_paths:
                 self._check_token(headers.get("authorization"))
             length = headers.get("content-length", "0")
             if not (length.isascii() and length.isdigit() and len(length) < 16) or int(length) > MAX_BODY_BYTES:
@@ -161,6 +171,7 @@ class ServerThread:
         token: bearer token.
         tls: HTTPS where given.
         on_refused: called for each request without the token, in the server's thread.
+        open_paths: see `Guard`.
         name: of the thread.
 
     Raises:
@@ -176,11 +187,12 @@ class ServerThread:
         token: str | None = None,
         tls: TlsFiles | None = None,
         on_refused: Callable[[], None] | None = None,
+        open_paths: Collection[str] = (),
         name: str = "weightsync-http",
     ) -> None:
         check_exposure(host, token)
         config = uvicorn.Config(
-            Guard(app, token=token, on_refused=on_refused),
+            Guard(app, token=token, on_refused=on_refused, open_paths=open_paths),
             http=_PatientH11,
             ws="none",
             host=host,

@@ -110,6 +110,7 @@ class RolloutServiceState(_Message, frozen=True, kw_only=True):
         waiting_for_validation: the validation that runs.
         last_validation: the one that ended last.
         num_failed: syncs that have failed in a row.
+        retry_in_s: seconds until the next try, where one is scheduled.
         overdue: the retries have ended; rollout goes on with its old version.
         last_error: of the last sync, while it matters.
         model_name, weight_type, weight_path, backend, base_url: the inference service, as configured.
@@ -125,6 +126,7 @@ class RolloutServiceState(_Message, frozen=True, kw_only=True):
     waiting_for_validation: ValidationRun | None = None
     last_validation: ValidationResult | None = None
     num_failed: int = 0
+    retry_in_s: float | None = None
     overdue: bool = False
     last_error: str | None = None
     model_name: str = ""

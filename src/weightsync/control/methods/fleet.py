@@ -85,9 +85,7 @@ class FleetMethod(ModelSync):
     ) -> None:
         self.pool = pool
         self.policy = CommitPolicy.parse(commit_policy)
-        self._listeners: list[Callable[[], None]] = []
-        self.barrier = VersionBarrier(sets, changed=self._tell)
-        pool.subscribe(self._tell)
+        self.barrier = VersionBarrier(sets)
         self._client = functools.lru_cache(maxsize=1024)(lambda url: RolloutClient(url, token=token, verify=verify))
         self._barrier_timeout_s = barrier_timeout_s
         self._prepare_timeout_s = prepare_timeout_s
@@ -171,10 +169,6 @@ class FleetMethod(ModelSync):
     def barriers(self) -> tuple[BarrierStatus, ...]:
         """See `ModelSync.barriers`."""
         return self.barrier.status()
-
-    def subscribe(self, changed: Callable[[], None]) -> None:
-        """Calls `changed` after each change of an instance or a barrier, from any thread; it must be quick."""
-        self._listeners.append(changed)
 
     # --- the protocol ---
 
@@ -357,10 +351,6 @@ class FleetMethod(ModelSync):
     def _wake(self) -> None:
         with self._lock:
             self._lock.notify_all()
-
-    def _tell(self) -> None:
-        for listener in tuple(self._listeners):
-            listener()
 
 
 def _named(model_tag: str, version: Version, sender: str) -> ModelVersion:

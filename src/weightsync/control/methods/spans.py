@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +12,8 @@ from collections.abc import Iterator
 from weightsync.types.control import SyncSpan
 from weightsync.types.publication import ModelStatus
 
-_MAX_SPANS = 1000
+_MAX_SPANS = 10_000
+_MAX_OF_A_NAME = 8
 
 
 class Spans:
@@ -48,15 +51,24 @@ class Spans:
                 self._add("pause", who, now - status.paused_s, status.paused_s)
 
     def so_far(self) -> tuple[SyncSpan, ...]:
-        """All, with those that go on until now; the earliest first."""
+        """Those done and those that go on, until now; of each name the slowest few, the earliest first."""
         now = time.monotonic()
         with self._lock:
             running = [_span(name, who, since - self._began, now - since) for name, who, since in self._open.values()]
-            return tuple(sorted([*self._done, *running], key=lambda span: span.start_s))
+            found = [*self._done, *running]
+        slowest = {
+            name: heapq.nlargest(_MAX_OF_A_NAME, [span for span in found if span.name == name], key=_seconds)
+            for name in {span.name for span in found}
+        }
+        return tuple(sorted(itertools.chain(*slowest.values()), key=lambda span: span.start_s))
 
     def _add(self, name: str, who: str | None, started: float, seconds: float) -> None:
         if len(self._done) < _MAX_SPANS:
             self._done.append(_span(name, who, started - self._began, seconds))
+
+
+def _seconds(span: SyncSpan) -> float:
+    return span.seconds
 
 
 def _span(name: str, who: str | None, start_s: float, seconds: float) -> SyncSpan:

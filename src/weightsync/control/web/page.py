@@ -1,0 +1,79 @@
+"""The web page of a controller, and what it reads: three static files and one answer in JSON.
+
+The page takes nothing from elsewhere, and what instances say enters it as text alone. Its files hold no secret, so they
+are served without the token, which a browser can't send with an address; `/overview` demands it.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from fastapi import FastAPI, Response
+
+from weightsync.control.web.headline import Fact, facts, troubled_first
+from weightsync.net.messages import encode
+from weightsync.types.control import SPANS, ControllerStatus
+
+OPEN_PATHS = frozenset({"/", "/page.js", "/page.css"})
+"""What a server answers without a token."""
+
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/overview` answers.
+
+    Attributes:
+        facts: what is to be said, the worst first.
+        status: the tables; of the instances the troubled ones first.
+        spans: names of what a sync waits for, in the order of the legend.
+    """
+
+    facts: tuple[Fact, ...]
+    status: ControllerStatus
+    spans: tuple[str, ...] = SPANS
+
+
+def add_page(app: FastAPI, status: Callable[[], ControllerStatus]) -> None:
+    """Adds `/`, its two files, and `/overview`.
+
+    Args:
+        app: the server's; let it answer `OPEN_PATHS` without a token.
+        status: called for each `/overview`, in the server's event loop: it must be quick.
+    """
+    folder = importlib.resources.files(__package__)
+    for path, (name, media_type) in _FILES.items():
+        app.add_api_route(path, _file((folder / name).read_bytes(), media_type), methods=["GET"])
+
+    async def overview() -> Response:
+        now = status()
+        now = msgspec.structs.replace(now, instances=troubled_first(now.instances))
+        return Response(
+            encode(Overview(facts=facts(now), status=now)),
+            media_type="application/json",
+            headers={"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"},
+        )
+
+    app.add_api_route("/overview", overview, methods=["GET"])
+
+
+def _file(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+    async def answer() -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    return answer

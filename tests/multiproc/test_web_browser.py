@@ -1,0 +1,311 @@
+"""The controller's page in a real browser, in every state that operators have to understand."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from tests.unit.control import statuses
+from tests.unit.control.statuses import ERROR, HOSTILE, StatusServer, status, sync
+from weightsync.types.control import SPANS, ControllerStatus, SyncSpan
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ARGUMENTS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+TOKEN = "a-token-for-tests-only"
+WAIT_MS = 10_000
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("playwright") is None,
+        reason="playwright is not installed: pip install weightsync[dev]",
+    ),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        yield made
+        made.close()
+
+
+class Tab:
+    """A page, and what it asked for and complained of."""
+
+    def __init__(self, browser: Browser, *, width: int = 1280, dark: bool = False) -> None:
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
+        )
+        self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(WAIT_MS)
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.complaints.append(dialog.message))
+        self.page.on(
+            "console", lambda message: self.complaints.append(message.text) if message.type == "error" else None
+        )
+
+    def __enter__(self) -> Tab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+
+    def open(self, server: StatusServer) -> None:
+        self.page.goto(server.url)
+        self.page.wait_for_selector("#main:not([hidden])")
+
+    def headline(self) -> str:
+        return f"{self.text('#level')}: {self.text('#headline')} ({self.text('#detail')})"
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).inner_text()
+
+    def rows(self, table: str) -> list[list[str]]:
+        """Texts of a table's cells, as they are in the document."""
+        return self.page.eval_on_selector_all(  # type: ignore[no-any-return]
+            f"#{table} tbody tr", "rows => rows.map(row => Array.from(row.cells, cell => cell.textContent))"
+        )
+
+    def says(self, selector: str, words: str | re.Pattern[str]) -> None:
+        """Waits until the page says it."""
+        from playwright.sync_api import expect
+
+        expect(self.page.locator(selector)).to_have_text(words, timeout=WAIT_MS)
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser) -> Iterator[Tab]:
+    with Tab(browser) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("now", "headline", "rest"),
+    [
+        (statuses.nothing_yet(), "OK: No sync yet ()", []),
+        (status(), "OK: All 3 instances serve actor 12, verifier 12 ()", []),
+        (
+            statuses.evicted(),
+            "LOOK: 1 of 3 instances is evicted: inst-2 (heartbeat late 12.3 s)",
+            ["2 of 3 serve actor 12, verifier 12"],
+        ),
+        (
+            statuses.failed(),
+            f"LOOK: actor: the sync of version 13 failed 2 times, rollout waits (next try in 2.0 s: {ERROR})",
+            ["All 3 instances serve actor 12, verifier 12"],
+        ),
+        (
+            statuses.waiting(),
+            "BUSY: Waiting for verifier to publish 13 (4.0 s of 60 s)",
+            ["Syncing actor to version 13 (4.0 s so far)", "All 3 instances serve actor 12, verifier 12"],
+        ),
+    ],
+    ids=["nothing", "well", "evicted", "failed", "waiting"],
+)
+def test_the_head_says_how_it_is(tab: Tab, now: ControllerStatus, headline: str, rest: list[str]) -> None:
+    with StatusServer(now) as server:
+        tab.open(server)
+        assert tab.headline() == headline
+        assert tab.page.locator("#facts li").all_inner_texts() == rest
+        assert tab.page.title().endswith("weightsync")
+        assert tab.page.locator("#models caption").inner_text() == "Models"
+        assert tab.rows("models")[0][:2] == [*now.models][:1] + [*now.sync_mode.values()][:1]
+        for part, there in (("fleet", now.instances), ("barriers", now.barriers), ("syncs", now.syncs)):
+            assert tab.page.locator(f"#{part}-part").is_visible() == bool(there), part
+    assert all(url.startswith("http://127.0.0.1:") for url in tab.requests), "nothing comes from elsewhere"
+
+
+def test_tables(tab: Tab) -> None:
+    with StatusServer(statuses.failed()) as server:
+        tab.open(server)
+        assert tab.rows("models") == [
+            [
+                "actor",
+                "batch-async",
+                statuses.RUN,
+                "13",
+                "12",
+                "1",
+                "sync is due failed 2 in a row",
+                "waits",
+                "",
+                ERROR,
+            ],
+            ["verifier", "batch-async", statuses.RUN, "12", "12", "0", "running", "goes on", "", ""],
+        ]
+        assert tab.rows("fleet")[0] == ["inst-0", "live", "12", "12", "0.4 s", "4.6 s", ""]
+        assert tab.page.locator("#models tbody td.wrong").inner_text() == "sync is due failed 2 in a row"
+        server.now = statuses.waiting()
+        tab.says("#level", "BUSY")
+        assert tab.rows("barriers") == [["actor, verifier", "13", "verifier", "actor 13, verifier 12", "4.0 s", "60 s"]]
+        assert tab.page.locator("#barriers thead th").all_inner_texts()[2] == "missing"
+
+
+def test_a_hundred_instances_the_troubled_first(tab: Tab) -> None:
+    with StatusServer(statuses.hundred()) as server:
+        tab.open(server)
+        rows = tab.rows("fleet")
+        assert len(rows) == 100
+        assert rows[0] == ["rollout-63", "evicted", "11 1 behind", "11 1 behind", "61 s", "none", "heartbeat late 61 s"]
+        assert [row[0] for row in rows[1:6]] == ["rollout-17", "rollout-40", "rollout-88", "rollout-0", "rollout-1"]
+        assert rows[2][2] == "run-old/9 other run"
+        assert tab.text("#fleet-count") == "1 evicted, 1 suspect, 1 joining, 97 live"
+        heights = tab.page.eval_on_selector_all("#fleet tbody tr", "rows => rows.map(row => row.offsetHeight)")
+        assert max(heights) < 30, "one line each"
+        assert tab.page.locator("#timeline .sync").count() == 12
+        assert tab.page.locator("#timeline .sync").first.locator(".bar").count() <= len(SPANS) * 6
+
+
+@pytest.mark.parametrize("name", ["status", "hundred", "failed", "hostile"])
+def test_a_telephone_shows_all_of_it(browser: Browser, name: str) -> None:
+    with StatusServer(getattr(statuses, name)()) as server, Tab(browser, width=400, dark=True) as narrow:
+        narrow.open(server)
+        assert narrow.page.evaluate("document.documentElement.scrollWidth") <= 400
+        color = narrow.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert max(int(part) for part in re.findall(r"\d+", color)[:3]) < 60, "dark"
+        assert narrow.page.get_by_role("table", name="Models").get_by_role("rowheader").count() > 0
+
+
+def bar(tab: Tab, words: str) -> Locator:
+    return tab.page.locator(f'#timeline .bar[aria-label*="{words}"]').first
+
+
+def test_the_timeline_says_who_was_waited_for(tab: Tab) -> None:
+    with StatusServer(status()) as server:
+        tab.open(server)
+        assert tab.page.locator("#legend li").all_inner_texts() == [
+            name for name in SPANS if name not in ("batch gate", "retry")
+        ]
+        bar(tab, "transfer, inst-2").hover()
+        tab.says("#said", "actor 12: transfer, inst-2: 1.2 s, from 0.6 s")
+        first = tab.page.locator("#timeline .bar").first
+        first.focus()
+        tab.says("#said", "actor 12: trainer, actor: 0.5 s, from -0.5 s")
+        tab.page.keyboard.press("ArrowRight")
+        tab.says("#said", "actor 12: barrier, verifier: 0.4 s, from 0.0 s")
+        assert tab.page.locator('#timeline .bar[tabindex="0"]').count() == 1
+        server.now = status(syncs=(sync(13, before_s=1.0, outcome="failed", error="cut"), *server.now.syncs))
+        tab.page.wait_for_selector(".sync-outcome.wrong")
+        assert tab.page.evaluate("document.activeElement.getAttribute('aria-label')").startswith("actor 12: barrier")
+        tab.page.locator("summary").click()
+        words = tab.rows("words")
+        assert [row[0] for row in words] == [f"actor {version}" for version in range(13, 6, -1)]
+        assert words[0][2:] == ["failed, 2.6 s", words[1][3], "cut"]
+        assert "transfer, inst-2: 1.2 s, from 0.6 s" in words[0][3]
+        assert words[0][3].endswith("commit: 0.2 s, from 2.4 s")
+
+
+def axis(tab: Tab) -> tuple[float, float]:
+    """Where zero is, and how many pixels a second has."""
+    ticks = tab.page.eval_on_selector_all(
+        "#axis span",
+        "all => all.map(tick => { const box = tick.getBoundingClientRect(); "
+        "return [parseFloat(tick.textContent), box.x + box.width / 2]; })",
+    )
+    (low, left), (high, right) = min(ticks), max(ticks)
+    scale = (right - left) / (high - low)
+    return left - low * scale, scale
+
+
+def test_bars_stand_where_their_seconds_are(tab: Tab) -> None:
+    """One sync that ran into its deadline does not squeeze the rest; it is cut, and its seconds are told."""
+    with StatusServer(statuses.failed()) as server:
+        tab.open(server)
+        assert tab.page.locator(".lanes.cut").count() == 1
+        assert tab.page.locator("#timeline .sync-outcome").first.inner_text() == "failed, 600 s"
+        assert tab.page.locator(".lanes.cut-before").count() == 0
+        good = tab.page.locator("#timeline .sync").nth(1)
+        lanes = good.locator(".lanes").bounding_box()
+        pause = good.locator('[aria-label*="pause"]').bounding_box()
+        assert lanes
+        assert pause
+        zero, scale = axis(tab)
+        assert pause["x"] == pytest.approx(zero + 2.3 * scale, abs=3)
+        assert scale * 2.6 > lanes["width"] / 8
+        long = SyncSpan(name="trainer", start_s=-300.0, seconds=300.0)
+        first = sync(13)
+        server.now = status(syncs=(msgspec.structs.replace(first, spans=(long, *first.spans)), *status().syncs))
+        tab.page.wait_for_selector(".lanes.cut-before")
+        assert axis(tab)[1] * 2.6 > lanes["width"] / 8
+        assert bar(tab, "trainer: 300 s, from -300 s").count() == 1
+
+
+def test_it_follows_by_itself_and_says_when_nobody_answers(tab: Tab) -> None:
+    with StatusServer(status()) as server:
+        tab.open(server)
+        server.now = statuses.evicted()
+        tab.says("#headline", "1 of 3 instances is evicted: inst-2")
+        port = int(server.url.rsplit(":", 1)[1])
+    tab.says("#headline", "No answer from the controller")
+    tab.says("#detail", re.compile(r"^since \d+(\.\d)? s"))
+    assert tab.text("#level") == "LOOK"
+    tab.says("#facts li:first-child", "Before that: 1 of 3 instances is evicted: inst-2 (heartbeat late 12.3 s)")
+    assert "stale" in (tab.page.locator("#main").get_attribute("class") or "")
+    with StatusServer(status(), port=port):
+        tab.says("#headline", "All 3 instances serve actor 12, verifier 12")
+        assert "stale" not in (tab.page.locator("#main").get_attribute("class") or "")
+
+
+def test_names_stay_text(browser: Browser) -> None:
+    """Red with innerHTML in `put`: the image is there. Red without the policy: the script runs."""
+    with StatusServer(statuses.hostile()) as server, Tab(browser) as hurt:
+        hurt.open(server)
+        assert HOSTILE in hurt.text("#headline")
+        assert [row[0] for row in hurt.rows("models")] == [HOSTILE, "__proto__"]
+        for _ in range(3):
+            hurt.page.evaluate("ask()")
+        fleet = hurt.rows("fleet")
+        assert [row[0] for row in fleet[:2]] == [HOSTILE] * 2
+        assert len(fleet) == 3, "one name twice is two rows, and stays two"
+        assert fleet[2][0] == "9" * 400 + "…"
+        assert fleet[0][-1] == HOSTILE * 3
+        assert HOSTILE in hurt.page.locator("#timeline .bar").first.get_attribute("aria-label")  # type: ignore[operator]
+        assert hurt.page.locator("img, #models a, #fleet a").count() == 0
+        assert hurt.page.locator("script").count() == 1
+        assert hurt.complaints == []
+        hurt.page.evaluate(
+            "() => { const s = document.createElement('script'); s.textContent = 'window.ran = 1'; "
+            "document.body.append(s); }"
+        )
+        assert hurt.page.evaluate("window.ran") is None
+        assert "Content Security Policy" in hurt.complaints[0]
+
+
+def test_the_token_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
+    with StatusServer(status(), token=TOKEN) as server, Tab(browser) as guarded:
+        guarded.page.goto(server.url)
+        guarded.says("#headline", "This controller wants its token")
+        assert guarded.text("#level") == "TOKEN"
+        assert guarded.page.locator("#main").is_hidden()
+        box = guarded.page.get_by_label("Token")
+        assert box.get_attribute("type") == "password"
+        box.fill("a-token-that-is-not-it")
+        box.press("Enter")
+        guarded.says("#token-said", "That is not this controller's token.")
+        box.fill(TOKEN)
+        guarded.page.get_by_role("button", name="Show").click()
+        guarded.says("#headline", "All 3 instances serve actor 12, verifier 12")
+        assert guarded.page.locator("#token-form").is_hidden()
+        guarded.page.reload()
+        guarded.says("#headline", "All 3 instances serve actor 12, verifier 12")
+        assert not any(TOKEN in url for url in guarded.requests)
+        assert guarded.page.evaluate("localStorage.length + document.cookie.length") == 0
