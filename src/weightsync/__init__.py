@@ -12,12 +12,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from weightsync.clients.agent import AgentClient
+    from weightsync.clients.controller import AsyncControllerClient, ControllerClient
     from weightsync.clients.fanout import EngineFanout
     from weightsync.clients.http import HttpEngine
     from weightsync.clients.rollout import RolloutClient
     from weightsync.clients.vllm import OfflineVllmApi, VllmEngine, VllmHttpApi
     from weightsync.codec.changes import ChangesCodec
     from weightsync.config import WeightSyncConfig, select_strategy
+    from weightsync.control.build import build_controller
+    from weightsync.control.controller import WeightSyncController
+    from weightsync.control.method import ModelSync
+    from weightsync.control.methods.fleet import FleetMethod
+    from weightsync.control.pool import RolloutPool
+    from weightsync.control.server import ControllerServer
     from weightsync.errors import WeightSyncError
     from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
     from weightsync.extract.fsdp import FSDPWeightExtractor
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from weightsync.extract.registry import extractor_for
     from weightsync.load.module import ModuleWeightLoader
     from weightsync.load.vllm import VLLMWeightLoader
+    from weightsync.memory import LeaseReader, ServingLease
     from weightsync.observe import Recorder
     from weightsync.publish.manager import OffloadReport, WeightManager
     from weightsync.publish.push import PushSync
@@ -62,9 +70,13 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "AgentClient": "weightsync.clients.agent",
+    "AsyncControllerClient": "weightsync.clients.controller",
     "BroadcastTransferStrategy": "weightsync.transfer.broadcast",
     "BroadcastWeightUpdateRequest": "weightsync.types",
+    "build_controller": "weightsync.control.build",
     "ChangesCodec": "weightsync.codec.changes",
+    "ControllerClient": "weightsync.clients.controller",
+    "ControllerServer": "weightsync.control.server",
     "CudaIpcTransferStrategy": "weightsync.transfer.ipc",
     "CudaIpcWeightUpdateRequest": "weightsync.types",
     "DeepSpeedWeightExtractor": "weightsync.extract.deepspeed",
@@ -73,13 +85,17 @@ _MODULE_OF = {
     "EngineFanout": "weightsync.clients.fanout",
     "EngineHandle": "weightsync.types",
     "EngineServer": "weightsync.rollout.server",
+    "extractor_for": "weightsync.extract.registry",
+    "FleetMethod": "weightsync.control.methods.fleet",
     "FSDPWeightExtractor": "weightsync.extract.fsdp",
     "Full": "weightsync.types",
     "HttpEngine": "weightsync.clients.http",
     "InferenceEngineClient": "weightsync.types",
+    "LeaseReader": "weightsync.memory",
     "Manifest": "weightsync.types",
     "MegatronCoreExporter": "weightsync.extract.megatron_export",
     "MegatronWeightExtractor": "weightsync.extract.megatron",
+    "ModelSync": "weightsync.control.method",
     "ModuleWeightExtractor": "weightsync.extract.module",
     "ModuleWeightLoader": "weightsync.load.module",
     "NamedTensorsExtractor": "weightsync.extract.named",
@@ -95,31 +111,36 @@ _MODULE_OF = {
     "Recorder": "weightsync.observe",
     "RolloutClient": "weightsync.clients.rollout",
     "RolloutConfig": "weightsync.rollout.settings",
+    "RolloutPool": "weightsync.control.pool",
     "RolloutService": "weightsync.rollout.service",
+    "select_strategy": "weightsync.config",
+    "ServingLease": "weightsync.memory",
     "SyncMethod": "weightsync.types",
     "SyncReport": "weightsync.types",
     "TensorSpec": "weightsync.types",
     "TorchDistributedWeightSyncInitInfo": "weightsync.types",
     "Update": "weightsync.types",
-    "VLLMWeightLoader": "weightsync.load.vllm",
     "Version": "weightsync.types",
     "VllmEngine": "weightsync.clients.vllm",
     "VllmHttpApi": "weightsync.clients.vllm",
+    "VLLMWeightLoader": "weightsync.load.vllm",
     "WeightChunk": "weightsync.types",
     "WeightManager": "weightsync.publish.manager",
     "WeightSyncConfig": "weightsync.config",
+    "WeightSyncController": "weightsync.control.controller",
     "WeightSyncError": "weightsync.errors",
     "WeightSyncInitInfo": "weightsync.types",
     "WeightUpdateRequest": "weightsync.types",
-    "extractor_for": "weightsync.extract.registry",
-    "select_strategy": "weightsync.config",
 }
 
 __all__ = [
     "AgentClient",
+    "AsyncControllerClient",
     "BroadcastTransferStrategy",
     "BroadcastWeightUpdateRequest",
     "ChangesCodec",
+    "ControllerClient",
+    "ControllerServer",
     "CudaIpcTransferStrategy",
     "CudaIpcWeightUpdateRequest",
     "DeepSpeedWeightExtractor",
@@ -129,12 +150,15 @@ __all__ = [
     "EngineHandle",
     "EngineServer",
     "FSDPWeightExtractor",
+    "FleetMethod",
     "Full",
     "HttpEngine",
     "InferenceEngineClient",
+    "LeaseReader",
     "Manifest",
     "MegatronCoreExporter",
     "MegatronWeightExtractor",
+    "ModelSync",
     "ModuleWeightExtractor",
     "ModuleWeightLoader",
     "NamedTensorsExtractor",
@@ -150,7 +174,9 @@ __all__ = [
     "Recorder",
     "RolloutClient",
     "RolloutConfig",
+    "RolloutPool",
     "RolloutService",
+    "ServingLease",
     "SyncMethod",
     "SyncReport",
     "TensorSpec",
@@ -163,10 +189,12 @@ __all__ = [
     "WeightChunk",
     "WeightManager",
     "WeightSyncConfig",
+    "WeightSyncController",
     "WeightSyncError",
     "WeightSyncInitInfo",
     "WeightUpdateRequest",
     "__version__",
+    "build_controller",
     "extractor_for",
     "select_strategy",
 ]

@@ -99,6 +99,16 @@ class ControllerClient(JsonClient):
             "trainer", model_id, run_id, version, sender_endpoint=sender_endpoint, evaluate=evaluate, wait_s=wait_s
         )
 
+    def wait_version(self, run_id: str, model_id: str, version: int, *, wait_s: float, timeout_s: float = 10.0) -> bool:
+        """Whether every live instance serves that version, or a newer one of its run, after at most `wait_s`."""
+        deadline = Deadline(wait_s)
+        while True:
+            this_s = min(deadline.remaining_s, _ROUND_S)
+            message = WaitVersionRequest(model_tag=model_id, run_id=run_id, version=version, wait_s=this_s or None)
+            reply = self.call("POST", "/wait_version", GateReply, message=message, timeout_s=timeout_s + this_s)
+            if reply.answer == "continue" or deadline.expired:
+                return reply.answer == "continue"
+
     def end_validate(
         self, model_tag: str, result: dict[str, float | int | str | bool | None] | None = None, *,
         timeout_s: float = 10.0,
