@@ -99,12 +99,36 @@ class JsonClient:
             DeadlineExceededError: no answer in time.
             WeightSyncError: what the server raised, typed.
         """
+        body = self.exchange(
+            method,
+            path,
+            content=None if message is None else encode(message),
+            timeout_s=timeout_s,
+            limit_bytes=limit_bytes,
+            advice=advice,
+        )
+        try:
+            return decode(body, kind, what=f"the answer to {path}")
+        except InvalidRequestError as error:
+            raise EngineError(f"{self.url} answered {path} with what is no answer: {error}", peer=self.url) from error
+
+    def exchange(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: bytes | None = None,
+        content_type: str = "application/json",
+        timeout_s: float,
+        limit_bytes: int | None = None,
+        advice: str = "",
+    ) -> bytes:
+        """One exchange of bytes: the body of a good answer. See `call` for arguments and errors."""
         if self._client.is_closed:
             raise TransferAbortedError("this client was closed", peer=self.url)
         deadline = Deadline(timeout_s)
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
-        content = None if message is None else encode(message)
-        headers = {} if message is None else {"content-type": "application/json"}
+        headers = {} if content is None else {"content-type": content_type}
         with (
             typed_errors(deadline, url=self.url, what=path, peer=self.url, runs=self._runs),
             cut_at(deadline) as trace,
@@ -122,10 +146,7 @@ class JsonClient:
             )
         if response.status_code >= 300:
             raise self._error_in(response.status_code, body, path)
-        try:
-            return decode(body, kind, what=f"the answer to {path}")
-        except InvalidRequestError as error:
-            raise EngineError(f"{self.url} answered {path} with what is no answer: {error}", peer=self.url) from error
+        return body
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""

@@ -42,14 +42,16 @@ class DemoEngine:
         engine_id: name of this engine.
         size: name of the model's size.
         lease: of a fleet's service, see `EmbeddedEngine`.
+        rest_s: pause between two generations: several engines share few cores.
     """
 
-    def __init__(self, engine_id: str, size: str, *, lease: LeaseReader | None = None) -> None:
+    def __init__(self, engine_id: str, size: str, *, lease: LeaseReader | None = None, rest_s: float = _REST_S) -> None:
         # Another seed than the trainer's: what the engine serves at first is not what it is sent.
         self._model = build_model(size, dtype=torch.bfloat16, seed=1).eval()
         self._batch = ByteText().held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=model_size(size).row_length)
         self._recorder = Recorder(f"{engine_id}/rollout")
         self._served: dict[str, int] = {}
+        self._rest_s = rest_s
         self._num_refused = 0
         self.engine = EmbeddedEngine.of(ModuleWeightLoader(self._model), engine_id=engine_id, lease=lease)
         self._ended = threading.Event()
@@ -79,7 +81,7 @@ class DemoEngine:
         }
 
     def _generate_all_the_time(self) -> None:
-        while not self._ended.wait(_REST_S):
+        while not self._ended.wait(self._rest_s):
             try:
                 with self.engine.generation(timeout_s=60.0) as version, self._recorder.phase("generate"):
                     sample(self._model, PROMPT, SAMPLE_BYTES)

@@ -20,6 +20,7 @@ from weightsync.rollout.service import RolloutService
 from weightsync.rollout.settings import RolloutConfig
 
 _LOOK_S = 0.05
+_REST_S = 0.5
 _write = threading.Lock()
 
 
@@ -35,7 +36,7 @@ def main() -> None:
     token = os.environ[TOKEN_VARIABLE]
     lease = ServingLease(options.lease)
     engines = {
-        model: DemoEngine(f"{options.service_id}/{model}", options.size, lease=LeaseReader(lease.path))
+        model: DemoEngine(f"{options.service_id}/{model}", options.size, lease=LeaseReader(lease.path), rest_s=_REST_S)
         for model in options.model
     }
     service = RolloutService(
