@@ -34,7 +34,8 @@ from weightsync.testing.processes import Child
 
 MODELS = ("actor", "verifier")
 _NUM_ELEMENTS = 4096
-_GENERATION_S = 0.002
+_GENERATION_S = {"actor": 0.002, "verifier": 0.05}
+"""One model is done long before the other has paused: without a hold an instance would answer with a mixed set."""
 _REST_S = 0.001
 
 
@@ -149,7 +150,7 @@ def service_main(name: str, life: int, controller: str, folder: str, options: di
                 with engines[model].generation(timeout_s=5.0) as version:
                     began_s = time.monotonic()
                     first = float(modules[model].weight[0])
-                    pause.wait(_GENERATION_S)
+                    pause.wait(_GENERATION_S[model])
                     value = first if bool((modules[model].weight == first).all()) else -2.0
                 answer = Answer(
                     instance=name, life=life, model=model, run_id="" if version is None else version.run_id,
