@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from weightsync.clients.fanout import in_thread
+from weightsync.clients.phase_log import PhaseLog
 from weightsync.clients.vllm_api import OfflineVllmApi, VllmApi, VllmHttpApi
 from weightsync.clients.vllm_messages import (
     UNPROVABLE,
@@ -46,7 +46,6 @@ from weightsync.errors import (
     TransferAbortedError,
     WeightSyncError,
 )
-from weightsync.observe import now_s
 from weightsync.types import (
     AbortRequest,
     AnyUpdateRequest,
@@ -59,7 +58,6 @@ from weightsync.types import (
     EngineRequest,
     InitRequest,
     PauseRequest,
-    PhaseRecord,
     ResumeRequest,
     StageRequest,
     UpdateRequest,
@@ -124,7 +122,7 @@ class VllmEngine:
         self._mending = threading.Event()  # set: stop
         self._stale_cache = False  # what is cached may be of other weights than those that serve
         self._world_size = 1
-        self._phases: list[PhaseRecord] = []
+        self._log = PhaseLog(self._engine_id)
 
     @property
     def engine_id(self) -> str:
@@ -223,7 +221,7 @@ class VllmEngine:
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
         session = self._open(update.session)
-        with session.turn(update.seq, deadline), self._phase("load", f"chunk {update.seq}"):
+        with session.turn(update.seq, deadline), self._log.phase("load", f"chunk {update.seq}"):
             if self._in_place and update.seq == 0 and not self._api.is_paused(timeout_s=deadline.check("answer")):
                 raise StateError(
                     "chunks go into live weights while vLLM is paused, and somebody ended the pause",
@@ -233,7 +231,7 @@ class VllmEngine:
 
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
         self._open(request.session)
-        with self._phase("verify"):
+        with self._log.phase("verify"):
             self._send_update(VllmUpdateMessage(stage=request), deadline)
         return msgspec.structs.replace(self._reply(), unprovable=UNPROVABLE)
 
@@ -241,7 +239,7 @@ class VllmEngine:
         self._open(request.session)
         self._mending.set()
         patience_s = min(request.timeout_s, deadline.check("answer"))
-        with self._phase("pause"):
+        with self._log.phase("pause"):
             try:
                 self._paused_by = request.session
                 self._pause_ends = Deadline(request.lease_s + _MEND_MARGIN_S)
@@ -264,7 +262,7 @@ class VllmEngine:
         session = self._open(request.session)
         if self._paused_by != request.session or not self._api.is_paused(timeout_s=deadline.check("answer")):
             raise StateError("commit comes while the session holds the pause; it does not", state_left="not committed")
-        with self._phase("commit"):
+        with self._log.phase("commit"):
             self._stale_cache = self._clear
             self._send_update(VllmUpdateMessage(commit=request), deadline)
             self._believe(version=session.version, session=None, healthy=True)
@@ -289,7 +287,7 @@ class VllmEngine:
                 "can't resume: the weights are half-loaded, or differ between workers", state_left="paused"
             )
         if self._paused_by in (None, session):
-            with self._phase("resume"):
+            with self._log.phase("resume"):
                 self._resume(deadline)
 
     def _abort_or_mend(self, request: AbortRequest, deadline: Deadline) -> None:
@@ -430,26 +428,12 @@ class VllmEngine:
         if session is not None and error is not None:
             session.fail(error)
 
-    @contextlib.contextmanager
-    def _phase(self, name: str, detail: str = "") -> Iterator[None]:
-        start_s = now_s()
-        try:
-            yield
-        finally:
-            record = PhaseRecord(name=name, start_s=start_s, end_s=now_s(), track=self._engine_id, detail=detail)
-            with self._lock:
-                self._phases.append(record)
-
     def _reply(self, *, drain: bool = True) -> EngineReply:
-        phases: tuple[PhaseRecord, ...] = ()
-        if drain:
-            with self._lock:
-                phases, self._phases = tuple(self._phases), []
         return EngineReply(
             engine_id=self._engine_id,
             world_size=self._world_size,
             serving=self._state.healthy and self._paused_by is None,
             version=self._state.version,
             writes_live=self._state.writes_live,
-            phases=phases,
+            phases=self._log.drain() if drain else (),
         )

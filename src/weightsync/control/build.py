@@ -12,21 +12,13 @@ from weightsync.config import FleetConfig, WeightSyncConfig
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import ModelSync
 from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.methods.select import method_of
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
 from weightsync.errors import ConfigError
 from weightsync.net.server import TlsFiles
 from weightsync.types import Version
 from weightsync.types.control import ValidationRun
-
-_IN_PROCESS = {
-    "push": "training ranks that push together",
-    "network": "a trainer that is part of the engines' process group, or the engine's own interface",
-    "disk": "whoever writes the folder",
-    "tinker": "a service holder, see set_tinker_service_holder",
-    "weaver": "a service holder, see set_weaver_service_holder",
-    "mock": "a test",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +63,7 @@ def build_controller(
 
     Args:
         config: see `WeightSyncConfig`; `fleet` says where it listens.
-        method: moves versions; needed where `sync_method` is not "pull".
+        method: moves versions; `method_of(config)` where not given.
         token: of the controller's own face.
         service_token: of the rollout services that it calls; `token` where not given.
         verify: see `JsonClient`.
@@ -79,33 +71,14 @@ def build_controller(
         on_validate, on_give_up: see `WeightSyncController`.
 
     Raises:
-        ConfigError: a contradiction, or a method that has to be given and is not.
+        ConfigError: a contradiction, or a method that has to be given and is not; see `method_of`.
     """
     settings = WeightSyncConfig.load(config)
     fleet = settings.fleet
     models = fleet.models or (settings.inference_service.model_tag,)
     _check_sets(fleet, models)
-    pool: RolloutPool | None = None
-    if method is None:
-        if settings.sync_method != "pull":
-            raise ConfigError(
-                f"sync_method {settings.sync_method!r} needs {_IN_PROCESS[settings.sync_method]}: give "
-                "`build_controller` its method, in that process; `weightsync controller` alone runs 'pull'"
-            )
-        pool = RolloutPool(lease_s=fleet.lease_s)
-        method = FleetMethod(
-            pool,
-            sets=fleet.sets,
-            commit_policy=fleet.commit_policy,
-            token=service_token or token,
-            verify=verify,
-            barrier_timeout_s=fleet.barrier_timeout_s,
-            prepare_timeout_s=fleet.prepare_timeout_s,
-            commit_timeout_s=fleet.commit_timeout_s,
-            straggler_s=fleet.straggler_s,
-        )
-    elif isinstance(method, FleetMethod):
-        pool = method.pool
+    method = method or method_of(settings, models, token=service_token or token, verify=verify)
+    pool = method.pool if isinstance(method, FleetMethod) else None
     controller = WeightSyncController(
         settings,
         method,

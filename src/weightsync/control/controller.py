@@ -21,6 +21,10 @@ from typing import Any, Literal, TypeAlias
 
 from weightsync.config import WeightSyncConfig
 from weightsync.control.method import ModelSync
+from weightsync.control.methods.hosted import HostedMethod
+from weightsync.control.methods.select import method_of
+from weightsync.control.methods.tinker import TinkerMethod, TinkerServiceHolder
+from weightsync.control.methods.weaver import WeaverMethod, WeaverServiceHolder
 from weightsync.control.model import Lockable, ModelControl
 from weightsync.control.state import BatchReady, Policy, StartSync, Trained
 from weightsync.errors import ConfigError, InvalidRequestError, StateError
@@ -39,8 +43,8 @@ class WeightSyncController:
 
     Args:
         config: mode, threshold, `validate_freq` and inference service; of every model that `configs` has not.
-        method: moves a version.
-        model_tags: the models; the config's own where not given.
+        method: moves a version; the one that the configuration names where not given, see `method_of`.
+        model_tags: the models; the configuration's own where not given.
         configs: by model, where one has settings of its own.
         retries_s: seconds until each retry of a sync that failed.
         after_failure: "keep" the old version after the last retry, or "evict" whoever failed and try once more.
@@ -56,7 +60,7 @@ class WeightSyncController:
     def __init__(
         self,
         config: WeightSyncConfig | Mapping[str, Any],
-        method: ModelSync,
+        method: ModelSync | None = None,
         *,
         model_tags: Sequence[str] = (),
         configs: Mapping[str, WeightSyncConfig] | None = None,
@@ -68,15 +72,15 @@ class WeightSyncController:
     ) -> None:
         base = WeightSyncConfig.load(config)
         self.recorder = recorder or Recorder("controller")
-        self.method = method
+        tags = tuple(model_tags) or base.fleet.models or (base.inference_service.model_tag,)
+        self.method = method or method_of(base, tags)
         self._on_validate = on_validate
         self._on_give_up = on_give_up
         self._modules: tuple[Lockable, ...] = ()
-        self._holders: dict[str, Any] = {}
         self._closed = threading.Event()
         self._listeners: list[Callable[[str], None]] = []
         self._models: dict[str, ModelControl] = {}
-        for tag in model_tags or (base.inference_service.model_tag,):
+        for tag in tags:
             own = (configs or {}).get(tag, base)
             policy = Policy(
                 mode=own.sync_mode, staleness_threshold=own.staleness_threshold, validate_freq=own.validate_freq,
@@ -94,23 +98,28 @@ class WeightSyncController:
         for model in self._models.values():
             model.apply_locks()
 
-    def set_tinker_service_holder(self, holder: Any) -> None:
-        """The Tinker service that method "tinker" uses."""
-        self._holders["tinker"] = holder
-
-    def set_weaver_service_holder(self, holder: Any) -> None:
-        """The Weaver service that method "weaver" uses."""
-        self._holders["weaver"] = holder
-
-    def service_holder(self, backend: str) -> Any:
-        """What a service-holder was set to.
+    def set_tinker_service_holder(self, holder: TinkerServiceHolder, model_tag: str | None = None) -> None:
+        """Who holds the Tinker service's clients; of all models, or of one.
 
         Raises:
-            StateError: nobody has set it.
+            StateError: the method is another one.
         """
-        if backend not in self._holders:
-            raise StateError(f"call set_{backend}_service_holder first: method {backend!r} needs it")
-        return self._holders[backend]
+        self._hold(TinkerMethod, holder, model_tag)
+
+    def set_weaver_service_holder(self, holder: WeaverServiceHolder, model_tag: str | None = None) -> None:
+        """Who holds the Weaver service's clients; of all models, or of one.
+
+        Raises:
+            StateError: the method is another one.
+        """
+        self._hold(WeaverMethod, holder, model_tag)
+
+    def _hold(self, kind: type[HostedMethod[Any]], holder: object, model_tag: str | None) -> None:
+        if not isinstance(self.method, kind):
+            raise StateError(f"this controller's method is {type(self.method).__name__}, which takes no such holder")
+        for tag in self._models if model_tag is None else (model_tag,):
+            self._model(tag)
+            self.method.hold(tag, holder)
 
     def check_rollout_service_status(self, model_tag: str) -> Answer:
         """Whether a request to this model's rollout service may proceed now.

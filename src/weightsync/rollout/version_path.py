@@ -9,22 +9,20 @@ The folder comes by one rename, when its bytes were proved, and goes before they
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
 
 from weightsync.errors import ConfigError
 from weightsync.memory.folder import path_of
+from weightsync.plan.names import as_name
 from weightsync.rollout.pulled import Pulled
 
 _FILE = "model.safetensors"
 _LEFT = ".weightsync-left"
 """In a folder of ours that something else lies in, too."""
-_LONGEST_NAME = 120
 
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class VersionPath:
     """
 
     def __init__(self, root: str | Path, model_id: str) -> None:
-        self._folder = Path(root) / _as_name(model_id)
+        self._folder = Path(root) / as_name(model_id)
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in tuple(self._folder.iterdir()):  # by a service that was killed
             ours = not left.is_symlink() and left.is_dir()
@@ -59,7 +57,7 @@ class VersionPath:
             OSError: it can't be made.
         """
         version = pulled.version
-        final = self._folder / f"{_as_name(version.run_id)}-{version.number}"
+        final = self._folder / f"{as_name(version.run_id)}-{version.number}"
         aside = self._folder / f"making-{uuid.uuid4().hex}"
         aside.mkdir()
         try:
@@ -91,11 +89,3 @@ def _remove(folder: Path) -> None:
         _logger.warning("%s stays: %s", folder, error)
         with contextlib.suppress(OSError):
             (folder / _LEFT).touch()
-
-
-def _as_name(text: str) -> str:
-    """One name in a folder, whatever the text is."""
-    name = quote(text, safe=" ")
-    if len(name) > _LONGEST_NAME:
-        name = f"{name[: _LONGEST_NAME - 33]}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return f"%2E{name[1:]}" if name.startswith(".") else name

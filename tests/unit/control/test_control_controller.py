@@ -268,10 +268,8 @@ def test_what_can_not_be_is_refused(made: Make) -> None:
     controller.train_worker_notify_weight_update("w", "default", "r", 5)
     with pytest.raises(VersionError):
         controller.train_worker_notify_weight_update("w", "default", "r", 4)
-    with pytest.raises(StateError, match="set_tinker_service_holder"):
-        controller.service_holder("tinker")
-    controller.set_tinker_service_holder("holder")
-    assert controller.service_holder("tinker") == "holder"
+    with pytest.raises(StateError, match="takes no such holder"):
+        controller.set_tinker_service_holder(object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stranger"):
         made(configs={"stranger": controller._models["default"]._config})
 

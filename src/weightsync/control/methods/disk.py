@@ -1,0 +1,321 @@
+"""DiskMethod: engines load a version from a folder, all at once; behind an SGLang router, all of its workers."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import TypeVar
+
+from weightsync.clients.fanout import in_thread
+from weightsync.clients.probe import Capabilities, Feature, probe
+from weightsync.clients.sglang_api import SGLangApi, SGLangRouter
+from weightsync.control.method import ModelSync
+from weightsync.control.methods.disk_engines import (
+    DiskEngine,
+    DiskSettings,
+    KvCache,
+    Running,
+    SGLangDisk,
+    VllmDisk,
+    VllmReloadApi,
+)
+from weightsync.control.methods.folder import VersionFolder
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DigestMismatchError,
+    EngineError,
+    InvalidRequestError,
+    NoEnginesError,
+    SyncFailedError,
+    VersionError,
+    WeightSyncError,
+    as_weightsync_error,
+)
+from weightsync.types import Deadline, Version
+from weightsync.types.deadline import check_wait_s
+
+_T = TypeVar("_T")
+_PROBE_S = 10.0
+_SUMS_S = 60.0
+_RESUME_S = 10.0
+_GRACE_S = 6.0  # how much longer than its deadline a call may take to say so, and to undo its pause
+
+
+class DiskMethod(ModelSync):
+    """A `ModelSync` over a folder of versions. Thread-safe.
+
+    What each URL is it says itself (`clients.probe`): an SGLang router, whose workers are asked for at each sync; an
+    SGLang server; a vLLM server in development mode. A sync succeeds where every engine has loaded the version and
+    says so; where there are several of one kind, their checksums of live weights have to be the same. Engines that
+    fail are named in the error, with the state that each was left in; the others go on with the new version.
+
+    Args:
+        folder: where trainers publish.
+        urls: by model: of its router, of its server, or of several servers.
+        running, kv_cache, load_format: see `DiskSettings`.
+        engine_root: the folder's root as engines see it, where that is another path.
+        token: bearer token for each of `urls`, and for the workers of a router.
+        timeout_s: how long an engine may take to load. Comparing and resuming have a minute and 10 s more.
+        compare_checksums: whether checksums are compared. All engines stay paused until the slowest has loaded then;
+            else each goes on by itself.
+
+    Raises:
+        NoEnginesError: a model has no URL.
+        ConfigError: a setting that can't be.
+    """
+
+    def __init__(
+        self,
+        folder: VersionFolder,
+        urls: Mapping[str, str | Sequence[str]],
+        *,
+        running: Running = "keep",
+        kv_cache: KvCache = "clear",
+        load_format: str | None = None,
+        engine_root: str | None = None,
+        token: str | None = None,
+        timeout_s: float = 300.0,
+        compare_checksums: bool = True,
+    ) -> None:
+        self._folder = folder
+        self._urls = {tag: (each,) if isinstance(each, str) else tuple(each) for tag, each in urls.items()}
+        if not self._urls or not all(self._urls.values()):
+            raise NoEnginesError("method disk needs the URL of at least one engine or router for each model")
+        self._settings = DiskSettings(running=running, kv_cache=kv_cache, load_format=load_format)
+        self._engine_root = Path(engine_root) if engine_root is not None else folder.root
+        self._token = token
+        self._timeout_s = check_wait_s("timeout_s", timeout_s)
+        self._compare = compare_checksums
+        self._lock = threading.Lock()
+        self._known: dict[str, Capabilities] = {}
+        self._engines: dict[str, DiskEngine] = {}
+        self._failed: dict[str, set[str]] = {}  # by model, of its last sync
+        self._evicted: dict[str, set[str]] = {}  # by model
+
+    def prepare(self) -> None:
+        """Meets every router and server once, so that a wrong set-up fails before the first sync. Changes nothing.
+
+        Raises:
+            ConfigError: one of them lacks what this method needs; says why.
+            NoEnginesError: a router has no workers.
+            WeightSyncError: one does not answer.
+        """
+        for tag in self._urls:
+            for url in self._members(tag, Deadline(_PROBE_S * len(self._urls[tag]))):
+                self._engine(url)
+
+    def sync(self, model_tag: str, version: Version) -> int:
+        """See `ModelSync.sync`. Loads this version where it is there still, else the latest one of its run.
+
+        Raises:
+            InvalidRequestError: there is no such model.
+            VersionError: neither is published.
+            NoEnginesError: nobody is left to load it.
+            SyncFailedError: some failed, or lack what this needs; `causes` says why and what state was left, by URL.
+                Where one can't be met, or lacks something, nothing was changed anywhere.
+        """
+        members = self._members(model_tag, Deadline(_PROBE_S * len(self._urls.get(model_tag, ()))))
+        version = self._resolved(model_tag, version)
+        with self._folder.held(model_tag, version) as folder:
+            path = self._engine_root / folder.relative_to(self._folder.root)
+            errors: dict[str, WeightSyncError] = {}
+            engines = _each({url: functools.partial(self._engine, url) for url in members}, _PROBE_S, errors)
+            if errors:
+                raise self._told(model_tag, version, members, errors, "nothing was changed")
+            self._load(engines, path, version, errors)
+        with self._lock:
+            self._failed[model_tag] = set(errors)
+        if errors:
+            served = sorted(set(members) - set(errors))
+            left = [f"{', '.join(served)} serve {version}"] if served else []
+            left += [f"{url}: {error.state_left or 'not known'}" for url, error in sorted(errors.items())]
+            raise self._told(model_tag, version, members, errors, "; ".join(left))
+        return version.number
+
+    def evict_failed(self, model_tag: str) -> Sequence[str]:
+        """See `ModelSync.evict_failed`. They are not asked to load any more until `readmit`; a router that they belong
+        to has to be told by whoever runs it.
+        """
+        with self._lock:
+            failed = self._failed.pop(model_tag, set())
+            self._evicted.setdefault(model_tag, set()).update(failed)
+        return sorted(failed)
+
+    def readmit(self, model_tag: str, url: str) -> None:
+        """An engine takes part again, from the next sync on."""
+        with self._lock:
+            self._evicted.get(model_tag, set()).discard(url)
+
+    def close(self) -> None:
+        """Closes all connections. Idempotent."""
+        with self._lock:
+            engines, self._engines = list(self._engines.values()), {}
+        for engine in engines:
+            engine.close()
+
+    # --- who loads ---
+
+    def _members(self, model_tag: str, deadline: Deadline) -> tuple[str, ...]:
+        """The engines of a model now, less those that were evicted."""
+        urls = self._urls.get(model_tag)
+        if urls is None:
+            raise InvalidRequestError(f"no engine of model {model_tag!r} is known: {', '.join(self._urls)}")
+        found: list[str] = []
+        for url in urls:
+            if self._capabilities(url).engine == "sglang-router":
+                router = SGLangRouter(url, token=self._token)
+                try:
+                    found += router.workers(timeout_s=min(_PROBE_S, deadline.check("list of workers", peer=url)))
+                finally:
+                    router.close()
+            else:
+                found.append(url.rstrip("/"))
+        with self._lock:
+            evicted = self._evicted.get(model_tag, set())
+            members = tuple(dict.fromkeys(url for url in found if url not in evicted))
+        if not members:
+            raise NoEnginesError(f"every engine of model {model_tag!r} was evicted")
+        return members
+
+    def _capabilities(self, url: str) -> Capabilities:
+        with self._lock:
+            known = self._known.get(url)
+        if known is None:
+            known = probe(url, token=self._token, timeout_s=_PROBE_S)
+            with self._lock:
+                self._known[url] = known
+        return known
+
+    def _engine(self, url: str) -> DiskEngine:
+        """The handle of an engine, made when it is met first.
+
+        Raises:
+            ConfigError: it lacks what is needed.
+        """
+        with self._lock:
+            if url in self._engines:
+                return self._engines[url]
+        known = self._capabilities(url)
+        if known.engine not in ("vllm", "sglang"):
+            raise ConfigError(
+                f"method disk knows vLLM, SGLang and its router, and {url} is none of them: method network tells any "
+                "server a path",
+                peer=url,
+                state_left="nothing was changed",
+            )
+        known.need(Feature.RELOAD)
+        sums = self._compare and known.can(Feature.CHECKSUM)
+        made: DiskEngine
+        if known.engine == "vllm":
+            made = VllmDisk(VllmReloadApi(url, token=self._token), self._settings, sums=sums)
+        else:
+            made = SGLangDisk(SGLangApi(url, token=self._token), self._settings, sums=sums)
+        with self._lock:
+            return self._engines.setdefault(url, made)
+
+    def _resolved(self, model_tag: str, version: Version) -> Version:
+        if version in self._folder.versions(model_tag):
+            return version
+        latest = self._folder.latest(model_tag)
+        if latest is None or latest.run_id != version.run_id or latest.number < version.number:
+            raise VersionError(
+                f"{self._folder.root} has no {version} of model {model_tag!r}; the latest is {latest}: publish a "
+                "version before the controller is told of it",
+                version=str(version),
+            )
+        return latest
+
+    # --- how ---
+
+    def _load(
+        self, engines: Mapping[str, DiskEngine], path: Path, version: Version, errors: dict[str, WeightSyncError]
+    ) -> None:
+        """Load, compare, resume; who fails a step takes no further one, and is added to `errors`. Comparing and
+        resuming have a time of their own: who hangs in a load must not keep the others paused for good.
+        """
+        compared = self._compare and len(engines) > 1
+
+        def load(engine: DiskEngine) -> None:
+            engine.load(path, version, deadline=Deadline(self._timeout_s))
+            if not compared:
+                engine.resume(deadline=Deadline(_RESUME_S))
+
+        steps = {url: functools.partial(load, engine) for url, engine in engines.items()}
+        loaded = list(_each(steps, self._timeout_s, errors))
+        if not compared:
+            return
+        sums_s = min(self._timeout_s, _SUMS_S)
+        sums = _each(
+            {url: functools.partial(engines[url].checksum, deadline=Deadline(sums_s)) for url in loaded}, sums_s, errors
+        )
+        errors.update(_unequal(sums, engines))
+        right = [url for url in loaded if url not in errors]
+        _each(
+            {url: functools.partial(engines[url].resume, deadline=Deadline(_RESUME_S)) for url in right},
+            _RESUME_S,
+            errors,
+        )
+
+    def _told(
+        self,
+        model_tag: str,
+        version: Version,
+        members: Sequence[str],
+        errors: Mapping[str, WeightSyncError],
+        state_left: str,
+    ) -> SyncFailedError:
+        with self._lock:
+            self._failed[model_tag] = set(errors)
+            for url in errors:  # it is met anew: what it can may have changed
+                self._known.pop(url, None)
+            left = [self._engines.pop(url) for url in errors if url in self._engines]
+        for engine in left:
+            engine.close()
+        return SyncFailedError(
+            f"{len(errors)} of {len(members)} engines did not load it: {', '.join(sorted(errors))}",
+            causes=errors,
+            version=str(version),
+            state_left=state_left,
+        )
+
+
+def _unequal(
+    sums: Mapping[str, tuple[str, ...] | None], engines: Mapping[str, DiskEngine]
+) -> dict[str, WeightSyncError]:
+    """Errors of engines whose checksums differ from those of most engines of their kind with as many workers."""
+    wrong: dict[str, WeightSyncError] = {}
+    groups: dict[tuple[type[DiskEngine], int], dict[str, tuple[str, ...]]] = {}
+    for url, each in sums.items():
+        if each is not None:
+            groups.setdefault((type(engines[url]), len(each)), {})[url] = each
+    for alike in groups.values():
+        counts = collections.Counter(alike.values()).most_common(2)
+        tied = len(counts) == 2 and counts[0][1] == counts[1][1]
+        for url, each in alike.items():
+            if tied or each != counts[0][0]:
+                wrong[url] = DigestMismatchError(
+                    "engines that loaded the same folder have other checksums of their live weights",
+                    peer=url,
+                    state_left="it is paused, with weights that differ from another engine's",
+                )
+    return wrong
+
+
+def _each(calls: Mapping[str, Callable[[], _T]], timeout_s: float, errors: dict[str, WeightSyncError]) -> dict[str, _T]:
+    """Makes all calls at once; results of those that went well, errors of the others into `errors`."""
+    running = {url: in_thread(call, name=f"weightsync-disk-{url}") for url, call in calls.items()}
+    wait_for(running.values(), timeout=timeout_s + _GRACE_S)
+    results: dict[str, _T] = {}
+    for url, future in running.items():
+        if not future.done():
+            errors[url] = DeadlineExceededError("it did not answer in time", peer=url, state_left="not known")
+        elif (error := future.exception()) is not None:
+            errors[url] = as_weightsync_error(error, EngineError, "it could not be called", peer=url)
+        else:
+            results[url] = future.result()
+    return results
