@@ -92,14 +92,19 @@ class Server:
         folder: for its log, and for the file of planted faults (`vllm_faults`).
         tp: tensor-parallel size.
         env: further environment.
+        options: further words of its command line.
     """
 
-    def __init__(self, checkpoint: Path, folder: Path, *, tp: int = 1, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, checkpoint: Path, folder: Path, *, tp: int = 1, env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.checkpoint = checkpoint
         self._port = free_port()
         self._tp = tp
+        self._options = options
         self._env = {**engine_env(tp), **vllm_faults.install(folder), **(env or {})}
         self._log = folder / "vllm.log"
         self.url = f"http://127.0.0.1:{self._port}"
@@ -124,6 +129,7 @@ class Server:
             *("--weight-transfer-config", json.dumps({"backend": "weightsync"})),
             *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
             *("--stream-interval", "20"),  # or its one event loop is busy streaming, and answers nothing else
+            *self._options,
         ]
         with self._log.open("ab") as output:
             self.process = subprocess.Popen(

@@ -62,7 +62,7 @@ class EngineActor:
         self._engine: EngineHandle | None = None
         try:
             self._built = factory(context)
-            self._engine = _engine_of(self._built)
+            self._engine = engine_of(self._built)
         except Exception as error:
             self._failed = refusal(
                 as_weightsync_error(error, EngineError, "building the engine failed", peer=context.engine_id), ""
@@ -148,7 +148,12 @@ def user_method(built: Any, method: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _engine_of(built: Any) -> EngineHandle:
+def engine_of(built: Any) -> EngineHandle:
+    """The engine that a user's factory built.
+
+    Raises:
+        ConfigError: it built none.
+    """
     engine = getattr(built, "engine", built)
     if not callable(getattr(engine, "call", None)):
         raise ConfigError(

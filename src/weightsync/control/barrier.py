@@ -34,6 +34,7 @@ class VersionBarrier:
             self._set_of.update(dict.fromkeys(models, tuple(sorted(set(models)))))
         self._lock = threading.Condition()
         self._published: dict[str, ModelVersion] = {}
+        self._left: dict[str, str] = {}  # by model: the run that another took over from last
         self._waiting: dict[tuple[str, ...], list[tuple[float, float]]] = {}
 
     def set_of(self, model_id: str) -> tuple[str, ...]:
@@ -46,6 +47,8 @@ class VersionBarrier:
             before = self._published.get(version.model_id)
             if before is not None and before.run_id == version.run_id and before.version > version.version:
                 return
+            if before is not None and before.run_id != version.run_id:
+                self._left[version.model_id] = before.run_id
             self._published[version.model_id] = version
             self._lock.notify_all()
 
@@ -61,7 +64,10 @@ class VersionBarrier:
             TransferAbortedError: another run of that model took over.
             DeadlineExceededError: some models are not there; says which.
         """
-        self.arrive(wanted)
+        with self._lock:
+            late = self._left.get(wanted.model_id) == wanted.run_id != self._published[wanted.model_id].run_id
+        if not late:
+            self.arrive(wanted)
         models = self.set_of(wanted.model_id)
         deadline, since = Deadline(timeout_s), (time.monotonic(), timeout_s)
         with self._lock:

@@ -39,6 +39,7 @@ class _Instance:
     state: State = "joining"
     lease_end_s: float = 0.0
     why: str | None = None
+    doubted: bool = False
 
     @property
     def takes_part(self) -> bool:
@@ -100,7 +101,7 @@ class RolloutPool:
             now = self._swept()
             known = self._instances.get(beat.instance_id)
             if known is not None and known.beat.life != beat.life:
-                if known.takes_part:
+                if now < known.lease_end_s:  # also one that was evicted, and may not know
                     raise StateError(
                         f"another process is instance {beat.instance_id!r} and has a lease for "
                         f"{known.lease_end_s - now:.1f} s: give each its own service_id, or wait",
@@ -117,16 +118,22 @@ class RolloutPool:
 
     def _answer(self, known: _Instance, now: float) -> HeartbeatReply:
         behind = self._behind(known)
+        every_s = self.lease_s / _BEATS_A_LEASE
         if known.takes_part and behind and not self._syncing:
+            if not known.doubted:  # its heartbeat may be from before its commit: it gets no more than it has
+                known.doubted = True
+                left_s = known.lease_end_s - now
+                return HeartbeatReply(state="suspect", lease_s=left_s, every_s=min(every_s, 1.0), why=behind)
             self._leave(known, f"it serves {behind}")
+        known.doubted = False
         if known.state == "evicted":
             known.state = "joining"
         admitted = False
         if known.state == "joining" and not behind and not self._syncing and now >= self._learns_until_s:
             known.state, known.why, admitted = "live", None, True
             _logger.info("instance %s takes part", known.beat.instance_id)
-        every_s = self.lease_s / _BEATS_A_LEASE
         if known.takes_part:
+            admitted = admitted or not (known.beat.whole or self._syncing)
             known.state = "live"
             known.lease_end_s = now + self.lease_s
             return HeartbeatReply(state="live", lease_s=self.lease_s, every_s=every_s, admitted=admitted)
@@ -139,15 +146,15 @@ class RolloutPool:
 
     def _behind(self, known: _Instance) -> str | None:
         """Why it may not answer with what it serves; None: it may."""
-        if not known.beat.whole:
-            return "part of a set"
+        exact = True
         for tag, served in known.serves().items():
             current = self._current.get(tag)
+            exact = exact and current is not None and served == current.of
             if current is not None and (served is None or served != current.of):
                 newer = served is not None and served.run_id == current.run_id and served.number > current.version
                 if not newer:
                     return f"{served or 'nothing'} of {tag}, and the fleet serves {current.of}"
-        return None
+        return None if known.beat.whole or exact else "part of a set"
 
     # --- what a sync asks ---
 
@@ -190,10 +197,13 @@ class RolloutPool:
                 self._syncing -= 1
 
     def decided(self, versions: Sequence[ModelVersion]) -> None:
-        """From now on this is what instances have to serve to come in, or to stay in once the sync has ended."""
+        """From now on this is what instances have to serve to come in, or to stay in once the sync has ended. Within a
+        run it never goes back."""
         with self._changed:
             for each in versions:
-                self._current[each.model_id] = each
+                before = self._current.get(each.model_id)
+                if before is None or before.run_id != each.run_id or before.version <= each.version:
+                    self._current[each.model_id] = each
             self._tell()
 
     def current(self, model_id: str) -> ModelVersion | None:
@@ -210,10 +220,20 @@ class RolloutPool:
                 self._tell()
 
     def fenced(self, instance_id: str) -> bool:
-        """Whether one that was evicted answers no more: its lease is over, or it was told so."""
+        """Whether one that was evicted answers no more: its lease is over. It may not have heard that it was."""
         with self._changed:
             known = self._instances.get(instance_id)
             return known is None or known.takes_part or known.lease_end_s <= self._clock()
+
+    def unfenced(self, models: Sequence[str]) -> tuple[str, ...]:
+        """Who takes part no more, has any of these models, and may still answer."""
+        with self._changed:
+            self._swept()
+            return tuple(
+                name
+                for name, each in self._instances.items()
+                if not self.fenced(name) and set(models) & set(each.serves())
+            )
 
     def wait_fenced(self, instance_ids: Sequence[str]) -> None:
         """Until none of these answers with what it was evicted with: at most `lease_s`."""
@@ -278,9 +298,9 @@ class RolloutPool:
         if self._current:
             return
         whole = [each.beat for each in self._instances.values() if each.beat.whole and not each.beat.lacks]
-        newest = max(whole, key=lambda beat: sorted(each.version for each in beat.serves), default=None)
-        if newest is not None:
-            self._current = {each.model_id: each for each in newest.serves if each.sender_endpoint}
+        for beat in sorted(whole, key=lambda beat: sorted(each.version for each in beat.serves), reverse=True):
+            if not any(each.model_id in self._current for each in beat.serves):  # of models that go with others
+                self._current |= {each.model_id: each for each in beat.serves if each.sender_endpoint}
 
     def _tell(self) -> None:
         self._changed.notify_all()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from weightsync.clients.fanout import in_thread
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.metrics import ControllerMetrics
 from weightsync.control.pool import RolloutPool
@@ -31,6 +32,8 @@ from weightsync.types.control import (
     WaitVersionRequest,
 )
 from weightsync.types.fleet import HeartbeatRequest
+
+_T = TypeVar("_T")
 
 
 class ControllerServer:
@@ -153,17 +156,18 @@ class ControllerServer:
 
     async def _trained(self, request: Request) -> Response:
         asked = decode(await request.body(), TrainedRequest, what="a notification")
-        await asyncio.to_thread(
-            self._controller.train_worker_notify_weight_update,
-            asked.worker_name, asked.model_tag, asked.run_id, asked.version, sender_endpoint=asked.sender_endpoint,
-            evaluate=asked.evaluate, timeout_s=asked.wait_s or 0.0,
+        await _in_a_thread_of_its_own(
+            lambda: self._controller.train_worker_notify_weight_update(
+                asked.worker_name, asked.model_tag, asked.run_id, asked.version, sender_endpoint=asked.sender_endpoint,
+                evaluate=asked.evaluate, timeout_s=asked.wait_s or 0.0,
+            )
         )  # fmt: skip
         return await self._of(asked)
 
     async def _sync(self, request: Request) -> Response:
         asked = decode(await request.body(), ModelRequest, what="a request")
-        done = await asyncio.to_thread(
-            self._controller.sync_weight_to_rollout_service, asked.model_tag, timeout_s=asked.wait_s or 0.0
+        done = await _in_a_thread_of_its_own(
+            lambda: self._controller.sync_weight_to_rollout_service(asked.model_tag, timeout_s=asked.wait_s or 0.0)
         )
         return _json(SyncReply(up_to_date=done))
 
@@ -186,6 +190,11 @@ class ControllerServer:
 
     async def _get_metrics(self) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
+
+async def _in_a_thread_of_its_own(call: Callable[[], _T]) -> _T:
+    """For calls that wait: those of the loop's own executor are few, and what ends the wait needs one."""
+    return await asyncio.wrap_future(in_thread(call, name="weightsync-waits"))
 
 
 def _json(message: msgspec.Struct | Any) -> Response:

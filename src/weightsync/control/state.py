@@ -84,6 +84,7 @@ class ModelState:
         validated_to: all multiples of `validate_freq` up to here have had their validation.
         told: by worker: the version that it told of last, in this run.
         evaluate_at: a version that the trainer wants validated; None: none.
+        evaluated_to: the newest version of this run whose validation was started.
     """
 
     phase: Phase = "running"
@@ -100,6 +101,7 @@ class ModelState:
     validated_to: int = 0
     told: tuple[tuple[str, int], ...] = ()
     evaluate_at: int | None = None
+    evaluated_to: int = -1
 
     @property
     def staleness(self) -> int:
@@ -262,7 +264,7 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
     newer = version > state.train_version
     told[event.worker] = version
     state = dataclasses.replace(_advanced(state, version), run_id=run_id, told=tuple(sorted(told.items())))
-    if event.evaluate:
+    if event.evaluate and version > state.evaluated_to:  # several workers ask for it once
         state = dataclasses.replace(state, evaluate_at=max(version, state.evaluate_at or 0))
     return _go_on(state, policy) if newer or first_word or event.evaluate else (state, ())
 
@@ -316,6 +318,7 @@ def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Acti
         validation=validation,
         validated_to=max(state.validated_to, reached),
         evaluate_at=None if asked else state.evaluate_at,
+        evaluated_to=state.rollout_version,
     )
     return state, (StartValidation(validation=validation),)
 

@@ -52,27 +52,26 @@ class ServingLease:
     def renew(self, until_s: float) -> None:
         """Engines may answer until then, by `boot_s`. A lease is never cut short by this, nor a hold ended."""
         with self._lock:
-            self._words[_UNTIL] = max(self._words[_UNTIL], until_s)
+            if not self._map.closed:
+                self._words[_UNTIL] = max(self._words[_UNTIL], until_s)
 
     def revoke(self) -> None:
         """Engines refuse from now on."""
-        with self._lock:
-            self._words[_UNTIL] = 0.0
+        self._write(_UNTIL, 0.0)
 
     def hold(self, until_s: float) -> None:
         """Whoever wants to answer waits from now on, until `lift`; from `until_s` on it is refused."""
-        with self._lock:
-            self._words[_HOLD] = until_s
+        self._write(_HOLD, until_s)
 
     def lift(self) -> None:
         """Ends a hold."""
-        with self._lock:
-            self._words[_HOLD] = 0.0
+        self._write(_HOLD, 0.0)
 
     @property
     def left_s(self) -> float:
         """Seconds that the lease has."""
-        return max(0.0, self._words[_UNTIL] - boot_s())
+        with self._lock:
+            return 0.0 if self._map.closed else max(0.0, self._words[_UNTIL] - boot_s())
 
     def close(self) -> None:
         """Revokes it. Idempotent."""
@@ -87,6 +86,11 @@ class ServingLease:
         self.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
+
+    def _write(self, word: int, seconds: float) -> None:
+        with self._lock:
+            if not self._map.closed:  # its engines refuse already
+                self._words[word] = seconds
 
     def __enter__(self) -> ServingLease:
         return self

@@ -58,7 +58,8 @@ class FleetMember:
             config.controller, token=config.controller_token, verify=config.controller_verify
         )
         self._set = threading.Lock()
-        self._whole = True
+        self._broken: frozenset[str] = frozenset()  # models of sets that are not committed as a whole
+        self._num_commits = 0
         self._url = ""
         self._said: HeartbeatReply | None = None
         self._stop = threading.Event()
@@ -125,16 +126,17 @@ class FleetMember:
             for model, version in pairs:
                 model.check_may_commit(version)
             todo = [(model, version) for model, version in pairs if not model.serves(version)]
-            is_set = len(pairs) > 1
-            if todo and is_set:
-                self._whole = False
+            names = {model.model_id for model, _ in pairs}
+            self._num_commits += 1
+            if len(todo) > 1 or self._broken & names:
+                self._broken |= names
                 self._lease.hold(boot_s() + deadline.remaining_s)
             for model, version in todo:
                 model.permit.allow(version)
-            self._wait(todo, deadline, is_set=is_set)
-            if is_set:
+            self._wait(todo, deadline)
+            self._broken -= names
+            if not self._broken:
                 self._lease.lift()
-                self._whole = True
         finally:
             self._set.release()
 
@@ -143,7 +145,7 @@ class FleetMember:
         for model_id in model_ids:
             self._models[model_id].permit.release(why)
 
-    def _wait(self, pairs: list[tuple[Follower, Version]], deadline: Deadline, *, is_set: bool) -> None:
+    def _wait(self, pairs: list[tuple[Follower, Version]], deadline: Deadline) -> None:
         causes: dict[str, WeightSyncError] = {}
         for model, version in pairs:
             try:
@@ -151,13 +153,13 @@ class FleetMember:
             except WeightSyncError as error:
                 causes[model.model_id] = error
         if causes:
-            if is_set:
+            if self._broken:
                 self._lease.hold(boot_s())  # from now on everything is refused
             raise SyncFailedError(
                 f"{len(causes)} of {len(pairs)} models were not committed: "
                 + "; ".join(f"{who}: {error}" for who, error in causes.items()),
                 causes=causes,
-                state_left="nothing is answered before it has caught up" if is_set else "see the model's error",
+                state_left="nothing is answered before it has caught up" if self._broken else "see the model's error",
             )
 
     # --- heartbeats ---
@@ -170,11 +172,11 @@ class FleetMember:
     def _beat(self) -> None:
         every_s, silent = _FIRST_EVERY_S, False
         while True:
-            sent_s = boot_s()
+            sent_s, commits = boot_s(), self._num_commits
             try:
                 said = self._client.heartbeat(self._request(), timeout_s=_HEARTBEAT_S)
                 every_s = said.every_s
-                self._heard(said, sent_s)
+                self._heard(said, sent_s, commits)
                 if silent:
                     _logger.info("the controller at %s answers again", self._client.url)
                 silent = False
@@ -206,12 +208,12 @@ class FleetMember:
             url=self._url,
             serves=tuple(serves),
             lacks=tuple(lacks),
-            whole=self._whole,
+            whole=not self._broken,
             leased=self._lease.left_s > 0,
             error="; ".join(errors)[:2000] or None,
         )
 
-    def _heard(self, said: HeartbeatReply, sent_s: float) -> None:
+    def _heard(self, said: HeartbeatReply, sent_s: float, commits: int) -> None:
         before, self._said = self._said, said
         if before is None or before.state != said.state:
             _logger.info("service %s is %s in its fleet%s", self._config.service_id, said.state,
@@ -219,14 +221,22 @@ class FleetMember:
         if said.lease_s <= 0:
             self._lease.revoke()
         elif said.admitted:
-            with self._set:
-                self._whole = True
-                self._lease.lift()
+            self._made_whole(commits)
         self._lease.renew(sent_s + said.lease_s if said.lease_s else 0.0)
         for each in said.catch_up:
             model = self._models.get(each.model_id)
             if model is not None:
                 self._catch_up(model, each)
+
+    def _made_whole(self, commits: int) -> None:
+        """The controller has seen what is served; a commit that was begun since then says more."""
+        if self._set.acquire(blocking=False):
+            try:
+                if self._num_commits == commits:
+                    self._broken = frozenset()
+                    self._lease.lift()
+            finally:
+                self._set.release()
 
     def _catch_up(self, model: Follower, wanted: ModelVersion) -> None:
         if model.serves(wanted.of):

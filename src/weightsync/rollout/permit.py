@@ -63,7 +63,7 @@ class Permit:
         """
         with self._changed:
             hold = self._hold
-            if hold is None:
+            if hold is None or self.allows(hold.version):  # there is no way back: some may have committed
                 return
             same_run = older_than is not None and older_than.run_id == hold.version.run_id
             if older_than is not None and same_run and not older_than.is_newer_than(hold.version):
@@ -123,7 +123,7 @@ class Hold:
         with self._changed:
             self._num_missing -= 1
             self._tell()
-            while not self._permit.allows(self.version):
+            while self.why is not None or not self._permit.allows(self.version):
                 if self.why is not None:
                     raise TransferAbortedError(
                         f"it was not committed: {self.why}", version=str(self.version), state_left="serving as before"

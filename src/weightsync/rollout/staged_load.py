@@ -265,9 +265,10 @@ class _Steps:
 
     def wait_for_permit(self) -> None:
         """Returns when what is staged may be committed; see `Hold.staged`."""
-        if self._hold is not None:
+        hold, self._hold = self._hold, None  # a load in full behind a patch does not wait again
+        if hold is not None:
             with self._recorder.phase("hold"):
-                self._hold.staged(self.deadline)
+                hold.staged(self.deadline)
 
 
 def _session_of(version: Version) -> str:

@@ -64,7 +64,7 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True):
     instance_id: str
     life: str
     url: str
-    leased: bool = False
+    leased: bool = True
     serves: tuple[ModelVersion, ...] = ()
     lacks: tuple[str, ...] = ()
     whole: bool = True

@@ -121,6 +121,8 @@ class FleetMethod(ModelSync):
                 f"nobody said which agent has model {model_tag!r}: give train_worker_notify_weight_update (or POST "
                 "/notify_version) its sender_endpoint"
             )
+        with self._lock:
+            self._failed.pop(model_tag, None)
         spans = self._spans[model_tag] = Spans()
         with spans.of("barrier"):
             versions = self.barrier.wait(_named(model_tag, version, sender), self._barrier_timeout_s)
@@ -139,7 +141,8 @@ class FleetMethod(ModelSync):
                 self._bring(versions, spans)
             except BaseException as error:
                 with self._lock:
-                    self._running.pop(key, None)
+                    if self._running.get(key) == (versions, mine):  # else a newer one waits for this
+                        del self._running[key]
                 mine.set_exception(error)
                 raise
             mine.set_result(None)
@@ -173,20 +176,25 @@ class FleetMethod(ModelSync):
     # --- the protocol ---
 
     def _bring(self, versions: Set, spans: Spans) -> None:
-        if all(self.pool.current(each.model_id) == each for each in versions) and self._some_serve(versions):
+        models = [each.model_id for each in versions]
+        if all(self.pool.current(each.model_id) == each for each in versions) and self.pool.members(models):
             return
         with self.pool.syncing():
-            members = self.pool.members([each.model_id for each in versions])
+            members = self.pool.members(models)
             if not members:
                 raise NoEnginesError("no rollout service takes part: see /status for why")
             if self.policy.kind == "each":
                 self._each(versions, members, spans)
             else:
                 self._together(versions, members, spans)
+            # whoever was evicted, now or before, may answer with an older version until its lease is over
+            self.pool.wait_fenced(self.pool.unfenced(models))
 
     def _each(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
         def both(member: Member) -> None:
             self._prepare(member, versions, spans)
+            if not self.pool.takes_part(member):  # it was not waited for, and the fleet may have gone on
+                raise EngineUnreachableError("it left the pool meanwhile", peer=member.instance_id)
             self.pool.decided(versions)  # one commits: who comes in from now on has to serve it
             self._commit(member, versions, Deadline(self._commit_timeout_s), spans)
 
@@ -279,15 +287,11 @@ class FleetMethod(ModelSync):
     def _evict(self, failed: dict[Member, WeightSyncError]) -> None:
         for member, error in failed.items():
             self.pool.evict(member.instance_id, f"{type(error).__name__}: {error}"[:500])
-        self.pool.wait_fenced([member.instance_id for member in failed])
 
     def _note_failed(self, versions: Set, failed: dict[Member, WeightSyncError]) -> None:
         with self._lock:
             for each in versions:
                 self._failed[each.model_id] = {member.instance_id for member in failed}
-
-    def _some_serve(self, versions: Set) -> bool:
-        return bool(self.pool.members([each.model_id for each in versions]))
 
     def _at_once(
         self, members: Sequence[Member], call: Callable[[Member], Any], *, enough: int = 0, patience_s: float = 0.0

@@ -1,0 +1,203 @@
+"""launch_fleet: a controller and rollout services on the nodes of a Ray cluster, one service a node."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weightsync.cluster.controller_actor import RayController, check_restarts, start_controller
+from weightsync.cluster.fleet_config import FleetConfig, FleetPlacement, actor_options
+from weightsync.cluster.peer import end
+from weightsync.cluster.placement import Layout, reserved
+from weightsync.cluster.ray_calls import kill, running_ray
+from weightsync.cluster.service_actor import FleetEngineFactory, RayService, ServiceContext, start_service
+from weightsync.errors import ConfigError, DeadlineExceededError, EngineUnreachableError, InvalidRequestError
+from weightsync.types import Deadline
+
+_LOOK_S = 0.1
+_AGAIN_S = 0.5
+
+_logger = logging.getLogger(__name__)
+
+
+class RayFleet:
+    """A fleet that `launch_fleet` has started. One thread adds and restarts services; the rest is thread-safe.
+
+    Attributes:
+        controller: the calls of trainers, trajectory pools and inference clients.
+        services: by name: "service-0", "service-1", ...
+        url: of the controller, for `ControllerClient`.
+        token: that all of its HTTP faces ask for, and that services show to agents.
+    """
+
+    def __init__(
+        self,
+        controller: RayController,
+        url: str,
+        models: tuple[str, ...],
+        build: FleetEngineFactory,
+        config: FleetConfig,
+        placement: FleetPlacement,
+        options: Mapping[str, Any],
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.controller = controller
+        self.url = url
+        self.token = config.token or ""
+        self.services: dict[str, RayService] = {}
+        self._models = models
+        self._build = build
+        self._config = config
+        self._placement = placement
+        self._options = {**actor_options(placement.service), **options}
+        self._stack = stack
+        self._bundles: dict[str, tuple[Any, int]] = {}
+
+    def add_service(self, *, timeout_s: float) -> RayService:
+        """One more service, wherever the cluster has room for it. It takes part when it serves what the fleet serves:
+        see `wait_live`.
+
+        Raises:
+            DeadlineExceededError: no room, or it was not built in time. Nothing is left of it.
+            WeightSyncError: what the factory raised. As above.
+        """
+        deadline = Deadline(timeout_s)
+        with contextlib.ExitStack() as stack:
+            bundles = (dict(self._placement.service),)
+            group = stack.enter_context(reserved(_layout(bundles), spread="PACK", timeout_s=deadline.remaining_s))
+            service = self._start(f"service-{len(self._bundles)}", (group, 0))
+            stack.callback(end, [service])
+            service.ready(timeout_s=deadline.check(f"{service.name} built"))
+            self.services[service.name] = service
+            self._stack.push(stack.pop_all())
+        return service
+
+    def restart_service(self, service_id: str, *, timeout_s: float) -> RayService:
+        """Ends a service's actor, if there is one, and starts another in its bundle: on another node where its own is
+        gone, as soon as there is one. It joins under its name when the old one's lease is over; see `add_service`.
+
+        Ray may put it on a node whose death it has not noticed yet; it is started again then, until the time is over.
+
+        Raises:
+            InvalidRequestError: there is no such service.
+            EngineUnreachableError: its actor died each time that it was started. Call it again.
+            DeadlineExceededError: no room, or it was not built in time. As above.
+            WeightSyncError: what the factory raised.
+        """
+        if service_id not in self.services:
+            raise InvalidRequestError(f"there is no service {service_id!r}; there are {', '.join(self.services)}")
+        service, deadline = self.services[service_id], Deadline(timeout_s)
+        while True:
+            kill(service.actor)
+            service.replace(self._start(service_id, self._bundles[service_id]).actor)
+            try:
+                service.ready(timeout_s=deadline.remaining_s)
+                return service
+            except EngineUnreachableError as error:
+                if deadline.remaining_s < _AGAIN_S:
+                    raise
+                _logger.warning("%s is started again: %s", service_id, error)
+            time.sleep(_AGAIN_S)
+
+    def wait_live(self, service_ids: Sequence[str] = (), *, timeout_s: float) -> None:
+        """Returns when these services take part; all of them where none is named.
+
+        Raises:
+            DeadlineExceededError: not in time; says who does not, and why.
+            EngineUnreachableError: the controller is gone.
+        """
+        wanted, deadline = service_ids or tuple(self.services), Deadline(timeout_s)
+        while True:
+            found = {each.instance_id: each for each in self.controller.status().instances}
+            missing = {who: found.get(who) for who in wanted if who not in found or found[who].state != "live"}
+            if not missing:
+                return
+            if deadline.expired:
+                said = "; ".join(
+                    f"{who} is {each.state}: {each.why}" if each else f"{who} was never heard"
+                    for who, each in missing.items()
+                )
+                raise DeadlineExceededError(f"not all services take part within {timeout_s:g} s: {said}")
+            time.sleep(_LOOK_S)
+
+    def _start(self, service_id: str, bundle: tuple[Any, int]) -> RayService:
+        self._bundles[service_id] = bundle
+        context = ServiceContext(service_id=service_id, models=self._models, controller=self.url, config=self._config)
+        return start_service(context, self._build, bundle=bundle, **self._options)
+
+    def _start_all(self, group: Any, num_services: int) -> None:
+        for index in range(num_services):
+            name = f"service-{index}"
+            self.services[name] = self._start(name, (group, index))
+
+
+@contextlib.contextmanager
+def launch_fleet(
+    num_services: int,
+    models: Sequence[str],
+    build: FleetEngineFactory,
+    config: FleetConfig | None = None,
+    *,
+    placement: FleetPlacement | None = None,
+    start_timeout_s: float = 120.0,
+    controller_options: Mapping[str, Any] | None = None,
+    service_options: Mapping[str, Any] | None = None,
+) -> Iterator[RayFleet]:
+    """Starts a controller and services as actors; ends them, and gives back what they held, at the end.
+
+    Each listens on its node's address as Ray knows it, and asks for the fleet's token.
+
+    Args:
+        num_services: how many, "service-0", "service-1", ...
+        models: that each of them serves.
+        build: builds the engine of a model; see `FleetEngineFactory`.
+        config: how the fleet works.
+        placement: what the actors take; by default a CPU each, and each service on a node of its own.
+        start_timeout_s: until everything is there and takes part: room, processes, engines, and a lease.
+        controller_options: Ray's own options of the controller's actor, e.g. name, max_restarts.
+        service_options: the same for the services.
+
+    Yields:
+        The fleet: `fleet.controller.notify_version(...)` after each publication.
+
+    Raises:
+        ConfigError: something that can't be. Nothing was started.
+        StateError: no ray.init() before this.
+        DeadlineExceededError: something was not there in time; says what. Nothing is left running.
+        EngineUnreachableError: an actor died while it started. As above.
+        WeightSyncError: what the factory raised. As above.
+    """
+    running_ray()
+    config, placement = config or FleetConfig(), placement or FleetPlacement()
+    if num_services < 1 or not models or len(set(models)) < len(models):
+        raise ConfigError(f"a fleet has services and models, each named once: {num_services} and {list(models)}")
+    config = dataclasses.replace(config, token=config.token or secrets.token_hex(32))
+    check_restarts(config, controller_options or {})
+    deadline = Deadline(start_timeout_s)
+    with contextlib.ExitStack() as stack:
+        bundle = (dict(placement.controller),)
+        group = stack.enter_context(reserved(_layout(bundle), spread="PACK", timeout_s=deadline.remaining_s))
+        options = {**actor_options(placement.controller), **(controller_options or {})}
+        controller = start_controller(tuple(models), config, bundle=(group, 0), **options)
+        stack.callback(end, [controller])
+        bundles = (dict(placement.service),) * num_services
+        group = stack.enter_context(
+            reserved(_layout(bundles), spread=placement.spread, timeout_s=deadline.check("room for the services"))
+        )
+        url = controller.url(timeout_s=deadline.check("controller"))
+        fleet = RayFleet(controller, url, tuple(models), build, config, placement, service_options or {}, stack)
+        stack.callback(lambda: end(list(fleet.services.values())))
+        fleet._start_all(group, num_services)
+        for service in fleet.services.values():
+            service.ready(timeout_s=deadline.check(f"{service.name} built"))
+        fleet.wait_live(timeout_s=deadline.check("lease for the services"))
+        yield fleet
+
+
+def _layout(bundles: tuple[dict[str, float], ...]) -> Layout:
+    return Layout(bundles=bundles, of_ranks=(), of_engines=tuple(range(len(bundles))))
