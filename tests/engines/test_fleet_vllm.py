@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from tests.engines.conftest import Versions
 from tests.engines.test_pull_vllm import publisher_main
@@ -25,6 +30,7 @@ from tests.engines.vllm_support import (
     build_model,
     completion,
     distance,
+    train_step,
     vllm_is_there,
 )
 from weightsync.clients.controller import ControllerClient
@@ -39,7 +45,7 @@ from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.lease_middleware import LEASE_FILE_VARIABLE
 from weightsync.rollout.service import RolloutService
 from weightsync.rollout.settings import RolloutConfig
-from weightsync.testing.processes import Child, children
+from weightsync.testing.processes import Child, children, free_port
 from weightsync.types.publication import Transport
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not vllm_is_there, reason="vLLM is not installed")]
@@ -48,6 +54,7 @@ SLACK_S = 1.0
 """What two busy cores may add."""
 SYNC_S = 40.0
 MIDDLEWARE = "weightsync.rollout.lease_middleware.LeaseMiddleware"
+TOKEN = "a-token-for-tests-only"
 OUTLASTS = 16000
 """Tokens of a generation that goes on when a lease ends."""
 
@@ -217,6 +224,64 @@ def test_a_stopped_service_is_not_answered_for(
     is_version(told_by(answer), 2)
     is_version(server.logprobs(), 2)
     fleet.wait_states({"vllm": "live", "other": "live"})
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "fleet.md"
+
+
+def page_blocks(controller: str, vllm: str) -> tuple[str, str]:
+    """The trainer's and the host's lines of the page, as they stand but for the addresses."""
+    trainer, host = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for block in (trainer, host):
+        assert len([line for line in block.splitlines() if line.strip() and "import" not in line]) <= 12
+    return tuple(
+        block.replace("http://127.0.0.1:8700", controller).replace("http://127.0.0.1:8000", vllm)
+        for block in (trainer, host)
+    )  # type: ignore[return-value]
+
+
+def page_trainer_main(code: str) -> None:
+    """A trainer of one's own: its steps are those that the oracle knows."""
+    os.environ["WEIGHTSYNC_TOKEN"] = TOKEN
+    torch.set_num_threads(1)
+    steps = iter((1, 2))
+    scope = {"model": build_model(), "train_step": lambda model: train_step(model, next(steps)), "num_steps": 2}
+    exec(code, scope)  # noqa: S102
+
+
+def page_host_main(code: str, lease: str, conn: Any) -> None:
+    os.environ |= {"WEIGHTSYNC_TOKEN": TOKEN, "WEIGHTSYNC_LEASE_FILE": lease}
+    exec(code, {})  # noqa: S102
+    conn.send("started")
+    conn.recv()
+    os._exit(0)
+
+
+def test_the_pages_lines_work(
+    guarded: tuple[Server, str], is_version: Callable[[list[list[float]], int], None], tmp_path: Path
+) -> None:
+    """docs/fleet.md: a trainer of one's own and a vLLM, ten lines each, with the controller's command."""
+    server, lease = guarded
+    port = free_port()
+    (tmp_path / "c.yaml").write_text(f"weight_sync: {{sync_method: pull, fleet: {{models: [actor], port: {port}}}}}")
+    command = [sys.executable, "-m", "weightsync.cli", "controller", "--config", str(tmp_path / "c.yaml")]
+    running = subprocess.Popen(command, env={**os.environ, "WEIGHTSYNC_TOKEN": TOKEN}, stdout=subprocess.PIPE)
+    with contextlib.ExitStack() as stack:
+        start = stack.enter_context(children())
+        stack.callback(running.wait, 10)
+        stack.callback(running.terminate)
+        assert running.stdout is not None
+        assert b"controller of actor" in running.stdout.readline()
+        trainer, host = page_blocks(f"http://127.0.0.1:{port}", server.url)
+        server.wait_until_ready()
+        serving = start(page_host_main, host, lease, talk=True, name="host")
+        assert serving.recv(START_S) == "started"
+        start(page_trainer_main, trainer, name="trainer").result(START_S)
+        end = time.monotonic() + SYNC_S
+        while ask(server).status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)  # between two requests
+        is_version(server.logprobs(), 2)
 
 
 def test_a_server_without_a_lease_file_does_not_start(versions: Versions, tmp_path: Path) -> None:

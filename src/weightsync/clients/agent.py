@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ssl
 from typing import Any, TypeVar
 
-import httpx
 import msgspec
 
-from weightsync.clients.http_edge import checked_url, cut_at, read_body, told_error, typed_errors
+from weightsync.clients.http_edge import MAX_REPLY_BYTES, checked_url, told_error
+from weightsync.clients.wire import Wire
 from weightsync.errors import (
     EngineError,
     InvalidRequestError,
-    TransferAbortedError,
     WeightSyncError,
 )
 from weightsync.net.auth import bearer_headers
@@ -63,13 +61,8 @@ class JsonClient:
     ) -> None:
         self.url = checked_url(url, whose=f"{runs}'s")
         self._runs = runs
-        self._connect_timeout_s = connect_timeout_s
-        self._client = httpx.Client(
-            base_url=self.url,
-            headers=bearer_headers(token),
-            verify=ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),  # see cut_at
+        self._wire = Wire(
+            self.url, runs=runs, headers=bearer_headers(token), connect_timeout_s=connect_timeout_s, verify=verify
         )
 
     def call(
@@ -124,33 +117,22 @@ class JsonClient:
         advice: str = "",
     ) -> bytes:
         """One exchange of bytes: the body of a good answer. See `call` for arguments and errors."""
-        if self._client.is_closed:
-            raise TransferAbortedError("this client was closed", peer=self.url)
-        deadline = Deadline(timeout_s)
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
-        headers = {} if content is None else {"content-type": content_type}
-        with (
-            typed_errors(deadline, url=self.url, what=path, peer=self.url, runs=self._runs),
-            cut_at(deadline) as trace,
-            self._client.stream(
-                method, path, content=content, headers=headers, timeout=timeout, extensions={"trace": trace}
-            ) as response,
-        ):
-            body = read_body(
-                response,
-                deadline,
-                what=f"{self.url}'s answer to {path}",
-                peer=self.url,
-                limit_bytes=limit_bytes,
-                advice=advice,
-            )
-        if response.status_code >= 300:
-            raise self._error_in(response.status_code, body, path)
+        status, body = self._wire.exchange(
+            method,
+            path,
+            content=content,
+            headers={} if content is None else {"content-type": content_type},
+            deadline=Deadline(timeout_s),
+            limit_bytes=MAX_REPLY_BYTES if limit_bytes is None else limit_bytes,
+            advice=advice,
+        )
+        if status >= 300:
+            raise self._error_in(status, body, path)
         return body
 
     def close(self) -> None:
-        """Closes the connections. Idempotent."""
-        self._client.close()
+        """Ends what is under way. Idempotent."""
+        self._wire.close()
 
     def _error_in(self, status: int, body: bytes, path: str) -> WeightSyncError:
         return told_error(body, peer=self.url) or EngineError(

@@ -21,7 +21,6 @@ class ForeignClient(JsonClient):
 
     def __init__(self, url: str, *, runs: str, needs: str, token: str | None = None, verify: bool | str = True) -> None:
         super().__init__(url, runs=runs, token=token, verify=verify)
-        self._client.headers["accept-encoding"] = "identity"  # bodies are read as they come
         self._needs = needs
 
     def _error_in(self, status: int, body: bytes, path: str) -> WeightSyncError:

@@ -250,7 +250,7 @@ class EngineLoader:
 class _Steps:
     """Calls to one engine within one deadline."""
 
-    def __init__(self, engine: EngineHandle, deadline: Deadline, recorder: Recorder, hold: Hold | None) -> None:
+    def __init__(self, engine: EngineHandle, deadline: Deadline, recorder: Recorder, hold: Hold | None = None) -> None:
         self._engine = engine
         self._recorder = recorder
         self._hold = hold

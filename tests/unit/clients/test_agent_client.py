@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from weightsync.clients import agent as agent_module
-from weightsync.clients import http_edge
 from weightsync.clients.agent import AgentClient
 from weightsync.clients.rollout import RolloutClient
 from weightsync.errors import (
@@ -134,7 +133,7 @@ def test_an_answer_with_a_publication_may_be_longer(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(agent_module, "_AROUND_BYTES", size - 1)
         with pytest.raises(EngineError, match=r"has over .* bytes: .*in pieces"):
             client.manifest()
-        monkeypatch.setattr(http_edge, "MAX_REPLY_BYTES", size - 1)
+        monkeypatch.setattr(agent_module, "MAX_REPLY_BYTES", size - 1)
         with pytest.raises(EngineError, match="has over"):
             client.get_version()
 
