@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -17,15 +18,15 @@ _SERVICE_TOKEN = "WEIGHTSYNC_SERVICE_TOKEN"
 
 
 _EXAMPLE = """\
-# Two models that are served together, by any number of rollout services.
+# One model, served by any number of rollout services.
 weight_sync:
   sync_method: pull
   sync_mode: batch-async        # sync | fully-async | batch-async
   staleness_threshold: 2        # versions behind at which rollout waits
   validate_freq: 0
   fleet:
-    models: [actor, verifier]
-    sets: [[actor, verifier]]   # nobody serves one without the other
+    models: [actor]             # [actor, verifier] for two, and
+    sets: []                    # [[actor, verifier]] where nobody may serve one without the other
     commit_policy: each         # each | all | quorum(n)
     lease_s: 10.0               # a service that is cut off answers no longer than this
     after_failure: evict        # after the last retry: keep | evict
@@ -76,6 +77,8 @@ def controller(
         changes = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
         settings = settings.model_copy(update={"fleet": settings.fleet.model_copy(update=changes)})
         tls = None if certificate is None else TlsFiles(certificate=str(certificate), key=str(key))
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
@@ -85,6 +88,7 @@ def controller(
             models = ", ".join(built.controller.model_tags)
             print(f"controller of {models} at {built.url} (process {os.getpid()})", flush=True)
             stop.wait()
+            print("stopped by a signal", flush=True)
 
 
 def register(app: typer.Typer) -> None:

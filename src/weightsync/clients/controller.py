@@ -9,7 +9,7 @@ import httpx
 
 from weightsync.clients.agent import JsonClient
 from weightsync.clients.http_edge import MAX_REPLY_BYTES, checked_url, told_error, typed_errors
-from weightsync.errors import DeadlineExceededError, EngineError
+from weightsync.errors import DeadlineExceededError, EngineError, InvalidRequestError
 from weightsync.net.auth import bearer_headers
 from weightsync.net.messages import decode, encode
 from weightsync.types import Deadline
@@ -93,11 +93,36 @@ class ControllerClient(JsonClient):
         wait_s: float = 0.0,
     ) -> RolloutServiceState:  # fmt: skip
         """A trainer has published a version: what document 3's trainer calls, once a step. It waits for nobody but
-        with `evaluate`, where it waits until that version is served everywhere and was validated.
+        with `evaluate`, where it waits up to `wait_s` until that version is served everywhere and was validated.
+
+        Raises:
+            DeadlineExceededError: with `evaluate`: it was not, in time.
         """
-        return self.train_worker_notify_weight_update(
+        if evaluate and not wait_s:
+            raise InvalidRequestError("an evaluation is waited for: give wait_s")
+        said = self.train_worker_notify_weight_update(
             "trainer", model_id, run_id, version, sender_endpoint=sender_endpoint, evaluate=evaluate, wait_s=wait_s
         )
+        done = said.last_validation
+        if evaluate and (done is None or done.of.run_id != run_id or done.of.version < version):
+            waits = "nobody called end_validate" if said.waiting_for_validation else "it is not served everywhere"
+            raise DeadlineExceededError(
+                f"version {version} of model {model_id} was not validated within {wait_s:g} s: {waits}"
+                + (f" ({said.last_error})" if said.last_error else ""),
+                version=f"{run_id}/{version}",
+            )
+        return said
+
+    def rollout_service_state(self, model_tag: str, *, timeout_s: float = 10.0) -> RolloutServiceState:
+        """How a model is.
+
+        Raises:
+            InvalidRequestError: there is no such model.
+        """
+        models = self.status(timeout_s=timeout_s).models
+        if model_tag not in models:
+            raise InvalidRequestError(f"there is no model {model_tag!r} there: {', '.join(models)}")
+        return models[model_tag]
 
     def wait_version(self, run_id: str, model_id: str, version: int, *, wait_s: float, timeout_s: float = 10.0) -> bool:
         """Whether every live instance serves that version, or a newer one of its run, after at most `wait_s`."""

@@ -267,6 +267,7 @@ class ModelControl:
             if type(served) is not int or served < goal.version:
                 raise SyncFailedError(f"the method says that version {served!r} is served, {version} was asked for")
             event, error = Synced(version=served), None
+            _logger.info("model %s: %s is served after %.2f s", self.tag, version, time.monotonic() - self._began[2])
         except BaseException as caught:  # whatever it is: a model must not stay in "syncing"
             typed = as_weightsync_error(caught, SyncFailedError, "the sync failed")
             _logger.warning("model %s: the sync of %s failed: %s", self.tag, version, typed)

@@ -71,17 +71,25 @@ class RolloutPool:
     Args:
         lease_s: for how long an instance may answer after a heartbeat; one that is cut off refuses after so long, and
             the others wait so long for it.
+        models: what instances may have; None: anything.
         clock: seconds; never goes back.
 
     Raises:
         ConfigError: a lease that can't be.
     """
 
-    def __init__(self, *, lease_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        lease_s: float = 10.0,
+        models: Sequence[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not 0.1 <= lease_s <= 3600:
             raise ConfigError(f"lease_s is between 0.1 and 3600 seconds, not {lease_s}")
         self.lease_s = lease_s
         self._clock = clock
+        self._models = None if models is None else frozenset(models)
         self._changed = threading.Condition()
         self._instances: dict[str, _Instance] = {}
         self._current: dict[str, ModelVersion] = {}
@@ -95,8 +103,15 @@ class RolloutPool:
         """An instance is there; whether it may answer.
 
         Raises:
-            StateError: another process has its name, and a lease.
+            StateError: another process has its name, and a lease; or it has a model that nobody here knows.
         """
+        strangers = {each.model_id for each in beat.serves} | set(beat.lacks)
+        if self._models is not None and (strangers := strangers - self._models):
+            raise StateError(
+                f"this controller has the models {', '.join(sorted(self._models))}; service {beat.instance_id} brings "
+                f"{', '.join(sorted(strangers))}: see fleet.models of its configuration",
+                state_left="it gets no lease",
+            )
         with self._changed:
             now = self._swept()
             known = self._instances.get(beat.instance_id)
@@ -264,7 +279,7 @@ class RolloutPool:
                         lag={tag: _lag(newest.get(tag), version) for tag, version in served.items()},
                         heartbeat_age_s=now - each.heard_s,
                         lease_left_s=max(0.0, each.lease_end_s - now),
-                        why=each.why or each.beat.error,
+                        why=each.why or each.beat.error or (None if each.takes_part else self._behind(each)),
                     )
                 )
             return tuple(found)

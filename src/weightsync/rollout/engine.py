@@ -97,6 +97,7 @@ class EmbeddedEngine:
         self._workers = list(workers)
         self._engine_id = engine_id
         self._gate = ServingGate(lease)
+        self.is_leased = lease is not None
         self._recorder = Recorder(engine_id)
         self._pause_phase: tuple[str, contextlib.ExitStack] | None = None
         self._lock = threading.Lock()

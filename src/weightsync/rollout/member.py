@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Mapping
 
 from weightsync.clients.controller import ControllerClient
-from weightsync.errors import StateError, SyncFailedError, WeightSyncError
+from weightsync.errors import AuthError, StateError, SyncFailedError, WeightSyncError
 from weightsync.memory import ServingLease, boot_s
 from weightsync.rollout.follower import Follower
 from weightsync.rollout.sender import Ticket
@@ -35,6 +35,7 @@ from weightsync.types.fleet import (
 _FIRST_EVERY_S = 0.5
 _HEARTBEAT_S = 5.0
 _STOP_S = 5.0
+_LOOK_S = 0.05
 
 _logger = logging.getLogger(__name__)
 
@@ -182,17 +183,32 @@ class FleetMember:
                 silent = False
             except Exception as error:  # whatever it is: the lease runs out by itself
                 if not silent and not self._stop.is_set():
-                    _logger.warning("the controller at %s lends no lease: %s", self._client.url, error)
+                    hint = "; its token is RolloutConfig(controller_token=)" if isinstance(error, AuthError) else ""
+                    _logger.warning("the controller at %s lends no lease: %s%s", self._client.url, error, hint)
                 silent = True
-            if self._stop.wait(every_s):
+            if self._rest(every_s):
                 return
+
+    def _rest(self, every_s: float) -> bool:
+        """Until the next heartbeat: sooner where what had to be caught up with is served now. Whether it ends."""
+        said, deadline = self._said, Deadline(every_s)
+        behind = [] if said is None else [each for each in said.catch_up if each.model_id in self._models]
+        behind = [each for each in behind if not self._models[each.model_id].serves(each.of)]
+        while not deadline.expired:
+            if self._stop.wait(min(deadline.remaining_s, _LOOK_S if behind else every_s)):
+                return True
+            if behind and all(self._models[each.model_id].serves(each.of) for each in behind):
+                break
+        return self._stop.is_set()
 
     def _request(self) -> HeartbeatRequest:
         serves, lacks, errors = [], [], []
         for model_id, model in self._models.items():
             served = model.served
             status = model.status()
-            errors += [f"{model_id}: {who}: {why}" for who, why in status.errors.items()]
+            errors += [f"{model_id}: {who}: {why}" for who, why in (status.errors | status.sender_errors).items()]
+            if status.retrying:
+                errors.append(f"{model_id}: {status.retrying}")
             if served is None:
                 lacks.append(model_id)
             else:

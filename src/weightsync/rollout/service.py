@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 
 from weightsync.clients.http_edge import checked_url
 from weightsync.errors import (
+    ConfigError,
     DeadlineExceededError,
     InvalidRequestError,
     NoEnginesError,
@@ -28,6 +29,7 @@ from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, api_app
 from weightsync.observe import Metrics, Recorder
 from weightsync.observe.metrics import CONTENT_TYPE
+from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.follower import Follower, late
 from weightsync.rollout.member import FleetMember
 from weightsync.rollout.sender import Ticket
@@ -54,7 +56,7 @@ class RolloutService:
         on_served: told (model_id, version) after every engine serves it; from the model's thread, which waits.
 
     Raises:
-        ConfigError: a sender's URL is none, or two engines have one name.
+        ConfigError: a sender's URL is none, two engines have one name, or in a fleet one of ours looks at no lease.
         NoEnginesError: a model without engines.
     """
 
@@ -86,6 +88,17 @@ class RolloutService:
         for model in self._models.values():
             for sender in senders:
                 model.add_sender(sender)
+        unleased = [
+            engine.engine_id
+            for model in engines.values()
+            for engine in (model if isinstance(model, Sequence) else [model])
+            if isinstance(engine, EmbeddedEngine) and not engine.is_leased
+        ]
+        if config.lease is not None and unleased:
+            raise ConfigError(
+                f"engines of a fleet answer under its lease: {', '.join(unleased)} would answer without one. Give each "
+                "EmbeddedEngine.of(loader, lease=LeaseReader(PATH)), with the path of the service's ServingLease"
+            )
         self._senders = tuple(senders)
         self._closed = threading.Event()
         self._member = None if config.lease is None else FleetMember(self._models, config, config.lease)

@@ -42,7 +42,7 @@ def method_of(
     match config.sync_method:
         case "pull":
             return FleetMethod(
-                RolloutPool(lease_s=fleet.lease_s),
+                RolloutPool(lease_s=fleet.lease_s, models=models),
                 sets=fleet.sets,
                 commit_policy=fleet.commit_policy,
                 token=token,
