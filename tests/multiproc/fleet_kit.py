@@ -286,6 +286,9 @@ def check_records(
             newest[key] = answer.version
         if sets:
             _check_sets(who, found)
+    first_s = min((opened_s for _, _, _, opened_s in gates), default=float("inf"))
+    for answer in answers:
+        assert answer.run_id or answer.began_s < first_s, f"weights that nobody published: {answer}"
     for model, run_id, version, opened_s in gates:
         for answer in answers:
             late = answer.model == model and answer.run_id == run_id and answer.version < version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Literal
 
@@ -215,7 +216,16 @@ class AsyncControllerClient:
             this_s = min(deadline.remaining_s, _ROUND_S)
             exchange = Deadline(timeout_s + this_s)
             with typed_errors(exchange, url=self.url, what="the gate", peer=self.url, runs=_RUNS):
-                response = await self._client.post(path, content=encode(asks(this_s)), timeout=timeout_s + this_s)
+                try:
+                    async with asyncio.timeout(timeout_s + this_s):  # httpx's own begins anew with each byte
+                        response = await self._client.post(
+                            path, content=encode(asks(this_s)), timeout=timeout_s + this_s,
+                            headers={"content-type": "application/json"},
+                        )  # fmt: skip
+                except TimeoutError as late:
+                    raise DeadlineExceededError(
+                        f"{self.url} did not answer {path} within {exchange.timeout_s:g} s", peer=self.url
+                    ) from late
             if len(response.content) > MAX_REPLY_BYTES or response.status_code != 200:
                 error = told_error(response.content, peer=self.url)
                 raise error or EngineError(f"it answered with status {response.status_code}", peer=self.url)

@@ -77,6 +77,10 @@ def build_controller(
     fleet = settings.fleet
     models = fleet.models or (settings.inference_service.model_tag,)
     _check_sets(fleet, models)
+    if service_token is not None and token is None:
+        raise ConfigError(
+            "a service_token, and no token of the controller's own: whoever sends a heartbeat would be given it"
+        )
     method = method or method_of(settings, models, token=service_token or token, verify=verify)
     pool = method.pool if isinstance(method, FleetMethod) else None
     controller = WeightSyncController(

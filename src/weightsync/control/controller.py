@@ -19,8 +19,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from weightsync.clients.fanout import in_thread
 from weightsync.config import WeightSyncConfig
 from weightsync.control.method import ModelSync
+from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.methods.hosted import HostedMethod
 from weightsync.control.methods.select import method_of
 from weightsync.control.methods.tinker import TinkerMethod, TinkerServiceHolder
@@ -31,6 +33,7 @@ from weightsync.errors import ConfigError, InvalidRequestError, StateError
 from weightsync.observe import Recorder
 from weightsync.types import Version
 from weightsync.types.control import MAX_VERSION, ControllerStatus, RolloutServiceState, ValidationRun
+from weightsync.types.fleet import ModelVersion
 
 __all__ = ["Lockable", "ModelSync", "WeightSyncController"]
 
@@ -87,6 +90,8 @@ class WeightSyncController:
                 retries_s=retries_s, after_failure=after_failure,
             )  # fmt: skip
             self._models[tag] = ModelControl(tag, own, policy, self)
+        if isinstance(self.method, FleetMethod):
+            self.method.pool.on_learnt = self._learnt
         if unknown := set(configs or {}) - set(self._models):
             raise ConfigError(f"there are settings for models that are not in model_tags: {sorted(unknown)}")
 
@@ -113,6 +118,19 @@ class WeightSyncController:
             StateError: the method is another one.
         """
         self._hold(WeaverMethod, holder, model_tag)
+
+    def _learnt(self, versions: Sequence[ModelVersion]) -> None:
+        """A pool has learnt from its instances what they serve: as if trainers had told of it."""
+
+        def tell() -> None:
+            for each in versions:
+                if each.model_id in self._models:
+                    self.train_worker_notify_weight_update(
+                        "fleet", each.model_id, each.run_id, each.version, sender_endpoint=each.sender_endpoint,
+                        timeout_s=0.0,
+                    )  # fmt: skip
+
+        in_thread(tell, name="weightsync-learnt")
 
     def _hold(self, kind: type[HostedMethod[Any]], holder: object, model_tag: str | None) -> None:
         if not isinstance(self.method, kind):

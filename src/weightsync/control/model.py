@@ -59,7 +59,7 @@ class ModelControl:
         self._controller = controller
         self._changed = threading.Condition()
         self._applying = threading.Lock()
-        self._locked = False
+        self._locked: frozenset[Lockable] = frozenset()
         self._timer: threading.Timer | None = None
         self._retry_at_s: float | None = None  # monotonic
         self._last_error: str | None = None
@@ -144,14 +144,17 @@ class ModelControl:
         with self._applying:
             wanted = pool_locked(self.state, self.policy) and not self._controller._closed.is_set()
             modules = self._controller._modules
-            if not modules or wanted == self._locked:
-                return
-            for module in modules:
+            for module in {*self._locked, *modules}:
+                lock = wanted and module in modules
+                if lock == (module in self._locked):
+                    continue
                 try:
-                    (module.lock if wanted else module.unlock)(self.tag)
-                except Exception:
-                    _logger.exception("model %s: %r can't be %s", self.tag, module, "locked" if wanted else "unlocked")
-            self._locked = wanted
+                    (module.lock if lock else module.unlock)(self.tag)
+                except Exception:  # one that may be locked is unlocked later, at the next change
+                    _logger.exception("model %s: %r can't be %s", self.tag, module, "locked" if lock else "unlocked")
+                    if not lock:
+                        continue
+                self._locked = self._locked | {module} if lock else self._locked - {module}
 
     def seen(self) -> RolloutServiceState:
         """See `RolloutServiceState`."""
@@ -226,7 +229,8 @@ class ModelControl:
     def _act(self, action: Action) -> None:
         match action:
             case StartSync():
-                in_thread(lambda: self._sync(action), name=f"weightsync-sync-{self.tag}")
+                running = in_thread(lambda: self._sync(action), name=f"weightsync-sync-{self.tag}")
+                running.add_done_callback(lambda done: self._lost(action, done.exception()))
             case RetryAfter(seconds=seconds):
                 timer = threading.Timer(seconds, self._retry)
                 timer.daemon = True
@@ -247,14 +251,18 @@ class ModelControl:
                 )  # fmt: skip
                 self._tell(self._controller._on_give_up, Version(run_id=run_id or "unnamed", number=version))
             case StartValidation(validation=validation):
-                self._tell(self._controller._on_validate, validation)
+                if not self._tell(self._controller._on_validate, validation):
+                    self.end_validate({"error": "on_validate failed"})
 
-    def _tell(self, callback: Callable[[str, Any], None] | None, what: Any) -> None:
+    def _tell(self, callback: Callable[[str, Any], None] | None, what: Any) -> bool:
+        """Calls it, where there is one; whether nothing failed."""
         if callback is not None:
             try:
                 callback(self.tag, what)
             except Exception:
                 _logger.exception("model %s: a callback failed for %s", self.tag, what)
+                return False
+        return True
 
     def _sync(self, goal: StartSync) -> None:
         version = Version(run_id=goal.run_id or "unnamed", number=goal.version)
@@ -277,6 +285,17 @@ class ModelControl:
             self._records.appendleft(self._record("served" if error is None else "failed", error))
             self._began = None
         self.feed(event)
+
+    def _lost(self, goal: StartSync, error: BaseException | None) -> None:
+        """A sync that could not even be started, or told of: it has failed like any other."""
+        if error is None:
+            return
+        _logger.error("model %s: the sync of version %d was lost: %r", self.tag, goal.version, error)
+        with self._changed:
+            if self.state.syncing is not goal:
+                return
+            self._last_error, self._began = f"{type(error).__name__}: {error}", None
+        self.feed(SyncFailed())
 
     def _retry(self) -> None:
         with self._changed:

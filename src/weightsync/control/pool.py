@@ -9,6 +9,7 @@ is later than there. Nobody comes in while a version is on its way: it would mis
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -26,6 +27,7 @@ State = Literal["joining", "live", "suspect", "evicted"]
 _BEATS_A_LEASE = 3.0
 _LATE_BEATS = 1.5
 _FORGET_LEASES = 60.0
+_MAX_INSTANCES = 4096
 
 _logger = logging.getLogger(__name__)
 
@@ -96,6 +98,7 @@ class RolloutPool:
         self._syncing = 0
         self._learns_until_s = clock() + lease_s
         self._listeners: list[Callable[[], None]] = []
+        self.on_learnt: Callable[[tuple[ModelVersion, ...]], None] = lambda versions: None
 
     # --- what instances say ---
 
@@ -124,6 +127,8 @@ class RolloutPool:
                     )
                 known = None
             if known is None:
+                if len(self._instances) >= _MAX_INSTANCES and beat.instance_id not in self._instances:
+                    raise StateError(f"this controller knows {_MAX_INSTANCES} instances already", state_left="no lease")
                 known = self._instances[beat.instance_id] = _Instance(beat=beat, heard_s=now)
                 _logger.info("instance %s joins from %s", beat.instance_id, beat.url)
             known.beat, known.heard_s = beat, now
@@ -313,14 +318,30 @@ class RolloutPool:
         if self._current:
             return
         whole = [each.beat for each in self._instances.values() if each.beat.whole and not each.beat.lacks]
-        for beat in sorted(whole, key=lambda beat: sorted(each.version for each in beat.serves), reverse=True):
+        runs = collections.Counter(_runs(beat) for beat in whole)
+        alike = collections.Counter(_numbers(beat) for beat in whole)
+        for beat in sorted(  # who may answer first; runs are not compared, of the one that most have the newest
+            whole,
+            key=lambda beat: (beat.leased, runs[_runs(beat)], alike[_numbers(beat)] > 1, _numbers(beat)),
+            reverse=True,
+        ):
             if not any(each.model_id in self._current for each in beat.serves):  # of models that go with others
                 self._current |= {each.model_id: each for each in beat.serves if each.sender_endpoint}
+        if self._current:
+            self.on_learnt(tuple(self._current.values()))
 
     def _tell(self) -> None:
         self._changed.notify_all()
         for listener in tuple(self._listeners):
             listener()
+
+
+def _runs(beat: HeartbeatRequest) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((each.model_id, each.run_id) for each in beat.serves))
+
+
+def _numbers(beat: HeartbeatRequest) -> tuple[tuple[int, str], ...]:
+    return tuple(sorted((each.version, f"{each.model_id} {each.run_id}") for each in beat.serves))
 
 
 def _lag(newest: Version | None, served: Version | None) -> int | None:

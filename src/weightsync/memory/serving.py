@@ -8,6 +8,7 @@ may not answer. What two processes compare is `CLOCK_BOOTTIME`, which goes on wh
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import struct
@@ -44,6 +45,15 @@ class ServingLease:
         try:
             if not os.path.exists(path):
                 _make(path)
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(self._file)
+                raise SharedMemoryError(
+                    f"another process writes the lease file {path}: each service has one of its own, and one that was "
+                    "stopped has to end first"
+                ) from None
             self._map = _mapped(path, write=True)
         except OSError as error:
             raise SharedMemoryError(f"the lease file {path} can't be made: {error}") from error
@@ -73,6 +83,11 @@ class ServingLease:
         with self._lock:
             return 0.0 if self._map.closed else max(0.0, self._words[_UNTIL] - boot_s())
 
+    @property
+    def torn(self) -> bool:
+        """Whether a hold was not lifted: whoever wrote it before ended in the middle of a set."""
+        return self._words[_HOLD] != 0.0
+
     def close(self) -> None:
         """Revokes it. Idempotent."""
         with self._lock:
@@ -80,6 +95,7 @@ class ServingLease:
                 self._words[_UNTIL] = 0.0
                 self._words.release()
                 self._map.close()
+                os.close(self._file)
 
     def remove(self) -> None:
         """Closes it and deletes the file: engines that map it refuse for ever. Idempotent."""

@@ -120,6 +120,19 @@ def api_app(title: str) -> FastAPI:
     return app
 
 
+async def json_body(request: Request) -> bytes:
+    """The body, where it calls itself JSON: a web page that somebody on this host looks at can send anything else, to
+    any port of loopback, without asking.
+
+    Raises:
+        InvalidRequestError: it does not.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise InvalidRequestError(f"content-type is application/json, not {kind[:100]!r}")
+    return await request.body()
+
+
 async def send_error(send: Send, error: WeightSyncError) -> None:
     """Answers with a typed error as JSON."""
     body = json.dumps(error.to_dict()).encode()

@@ -55,11 +55,15 @@ class FleetMember:
         self._config = config
         self._lease = lease
         self._life = uuid.uuid4().hex
+        torn = lease.torn
+        lease.revoke()  # what is there was lent to another life, for weights that may be gone with it
         self._client = ControllerClient(
             config.controller, token=config.controller_token, verify=config.controller_verify
         )
         self._set = threading.Lock()
-        self._broken: frozenset[str] = frozenset()  # models of sets that are not committed as a whole
+        self._broken: frozenset[str] = (
+            frozenset(models) if torn else frozenset()
+        )  # models of sets that are not committed as a whole
         self._num_commits = 0
         self._url = ""
         self._said: HeartbeatReply | None = None

@@ -26,7 +26,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import reclaim_dead
 from weightsync.net.messages import decode, encode
-from weightsync.net.server import ServerThread, api_app
+from weightsync.net.server import ServerThread, api_app, json_body
 from weightsync.observe import Metrics, Recorder
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.rollout.engine import EmbeddedEngine
@@ -213,7 +213,7 @@ class RolloutService:
                 reclaim_dead()
 
     async def _notify(self, request: Request) -> Response:
-        asked = decode(await _json_body(request), NotifyRequest, what="a notification")
+        asked = decode(await json_body(request), NotifyRequest, what="a notification")
         model, ticket = self._noted(asked)
         if asked.wait_s is not None:
             deadline = Deadline(asked.wait_s)
@@ -221,7 +221,7 @@ class RolloutService:
         return _json(model.status())
 
     async def _prepare(self, request: Request) -> Response:
-        asked = decode(await _json_body(request), PrepareRequest, what="a set to prepare")
+        asked = decode(await json_body(request), PrepareRequest, what="a set to prepare")
         member, deadline = self._fleet(), Deadline(asked.wait_s)
         for each in asked.versions:
             model, endpoint = self._model(each.model_id), checked_url(each.sender_endpoint, whose="a sender's")
@@ -238,14 +238,14 @@ class RolloutService:
         return _json(reply)
 
     async def _commit(self, request: Request) -> Response:
-        asked = decode(await _json_body(request), CommitVersionsRequest, what="a set to commit")
+        asked = decode(await json_body(request), CommitVersionsRequest, what="a set to commit")
         member = self._fleet()
         models = {each.model_id: self._model(each.model_id) for each in asked.versions}
         await asyncio.to_thread(member.commit, asked)
         return _json(ServiceStatus(models={model_id: model.status() for model_id, model in models.items()}))
 
     async def _release(self, request: Request) -> Response:
-        asked = decode(await _json_body(request), ReleaseRequest, what="a release")
+        asked = decode(await json_body(request), ReleaseRequest, what="a release")
         for model_id in asked.model_ids:
             self._model(model_id)
         self._fleet().release(asked.model_ids, asked.why)
@@ -257,7 +257,7 @@ class RolloutService:
         return self._member
 
     async def _register_sender(self, request: Request) -> Response:
-        asked = decode(await _json_body(request), RegisterSenderRequest, what="a registration")
+        asked = decode(await json_body(request), RegisterSenderRequest, what="a registration")
         self._check_stranger(asked.sender_endpoint)
         self.register_sender(asked.model_id, asked.sender_endpoint)
         return _json({})
@@ -301,19 +301,6 @@ async def _until(
                 raise late() from None
             changed.clear()
         return found
-
-
-async def _json_body(request: Request) -> bytes:
-    """The body, where it calls itself JSON: a web page that somebody on this host looks at can send anything else, to
-    any port of loopback, without asking.
-
-    Raises:
-        InvalidRequestError: it does not.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise InvalidRequestError(f"content-type is application/json, not {kind[:100]!r}")
-    return await request.body()
 
 
 def _json(message: object) -> Response:

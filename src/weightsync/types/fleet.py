@@ -13,6 +13,7 @@ from weightsync.types.publication import ModelStatus, check_id
 
 MAX_MODELS = 256
 _MAX_URL = 2048
+_MAX_ERROR = 4000
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +76,10 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True):
         check_id("life", self.life)
         if not _is_url(self.url):
             raise InvalidRequestError(f"an instance's url is an http URL, not {self.url[:100]!r}")
+        for each in self.lacks:
+            check_id("model_id", each)
+        if self.error is not None and len(self.error) > _MAX_ERROR:
+            raise InvalidRequestError(f"an error has at most {_MAX_ERROR} characters")
         names = [each.model_id for each in self.serves] + list(self.lacks)
         if not 1 <= len(names) <= MAX_MODELS or len(set(names)) != len(names):
             raise InvalidRequestError(f"an instance has 1 to {MAX_MODELS} models, each named once")

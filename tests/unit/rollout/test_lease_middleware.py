@@ -204,6 +204,7 @@ def test_it_answers_under_a_lease_alone(serve: Callable[..., Engine], lease: Ser
 def test_it_refuses_when_the_service_was_stopped(serve: Callable[..., Engine], lease: ServingLease) -> None:
     """Nobody tells it: the lease's end comes by itself."""
     engine = serve()
+    lease.close()
     writer = subprocess.Popen([sys.executable, "-c", WRITER, lease.path], stdout=subprocess.PIPE, text=True)
     try:
         assert writer.stdout is not None

@@ -181,7 +181,8 @@ class FleetMethod(ModelSync):
             return
         with self.pool.syncing():
             members = self.pool.members(models)
-            if not members:
+            if not members:  # nobody serves anything: who comes in serves this, not what nobody can fetch any more
+                self.pool.decided(versions)
                 raise NoEnginesError("no rollout service takes part: see /status for why")
             if self.policy.kind == "each":
                 self._each(versions, members, spans)
