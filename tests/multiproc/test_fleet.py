@@ -138,3 +138,40 @@ def test_a_service_that_was_stopped_answers_nothing_before_it_has_caught_up(
     wait_until(lambda: [a for a in read_records(tmp_path) if a.instance == "two" and a.version == 3], "it answers")
     two = [answer for answer in read_records(tmp_path) if answer.instance == "two"]
     assert {answer.version for answer in two if answer.began_s > resumed_s} == {3}
+
+
+@pytest.mark.parametrize("run_id", ["r1", "r2"], ids=["the trainers go on", "the trainers begin anew"])
+def test_all_services_die_and_others_come(start: Start, fleet: Fleet, tmp_path: Path, run_id: str) -> None:
+    """Seen to fail: who joined had to serve what nobody could fetch any more, and nothing else could become current."""
+    trainers = Trainers(start)
+    one = FleetService(start, "one", fleet.server_url, tmp_path, transport=Transport.TCP)
+    fleet.wait_states({"one": "live"})
+    step(fleet, trainers, 1)
+    one.child.kill()
+    if run_id != trainers.run_id:
+        trainers.begin(run_id)
+    for model in MODELS:
+        trainers.publish(model, 2)
+        fleet.client.notify_version(trainers.run_of(model), model, 2, trainers.endpoints[model])
+    two = FleetService(start, "two", fleet.server_url, tmp_path, transport=Transport.TCP)
+    wait_until(lambda: fleet.states().get("two") == "live", "it takes part", 30.0)
+    gates = step(fleet, trainers, 3)
+    assert two.ask("weights") == dict.fromkeys(MODELS, 3.0)
+    check_records(read_records(tmp_path), gates, begun=False)
+
+
+def test_a_controller_that_starts_again_knows_what_is_served(start: Start, tmp_path: Path) -> None:
+    """Seen to fail: the gate of a version that every service served stayed shut until the next one."""
+    first = Fleet()
+    trainers = Trainers(start)
+    FleetService(start, "one", first.server_url, tmp_path)
+    first.wait_states({"one": "live"})
+    step(first, trainers, 1)
+    first.close()
+    second = Fleet(port=int(first.server_url.rsplit(":", 1)[1]))
+    for model in MODELS:
+        assert second.client.wait_version(trainers.run_of(model), model, 1, wait_s=20.0)
+    second.wait_states({"one": "live"})
+    gates = step(second, trainers, 2)
+    second.close()
+    check_records(read_records(tmp_path), gates)
