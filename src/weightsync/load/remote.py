@@ -40,10 +40,10 @@ from weightsync.load.remote_wire import (
     digest_of_bytes,
     framed,
 )
-from weightsync.load.vllm_checkpoint import is_of
+from weightsync.load.whole import whole_tensor
 from weightsync.net.messages import decode, encode
 from weightsync.tensors import tensor_from_bytes
-from weightsync.types import Full, HeldTensor, Manifest, TensorSpec, Update, Version
+from weightsync.types import HeldTensor, Manifest, TensorSpec, Update, Version
 from weightsync.types.deadline import check_wait_s
 
 _UNKNOWN = "not known: the remote loader may or may not have done it; nothing is served until a later commit"
@@ -134,7 +134,7 @@ class RemoteWeightLoader(WeightLoader):
         parts: list[memoryview] = []
         room = self._request_bytes
         for update in updates:
-            tensor = self._accept(update)
+            tensor = whole_tensor(update, self._specs, self._sent)
             data = bytes_of(tensor)
             self._sent[update.name] = digest_of_bytes(data)
             offset = 0
@@ -224,21 +224,6 @@ class RemoteWeightLoader(WeightLoader):
     def _name(self) -> str:
         assert self._session is not None  # _open_bracket has looked
         return self._session
-
-    def _accept(self, update: Update) -> torch.Tensor:
-        if not isinstance(update, Full):
-            raise UnsupportedError("this loader takes whole tensors alone", parameter=update.name)
-        spec = self._specs.get(update.name)
-        if spec is None:
-            raise ManifestMismatchError("this tensor is not in the manifest", parameter=update.name)
-        if update.name in self._sent:
-            raise ManifestMismatchError("this tensor came twice", parameter=update.name)
-        if not is_of(update.tensor, spec):
-            raise ManifestMismatchError(
-                f"got {update.tensor.dtype} {tuple(update.tensor.shape)}, announced was {spec.dtype} {spec.shape}",
-                parameter=update.name,
-            )
-        return update.tensor
 
     def _send(self, manifest: Manifest, pieces: list[Piece], parts: list[memoryview], *, last: bool) -> None:
         head = ChunkHead(session=self._name(), index=self._num_requests, pieces=tuple(pieces), last=last)

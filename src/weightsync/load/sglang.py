@@ -24,9 +24,9 @@ from weightsync.errors import (
     as_weightsync_error,
 )
 from weightsync.load.base import WeightLoader
-from weightsync.load.vllm_checkpoint import is_of
+from weightsync.load.whole import is_of, whole_tensor
 from weightsync.tensors import byte_view, spec_of, torch_dtype
-from weightsync.types import Full, HeldTensor, Manifest, TensorSpec, Update, Version
+from weightsync.types import HeldTensor, Manifest, TensorSpec, Update, Version
 
 FUSED: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -240,19 +240,7 @@ class SGLangWeightLoader(WeightLoader):
         """See the base class."""
         self._open_bracket()
         for update in updates:
-            if not isinstance(update, Full):
-                raise UnsupportedError("this loader takes whole tensors alone", parameter=update.name)
-            spec = self._specs.get(update.name)
-            if spec is None:
-                raise ManifestMismatchError("this tensor is not in the manifest", parameter=update.name)
-            if update.name in self._loaded:
-                raise ManifestMismatchError("this tensor came twice", parameter=update.name)
-            if not is_of(update.tensor, spec):
-                raise ManifestMismatchError(
-                    f"got {update.tensor.dtype} {tuple(update.tensor.shape)}, announced was {spec.dtype} {spec.shape}",
-                    parameter=update.name,
-                )
-            self._staging[update.name].copy_(update.tensor.detach())
+            self._staging[update.name].copy_(whole_tensor(update, self._specs, self._loaded))
             self._loaded.add(update.name)
 
     def verify(self) -> None:

@@ -25,10 +25,11 @@ from weightsync.errors import (
     as_weightsync_error,
 )
 from weightsync.load.base import WeightLoader
-from weightsync.load.vllm_checkpoint import CheckpointTensors, is_of
+from weightsync.load.vllm_checkpoint import CheckpointTensors
 from weightsync.load.vllm_reload import LayerwiseReload
+from weightsync.load.whole import is_of, whole_tensor
 from weightsync.tensors import torch_dtype
-from weightsync.types import Full, HeldTensor, Manifest, TensorSpec, Update, Version
+from weightsync.types import HeldTensor, Manifest, TensorSpec, Update, Version
 
 _logger = logging.getLogger(__name__)
 
@@ -121,13 +122,15 @@ class VLLMWeightLoader(WeightLoader):
         self._open_bracket()
         if not self.writes_live:
             for update in updates:
-                tensor = self._accept(update)
+                tensor = whole_tensor(update, self._specs, self._loaded)
                 self._staging[update.name].copy_(tensor)
                 self._loaded.add(update.name)
             return
         fresh: list[tuple[str, torch.Tensor]] = []
         for update in updates:
-            fresh.append((self._expected.canonical(update.name), self._accept(update).clone()))
+            fresh.append(
+                (self._expected.canonical(update.name), whole_tensor(update, self._specs, self._loaded).clone())
+            )
             self._loaded.add(update.name)
         if self._reload is None:
             self._healthy = False
@@ -191,18 +194,3 @@ class VLLMWeightLoader(WeightLoader):
     def _open_reload(self) -> LayerwiseReload:
         assert self._model is not None  # begin has looked
         return LayerwiseReload(self._model, self._model_config, self._vllm_config)
-
-    def _accept(self, update: Update) -> torch.Tensor:
-        if not isinstance(update, Full):
-            raise UnsupportedError("this loader takes whole tensors alone", parameter=update.name)
-        spec = self._specs.get(update.name)
-        if spec is None:
-            raise ManifestMismatchError("this tensor is not in the manifest", parameter=update.name)
-        if update.name in self._loaded:
-            raise ManifestMismatchError("this tensor came twice", parameter=update.name)
-        if not is_of(update.tensor, spec):
-            raise ManifestMismatchError(
-                f"got {update.tensor.dtype} {tuple(update.tensor.shape)}, announced was {spec.dtype} {spec.shape}",
-                parameter=update.name,
-            )
-        return update.tensor.detach()

@@ -10,7 +10,7 @@ from torch import nn
 
 from weightsync.errors import ManifestMismatchError
 from weightsync.tensors import torch_dtype
-from weightsync.types import Manifest, TensorSpec, dtype_name
+from weightsync.types import Manifest, dtype_name
 
 _logger = logging.getLogger(__name__)
 
@@ -110,8 +110,3 @@ class CheckpointTensors:
         for name, tensor in self._tensor_of.items():
             self._first_name.setdefault(tensor, name)
         self._skeleton = skeleton  # keeps the ids from being used again
-
-
-def is_of(tensor: torch.Tensor, spec: TensorSpec) -> bool:
-    """Whether the tensor has the dtype and the shape that were announced."""
-    return tensor.shape == spec.shape and dtype_name(tensor.dtype) == spec.dtype
