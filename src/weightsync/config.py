@@ -202,6 +202,9 @@ class FleetConfig(_Section):
     after_failure: Literal["keep", "evict"] = Field(
         default="keep", description="after the last retry: keep the old version, or evict whoever failed"
     )
+    validate_timeout_s: _Seconds = Field(
+        default=3600.0, description="a validation that nobody has ended after so long counts as ended"
+    )
     host: _Text = Field(default="127.0.0.1", description="where the controller listens; beyond loopback with a token")
     port: int = Field(default=8700, ge=0, le=65535, description="its port; 0: the system's choice")
 

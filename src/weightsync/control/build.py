@@ -89,6 +89,7 @@ def build_controller(
         model_tags=models,
         retries_s=fleet.retries_s,
         after_failure=fleet.after_failure,
+        validate_timeout_s=fleet.validate_timeout_s,
         on_validate=on_validate,
         on_give_up=on_give_up,
     )

@@ -33,6 +33,7 @@ from weightsync.errors import ConfigError, InvalidRequestError, StateError
 from weightsync.observe import Recorder
 from weightsync.types import Version
 from weightsync.types.control import MAX_VERSION, ControllerStatus, RolloutServiceState, ValidationRun
+from weightsync.types.deadline import check_wait_s
 from weightsync.types.fleet import ModelVersion
 
 __all__ = ["Lockable", "ModelSync", "WeightSyncController"]
@@ -51,6 +52,7 @@ class WeightSyncController:
         configs: by model, where one has settings of its own.
         retries_s: seconds until each retry of a sync that failed.
         after_failure: "keep" the old version after the last retry, or "evict" whoever failed and try once more.
+        validate_timeout_s: a validation that nobody has ended after so long counts as ended; its result is an error.
         on_validate: told to start a validation; `end_validate` is due when it has ended. Where not given, whoever reads
             `RolloutServiceState.waiting_for_validation` does it.
         on_give_up: told that rollout goes on with an old version.
@@ -69,6 +71,7 @@ class WeightSyncController:
         configs: Mapping[str, WeightSyncConfig] | None = None,
         retries_s: tuple[float, ...] = (1.0, 2.0, 4.0),
         after_failure: Literal["keep", "evict"] = "keep",
+        validate_timeout_s: float = 3600.0,
         on_validate: Callable[[str, ValidationRun], None] | None = None,
         on_give_up: Callable[[str, Version], None] | None = None,
         recorder: Recorder | None = None,
@@ -78,6 +81,7 @@ class WeightSyncController:
         tags = tuple(model_tags) or base.fleet.models or (base.inference_service.model_tag,)
         self.method = method or method_of(base, tags)
         self._on_validate = on_validate
+        self.validate_timeout_s = check_wait_s("validate_timeout_s", validate_timeout_s)
         self._on_give_up = on_give_up
         self._modules: tuple[Lockable, ...] = ()
         self._closed = threading.Event()

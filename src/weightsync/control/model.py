@@ -32,7 +32,7 @@ from weightsync.control.state import (
 )
 from weightsync.errors import StateError, SyncFailedError, as_weightsync_error
 from weightsync.types import Deadline, Version
-from weightsync.types.control import RolloutServiceState, SyncRecord, SyncSpan, ValidationResult
+from weightsync.types.control import RolloutServiceState, SyncRecord, SyncSpan, ValidationResult, ValidationRun
 
 if TYPE_CHECKING:
     from weightsync.control.controller import WeightSyncController
@@ -253,6 +253,10 @@ class ModelControl:
             case StartValidation(validation=validation):
                 if not self._tell(self._controller._on_validate, validation):
                     self.end_validate({"error": "on_validate failed"})
+                    return
+                late = threading.Timer(self._controller.validate_timeout_s, self._too_late, [validation])
+                late.daemon = True
+                late.start()
 
     def _tell(self, callback: Callable[[str, Any], None] | None, what: Any) -> bool:
         """Calls it, where there is one; whether nothing failed."""
@@ -285,6 +289,14 @@ class ModelControl:
             self._records.appendleft(self._record("served" if error is None else "failed", error))
             self._began = None
         self.feed(event)
+
+    def _too_late(self, validation: ValidationRun) -> None:
+        """Nobody has ended it: rollout does not wait for a validator that is gone."""
+        with self._changed:
+            if self.state.validation is not validation or self._controller._closed.is_set():
+                return
+        _logger.error("model %s: nobody called end_validate for %s in time", self.tag, validation)
+        self.end_validate({"error": f"not ended within {self._controller.validate_timeout_s:g} s"})
 
     def _lost(self, goal: StartSync, error: BaseException | None) -> None:
         """A sync that could not even be started, or told of: it has failed like any other."""

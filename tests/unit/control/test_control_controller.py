@@ -203,6 +203,10 @@ def test_validation_is_started_and_ended(made: Make) -> None:
     for number in (1, 2):
         controller.trajectory_pool_notify_batch_ready("default")
         controller.train_worker_notify_weight_update("w", "default", "r", number)
+    end = time.monotonic() + LONG_S
+    while not started:  # it is told by the sync's thread
+        assert time.monotonic() < end
+        time.sleep(0.001)
     assert started == [ValidationRun(run_id="r", version=2, stands_for=(2,))]
     assert controller.rollout_service_state("default").waiting_for_validation == started[0]
     assert (pool.locked, controller.check_rollout_service_status("default")) == ({"default"}, "continue")
@@ -319,3 +323,23 @@ def test_any_weather_ends_in_calm(made: Make, seed: int) -> None:
     for looker in lookers:
         looker.result(LONG_S)
     assert modules[0].locked == modules[1].locked == set()
+
+
+def test_a_validation_that_nobody_ends_does_not_hold_rollout_for_ever() -> None:
+    """Whether the callback fails, or who validates is gone."""
+
+    def fails(tag: str, validation: ValidationRun) -> None:
+        raise RuntimeError("no validator")
+
+    for options in ({"on_validate": fails}, {"validate_timeout_s": 0.05}):
+        controller = WeightSyncController({"validate_freq": 1}, Method(), **options)  # type: ignore[arg-type]
+        controller.train_worker_notify_weight_update("w", "default", "r", 1)
+        assert controller.wait_version("r", "default", 1, timeout_s=LONG_S)
+        assert controller.await_rollout_service("default", timeout_s=LONG_S) == "continue"
+        end = time.monotonic() + LONG_S
+        while (ended := controller.rollout_service_state("default").last_validation) is None:
+            assert time.monotonic() < end
+            time.sleep(0.01)  # between two looks
+        assert "error" in (ended.result or {})
+        assert not controller.rollout_service_state("default").pool_locked
+        controller.close()
