@@ -96,6 +96,7 @@ class WeightSyncController:
             self._models[tag] = ModelControl(tag, own, policy, self)
         if isinstance(self.method, FleetMethod):
             self.method.pool.on_learnt = self._learnt
+            self.method.pool.on_live = lambda: in_thread(self._somebody_is_live, name="weightsync-live")
         if unknown := set(configs or {}) - set(self._models):
             raise ConfigError(f"there are settings for models that are not in model_tags: {sorted(unknown)}")
 
@@ -135,6 +136,12 @@ class WeightSyncController:
                     )  # fmt: skip
 
         in_thread(tell, name="weightsync-learnt")
+
+    def _somebody_is_live(self) -> None:
+        """Syncs that were given up, maybe since nobody was there, are tried once more."""
+        for model in self._models.values():
+            if model.state.overdue:
+                model.sync_now()
 
     def _hold(self, kind: type[HostedMethod[Any]], holder: object, model_tag: str | None) -> None:
         if not isinstance(self.method, kind):

@@ -99,6 +99,7 @@ class RolloutPool:
         self._learns_until_s = clock() + lease_s
         self._listeners: list[Callable[[], None]] = []
         self.on_learnt: Callable[[tuple[ModelVersion, ...]], None] = lambda versions: None
+        self.on_live: Callable[[], object] = lambda: None
 
     # --- what instances say ---
 
@@ -151,6 +152,7 @@ class RolloutPool:
         admitted = False
         if known.state == "joining" and not behind and not self._syncing and now >= self._learns_until_s:
             known.state, known.why, admitted = "live", None, True
+            self.on_live()
             _logger.info("instance %s takes part", known.beat.instance_id)
         if known.takes_part:
             admitted = admitted or not (known.beat.whole or self._syncing)

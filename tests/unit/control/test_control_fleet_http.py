@@ -15,12 +15,13 @@ from weightsync.clients.controller import AsyncControllerClient, ControllerClien
 from weightsync.clients.fanout import in_thread
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import ModelSync
+from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
 from weightsync.errors import AuthError, DeadlineExceededError, InvalidRequestError, StateError
 from weightsync.types import Version
 from weightsync.types.control import ValidationRun
-from weightsync.types.fleet import HeartbeatRequest
+from weightsync.types.fleet import HeartbeatRequest, ModelVersion
 
 TOKEN = "a-token-for-tests-only"
 LONG_S = 20.0
@@ -192,3 +193,20 @@ def test_heartbeats_over_http(served: Served) -> None:
         client.heartbeat(beat)
     client.close()
     alone.close()
+
+
+def test_a_version_that_came_before_any_service_is_served_when_one_is_there() -> None:
+    """Seen to fail: its sync was given up, and its gate stayed shut until the next version."""
+    pool = RolloutPool(lease_s=0.2)
+    controller = WeightSyncController(
+        {"sync_mode": "fully-async"}, FleetMethod(pool), model_tags=["actor"], retries_s=()
+    )
+    controller.train_worker_notify_weight_update("trainer", "actor", "r", 1, sender_endpoint=AGENT)
+    until(lambda: controller.rollout_service_state("actor").overdue, "nobody is there: it was given up")
+    served = ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=AGENT)
+    until(
+        lambda: pool.heartbeat(HeartbeatRequest(instance_id="a", life="1", url="http://a", serves=(served,))).lease_s,
+        "it takes part",
+    )
+    assert controller.wait_version("r", "actor", 1, timeout_s=LONG_S)
+    controller.close()
