@@ -175,3 +175,19 @@ def test_a_controller_that_starts_again_knows_what_is_served(start: Start, tmp_p
     gates = step(second, trainers, 2)
     second.close()
     check_records(read_records(tmp_path), gates)
+
+
+def test_a_newcomer_comes_in_though_versions_come_without_a_pause(start: Start, fleet: Fleet, tmp_path: Path) -> None:
+    """Seen to fail: it was one version behind for ever."""
+    trainers = Trainers(start)
+    FleetService(start, "one", fleet.server_url, tmp_path, transport=Transport.TCP)
+    fleet.wait_states({"one": "live"})
+    gates = step(fleet, trainers, 1)
+    FleetService(start, "two", fleet.server_url, tmp_path, transport=Transport.TCP)
+    version, end = 1, time.monotonic() + 30.0
+    while fleet.states().get("two") != "live":
+        version += 1
+        gates += step(fleet, trainers, version)
+        assert time.monotonic() < end, fleet.client.status().instances
+    gates += step(fleet, trainers, version + 1)
+    check_records(read_records(tmp_path), gates)

@@ -41,6 +41,7 @@ class _Instance:
     state: State = "joining"
     lease_end_s: float = 0.0
     why: str | None = None
+    fresh: bool = False  # it came in, and was not told so yet
     doubted: bool = False
 
     @property
@@ -95,7 +96,7 @@ class RolloutPool:
         self._changed = threading.Condition()
         self._instances: dict[str, _Instance] = {}
         self._current: dict[str, ModelVersion] = {}
-        self._syncing = 0
+        self._syncs: list[dict[str, ModelVersion]] = []  # what each sync that runs brings; empty: nobody knows
         self._learns_until_s = clock() + lease_s
         self._listeners: list[Callable[[], None]] = []
         self.on_learnt: Callable[[tuple[ModelVersion, ...]], None] = lambda versions: None
@@ -140,7 +141,7 @@ class RolloutPool:
     def _answer(self, known: _Instance, now: float) -> HeartbeatReply:
         behind = self._behind(known)
         every_s = self.lease_s / _BEATS_A_LEASE
-        if known.takes_part and behind and not self._syncing:
+        if known.takes_part and behind and not self._syncs:
             if not known.doubted:  # its heartbeat may be from before its commit: it gets no more than it has
                 known.doubted = True
                 left_s = known.lease_end_s - now
@@ -149,22 +150,42 @@ class RolloutPool:
         known.doubted = False
         if known.state == "evicted":
             known.state = "joining"
-        admitted = False
-        if known.state == "joining" and not behind and not self._syncing and now >= self._learns_until_s:
-            known.state, known.why, admitted = "live", None, True
-            self.on_live()
-            _logger.info("instance %s takes part", known.beat.instance_id)
+        if known.state == "joining" and self._may_come_in(known, now):
+            self._come_in(known)
         if known.takes_part:
-            admitted = admitted or not (known.beat.whole or self._syncing)
+            admitted, known.fresh = known.fresh or not (known.beat.whole or self._syncs), False
             known.state = "live"
             known.lease_end_s = now + self.lease_s
             return HeartbeatReply(state="live", lease_s=self.lease_s, every_s=every_s, admitted=admitted)
         if not known.beat.leased:  # this answer may be lost on its way, but what it has is no lease
             known.lease_end_s = min(known.lease_end_s, now)
         models = known.serves()
-        wanted = tuple(each for tag, each in self._current.items() if tag in models)
-        why = known.why or behind or ("it waits until a sync has ended" if self._syncing else "it joins")
+        goals = dict(self._current)
+        for each in self._syncs:  # it answers nothing: it may serve that before anybody has decided for it
+            goals |= each
+        wanted = tuple(each for tag, each in goals.items() if tag in models)
+        why = known.why or behind or ("it waits until a sync has ended" if self._syncs else "it joins")
         return HeartbeatReply(state="joining", lease_s=0.0, every_s=min(every_s, 1.0), catch_up=wanted, why=why)
+
+    def _may_come_in(self, known: _Instance, now: float) -> bool:
+        """Whether it serves exactly what is current, and no sync is on its way to something else."""
+        if self._behind(known) is not None or now < self._learns_until_s:
+            return False
+        served = known.serves()
+        for tag, version in served.items():
+            current = self._current.get(tag)
+            if current is not None and version != current.of:
+                return False
+        for goals in self._syncs:
+            mine = [each for tag, each in goals.items() if tag in served]
+            if not goals or any(self._current.get(each.model_id) != each for each in mine):
+                return False
+        return True
+
+    def _come_in(self, known: _Instance) -> None:
+        known.state, known.why, known.fresh = "live", None, True
+        self.on_live()
+        _logger.info("instance %s takes part", known.beat.instance_id)
 
     def _behind(self, known: _Instance) -> str | None:
         """Why it may not answer with what it serves; None: it may."""
@@ -208,15 +229,28 @@ class RolloutPool:
             return known is not None and known.beat.life == member.life and known.heard_s > since_s
 
     @contextlib.contextmanager
-    def syncing(self) -> Iterator[None]:
-        """While the body runs nobody comes in."""
+    def syncing(self, versions: Sequence[ModelVersion] = ()) -> Iterator[None]:
+        """While the body runs nobody comes in with anything but these versions, once they are decided. Who joins is
+        told of them, fetches them with the others, and comes in at the end: between two syncs there may be no time.
+
+        Args:
+            versions: what is brought; where none is given nobody comes in at all.
+        """
+        goals = {each.model_id: each for each in versions}
         with self._changed:
-            self._syncing += 1
+            self._syncs.append(goals)
         try:
             yield
         finally:
             with self._changed:
-                self._syncing -= 1
+                self._syncs.remove(goals)
+                now = self._swept()
+                for each in self._instances.values():
+                    heard = now - each.heard_s < self.lease_s / 2
+                    if each.state == "joining" and heard and self._may_come_in(each, now):
+                        self._come_in(each)
+                        each.lease_end_s = now + self.lease_s  # its next heartbeat is lent that
+                self._tell()
 
     def decided(self, versions: Sequence[ModelVersion]) -> None:
         """From now on this is what instances have to serve to come in, or to stay in once the sync has ended. Within a

@@ -47,7 +47,7 @@ def test_one_that_is_behind_is_told_what_to_serve() -> None:
     assert (reply.state, reply.lease_s, reply.catch_up) == ("joining", 0.0, (at(3),))
     assert reply.why == "r/2 of m, and the fleet serves r/3"
     assert pool.heartbeat(beat("a", at(3))).admitted
-    assert pool.heartbeat(beat("b", at(4))).admitted, "one that is ahead is not behind"
+    assert not pool.heartbeat(beat("b", at(4))).admitted, "nobody has decided for what it serves"
     assert not pool.heartbeat(beat("c", at(9, run_id="another"))).lease_s
 
 
@@ -250,3 +250,26 @@ def test_many_at_once() -> None:
 def test_leases_that_cannot_be(wrong: float) -> None:
     with pytest.raises(ConfigError):
         RolloutPool(lease_s=wrong)
+
+
+def test_who_joins_comes_in_with_a_sync_where_there_is_no_time_between_two() -> None:
+    """Seen to fail: with a version a second a newcomer was one behind for ever."""
+    pool, _ = made()
+    pool.decided([at(1)])
+    pool.heartbeat(beat("a", at(1)))
+    for number in (2, 3):
+        goal = at(number)
+        with pool.syncing([goal]):
+            reply = pool.heartbeat(beat("new", at(number - 1), leased=False))
+            assert (reply.lease_s, reply.catch_up) == (0.0, (goal,)), "it is told what is on its way"
+            assert not pool.heartbeat(beat("new", goal, leased=False)).lease_s, "nothing is decided yet"
+            assert [member.instance_id for member in pool.members(["m"])] == ["a"]
+            if number == 2:  # it was not brought to anybody
+                continue
+            pool.decided([goal])
+        assert [member.instance_id for member in pool.members(["m"])] == ["a", "new"]
+        assert not pool.fenced("new") or pool.takes_part(pool.members(["m"])[1])
+        with pool.syncing([at(4)]):
+            reply = pool.heartbeat(beat("new", goal, leased=False))
+            assert (reply.lease_s, reply.admitted) == (LEASE_S, True)
+    assert pool.heartbeat(beat("late", at(5))).lease_s == 0.0, "newer than what was decided"

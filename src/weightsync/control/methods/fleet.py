@@ -179,7 +179,7 @@ class FleetMethod(ModelSync):
         models = [each.model_id for each in versions]
         if all(self.pool.current(each.model_id) == each for each in versions) and self.pool.members(models):
             return
-        with self.pool.syncing():
+        with self.pool.syncing(versions):
             members = self.pool.members(models)
             if not members:  # nobody serves anything: who comes in serves this, not what nobody can fetch any more
                 self.pool.decided(versions)
