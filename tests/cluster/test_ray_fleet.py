@@ -252,8 +252,15 @@ def test_a_controller_that_is_killed_comes_back_at_its_port_and_learns_what_is_s
     wait_until(back, "Ray has started it again", 30.0)
     assert controller.url() == running.fleet.url
     running.fleet.wait_live(timeout_s=30)
-    running.check_serve(*running.fleet.services)
     assert running.gate(), "it has learnt what is served"
+
+    def answers() -> bool:
+        with contextlib.suppress(NotServingError):  # who came in has its lease with its next heartbeat
+            running.check_serve(*running.fleet.services)
+            return True
+        return False
+
+    wait_until(answers, "the services hold their leases", 10.0)
     running.tell()
     assert running.gate(), "the same told once more changes nothing"
     running.step()
