@@ -240,7 +240,8 @@ class SGLangWeightLoader(WeightLoader):
         """See the base class."""
         self._open_bracket()
         for update in updates:
-            self._staging[update.name].copy_(whole_tensor(update, self._specs, self._loaded))
+            tensor = whole_tensor(update, self._specs, self._loaded)
+            self._staging[update.name].copy_(tensor)
             self._loaded.add(update.name)
 
     def verify(self) -> None:

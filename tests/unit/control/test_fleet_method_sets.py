@@ -207,7 +207,7 @@ def test_a_new_run_ends_the_wait_of_the_old_one(world: World) -> None:
     assert world.instances[0].calls[0][1][0].sender_endpoint == "http://new-agent"
 
 
-def test_nobody_joins_meanwhile(world: World) -> None:
+def test_who_joins_fetches_meanwhile_and_comes_in_when_the_sync_has_ended(world: World) -> None:
     one, method = world.instance("a").beat(), world.method()
     go = threading.Event()
 
@@ -218,10 +218,11 @@ def test_nobody_joins_meanwhile(world: World) -> None:
     done = in_thread(lambda: bring(method, 1), name="sync")
     until(lambda: one.calls, "it runs")
     late = world.instance("late")
-    assert late.beat_once() == 0.0
+    assert late.beat_once() == 0.0, "it is told what to fetch"
+    assert late.served["actor"].of == v(1)
+    assert late.beat_once() == 0.0, "it has that, and nobody has decided for it"
     assert {each.instance_id: each.state for each in method.instances()} == {"a": "live", "late": "joining"}
     go.set()
     done.result(LONG_S)
-    assert late.beat_once() == 0.0, "it serves nothing yet"
-    assert late.beat_once() == LEASE_S, "it has caught up"
+    assert late.beat_once() == LEASE_S
     assert method.instances()[1].lag == {"actor": 0}
