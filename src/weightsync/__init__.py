@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weightsync.clients.fanout import EngineFanout
     from weightsync.clients.http import HttpEngine
     from weightsync.clients.rollout import RolloutClient
+    from weightsync.clients.sglang import SGLangApi, SGLangEngine
     from weightsync.clients.vllm import OfflineVllmApi, VllmEngine, VllmHttpApi
     from weightsync.codec.changes import ChangesCodec
     from weightsync.config import WeightSyncConfig, select_strategy
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from weightsync.rollout.settings import RolloutConfig
     from weightsync.transfer.broadcast import BroadcastTransferStrategy
     from weightsync.transfer.ipc import CudaIpcTransferStrategy, PackedCudaIpcTransferStrategy
+    from weightsync.transfer.sglang import SGLangTransferStrategy
     from weightsync.types import (
         BroadcastWeightUpdateRequest,
         CudaIpcWeightUpdateRequest,
@@ -115,6 +117,9 @@ _MODULE_OF = {
     "RolloutService": "weightsync.rollout.service",
     "select_strategy": "weightsync.config",
     "ServingLease": "weightsync.memory",
+    "SGLangApi": "weightsync.clients.sglang",
+    "SGLangEngine": "weightsync.clients.sglang",
+    "SGLangTransferStrategy": "weightsync.transfer.sglang",
     "SyncMethod": "weightsync.types",
     "SyncReport": "weightsync.types",
     "TensorSpec": "weightsync.types",
@@ -176,6 +181,9 @@ __all__ = [
     "RolloutConfig",
     "RolloutPool",
     "RolloutService",
+    "SGLangApi",
+    "SGLangEngine",
+    "SGLangTransferStrategy",
     "ServingLease",
     "SyncMethod",
     "SyncReport",

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from weightsync import _config_foreign as foreign
 from weightsync.errors import ConfigError
 
-Strategy: TypeAlias = Literal["broadcast", "cuda_ipc", "packed_cuda_ipc"]
+Strategy: TypeAlias = Literal["broadcast", "sglang", "cuda_ipc", "packed_cuda_ipc"]
 Backend: TypeAlias = Literal["gloo", "nccl", "cuda_ipc"]
 TrainingBackend: TypeAlias = Literal["module", "fsdp", "deepspeed", "megatron"]
 SyncMode: TypeAlias = Literal["sync", "fully-async", "batch-async"]
@@ -28,6 +28,7 @@ SyncMethodName: TypeAlias = Literal["push", "pull", "network", "disk", "tinker",
 EngineBackend: TypeAlias = Literal["embedded", "vllm", "sglang", "tinker", "weaver"]
 FloatDtype: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 
+_BROADCASTS = ("broadcast", "sglang")  # strategies with a process group
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Text: TypeAlias = Annotated[str, Field(min_length=1)]
 _Url: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
@@ -106,7 +107,7 @@ class TransferConfig(_Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        broadcast = self.strategy == "broadcast"
+        broadcast = self.strategy in _BROADCASTS
         ipc = "choices are 'cuda_ipc', 'packed_cuda_ipc', or null to let it follow"
         self._refuse(
             (
@@ -133,7 +134,7 @@ class TransferConfig(_Section):
                 (
                     self.delta and chosen,
                     ("delta", key),
-                    f"CUDA IPC lends whole tensors where they lie: set delta to false, or {key} to {remedy}",
+                    f"CUDA IPC and SGLang take whole tensors: set delta to false, or {key} to {remedy}",
                 )
                 for key, chosen, remedy in (
                     ("strategy", self.strategy not in (None, "broadcast"), "'broadcast'"),
@@ -318,7 +319,7 @@ def select_grouping(config: WeightSyncConfig) -> bool:
     asked = config.extract.group_by_module
     if asked is not None:
         return asked
-    return select_strategy(config) != "broadcast" and config.transfer.training_backend != "megatron"
+    return select_strategy(config) not in _BROADCASTS and config.transfer.training_backend != "megatron"
 
 
 def choices_of(annotation: object) -> list[str]:

@@ -12,8 +12,7 @@
 SGLang loads into live weights and has no undo, so it is paused from before the first chunk. It knows neither sessions
 nor leases: what this handle believes of it is written into its weight version, where the next trainer reads it.
 
-What a trainer needs besides is a strategy whose sender meets SGLang's process group and packs without padding. This
-release has none: `BroadcastTransferStrategy` meets its own receivers, and is refused here in words.
+A trainer takes `SGLangTransferStrategy` for it, whose sender joins SGLang's process group and packs as SGLang unpacks.
 """
 
 from __future__ import annotations
@@ -63,6 +62,7 @@ from weightsync.types import (
 
 __all__ = ["SGLangApi", "SGLangEngine", "SGLangRouter"]
 
+_STRATEGY = "sglang"  # `SGLangTransferStrategy.name`
 LOADING = "weightsync: loading"
 """What SGLang's weights are called while they are of no version."""
 _ALREADY = "already open"  # SGLang's words
@@ -172,6 +172,11 @@ class SGLangEngine:
         info = request.info
         if not isinstance(info, TorchDistributedWeightSyncInitInfo):
             raise UnsupportedError(f"SGLang takes pushed weights through a process group, not by {info.strategy}")
+        if info.strategy != _STRATEGY:
+            raise UnsupportedError(
+                f"SGLang's workers don't meet a sender of strategy {info.strategy!r}: push to SGLang servers with "
+                "SGLangTransferStrategy()"
+            )
         self._end_session(TransferAbortedError("a trainer joins anew"))
         self._count_workers(deadline)
         former, self._group = self._group, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from weightsync.types import TensorSpec
@@ -35,6 +36,14 @@ def plan_bucket(sizes_bytes: Sequence[int]) -> BucketLayout:
         offsets.append(end)
         end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return BucketLayout(offsets=tuple(offsets), total_bytes=max(end, ALIGNMENT_BYTES))
+
+
+def plan_dense_bucket(sizes_bytes: Sequence[int]) -> BucketLayout:
+    """Lays tensors one behind the other without padding, as SGLang's flattened buckets are. Views are aligned where
+    tensors come in falling order of their itemsize.
+    """
+    ends = tuple(itertools.accumulate(sizes_bytes, initial=0))
+    return BucketLayout(offsets=ends[:-1], total_bytes=ends[-1])
 
 
 def split_specs(specs: Sequence[TensorSpec], max_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:

@@ -1,8 +1,8 @@
 """SGLangServer and SGLangRouterServer: real HTTP servers that keep SGLang 0.5.23's rules, and fail where told to.
 
-They hold real weights and no model: bytes by name, loaded from safetensors files or taken from whoever stands in for a
-process group. What SGLang would refuse they refuse, in its shape: a field that is unknown, missing or of another type,
-an update outside of its bracket, a bracket in a bracket, a cache that can't be flushed while requests run.
+They hold real weights and no model: bytes by name, loaded from safetensors files or received through a process group.
+What SGLang would refuse they refuse, in its shape: a field that is unknown, missing or of another type, an update
+outside of its bracket, a bracket in a bracket, a cache that can't be flushed while requests run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 import msgspec
 import numpy as np
@@ -26,9 +26,20 @@ from weightsync.plan.safetensors import read_header
 from weightsync.types import itemsize_bytes
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Broadcast = Callable[[Mapping[str, Any]], Sequence[bytes]]
-"""Stands for the trainer in a process group: told of an update's fields, it gives each tensor's bytes."""
 Failure = Literal["error", "refused", "hang", "drop", "garbage"]
+
+
+class Workers(Protocol):
+    """See `testing.sglang_workers.SGLangWorkers`."""
+
+    number: int
+
+    def join(self, body: Mapping[str, Any]) -> None: ...
+
+    def leave(self, group_name: str) -> None: ...
+
+    def receive(self, body: Mapping[str, Any]) -> Sequence[bytes]: ...
+
 
 _REQUIRED = object()
 _TEXT, _TEXTS, _FLAG, _WHOLE = str, list[str], bool, int
@@ -146,8 +157,8 @@ class SGLangServer(StandIn):
 
     Args:
         checkpoint: folder whose safetensors files it starts with.
-        broadcast: stands for the trainer in the process group.
-        tp_size, dp_size, pp_size: what it says of its workers.
+        workers: its tensor-parallel workers, which join groups; they stay the caller's. Without any it joins none.
+        tp_size, dp_size, pp_size: what it says of its workers; their number, where it has any.
         former: it has the routes of earlier releases for what it is, `/get_model_info` and `/get_server_info`, alone.
         token: that callers have to bring.
 
@@ -164,7 +175,7 @@ class SGLangServer(StandIn):
         self,
         checkpoint: Path,
         *,
-        broadcast: Broadcast | None = None,
+        workers: Workers | None = None,
         tp_size: int = 1,
         dp_size: int = 1,
         pp_size: int = 1,
@@ -180,8 +191,8 @@ class SGLangServer(StandIn):
         self.updating = False
         self.groups: dict[str, Mapping[str, Any]] = {}
         self._shapes = {name: len(each) for name, each in self.weights.items()}
-        self._broadcast = broadcast
-        self._sizes = {"tp_size": tp_size, "dp_size": dp_size, "pp_size": pp_size}
+        self._workers = workers
+        self._sizes = {"tp_size": workers.number if workers else tp_size, "dp_size": dp_size, "pp_size": pp_size}
         for path, handler in (
             ("/init_weights_update_group", self._init_group),
             ("/destroy_weights_update_group", self._destroy_group),
@@ -212,12 +223,19 @@ class SGLangServer(StandIn):
     async def _init_group(self, body: dict[str, Any]) -> dict[str, Any]:
         if self._sizes["dp_size"] != 1:
             _refuse("data-parallel replicas are not supported for update weights from distributed")
+        if self._workers is None:
+            _refuse("Failed to initialize custom process group: this server has no workers.")
+        try:
+            await asyncio.to_thread(self._workers.join, body)
+        except RuntimeError as error:
+            _refuse(f"Failed to initialize custom process group: {error}.")
         self.groups[body["group_name"]] = body
         return {}
 
     async def _destroy_group(self, body: dict[str, Any]) -> dict[str, Any]:
-        if self.groups.pop(body["group_name"], None) is None:
+        if self.groups.pop(body["group_name"], None) is None or self._workers is None:
             _refuse("The group to be destroyed does not exist.")
+        await asyncio.to_thread(self._workers.leave, body["group_name"])
         return {}
 
     async def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -236,9 +254,14 @@ class SGLangServer(StandIn):
     async def _from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
         if not self.updating:
             _refuse("update_weights_from_distributed must run between begin_weight_update() and end_weight_update()")
-        if body["group_name"] not in self.groups or self._broadcast is None:
+        if body["load_format"] != "flattened_bucket":
+            _refuse("this stand-in takes flattened buckets alone")
+        if body["group_name"] not in self.groups or self._workers is None:
             _refuse(f"Failed to receive weights: Group {body['group_name']} not in {list(self.groups)}")
-        parts = await asyncio.to_thread(self._broadcast, body)
+        try:
+            parts = await asyncio.to_thread(self._workers.receive, body)
+        except (RuntimeError, ValueError) as error:
+            _refuse(f"Failed to receive weights: {error}")
         for name, dtype, shape, part in zip(body["names"], body["dtypes"], body["shapes"], parts, strict=True):
             size_bytes = int(np.prod(shape, dtype=np.int64)) * itemsize_bytes(dtype)
             if self._shapes.get(name) != size_bytes or len(part) != size_bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -119,12 +119,17 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
                     return  # so does this rank, and it knows who is missing
                 raise error
 
-        group = join_group(_group_info(info), rank=0, store=token, interface=self.interface, watch=give_up_early)  # type: ignore[arg-type]
-        return BroadcastTransferSender(group, record=record, track=self.track)
+        return self._join(_group_info(info), token, give_up_early, record)
 
     def create_receiver(self, info: WeightSyncInitInfo, *, rank: int) -> BroadcastTransferReceiver:
         """Joins as `rank`; see the base class."""
         return BroadcastTransferReceiver(join_group(_group_info(info), rank=rank))
+
+    def _join(
+        self, info: TorchDistributedWeightSyncInitInfo, store: Any, watch: Callable[[], None], record: RecordPhase
+    ) -> BroadcastTransferSender:
+        group = join_group(info, rank=0, store=store, interface=self.interface, watch=watch)
+        return BroadcastTransferSender(group, record=record, track=self.track)
 
 
 class BroadcastTransferSender(WeightTransferSender):
@@ -134,10 +139,19 @@ class BroadcastTransferSender(WeightTransferSender):
         group: joined; owned from here on.
         record: where phases "pack", "transfer" and "wait for engines" go.
         track: name of this process in them.
+        plan: how a chunk's tensors lie in a bucket, from their sizes in bytes.
     """
 
-    def __init__(self, group: TransferGroup, *, record: RecordPhase, track: str) -> None:
+    def __init__(
+        self,
+        group: TransferGroup,
+        *,
+        record: RecordPhase,
+        track: str,
+        plan: Callable[[Sequence[int]], BucketLayout] = plan_bucket,
+    ) -> None:
         self._group = group
+        self._plan = plan
         self._record = record
         self._track = track
         self._buckets: list[torch.Tensor | None] = [None] * NUM_BUCKETS
@@ -178,7 +192,7 @@ class BroadcastTransferSender(WeightTransferSender):
             chunk = next(stream, None)
             if chunk is None:
                 break
-            layout = plan_bucket([tensor.nbytes for tensor in chunk.tensors])
+            layout = self._plan([tensor.nbytes for tensor in chunk.tensors])
             started = now_s()
             bucket = self._pack(chunk, layout, seq)
             request = self.create_request(chunk, layout, session=session, seq=seq)

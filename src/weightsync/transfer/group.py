@@ -11,6 +11,7 @@ here. Two facts shape it (both seen with gloo of torch 2.13):
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from weightsync.clients.fanout import in_thread
 from weightsync.errors import DeadlineExceededError, GroupJoinError, TransferError, UnsupportedError
 from weightsync.types import Deadline, TorchDistributedWeightSyncInitInfo
 
@@ -170,6 +172,44 @@ def join_group(
             f"could not join group {info.group_name} at {info.master_addr}:{info.master_port}: {_first_line(error)}",
             rank=rank,
         ) from error
+
+
+def join_torch_group(
+    info: TorchDistributedWeightSyncInitInfo,
+    *,
+    store: TCPStore,
+    interface: str | None = None,
+    watch: Callable[[], None] = lambda: None,
+) -> TransferGroup:
+    """Joins as rank 0 a group that the others build by torch's own `_new_process_group_helper` over a store that has
+    the group's name as prefix, as SGLang's, OpenRLHF's and slime's `init_custom_process_group` do; the prefixes are
+    torch's (2.4 to 2.13). Blocks until everybody has joined with gloo; NCCL's members meet in the first broadcast.
+
+    Args:
+        info, interface, watch: as for `join_group`.
+        store: rank 0's own.
+
+    Raises:
+        GroupJoinError: somebody did not come within `info.join_timeout_s`. Nobody knows who.
+    """
+    deadline = Deadline(info.join_timeout_s)
+    device = "cuda" if info.backend == "nccl" else "cpu"
+    prefix = PrefixStore(f"{device}/", PrefixStore(f"{info.group_name}/", PrefixStore(info.group_name, store)))
+    making = in_thread(lambda: _make_group(prefix, info, 0, deadline, interface), name="weightsync-join")
+    why = "time is over"
+    while not deadline.expired:
+        watch()
+        with contextlib.suppress(TimeoutError):
+            try:
+                return TransferGroup(making.result(_JOIN_POLL_S), store, rank=0, backend=info.backend)
+            except RuntimeError as error:
+                why = _first_line(error)
+                break
+    raise GroupJoinError(
+        f"not all of the {info.world_size - 1} workers joined group {info.group_name} within "
+        f"{info.join_timeout_s:g} s: {why}",
+        rank=0,
+    )
 
 
 def _await_members(

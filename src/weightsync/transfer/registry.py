@@ -7,7 +7,9 @@ from weightsync.errors import UnsupportedError
 from weightsync.transfer.base import WeightTransferStrategy
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
 from weightsync.transfer.ipc import CudaIpcTransferStrategy, PackedCudaIpcTransferStrategy
+from weightsync.transfer.sglang import SGLangTransferStrategy
 
+_GROUPED = {kind.name: kind for kind in (BroadcastTransferStrategy, SGLangTransferStrategy)}
 _IPC = {kind.name: kind for kind in (CudaIpcTransferStrategy, PackedCudaIpcTransferStrategy)}
 
 
@@ -17,13 +19,10 @@ def strategy_named(name: str) -> WeightTransferStrategy:
     Raises:
         UnsupportedError: this build has no such strategy.
     """
-    if name == BroadcastTransferStrategy.name:
-        return BroadcastTransferStrategy()
-    if name in _IPC:
-        return _IPC[name]()
-    raise UnsupportedError(
-        f"transfer strategy {name!r} is not there; there are: {', '.join((BroadcastTransferStrategy.name, *_IPC))}"
-    )
+    kind = {**_GROUPED, **_IPC}.get(name)
+    if kind is None:
+        raise UnsupportedError(f"transfer strategy {name!r} is not there; there are: {', '.join((*_GROUPED, *_IPC))}")
+    return kind()
 
 
 def strategy_for(config: WeightSyncConfig) -> WeightTransferStrategy:
@@ -35,9 +34,9 @@ def strategy_for(config: WeightSyncConfig) -> WeightTransferStrategy:
     name, transfer = select_strategy(config), config.transfer
     if name in _IPC:
         return _IPC[name](join_timeout_s=transfer.join_timeout_s)
-    if name != BroadcastTransferStrategy.name:
+    if name not in _GROUPED:
         return strategy_named(name)
-    return BroadcastTransferStrategy(
+    return _GROUPED[name](
         backend="nccl" if transfer.backend == "nccl" else "gloo",
         master_addr=transfer.master_addr,
         interface=transfer.interface,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,11 +47,22 @@ def disk(path: Path, **changes: Any) -> UpdateFromDisk:
     return UpdateFromDisk(**{**fields, **changes})
 
 
+class Told:
+    """Workers that know what a trainer would send."""
+
+    number = 1
+
+    def join(self, body: Mapping[str, Any]) -> None: ...
+
+    def leave(self, group_name: str) -> None: ...
+
+    def receive(self, body: Mapping[str, Any]) -> list[bytes]:
+        return [weights(1)[name] for name in body["names"]]
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[SGLangServer]:
-    server = SGLangServer(
-        write_checkpoint(tmp_path / "v0", 0), broadcast=lambda body: [weights(1)[name] for name in body["names"]]
-    )
+    server = SGLangServer(write_checkpoint(tmp_path / "v0", 0), workers=Told())
     server.start()
     yield server
     server.close()

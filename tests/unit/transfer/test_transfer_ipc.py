@@ -343,12 +343,12 @@ def test_ends_that_can_not_be_made_say_why(packed: bool) -> None:
     assert info.group_name != quick.create_init_info({"e": 1})[0].group_name
 
 
-def test_the_registry_knows_all_three_and_takes_their_settings_from_the_config() -> None:
-    for name in ("broadcast", "cuda_ipc", "packed_cuda_ipc"):
+def test_the_registry_knows_all_and_takes_their_settings_from_the_config() -> None:
+    for name in ("broadcast", "sglang", "cuda_ipc", "packed_cuda_ipc"):
         assert strategy_named(name).name == name
         made = strategy_for(WeightSyncConfig.load({"transfer": {"strategy": name, "join_timeout_s": 7.0}}))
         assert (made.name, made.join_timeout_s) == (name, 7.0)  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedError, match="broadcast, cuda_ipc, packed_cuda_ipc"):
+    with pytest.raises(UnsupportedError, match="broadcast, sglang, cuda_ipc, packed_cuda_ipc"):
         strategy_named("nvlink")
 
 
