@@ -248,7 +248,7 @@ def test_a_server_that_does_not_join_is_named(server: SGLangServer, how: Failure
 
 
 def test_every_worker_gets_every_byte_whatever_its_dtype(tmp_path: Path) -> None:
-    """Two workers; tensors of eight, four, two and one byte an element, of odd sizes and of none, in one bucket."""
+    """Two workers; tensors of eight, four, two and one byte an element, of odd sizes and of none, in one bucket or many."""
     generator = torch.Generator().manual_seed(7)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -270,7 +270,7 @@ def test_every_worker_gets_every_byte_whatever_its_dtype(tmp_path: Path) -> None
     with contextlib.closing(SGLangWorkers(2)) as workers, contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(SGLangServer(tmp_path, workers=workers)))
         api = stack.enter_context(contextlib.closing(SGLangApi(server.start())))
-        for number, chunk_bytes in ((1, 1 << 30), (2, 100)):
+        for number, chunk_bytes in ((1, 1 << 30), (2, 100), (3, None)):
             run_id = f"run-{chunk_bytes}"
             with contextlib.closing(
                 push_of(tensors, SGLangEngine(api), run_id=run_id, chunk_bytes=chunk_bytes)
