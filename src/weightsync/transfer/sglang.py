@@ -56,7 +56,7 @@ class SGLangTransferSender(BroadcastTransferSender):
     def send_chunks(
         self, chunks: Iterable[WeightChunk], client: InferenceEngineClient, *, session: str, deadline: Deadline
     ) -> int:
-        """See the base class. Chunks without a byte are not sent: SGLang takes no empty bucket."""
+        """See the base class."""
         return super().send_chunks(_ordered(chunks), client, session=session, deadline=deadline)
 
 
@@ -64,11 +64,10 @@ def _ordered(chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
     """Tensors by falling itemsize, so that each lies at a multiple of its own."""
     for chunk in chunks:
         tensors = sorted(zip(chunk.names, chunk.tensors, strict=True), key=lambda each: -each[1].itemsize)
-        if chunk.total_size_bytes:
-            yield WeightChunk(
-                names=tuple(name for name, _ in tensors),
-                tensors=tuple(tensor for _, tensor in tensors),
-                module_name=chunk.module_name,
-                packed=chunk.packed,
-            )
+        yield WeightChunk(
+            names=tuple(name for name, _ in tensors),
+            tensors=tuple(tensor for _, tensor in tensors),
+            module_name=chunk.module_name,
+            packed=chunk.packed,
+        )
         del chunk, tensors
