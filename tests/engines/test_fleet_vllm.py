@@ -22,6 +22,7 @@ from tests.engines.test_pull_vllm import publisher_main
 from tests.engines.vllm_support import (
     DIFFERENT,
     MODEL_NAME,
+    NEEDS_VLLM,
     PROMPTS,
     SAME,
     START_S,
@@ -48,7 +49,7 @@ from weightsync.rollout.settings import RolloutConfig
 from weightsync.testing.processes import Child, children, free_port
 from weightsync.types.publication import Transport
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not vllm_is_there, reason="vLLM is not installed")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
 LEASE_S = 2.0
 SLACK_S = 1.0
 """What two busy cores may add."""

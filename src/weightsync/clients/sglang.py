@@ -18,24 +18,22 @@ A trainer takes `SGLangTransferStrategy` for it, whose sender joins SGLang's pro
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import get_args
 
 import msgspec
 
+from weightsync.clients.chunk_turns import OpenSession
 from weightsync.clients.phase_log import PhaseLog
 from weightsync.clients.sglang_api import SGLangApi, SGLangRouter
 from weightsync.clients.sglang_messages import InitGroup, ModelInfo, PauseMode, UpdateFromDistributed
 from weightsync.clients.vllm import KvCachePolicy
 from weightsync.clients.vllm_messages import version_in
-from weightsync.clients.vllm_turns import ChunkTurns
 from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
     EngineError,
     EngineUnreachableError,
     StateError,
-    SyncInProgressError,
     TransferAbortedError,
     UnsupportedError,
     WeightSyncError,
@@ -107,8 +105,7 @@ class SGLangEngine:
         self._engine_id = engine_id or api.url
         self._pause_mode: PauseMode = pause_mode
         self._clear = kv_cache == "clear"
-        self._lock = threading.Lock()
-        self._session: ChunkTurns | None = None
+        self._session = OpenSession()
         self._group: str | None = None
         self._run_id: str | None = None
         self._world_size = 1
@@ -177,7 +174,7 @@ class SGLangEngine:
                 f"SGLang's workers don't meet a sender of strategy {info.strategy!r}: push to SGLang servers with "
                 "SGLangTransferStrategy()"
             )
-        self._end_session(TransferAbortedError("a trainer joins anew"))
+        self._session.end(TransferAbortedError("a trainer joins anew"))
         self._count_workers(deadline)
         former, self._group = self._group, None
         if former is not None:
@@ -202,15 +199,12 @@ class SGLangEngine:
         version = request.manifest.version
         if request.base is not None:
             raise UnsupportedError("SGLang takes whole tensors alone", version=str(version))
-        with self._lock:
-            if self._session is not None:
-                raise SyncInProgressError(f"session {self._session.name} is open", version=str(version))
-            if self._group is None:
-                raise StateError("the engine is in no transfer group: join first", version=str(version))
-            self._session = ChunkTurns(request.session, version)
+        if self._group is None:
+            raise StateError("the engine is in no transfer group: join first", version=str(version))
+        self._session.start(request.session, version)
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
-        self._open(request.session)
+        self._session.turns(request.session)
         with self._log.phase("pause"):
             self._paused_by = request.session
             self._before = self._look(deadline).weight_version
@@ -226,7 +220,7 @@ class SGLangEngine:
                 self._api.begin_update(timeout_s=deadline.check("answer"))
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
-        session = self._open(update.session)
+        session = self._session.turns(update.session)
         if not isinstance(update, BroadcastWeightUpdateRequest) or not _is_dense(update):
             raise UnsupportedError(
                 "SGLang takes broadcasts whose tensors lie one behind the other, without padding: this sender packs "
@@ -249,13 +243,13 @@ class SGLangEngine:
             self._api.update_from_distributed(message, timeout_s=deadline.check("time to load"))
 
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
-        self._open(request.session)
+        self._session.turns(request.session)
         with self._log.phase("verify"):
             self._api.end_update(timeout_s=deadline.check("answer"))
         return msgspec.structs.replace(self._reply(), unprovable=_UNPROVABLE)
 
     def _commit(self, request: CommitRequest, deadline: Deadline) -> None:
-        session = self._open(request.session)
+        session = self._session.turns(request.session)
         if self._paused_by != request.session:
             raise StateError("commit comes while the session holds the pause; it does not", state_left="not committed")
         with self._log.phase("commit"):
@@ -263,7 +257,7 @@ class SGLangEngine:
             if (told := self._look(deadline).weight_version) != str(session.version):
                 raise EngineError(f"it was told that it has {session.version}, and says {told}", state_left="paused")
             self._touched = False
-        self._end_session(None)
+        self._session.end()
 
     def _resume(self, request: ResumeRequest, deadline: Deadline) -> None:
         self._look(deadline)
@@ -275,10 +269,7 @@ class SGLangEngine:
             self._paused_by = None
 
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
-        with self._lock:
-            ours = self._session is not None and self._session.name == request.session
-        if ours:
-            self._end_session(TransferAbortedError(f"aborted: {request.reason}"))
+        if self._session.end(TransferAbortedError(f"aborted: {request.reason}"), name=request.session):
             self._group = None  # a worker may sit in a broadcast still: the next sync builds another
         if self._paused_by != request.session:
             return
@@ -324,18 +315,6 @@ class SGLangEngine:
                 "transfer group to tensor-parallel workers alone; run each replica as a server of its own"
             )
         self._world_size = info.tp_size
-
-    def _open(self, name: str) -> ChunkTurns:
-        with self._lock:
-            if self._session is None or self._session.name != name:
-                raise TransferAbortedError(f"session {name} is not open here: it was aborted, or has ended")
-            return self._session
-
-    def _end_session(self, error: WeightSyncError | None) -> None:
-        with self._lock:
-            session, self._session = self._session, None
-        if session is not None and error is not None:
-            session.fail(error)
 
     def _reply(self, *, drain: bool = True) -> EngineReply:
         return EngineReply(

@@ -11,7 +11,7 @@ What each step becomes, in vLLM's own calls (design/0006-vllm.md has the reasons
     resume  resume
     abort   init_weight_transfer_engine {abort}, finish_weight_update where vLLM still holds an update for active
 
-Longer than other files: the nine steps share the handle's belief of the engine's state, and read best together.
+Over 400 lines: the nine steps share the handle's belief of the engine's state, and read best together.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from weightsync.clients.chunk_turns import OpenSession
 from weightsync.clients.fanout import in_thread
 from weightsync.clients.phase_log import PhaseLog
 from weightsync.clients.vllm_api import OfflineVllmApi, VllmApi, VllmHttpApi
@@ -34,7 +35,6 @@ from weightsync.clients.vllm_messages import (
     state_in,
     version_in,
 )
-from weightsync.clients.vllm_turns import ChunkTurns
 from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -112,8 +112,7 @@ class VllmEngine:
         self._pause_mode = pause_mode
         self._clear = kv_cache == "clear"
         self._in_place = in_place
-        self._lock = threading.Lock()
-        self._session: ChunkTurns | None = None
+        self._session = OpenSession()
         self._state = VllmState()
         self._joined: str | None = None  # group of the latest init; None since a call to the engine was lost
         self._run_id: str | None = None  # of the latest init of this handle
@@ -184,7 +183,7 @@ class VllmEngine:
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
         self._joined = None
         self._mending.set()
-        self._end_session(TransferAbortedError("a trainer joins anew"))
+        self._session.end(TransferAbortedError("a trainer joins anew"))
         self._world_size = self._api.world_size(timeout_s=deadline.check("answer"))
         self._send_init(VllmInitMessage(init=request, in_place=self._in_place), deadline)
         self._run_id = request.run_id
@@ -216,11 +215,11 @@ class VllmEngine:
             with contextlib.suppress(WeightSyncError):
                 self._end_update(self._look(deadline), deadline)
             raise
-        with self._lock:
-            self._session = ChunkTurns(request.session, request.manifest.version)
+        self._session.end(TransferAbortedError("the engine has none open"))
+        self._session.start(request.session, request.manifest.version)
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
-        session = self._open(update.session)
+        session = self._session.turns(update.session)
         with session.turn(update.seq, deadline), self._log.phase("load", f"chunk {update.seq}"):
             if self._in_place and update.seq == 0 and not self._api.is_paused(timeout_s=deadline.check("answer")):
                 raise StateError(
@@ -230,13 +229,13 @@ class VllmEngine:
             self._send_update(VllmUpdateMessage(update=update), deadline)
 
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
-        self._open(request.session)
+        self._session.turns(request.session)
         with self._log.phase("verify"):
             self._send_update(VllmUpdateMessage(stage=request), deadline)
         return msgspec.structs.replace(self._reply(), unprovable=UNPROVABLE)
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
-        self._open(request.session)
+        self._session.turns(request.session)
         self._mending.set()
         patience_s = min(request.timeout_s, deadline.check("answer"))
         with self._log.phase("pause"):
@@ -259,7 +258,7 @@ class VllmEngine:
                 raise
 
     def _commit(self, request: CommitRequest, deadline: Deadline) -> EngineReply:
-        session = self._open(request.session)
+        session = self._session.turns(request.session)
         if self._paused_by != request.session or not self._api.is_paused(timeout_s=deadline.check("answer")):
             raise StateError("commit comes while the session holds the pause; it does not", state_left="not committed")
         with self._log.phase("commit"):
@@ -272,7 +271,7 @@ class VllmEngine:
                 self._api.finish_update(str(session.version), timeout_s=deadline.check("answer"))
                 self._believe(updating=False)
             self._drop_stale_cache(deadline)
-        self._end_session(None)
+        self._session.end()
         return self._reply()
 
     def _resume_of(self, session: str, deadline: Deadline) -> None:
@@ -311,10 +310,7 @@ class VllmEngine:
             wait_s = min(2 * wait_s, _MEND_ATTEMPT_S)
 
     def _abort(self, request: AbortRequest, deadline: Deadline, stop: threading.Event | None = None) -> None:
-        with self._lock:
-            ours = self._session is not None and self._session.name == request.session
-        if ours:
-            self._end_session(TransferAbortedError(f"aborted: {request.reason}"))
+        ours = self._session.end(TransferAbortedError(f"aborted: {request.reason}"), name=request.session)
         self._send_init(VllmInitMessage(abort=request), deadline)
         if ours:
             self._believe(session=None, group=None)
@@ -415,18 +411,6 @@ class VllmEngine:
             self._send_init(VllmInitMessage(step=message), deadline)
             return
         self._api.update(as_info(message), timeout_s=deadline.check("answer"))
-
-    def _open(self, name: str) -> ChunkTurns:
-        with self._lock:
-            if self._session is None or self._session.name != name:
-                raise TransferAbortedError(f"session {name} is not open here: it was aborted, or has ended")
-            return self._session
-
-    def _end_session(self, error: WeightSyncError | None) -> None:
-        with self._lock:
-            session, self._session = self._session, None
-        if session is not None and error is not None:
-            session.fail(error)
 
     def _reply(self, *, drain: bool = True) -> EngineReply:
         return EngineReply(

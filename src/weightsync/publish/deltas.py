@@ -100,16 +100,9 @@ class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 def facts_of(delta: StoredDelta) -> dict[str, Any]:
     """What users are told of a delta."""
-    return {
-        "run_id": delta.run_id,
-        "base": delta.base,
-        "base_digest": delta.base_digest,
-        "version": delta.version,
-        "nbytes": delta.nbytes,
-        "num_changed": delta.num_changed,
-        "num_elements": delta.num_elements,
-        "seconds": delta.seconds,
-    }
+    told = msgspec.structs.asdict(delta)
+    del told["blob"], told["block_checksums"]
+    return {**told, "nbytes": delta.nbytes}
 
 
 class Deltas:

@@ -248,7 +248,7 @@ def test_a_server_that_does_not_join_is_named(server: SGLangServer, how: Failure
 
 
 def test_every_worker_gets_every_byte_whatever_its_dtype(tmp_path: Path) -> None:
-    """Two workers; tensors of eight, four, two and one byte an element, of odd sizes and of none; few buckets or many."""
+    """Two workers; tensors of eight, four, two and one byte an element, odd sizes and none; few buckets or many."""
     generator = torch.Generator().manual_seed(7)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

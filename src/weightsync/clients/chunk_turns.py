@@ -1,4 +1,4 @@
-"""ChunkTurns: the order in which a session's chunks go to vLLM."""
+"""The one session that an engine's handle has open, and the order in which its chunks go to the engine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from weightsync.errors import (
     EngineError,
     InvalidRequestError,
+    SyncInProgressError,
     TransferAbortedError,
     WeightSyncError,
     as_weightsync_error,
@@ -17,8 +18,8 @@ from weightsync.types import Deadline, Version
 
 
 class ChunkTurns:
-    """A session's chunks take turns in the order of their numbers: a vLLM worker has one thread, and one that waits
-    for chunk k + 1 would never be told of chunk k."""
+    """A session's chunks take turns in the order of their numbers: an engine's worker has one thread, and one that
+    waits for chunk k + 1 would never be told of chunk k."""
 
     def __init__(self, name: str, version: Version) -> None:
         self.name = name
@@ -64,3 +65,43 @@ class ChunkTurns:
     def _check(self) -> None:
         if self._error is not None:
             raise TransferAbortedError(f"the session has failed: {self._error.message}") from self._error
+
+
+class OpenSession:
+    """The session that is open, if any. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turns: ChunkTurns | None = None
+
+    def start(self, name: str, version: Version) -> None:
+        """Opens it.
+
+        Raises:
+            SyncInProgressError: another one is open.
+        """
+        with self._lock:
+            if self._turns is not None:
+                raise SyncInProgressError(f"session {self._turns.name} is open", version=str(version))
+            self._turns = ChunkTurns(name, version)
+
+    def turns(self, name: str) -> ChunkTurns:
+        """Those of the session of that name.
+
+        Raises:
+            TransferAbortedError: it is not open.
+        """
+        with self._lock:
+            if self._turns is None or self._turns.name != name:
+                raise TransferAbortedError(f"session {name} is not open here: it was aborted, or has ended")
+            return self._turns
+
+    def end(self, error: WeightSyncError | None = None, *, name: str | None = None) -> bool:
+        """Whether there was one that it ended, of that name where one is given; its chunks wait no more."""
+        with self._lock:
+            if self._turns is None or name not in (None, self._turns.name):
+                return False
+            turns, self._turns = self._turns, None
+        if error is not None:
+            turns.fail(error)
+        return True
