@@ -101,7 +101,7 @@ class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
 def facts_of(delta: StoredDelta) -> dict[str, Any]:
     """What users are told of a delta."""
     told = msgspec.structs.asdict(delta)
-    del told["blob"], told["block_checksums"]
+    del told["digest"], told["blob"], told["block_checksums"]
     return {**told, "nbytes": delta.nbytes}
 
 
