@@ -13,10 +13,14 @@ import pytest
 
 from tests.multiproc.fleet_kit import MODELS, Fleet, FleetService, Trainers, check_records, read_records, step
 from tests.multiproc.pull_kit import wait_until
+from weightsync.clients.fanout import in_thread
+from weightsync.clients.rollout import RolloutClient
 from weightsync.testing.processes import Child, children
+from weightsync.types.fleet import ModelVersion, PrepareReply, PrepareRequest
 from weightsync.types.publication import Transport
 
 Start = Callable[..., Child]
+LATE_S = 1.0
 
 
 @pytest.fixture
@@ -46,6 +50,29 @@ def test_services_join_follow_and_catch_up(start: Start, fleet: Fleet, tmp_path:
     assert {answer.version for answer in read_records(tmp_path) if answer.instance == "three"} <= {3}
     step(fleet, trainers, 4)
     assert three.ask("weights") == dict.fromkeys(MODELS, 4.0)
+
+
+def test_a_service_says_how_long_its_agent_had_not_the_version(start: Start, tmp_path: Path) -> None:
+    trainers = Trainers(start, models=("actor",))
+    service = FleetService(start, "one", "http://127.0.0.1:9", tmp_path, models=("actor",))
+    client = RolloutClient(service.ask("url"))
+
+    def prepare(version: int) -> PrepareReply:
+        asked = ModelVersion(
+            model_id="actor", run_id=trainers.run_of("actor"), version=version,
+            sender_endpoint=trainers.endpoints["actor"],
+        )  # fmt: skip
+        return client.prepare_versions(PrepareRequest(versions=(asked,), wait_s=20.0))
+
+    before = in_thread(lambda: prepare(1), name="prepare")
+    wait_until(lambda: client.status().models["actor"].retrying, "the agent has nothing yet")
+    time.sleep(LATE_S)
+    trainers.publish("actor", 1)
+    assert before.result(30.0).waited_s >= LATE_S
+    trainers.publish("actor", 2)
+    assert 0 < prepare(2).waited_s < LATE_S, "it is asked for it alone"
+    assert prepare(2).waited_s == 0, "it is staged"
+    client.close()
 
 
 class Chaos:

@@ -25,6 +25,7 @@ from weightsync.control.state import (
     StartValidation,
     Synced,
     SyncFailed,
+    Trained,
     ValidationEnded,
     pool_locked,
     services_blocked,
@@ -66,7 +67,8 @@ class ModelControl:
         self._last_validation: ValidationResult | None = None
         self._records: collections.deque[SyncRecord] = collections.deque(maxlen=_NUM_RECORDS)
         self._began: tuple[StartSync, float, float] | None = None  # what, since the epoch, monotonic
-        self._since_s: dict[str, float] = {}  # monotonic: since when rollout is blocked, since when a retry waits
+        self._since_s: dict[str, float] = {}  # monotonic: since when rollout is blocked, a retry or the trainer awaited
+        self._step: tuple[Action, float, float, str] | None = None  # what it led to; since, until (monotonic); whose
 
     @property
     def blocked(self) -> bool:
@@ -99,6 +101,10 @@ class ModelControl:
             if self._controller._closed.is_set() and not isinstance(event, Synced | SyncFailed | ValidationEnded):
                 raise StateError("this controller is closed")
             self.state, actions = step(self.state, event, self.policy)
+            since = self._since_s.get("trainer")
+            if isinstance(event, Trained) and since is not None and actions:
+                self._step = (actions[-1], since, time.monotonic(), event.worker)
+            self._mark()
             self._changed.notify_all()
         self._told()
         if not self._controller._closed.is_set():
@@ -114,6 +120,7 @@ class ModelControl:
                 return
             goal = StartSync(run_id=self.state.run_id, version=self.state.train_version)
             self.state = dataclasses.replace(self.state, phase="syncing", due=None, syncing=goal)
+            self._mark()
             self._changed.notify_all()
         self._told()
         self._act(goal)
@@ -126,15 +133,18 @@ class ModelControl:
                 lambda: condition(self) or self._controller._closed.is_set(), deadline.remaining_s
             ) and condition(self)
 
+    def _mark(self) -> None:
+        """Under the lock: since when what holds in this state does."""
+        now, failed = time.monotonic(), self.state.num_failed > 0
+        awaited = self.blocked and self.state.phase == "need_sync" and not failed
+        for name, holds in (("batch gate", self.blocked), ("retry", failed), ("trainer", awaited)):
+            if not holds:
+                self._since_s.pop(name, None)
+            else:
+                self._since_s.setdefault(name, now)
+
     def _told(self) -> None:
         """The state has changed."""
-        with self._changed:
-            now = time.monotonic()
-            for name, holds in (("batch gate", self.blocked), ("retry", self.state.num_failed > 0)):
-                if not holds:
-                    self._since_s.pop(name, None)
-                else:
-                    self._since_s.setdefault(name, now)
         for listener in tuple(self._controller._listeners):
             self._tell(lambda tag, _, listener=listener: listener(tag), None)  # type: ignore[misc]
         self.apply_locks()
@@ -206,6 +216,9 @@ class ModelControl:
         waits = [
             SyncSpan(name=name, start_s=since - began, seconds=now - since) for name, since in self._since_s.items()
         ]
+        if self._step is not None and self._step[0] is goal:
+            _, since, until, worker = self._step
+            waits.append(SyncSpan(name="trainer", start_s=since - began, seconds=until - since, who=worker))
         return SyncRecord(
             model_tag=self.tag,
             run_id=goal.run_id,

@@ -113,7 +113,11 @@ class FleetMember:
         ]  # fmt: skip
         if len(versions) < len(found):
             return None
-        return PrepareReply(versions=tuple(versions), models={model.model_id: model.status() for model, _, _ in found})
+        return PrepareReply(
+            versions=tuple(versions),
+            models={model.model_id: model.status() for model, _, _ in found},
+            waited_s=max(model.waited_s(ticket) for model, ticket, _ in found),
+        )
 
     def commit(self, request: CommitVersionsRequest) -> None:
         """Serves what was prepared. Returns when all of it is served.

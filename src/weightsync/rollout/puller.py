@@ -138,6 +138,7 @@ class Puller:
         at_least: Callable[[], Version] | None = None,
         progress: Progress | None = None,
         retrying: Callable[[WeightSyncError], None] | None = None,
+        granted: Callable[[Version], None] | None = None,
     ) -> Pulled:
         """Fetches the newest version.
 
@@ -148,6 +149,7 @@ class Puller:
                 asked again until it has it.
             progress: told of bytes as they arrive.
             retrying: told why an attempt failed, before the next one.
+            granted: told, in each attempt, which version every agent has, before any byte of it is moved.
 
         Raises:
             TransferAbortedError: it was cancelled.
@@ -160,7 +162,7 @@ class Puller:
         if not self._pulling.acquire(blocking=False):
             raise StateError("this puller pulls already: one pull at a time")
         try:
-            return self._pull(deadline, at_least, progress, retrying or (lambda _: None))
+            return self._pull(deadline, at_least, progress, retrying or (lambda _: None), granted or (lambda _: None))
         finally:
             self._pulling.release()
 
@@ -170,6 +172,7 @@ class Puller:
         at_least: Callable[[], Version] | None,
         progress: Progress | None,
         retrying: Callable[[WeightSyncError], None],
+        granted: Callable[[Version], None],
     ) -> Pulled:
         attempts, said_s = 0, 0.0
         retry_s = _RETRY_S
@@ -185,7 +188,7 @@ class Puller:
             attempts += 1
             wanted = None if at_least is None else at_least()
             try:
-                return self._attempt(deadline, wanted, progress, attempts)
+                return self._attempt(deadline, wanted, progress, granted, attempts)
             except NoRoomError:
                 raise
             except (VersionError, StateError, TransferAbortedError, EngineUnreachableError, SharedMemoryError) as error:
@@ -225,7 +228,12 @@ class Puller:
     # --- one attempt ---
 
     def _attempt(
-        self, deadline: Deadline, at_least: Version | None, progress: Progress | None, attempts: int
+        self,
+        deadline: Deadline,
+        at_least: Version | None,
+        progress: Progress | None,
+        tell_granted: Callable[[Version], None],
+        attempts: int,
     ) -> Pulled:
         with contextlib.ExitStack() as stack:
             if at_least is not None and attempts > 1:  # who waits for a version takes no grant of the one before it
@@ -253,6 +261,7 @@ class Puller:
                         self._agents.give_up({index: Granted(endpoint=source.endpoint, grant=grant)})
                         raise VersionError(f"{source.endpoint} tells another story of {version}", version=str(version))
                     granted[index] = Granted(endpoint=source.endpoint, grant=grant)
+            tell_granted(version)
             self._source_of = {each.endpoint: index for index, each in granted.items()}
             sources: dict[int, RangedSource] = {}
             for index, each in granted.items():

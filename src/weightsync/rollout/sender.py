@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from weightsync.types import Deadline, Version
 
@@ -31,6 +32,7 @@ class Ticket:
         checked: whether what is served may count as this version. A version that was announced before has to be of the
             same life of its trainer.
         refused: why it is not taken up.
+        began_s: when it came, by the monotonic clock.
     """
 
     number: int
@@ -38,6 +40,7 @@ class Ticket:
     until: Deadline
     checked: bool = True
     refused: str | None = None
+    began_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass(kw_only=True)

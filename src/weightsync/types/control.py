@@ -180,8 +180,8 @@ class InstanceStatus(_Message, frozen=True, kw_only=True):
 
 
 SPANS = ("trainer", "batch gate", "barrier", "agent", "transfer", "load", "pause", "commit", "retry")
-"""What somebody waited for in a sync: the step's end, the gate, the other models of a set, an agent's answer, bytes,
-engines, running generations, the commit of all, the time until a retry."""
+"""What somebody waited for in a sync: a training step's end with rollout locked, the gate, the other models of a set,
+an agent that had no such version yet, bytes, engines, running generations, the commit of all, a retry that succeeds."""
 
 
 class SyncSpan(_Message, frozen=True, kw_only=True):
@@ -191,7 +191,7 @@ class SyncSpan(_Message, frozen=True, kw_only=True):
         name: one of `SPANS`.
         start_s: seconds after the sync's start; before it where negative.
         seconds: how long.
-        who: who was waited for: an instance, a model; None: nobody in particular.
+        who: who was waited for: an instance, a model, a trainer's worker; None: nobody in particular.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -130,10 +131,16 @@ class PrepareReply(_Message, frozen=True, kw_only=True):
     Attributes:
         versions: what is: maybe newer than was asked for.
         models: how it went, by model.
+        waited_s: seconds from the request until the last model's agent had its version; 0: they had all before.
     """
 
     versions: tuple[ModelVersion, ...]
     models: dict[str, ModelStatus]
+    waited_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.waited_s < math.inf:  # NaN fails both
+            raise InvalidRequestError(f"a wait is a number of seconds from 0 on, not {self.waited_s}")
 
 
 class CommitVersionsRequest(_Message, frozen=True, kw_only=True):

@@ -61,6 +61,27 @@ def test_every_instance_serves_it(world: World, policy: str) -> None:
         assert [at for at, _ in world.steps].index("commit") > world.steps.index(("decide", ""))
 
 
+def test_who_waited_for_an_agent_is_told_from_who_waited_for_bytes(world: World) -> None:
+    """One behind the other; and nobody can have waited longer than the call took."""
+    instances, method = world.three(), world.method("all")
+    for each, waited_s in zip(instances, (0.0, 1e-4, 60.0), strict=True):
+        each.on_prepare = lambda asked, waited_s=waited_s: answer(  # type: ignore[misc]
+            PrepareReply(versions=asked.versions, models={}, waited_s=waited_s)
+        )
+    began_s = time.monotonic()
+    bring(method, 1)
+    took_s = time.monotonic() - began_s
+    spans = {(span.name, span.who): span for span in method.spans("actor")}
+    assert ("agent", "a") not in spans
+    assert spans["agent", "b"].seconds == 1e-4
+    assert spans["transfer", "b"].seconds > 0
+    assert 1e-4 < spans["agent", "c"].seconds <= took_s
+    for who in ("b", "c"):
+        agent, transfer = spans["agent", who], spans["transfer", who]
+        assert agent.start_s >= 0
+        assert transfer.start_s == pytest.approx(agent.start_s + agent.seconds)
+
+
 def test_what_is_served_already_asks_nobody(world: World) -> None:
     (one, *_), method = world.three(), world.method()
     bring(method, 1)

@@ -47,6 +47,23 @@ def test_parts_of_a_sync(clock: Clock) -> None:
     assert read(spans) == [("barrier", None, 1.0, 2.0), ("transfer", "a", 7.0, 8.0)]
 
 
+def test_the_first_seconds_of_one_may_be_of_another(clock: Clock) -> None:
+    """Those that nobody waited are none, and it began before whatever is said of it."""
+    spans = Spans()
+    for who, seconds in (("a", 1.5), ("b", 0.0), ("c", 60.0)):
+        clock.now += 1.0
+        with spans.of("transfer", who=who) as first:
+            clock.now += 2.0
+            first("agent", seconds)
+            assert spans.so_far()[-1].seconds == max(0.0, 2.0 - seconds), "it goes on"
+            clock.now += 1.0
+    assert read(spans) == [
+        ("agent", "a", 1.0, 1.5), ("transfer", "a", 2.5, 1.5),
+        ("transfer", "b", 5.0, 3.0),
+        ("agent", "c", 9.0, 2.0), ("transfer", "c", 11.0, 1.0),
+    ]  # fmt: skip
+
+
 def test_two_of_one_name_at_once_the_earliest_first(clock: Clock) -> None:
     spans = Spans()
     first, second = spans.of("transfer", who="a"), spans.of("transfer", who="a")

@@ -52,7 +52,10 @@ replies = st.builds(
 messages = st.one_of(
     heartbeats(), replies,
     st.builds(PrepareRequest, versions=sets, wait_s=waits),
-    st.builds(PrepareReply, versions=sets, models=st.dictionaries(ids, st.just(ModelStatus(state="idle")))),
+    st.builds(
+        PrepareReply, versions=sets, models=st.dictionaries(ids, st.just(ModelStatus(state="idle"))),
+        waited_s=st.floats(0, 1e5),
+    ),
     st.builds(CommitVersionsRequest, versions=sets, wait_s=waits),
     st.builds(ReleaseRequest, model_ids=st.lists(ids).map(tuple), why=st.text()),
 )  # fmt: skip
@@ -101,6 +104,8 @@ WRONG: list[tuple[type[Any], dict[str, Any], dict[str, Any]]] = [
     (PrepareRequest, {"versions": [ONE], "wait_s": 1.0}, {"wait_s": 0.0}),
     (PrepareRequest, {"versions": [ONE], "wait_s": 1.0}, {"versions": []}),
     (PrepareRequest, {"versions": [ONE], "wait_s": 1.0}, {"versions": [ONE, ONE]}),
+    (PrepareReply, {"versions": [ONE], "models": {}}, {"waited_s": -0.1}),
+    (PrepareReply, {"versions": [ONE], "models": {}}, {"waited_s": None}),
     (CommitVersionsRequest, {"versions": [ONE], "wait_s": 1.0}, {"wait_s": 1e99}),
     (CommitVersionsRequest, {"versions": [ONE], "wait_s": 1.0}, {"wait_s": None}),
     (CommitVersionsRequest, {"versions": [ONE], "wait_s": 1.0}, {"versions": []}),
@@ -128,3 +133,5 @@ def test_numbers_that_are_none(number: str) -> None:
         decode(body, HeartbeatReply, what="a reply")
     with pytest.raises(InvalidRequestError):
         HeartbeatReply(state="live", lease_s=float(number), every_s=1.0)
+    with pytest.raises(InvalidRequestError):
+        PrepareReply(versions=(), models={}, waited_s=float(number))

@@ -238,10 +238,11 @@ class FleetMethod(ModelSync):
     def _prepare(self, member: Member, versions: Set, spans: Spans) -> None:
         self._hook("prepare", member.instance_id)
         mine = tuple(each for each in versions if each.model_id in member.models)
-        with spans.of("transfer", who=member.instance_id):
+        with spans.of("transfer", who=member.instance_id) as first:
             reply: PrepareReply = self._client(member.url).prepare_versions(
                 PrepareRequest(versions=mine, wait_s=self._prepare_timeout_s)
             )
+            first("agent", reply.waited_s)
         staged = {each.model_id: each.of for each in reply.versions}
         for each in mine:
             if staged.get(each.model_id) != each.of:

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from weightsync.types.control import SyncSpan
 from weightsync.types.publication import ModelStatus
@@ -27,18 +27,26 @@ class Spans:
         self._count = 0
 
     @contextlib.contextmanager
-    def of(self, name: str, *, who: str | None = None) -> Iterator[None]:
-        """What the body does is one."""
-        started = time.monotonic()
+    def of(self, name: str, *, who: str | None = None) -> Iterator[Callable[[str, float], None]]:
+        """What the body does is one. It may call what it is given: its first so many seconds were of another name."""
         with self._lock:
             self._count += 1
             number = self._count
-            self._open[number] = (name, who, started)
+            self._open[number] = (name, who, time.monotonic())
+
+        def first(other: str, seconds: float) -> None:
+            with self._lock:
+                _, _, started = self._open[number]
+                seconds = min(seconds, time.monotonic() - started)
+                if seconds > 0:
+                    self._add(other, who, started, seconds)
+                    self._open[number] = (name, who, started + seconds)
+
         try:
-            yield
+            yield first
         finally:
             with self._lock:
-                del self._open[number]
+                _, _, started = self._open.pop(number)
                 self._add(name, who, started, time.monotonic() - started)
 
     def of_status(self, who: str, status: ModelStatus) -> None:
