@@ -21,7 +21,8 @@ from tests.cluster.fleet_actors import Model, broken
 from tests.multiproc.fleet_kit import MODELS, Trainers, digest_at
 from tests.multiproc.pull_kit import shm_of, wait_until
 from weightsync.clients.controller import ControllerClient
-from weightsync.cluster.controller_actor import GATES
+from weightsync.clients.fanout import in_thread
+from weightsync.cluster.controller_actor import _GROUPS, GATES, WAITS
 from weightsync.cluster.fleet import RayFleet, launch_fleet
 from weightsync.cluster.fleet_config import FleetConfig, FleetPlacement
 from weightsync.cluster.ray_calls import get, wait_any
@@ -186,6 +187,38 @@ def test_many_wait_at_the_gate_and_hold_up_nobody(running: Running) -> None:
     for waiter in waiters:
         body = get(waiter, timeout_s=GATE_S, peer="c", what="wait_version", lost=EngineUnreachableError)
         assert read_answer(body, bool, peer="c", what="wait_version") is True
+
+
+def test_many_wait_for_a_validation_and_whoever_ends_it_is_heard(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail: they had all the turns of the call that ends it."""
+    controller, run_id = running.fleet.controller, running.trainers.run_of("actor")
+    sent: list[str] = []
+    real = controller.submit
+
+    def submit(method: str, *args: Any, group: str) -> Any:
+        ref = real(method, *args, group=group)
+        sent.append(method)
+        return ref
+
+    monkeypatch.setattr(controller, "submit", submit)
+    asked = [
+        in_thread(
+            lambda number=number: controller.train_worker_notify_weight_update(  # type: ignore[misc]
+                f"w{number}", "actor", run_id, running.version, evaluate=True, wait_s=GATE_S
+            ),
+            name="evaluates",
+        )
+        for number in range(_GROUPS[WAITS] + 6)
+    ]
+    wait_until(lambda: sent.count("train_worker_notify_weight_update") == len(asked), "all are sent")
+    wait_until(lambda: controller.status().models["actor"].waiting_for_validation, "it is validated")
+    controller.end_validate("actor", {"reward": 0.5}, timeout_s=ASK_S)
+    for each in asked:
+        done = each.result(GATE_S).last_validation
+        assert done is not None
+        assert done.of.version == running.version
 
 
 def test_the_same_calls_over_http_and_refusals_are_typed(running: Running) -> None:

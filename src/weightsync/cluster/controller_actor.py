@@ -24,9 +24,10 @@ from weightsync.control.server import ControllerServer
 from weightsync.errors import ConfigError, DeadlineExceededError
 from weightsync.types.control import ControllerStatus, RolloutServiceState
 
-CALLS, GATES = "calls", "gates"
-_GROUPS = {CALLS: 64, GATES: 1024, URGENT: 8}
-"""Calls under way at once, by kind. `status` is urgent: it is answered though all others wait."""
+CALLS, WAITS, GATES = "calls", "waits", "gates"
+_GROUPS = {CALLS: 64, WAITS: 64, GATES: 1024, URGENT: 8}
+"""Calls under way at once, by kind; Ray lets others wait for their turn. Who waits for a validation holds up nobody who
+may end it. `status` is urgent: it is answered though all others wait."""
 _MARGIN_S = 5.0
 _NAME = "the controller"
 
@@ -43,7 +44,9 @@ class ControllerActor:
 
     def __init__(self, models: tuple[str, ...], config: FleetConfig) -> None:
         self._failed: bytes | None = None
-        self._threads = ThreadPoolExecutor(_GROUPS[CALLS] + _GROUPS[URGENT], thread_name_prefix="weightsync-controller")
+        self._threads = ThreadPoolExecutor(
+            _GROUPS[CALLS] + _GROUPS[WAITS] + _GROUPS[URGENT], thread_name_prefix="weightsync-controller"
+        )
         try:
             pool = RolloutPool(lease_s=config.lease_s)
             method = FleetMethod(
@@ -208,7 +211,7 @@ class RayController(RayPeer):
         options = {"sender_endpoint": sender_endpoint, "evaluate": evaluate, "timeout_s": wait_s}
         return self.call(
             "train_worker_notify_weight_update", worker_name, model_tag, run_id, version, options,
-            group=CALLS, kind=RolloutServiceState, timeout_s=wait_s + _MARGIN_S,
+            group=WAITS if wait_s else CALLS, kind=RolloutServiceState, timeout_s=wait_s + _MARGIN_S,
         )  # fmt: skip
 
     def notify_version(
@@ -223,8 +226,9 @@ class RayController(RayPeer):
     def sync_weight_to_rollout_service(self, model_tag: str, *, wait_s: float = 60.0) -> bool:
         """Whether rollout serves the newest trained version after at most `wait_s`."""
         return self.call(
-            "sync_weight_to_rollout_service", model_tag, wait_s, group=CALLS, kind=bool, timeout_s=wait_s + _MARGIN_S
-        )
+            "sync_weight_to_rollout_service", model_tag, wait_s, group=WAITS if wait_s else CALLS, kind=bool,
+            timeout_s=wait_s + _MARGIN_S,
+        )  # fmt: skip
 
     def end_validate(
         self, model_tag: str, result: Result | None = None, *, timeout_s: float = 10.0

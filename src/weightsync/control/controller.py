@@ -8,12 +8,14 @@ One call, and who waits for whom:
                                                           a validation, dataloader and pool locked or unlocked
     rollout: check_rollout_service_status, await_rollout_service: woken when the model's state changes
 
-Nothing is locked while a method, a callback or a foreign module runs, and each model has its own lock: a model that
-hangs holds up nobody else. Whatever a method raises is a sync that failed, and is retried by a timer.
+Nothing is locked while a method, a callback or a foreign module runs, but that the workers of one model tell one after
+the other, and each model has its own lock: a model that hangs holds up nobody else. Whatever a method raises is a sync
+that failed, and is retried by a timer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +30,8 @@ from weightsync.control.methods.select import method_of
 from weightsync.control.methods.tinker import TinkerMethod, TinkerServiceHolder
 from weightsync.control.methods.weaver import WeaverMethod, WeaverServiceHolder
 from weightsync.control.model import Lockable, ModelControl
-from weightsync.control.state import BatchReady, Policy, StartSync, Trained
-from weightsync.errors import ConfigError, InvalidRequestError, StateError
+from weightsync.control.state import Action, BatchReady, Policy, StartSync, Trained
+from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.observe import Recorder
 from weightsync.types import Version
 from weightsync.types.control import MAX_VERSION, ControllerStatus, RolloutServiceState, ValidationRun
@@ -39,6 +41,7 @@ from weightsync.types.fleet import ModelVersion
 __all__ = ["Lockable", "ModelSync", "WeightSyncController"]
 
 _NUM_SYNCS = 20
+_MAX_NAME = 512
 Answer: TypeAlias = Literal["continue", "block"]
 
 
@@ -125,15 +128,14 @@ class WeightSyncController:
         self._hold(WeaverMethod, holder, model_tag)
 
     def _learnt(self, versions: Sequence[ModelVersion]) -> None:
-        """A pool has learnt from its instances what they serve: as if trainers had told of it."""
+        """A pool has learnt from its instances what they serve: as if trainers had told of it, where none has."""
 
         def tell() -> None:
             for each in versions:
                 if each.model_id in self._models:
-                    self.train_worker_notify_weight_update(
-                        "fleet", each.model_id, each.run_id, each.version, sender_endpoint=each.sender_endpoint,
-                        timeout_s=0.0,
-                    )  # fmt: skip
+                    event = Trained(worker="fleet", run_id=each.run_id, version=each.version, learnt=True)
+                    with contextlib.suppress(VersionError):  # a trainer has, of another run
+                        self._trained(each.model_id, event, each.sender_endpoint)
 
         in_thread(tell, name="weightsync-learnt")
 
@@ -187,21 +189,28 @@ class WeightSyncController:
             timeout_s: it returns after so long in any case; the sync goes on.
 
         Raises:
-            VersionError: the worker goes back within a run. Nothing was changed.
+            VersionError: the worker goes back within a run, or another run has taken over. Nothing was changed.
+            StateError: too many workers have told, or the controller is closed.
             InvalidRequestError: no such model, or no such version.
         """
         if version is not None and not (type(version) is int and 0 <= version < MAX_VERSION):
             raise InvalidRequestError(f"a version is a whole number from 0 on, not {version!r}")
-        if not worker_name or (run_id is not None and not run_id):
-            raise InvalidRequestError("worker_name and run_id have at least one character")
+        if not all(1 <= len(name) <= _MAX_NAME for name in (worker_name, run_id) if name is not None):
+            raise InvalidRequestError(f"worker_name and run_id have 1 to {_MAX_NAME} characters")
         model = self._model(model_tag)
-        if run_id is not None and version is not None:
-            self.method.trained(model_tag, Version(run_id=run_id, number=version), sender_endpoint)
-        started = model.feed(Trained(worker=worker_name, run_id=run_id, version=version, evaluate=evaluate))
+        event = Trained(worker=worker_name, run_id=run_id, version=version, evaluate=evaluate)
+        started = self._trained(model_tag, event, sender_endpoint)
         if evaluate:
             model.wait(lambda model: model.evaluated, timeout_s)
         elif model.policy.bound is not None and any(isinstance(action, StartSync) for action in started):
             model.wait(lambda model: model.state.syncing is None, timeout_s)
+
+    def _trained(self, model_tag: str, event: Trained, sender_endpoint: str | None) -> tuple[Action, ...]:
+        def tell() -> None:
+            if event.run_id is not None and event.version is not None:
+                self.method.trained(model_tag, Version(run_id=event.run_id, number=event.version), sender_endpoint)
+
+        return self._model(model_tag).trained(event, tell)
 
     def sync_weight_to_rollout_service(self, model_tag: str, *, timeout_s: float = 600.0) -> bool:
         """Sees to it that rollout serves the newest trained version; whether it does when this returns. It starts a

@@ -60,6 +60,7 @@ class ModelControl:
         self._controller = controller
         self._changed = threading.Condition()
         self._applying = threading.Lock()
+        self._trained = threading.Lock()
         self._locked: frozenset[Lockable] = frozenset()
         self._timer: threading.Timer | None = None
         self._retry_at_s: float | None = None  # monotonic
@@ -97,6 +98,19 @@ class ModelControl:
 
     def feed(self, event: Event) -> tuple[Action, ...]:
         """One event; what it starts is started when this returns."""
+        return self._started(self._stepped(event))
+
+    def trained(self, event: Trained, tell: Callable[[], None]) -> tuple[Action, ...]:
+        """Feeds it, after `tell`, which tells the method: it has to know a version before a sync of it starts, and
+        nothing of one that is refused. One after the other: no other run takes over in between.
+        """
+        with self._trained:
+            step(self.state, event, self.policy)
+            tell()
+            actions = self._stepped(event)
+        return self._started(actions)
+
+    def _stepped(self, event: Event) -> tuple[Action, ...]:
         with self._changed:
             if self._controller._closed.is_set() and not isinstance(event, Synced | SyncFailed | ValidationEnded):
                 raise StateError("this controller is closed")
@@ -106,6 +120,9 @@ class ModelControl:
                 self._step = (actions[-1], since, time.monotonic(), event.worker)
             self._mark()
             self._changed.notify_all()
+        return actions
+
+    def _started(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
         self._told()
         if not self._controller._closed.is_set():
             for action in actions:
@@ -182,7 +199,7 @@ class ModelControl:
             waiting_for_validation=state.validation,
             last_validation=self._last_validation,
             num_failed=state.num_failed,
-            retry_in_s=None if retry_at_s is None else max(0.0, retry_at_s - time.monotonic()),
+            retry_in_s=None if retry_at_s is None or not state.num_failed else max(0.0, retry_at_s - time.monotonic()),
             overdue=state.overdue,
             last_error=error,
             model_name=service.model or "",
@@ -245,9 +262,9 @@ class ModelControl:
                 running = in_thread(lambda: self._sync(action), name=f"weightsync-sync-{self.tag}")
                 running.add_done_callback(lambda done: self._lost(action, done.exception()))
             case RetryAfter(seconds=seconds):
-                timer = threading.Timer(seconds, self._retry)
+                timer = threading.Timer(seconds, lambda: self._retry(timer))
                 timer.daemon = True
-                with self._changed:
+                with self._changed:  # one of a run that was taken over from may still count: it counts no more
                     self._timer, self._retry_at_s = timer, time.monotonic() + seconds
                 timer.start()
             case EvictFailed():
@@ -322,8 +339,10 @@ class ModelControl:
             self._last_error, self._began = f"{type(error).__name__}: {error}", None
         self.feed(SyncFailed())
 
-    def _retry(self) -> None:
+    def _retry(self, timer: threading.Timer) -> None:
         with self._changed:
+            if self._timer is not timer:
+                return
             self._timer = self._retry_at_s = None
         if not self._controller._closed.is_set():
             self.feed(RetryDue())

@@ -105,11 +105,13 @@ class RolloutPool:
     # --- what instances say ---
 
     def heartbeat(self, beat: HeartbeatRequest) -> HeartbeatReply:
-        """An instance is there; whether it may answer.
+        """An instance is there; whether it may answer. One that leaves is forgotten: no sync waits for it.
 
         Raises:
             StateError: another process has its name, and a lease; or it has a model that nobody here knows.
         """
+        if beat.leaving:
+            return self._left(beat)
         strangers = {each.model_id for each in beat.serves} | set(beat.lacks)
         if self._models is not None and (strangers := strangers - self._models):
             raise StateError(
@@ -137,6 +139,15 @@ class RolloutPool:
             reply = self._answer(known, now)
             self._tell()
             return reply
+
+    def _left(self, beat: HeartbeatRequest) -> HeartbeatReply:
+        with self._changed:
+            known = self._instances.get(beat.instance_id)
+            if known is not None and known.beat.life == beat.life:  # else it is a newer process
+                del self._instances[beat.instance_id]
+                _logger.info("instance %s leaves", beat.instance_id)
+                self._tell()
+        return HeartbeatReply(state="evicted", lease_s=0.0, every_s=self.lease_s, why="it leaves")
 
     def _answer(self, known: _Instance, now: float) -> HeartbeatReply:
         behind = self._behind(known)

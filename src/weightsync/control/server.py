@@ -1,6 +1,7 @@
 """ControllerServer: a `WeightSyncController` over HTTP.
 
-Who waits at the gate costs no thread and no polling: a waiter is a coroutine, woken when its model changes.
+Who waits at the gate costs no thread and no polling: a waiter is a coroutine, woken when its model changes. Who waits
+for the end of a sync or of a validation costs a thread: only so many may.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from weightsync.types.control import (
 )
 from weightsync.types.fleet import HeartbeatRequest
 
+_MAX_WAITING = 256
 _T = TypeVar("_T")
 
 
@@ -64,6 +66,7 @@ class ControllerServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._changed: dict[str, asyncio.Event] = {}
+        self._num_waiting = 0
         self._unsubscribe: Callable[[], None] = lambda: None
         self.app: FastAPI = api_app("weightsync controller")
         for method, path, handler in (
@@ -156,20 +159,40 @@ class ControllerServer:
 
     async def _trained(self, request: Request) -> Response:
         asked = decode(await json_body(request), TrainedRequest, what="a notification")
-        await _in_a_thread_of_its_own(
+        await self._in_a_thread_of_its_own(
+            asked,
             lambda: self._controller.train_worker_notify_weight_update(
                 asked.worker_name, asked.model_tag, asked.run_id, asked.version, sender_endpoint=asked.sender_endpoint,
                 evaluate=asked.evaluate, timeout_s=asked.wait_s or 0.0,
-            )
+            ),
         )  # fmt: skip
         return await self._of(asked)
 
     async def _sync(self, request: Request) -> Response:
         asked = decode(await json_body(request), ModelRequest, what="a request")
-        done = await _in_a_thread_of_its_own(
-            lambda: self._controller.sync_weight_to_rollout_service(asked.model_tag, timeout_s=asked.wait_s or 0.0)
+        done = await self._in_a_thread_of_its_own(
+            asked,
+            lambda: self._controller.sync_weight_to_rollout_service(asked.model_tag, timeout_s=asked.wait_s or 0.0),
         )
         return _json(SyncReply(up_to_date=done))
+
+    async def _in_a_thread_of_its_own(self, asked: ModelRequest, call: Callable[[], _T]) -> _T:
+        """For calls that wait: those of the loop's own executor are few, and what ends the wait needs one.
+
+        Raises:
+            StateError: too many wait already.
+        """
+        waits = bool(asked.wait_s)
+        if waits and self._num_waiting >= _MAX_WAITING:
+            raise StateError(
+                f"the controller is busy, try again: {_MAX_WAITING} calls wait already; with wait_s=0 none waits",
+                state_left="nothing was changed",
+            )
+        self._num_waiting += waits
+        try:
+            return await asyncio.wrap_future(in_thread(call, name="weightsync-waits"))
+        finally:
+            self._num_waiting -= waits
 
     async def _end_validate(self, request: Request) -> Response:
         asked = decode(await json_body(request), EndValidateRequest, what="a notification")
@@ -190,11 +213,6 @@ class ControllerServer:
 
     async def _get_metrics(self) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
-
-
-async def _in_a_thread_of_its_own(call: Callable[[], _T]) -> _T:
-    """For calls that wait: those of the loop's own executor are few, and what ends the wait needs one."""
-    return await asyncio.wrap_future(in_thread(call, name="weightsync-waits"))
 
 
 def _json(message: msgspec.Struct | Any) -> Response:

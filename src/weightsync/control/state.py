@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, TypeAlias
 
-from weightsync.errors import ConfigError, VersionError
+from weightsync.errors import ConfigError, StateError, VersionError
 from weightsync.types.control import ValidationRun
 
 Mode: TypeAlias = Literal["sync", "fully-async", "batch-async"]
 AfterFailure: TypeAlias = Literal["keep", "evict"]
 Phase: TypeAlias = Literal["running", "need_sync", "syncing"]
+_MAX_WORKERS = 4096
+_MAX_REPLACED = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,7 @@ class ModelState:
         told: by worker: the version that it told of last, in this run.
         evaluate_at: a version that the trainer wants validated; None: none.
         evaluated_to: the newest version of this run whose validation was started.
+        replaced: the last runs that another took over from: none of them comes back.
     """
 
     phase: Phase = "running"
@@ -102,6 +105,7 @@ class ModelState:
     told: tuple[tuple[str, int], ...] = ()
     evaluate_at: int | None = None
     evaluated_to: int = -1
+    replaced: tuple[str, ...] = ()
 
     @property
     def staleness(self) -> int:
@@ -126,12 +130,14 @@ class Trained:
         run_id: the trainer's run; None: the one that is known.
         version: number of the weights; None: the worker's next one.
         evaluate: they are to be synced and validated, whatever the mode and `validate_freq` say.
+        learnt: nobody has trained them now: it is what the rollout side serves. It takes over from no run.
     """
 
     worker: str
     run_id: str | None = None
     version: int | None = None
     evaluate: bool = False
+    learnt: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,7 +218,9 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
     """What an event makes of a state, and what is to be done.
 
     Raises:
-        VersionError: a worker tells of an older version than it did before, in the same run. The state stays.
+        VersionError: a worker tells of an older version than it did before, in the same run; or of a run that another
+            has taken over from. The state stays.
+        StateError: too many workers have told. The state stays.
     """
     match event:
         case BatchReady():
@@ -239,15 +247,28 @@ def _batch_ready(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[A
 
 def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     run_id = event.run_id if event.run_id is not None else state.run_id
+    if run_id in state.replaced or (event.learnt and state.told and run_id != state.run_id):
+        raise VersionError(
+            f"run {run_id} was taken over by {state.run_id}: a trainer that starts again has a new run_id",
+            version=f"{run_id}/{event.version}",
+            state_left="nothing was changed",
+        )
     first_word = run_id != state.run_id or not state.told
     if first_word and (state.told or event.version == 0):  # batches before it went to a trainer that is gone
+        left = (state.run_id,) if state.told and state.run_id is not None else ()
         state = ModelState(
             phase="running" if state.syncing is None else "syncing",
             syncing=state.syncing,
             rollout_version=-1 if state.told else 0,
             validation=state.validation,
+            replaced=(*state.replaced, *left)[-_MAX_REPLACED:],
         )
     told = dict(state.told)
+    if event.worker not in told and len(told) >= _MAX_WORKERS:
+        raise StateError(
+            f"{_MAX_WORKERS} workers have told of versions of run {run_id}: one keeps its name from step to step",
+            state_left="nothing was changed",
+        )
     before = told.get(event.worker, 0)
     version = before + 1 if event.version is None else event.version
     if version < before:

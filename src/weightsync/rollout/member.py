@@ -5,16 +5,19 @@
     release   what is staged is let go
     heartbeat the controller lends it the right to answer; one that it refuses catches up first
 
-A thread sends heartbeats. A lease counts from before its heartbeat was sent, so that it is never longer here than
-there.
+A thread sends heartbeats, the last of which says that it leaves. A lease counts from before its heartbeat was sent, so
+that it is never longer here than there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import uuid
 from collections.abc import Mapping
+
+import msgspec
 
 from weightsync.clients.controller import ControllerClient
 from weightsync.errors import AuthError, StateError, SyncFailedError, WeightSyncError
@@ -34,6 +37,7 @@ from weightsync.types.fleet import (
 
 _FIRST_EVERY_S = 0.5
 _HEARTBEAT_S = 5.0
+_LEAVE_S = 1.0
 _STOP_S = 5.0
 _LOOK_S = 0.05
 
@@ -76,9 +80,9 @@ class FleetMember:
         self._thread.start()
 
     def close(self) -> None:
-        """Its engines answer no more. Idempotent."""
-        self._stop.set()
+        """Its engines answer no more; the controller is told so, where it hears it. Idempotent."""
         self._lease.close()
+        self._stop.set()  # after it: what the thread says last is true
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
         self._client.close()
@@ -195,7 +199,9 @@ class FleetMember:
                     _logger.warning("the controller at %s lends no lease: %s%s", self._client.url, error, hint)
                 silent = True
             if self._rest(every_s):
-                return
+                break
+        with contextlib.suppress(Exception):  # whoever does not hear it waits for the end of the lease
+            self._client.heartbeat(msgspec.structs.replace(self._request(), leaving=True), timeout_s=_LEAVE_S)
 
     def _rest(self, every_s: float) -> bool:
         """Until the next heartbeat: sooner where what had to be caught up with is served now. Whether it ends."""

@@ -48,7 +48,7 @@ class ModelVersion(_Message, frozen=True, kw_only=True):
         return Version(run_id=self.run_id, number=self.version)
 
 
-class HeartbeatRequest(_Message, frozen=True, kw_only=True):
+class HeartbeatRequest(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout service is there.
 
     Attributes:
@@ -61,6 +61,7 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True):
         leased: whether it may answer as it sends this. One that may not answers nothing before it is lent something
             anew.
         error: what failed there last.
+        leaving: it ends, and answers nothing any more: its last message.
     """
 
     instance_id: str
@@ -71,6 +72,7 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True):
     lacks: tuple[str, ...] = ()
     whole: bool = True
     error: str | None = None
+    leaving: bool = False
 
     def __post_init__(self) -> None:
         check_id("instance_id", self.instance_id)

@@ -267,8 +267,9 @@ def test_what_can_not_be_is_refused(made: Make) -> None:
     for version in (-1, 1.5, True, 1 << 60):
         with pytest.raises(InvalidRequestError):
             controller.train_worker_notify_weight_update("w", "default", "r", version)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError):
-        controller.train_worker_notify_weight_update("", "default")
+    for worker, run_id in (("", "r"), ("w", ""), ("w" * 513, "r"), ("w", "r" * 513)):
+        with pytest.raises(InvalidRequestError, match="1 to 512 characters"):
+            controller.train_worker_notify_weight_update(worker, "default", run_id, 1)
     controller.train_worker_notify_weight_update("w", "default", "r", 5)
     with pytest.raises(VersionError):
         controller.train_worker_notify_weight_update("w", "default", "r", 4)

@@ -13,6 +13,7 @@ import pytest
 
 from weightsync.clients.controller import AsyncControllerClient, ControllerClient
 from weightsync.clients.fanout import in_thread
+from weightsync.control import server as server_module
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import ModelSync
 from weightsync.control.methods.fleet import FleetMethod
@@ -180,6 +181,40 @@ def test_any_number_of_workers_may_wait_for_an_evaluation(served: Served) -> Non
     for each in asked:
         assert each.result(LONG_S) == 1
     assert time.monotonic() - began_s < LONG_S / 2
+
+
+def test_only_so_many_may_wait(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who would wait beyond that is told so, and all others are heard. Seen to fail: each held a thread for ever."""
+    monkeypatch.setattr(server_module, "_MAX_WAITING", 3)
+
+    def asks(version: int) -> Any:
+        return in_thread(
+            lambda: served.client.notify_version("r", "actor", version, AGENT, evaluate=True, wait_s=LONG_S),
+            name="asks",
+        )
+
+    asked = [asks(1) for _ in range(3)]
+    until(lambda: served.server._num_waiting == 3, "they wait")
+    until(lambda: served.client.status().models["actor"].waiting_for_validation, "it is validated")
+    for call in (
+        lambda: served.client.notify_version("r", "actor", 2, AGENT, evaluate=True, wait_s=LONG_S),
+        lambda: served.client.sync_weight_to_rollout_service("actor", wait_s=LONG_S),
+    ):
+        with pytest.raises(StateError, match=r"the controller is busy, try again: 3 calls wait already.*nothing was"):
+            call()
+    assert served.method.told == [("actor", "r/1", AGENT)] * 3
+    beat = HeartbeatRequest(instance_id="a", life="1", url="http://a", lacks=("actor",))
+    assert served.client.heartbeat(beat).state
+    assert served.client.notify_version("r", "critic", 2, AGENT).train_model_version == 2
+    assert served.client.sync_weight_to_rollout_service("actor", wait_s=0.0)
+    served.client.end_validate("actor")
+    for each in asked:
+        assert each.result(LONG_S).rollout_model_version == 1
+    again = asks(2)
+    until(lambda: served.client.status().models["actor"].waiting_for_validation, "there is room again")
+    served.client.end_validate("actor")
+    assert again.result(LONG_S).rollout_model_version == 2
+    assert served.server._num_waiting == 0
 
 
 def test_heartbeats_over_http(served: Served) -> None:

@@ -304,6 +304,7 @@ class AllInterleavings(RuleBasedStateMachine):
         self.validating: ValidationRun | None = None
         self.committed: dict[str, list[int]] = {}
         self.stood_for: list[tuple[str | None, int]] = []
+        self.left: list[str] = []
 
     def feed(self, event: Event) -> None:
         before = self.state
@@ -340,10 +341,20 @@ class AllInterleavings(RuleBasedStateMachine):
     def the_trainer_starts_again(self, version: int) -> None:
         if not self.state.told:  # nobody has heard of the one before
             version = 0
+        else:
+            self.left.append(f"run-{self.run}")
         self.run += 1
         self.batches = 0
         self.version = version
         self.feed(Trained(worker="w0", run_id=f"run-{self.run}", version=version))
+
+    @precondition(lambda self: self.left)
+    @rule(back=st.integers(0, 15), version=st.integers(0, 9))
+    def a_worker_of_an_old_run_is_late(self, back: int, version: int) -> None:
+        before, run_id = self.state, self.left[-1 - back % len(self.left[-16:])]
+        with pytest.raises(VersionError, match=f"taken over by {before.run_id}"):
+            self.feed(Trained(worker="w0", run_id=run_id, version=version))
+        assert self.state == before
 
     @precondition(lambda self: self.state.syncing is not None)
     @rule(ok=st.booleans())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,7 @@ from weightsync.errors import (
     VersionError,
 )
 from weightsync.types.fleet import (
+    HeartbeatRequest,
     ModelVersion,
     PrepareReply,
 )
@@ -137,6 +139,27 @@ def test_too_few_have_staged_and_nothing_is_committed(world: World, policy: str)
     assert time.monotonic() - began_s < LEASE_S + 1.0
     assert method.evict_failed("actor") == []
     until(lambda: b.state == "live", "nothing is current that it has to catch up to")
+
+
+@pytest.mark.parametrize("policy", ["each", "all", "quorum(2)"])
+def test_one_that_leaves_meanwhile_is_not_waited_for(world: World, policy: str) -> None:
+    """Seen to fail: it was waited for until it had answered."""
+    (a, b, c), method = world.three(), world.method(policy, prepare_timeout_s=LONG_S)
+    left = threading.Event()
+
+    async def hangs(_: Any) -> None:
+        while not left.is_set():
+            await asyncio.sleep(0.01)
+
+    b.on_prepare = hangs
+    began = in_thread(lambda: bring(method, 1), name="sync")
+    until(lambda: b.calls, "it is asked")
+    b.silent()
+    world.pool.heartbeat(HeartbeatRequest(instance_id="b", life="1", url=b.url, lacks=b.models, leaving=True))
+    assert b.state == "unknown"
+    assert began.result(LONG_S / 2) == 1
+    left.set()
+    assert (a.served["actor"].of, c.served["actor"].of) == (v(1), v(1))
 
 
 def test_all_but_one_that_left_the_pool(world: World) -> None:

@@ -208,6 +208,41 @@ def test_what_users_see() -> None:
     assert pool.status({}) == (), "one that is silent for long is forgotten"
 
 
+def test_one_that_leaves_is_forgotten_at_once() -> None:
+    """Seen to fail: it stood there as evicted for 60 leases."""
+    pool, _ = made()
+    seen: list[dict[str, str]] = []
+    pool.heartbeat(beat("a", at(1)))
+    pool.heartbeat(beat("b", at(1)))
+    members = {member.instance_id: member for member in pool.members(MODELS)}
+    pool.subscribe(lambda: seen.append(states(pool)))
+    with pool.syncing([at(2)]):
+        reply = pool.heartbeat(beat("a", at(1), leaving=True))
+        assert (reply.state, reply.lease_s, reply.catch_up) == ("evicted", 0.0, ())
+        assert seen[0] == {"b": "live"}, "listeners are told"
+        assert not pool.takes_part(members["a"])
+        assert pool.takes_part(members["b"])
+        pool.evict("a", "it left")
+        assert pool.unfenced(MODELS) == ()
+        assert pool.fenced("a")
+    assert pool.heartbeat(beat("a", at(1), life="2")).admitted, "its name is free"
+    told = len(seen)
+    pool.heartbeat(beat("stranger", at(1), leaving=True))
+    assert (len(seen), set(states(pool))) == (told, {"a", "b"})
+
+
+def test_a_life_that_is_over_does_not_take_the_newer_one_with_it() -> None:
+    """Seen to fail."""
+    pool, clock = made()
+    pool.heartbeat(beat(life="1"))
+    clock.now += LEASE_S
+    pool.heartbeat(beat(life="2"))
+    (member,) = pool.members(MODELS)
+    pool.heartbeat(beat(life="1", leaving=True))
+    assert pool.takes_part(member)
+    assert states(pool) == {"a": "live"}
+
+
 def test_who_was_heard_since() -> None:
     pool, clock = made()
     pool.heartbeat(beat())

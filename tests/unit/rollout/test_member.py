@@ -23,7 +23,7 @@ from weightsync.memory import LeaseReader, ServingLease
 from weightsync.rollout.member import FleetMember
 from weightsync.rollout.settings import RolloutConfig
 from weightsync.types import Deadline, Version
-from weightsync.types.fleet import CommitVersionsRequest, ModelVersion
+from weightsync.types.fleet import CommitVersionsRequest, HeartbeatReply, HeartbeatRequest, ModelVersion
 from weightsync.types.publication import ModelStatus
 
 LONG_S = 10.0
@@ -183,6 +183,34 @@ def test_an_answer_from_before_a_commit_says_nothing_of_it(made: Member) -> None
     assert made.reader.refusal() is not None
     made.member._made_whole(made.member._num_commits)
     assert made.answers
+
+
+def test_one_that_ends_says_so_when_it_answers_no_more(made: Member) -> None:
+    """Seen to fail: it stood there as evicted; and said so while it still had its lease."""
+    made.live()
+    heard: list[bool] = []
+    real = made.pool.heartbeat
+
+    def heartbeat(beat: HeartbeatRequest) -> HeartbeatReply:
+        if beat.leaving:
+            heard.append(made.answers or beat.leased)
+        return real(beat)
+
+    made.pool.heartbeat = heartbeat  # type: ignore[method-assign]
+    made.member.close()
+    assert heard == [False]
+    assert made.pool.status({}) == ()
+    made.member.close()
+    assert len(heard) == 1
+
+
+def test_one_that_ends_waits_for_no_controller(made: Member) -> None:
+    made.live()
+    made.server.close()
+    began_s = time.monotonic()
+    made.member.close()
+    assert time.monotonic() - began_s < 2.0
+    assert not made.answers
 
 
 def test_without_a_controller_it_answers_until_its_lease_is_over(made: Member) -> None:
