@@ -227,6 +227,35 @@ def test_a_stopped_service_is_not_answered_for(
     fleet.wait_states({"vllm": "live", "other": "live"})
 
 
+def test_a_server_that_starts_anew_answers_what_its_fleet_serves(
+    guarded: tuple[Server, str],
+    fleet: Fleet,
+    oracle: Oracle,
+    versions: Versions,
+    is_version: Callable[[list[list[float]], int], None],
+) -> None:
+    """Its service lives on, and it starts with weights that nobody published."""
+    server, _ = guarded
+    oracle.learn(versions.checkpoints)
+    fleet.wait_states({"vllm": "live", "other": "live"})
+    fleet.sync(1)
+    server.stop()
+    server.start()
+    end = time.monotonic() + START_S
+    while True:
+        assert time.monotonic() < end, fleet.client.status()
+        with contextlib.suppress(httpx.TransportError):
+            answer = ask(server)
+            if answer.status_code == 200:
+                break
+            check_refused(answer)
+        time.sleep(0.01)  # between two requests
+    is_version(told_by(answer), 1)
+    fleet.sync(2)
+    is_version(server.logprobs(), 2)
+    fleet.wait_states({"vllm": "live", "other": "live"})
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "fleet.md"
 
 

@@ -20,8 +20,8 @@ from types import TracebackType
 from weightsync.errors import SharedMemoryError
 
 _MAGIC = b"wsyncls1"
-_UNTIL, _HOLD = 1, 2  # doubles behind the magic: end of the lease, end of a hold; 0: none
-_SIZE = 24
+_UNTIL, _HOLD, _SEEN = 1, 2, 3  # doubles behind the magic: end of the lease, end of a hold, see `renew`; 0: none
+_SIZE = 32
 
 
 def boot_s() -> float:
@@ -59,10 +59,17 @@ class ServingLease:
             raise SharedMemoryError(f"the lease file {path} can't be made: {error}") from error
         self._words = memoryview(self._map).cast("d")
 
-    def renew(self, until_s: float) -> None:
-        """Engines may answer until then, by `boot_s`. A lease is never cut short by this, nor a hold ended."""
+    def renew(self, until_s: float, *, seen_s: float | None = None) -> None:
+        """Engines may answer until then, by `boot_s`. A lease is never cut short by this, nor a hold ended.
+
+        Args:
+            until_s: until when.
+            seen_s: when every engine was last seen to serve what this is lent for; now, where not given. An engine that
+                has started since then refuses: it has what it was started with.
+        """
         with self._lock:
             if not self._map.closed:
+                self._words[_SEEN] = max(self._words[_SEEN], boot_s() if seen_s is None else seen_s)
                 self._words[_UNTIL] = max(self._words[_UNTIL], until_s)
 
     def revoke(self) -> None:
@@ -133,6 +140,7 @@ class LeaseReader:
         except OSError as error:
             raise SharedMemoryError(f"the lease file {path} can't be read: {error}; start its service first") from error
         self._words = memoryview(self._map).cast("d")
+        self._started_s = boot_s()
 
     def refusal(self) -> str | None:
         """Why nothing may be answered; None where it may, or a hold has to be waited for."""
@@ -140,6 +148,8 @@ class LeaseReader:
         until, hold = self._words[_UNTIL], self._words[_HOLD]
         if until <= now:
             return "it holds no lease of its fleet, and may be behind: it answers again when it has caught up"
+        if self._words[_SEEN] < self._started_s:
+            return "it has started anew, and was given no weights since: it answers when its service has seen to it"
         if hold and hold <= now:
             return "a set of models was not committed as a whole: it answers again when it has caught up"
         return None
@@ -155,7 +165,7 @@ def _make(path: str) -> None:
     number, aside = tempfile.mkstemp(prefix=f".{name}-", dir=folder)
     try:
         with os.fdopen(number, "wb") as file:
-            file.write(_MAGIC + struct.pack("=dd", 0.0, 0.0))
+            file.write(_MAGIC + struct.pack("=ddd", 0.0, 0.0, 0.0))
         os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

@@ -21,6 +21,7 @@ from weightsync.errors import (
     WeightSyncError,
     as_weightsync_error,
 )
+from weightsync.memory import boot_s
 from weightsync.observe import Metrics, Recorder
 from weightsync.rollout.permit import Hold, Permit
 from weightsync.rollout.pulled import Pulled
@@ -112,6 +113,7 @@ class EngineGroup:
         self._loads: dict[str, Future[LoadReport]] = {}
         self._given: list[Future[LoadReport]] = []
         self._num_loads = dict.fromkeys(names, 0)
+        self._seen_s = dict.fromkeys(names, 0.0)
         self._asking: dict[str, Future[EngineReply]] = {}
         self._life: str | None = None
         self._proved: dict[Version, str | None] = {}
@@ -125,6 +127,11 @@ class EngineGroup:
         """What each serves; None where it serves nothing that was given to it, or does not say."""
         with self._lock:
             return {who: None if who in self._silent else version for who, version in self._served.items()}
+
+    def seen_s(self) -> float:
+        """By `boot_s`, since when each is known to be the process that serves what `served` says; 0: some never was."""
+        with self._lock:
+            return min(self._seen_s.values())
 
     def answering(self) -> dict[str, Version | None]:
         """As `served`, of those that answered last and whose last load went well, or goes on within its time."""
@@ -184,7 +191,7 @@ class EngineGroup:
         errors: dict[str, str] = {}
         self._given = []
         loads: dict[str, Future[LoadReport]] = {}
-        needy = self._needy(pulled.version)
+        needy, began_s = self._needy(pulled.version), boot_s()
         hold = None if self._permit is None else self._permit.hold(pulled.version, len(needy))
         for loader in needy:
             who = loader.engine_id
@@ -210,6 +217,7 @@ class EngineGroup:
             now, reason, error = None, None, _error_of(load, f"it has not let go within {end.timeout_s:g} s")
             if error is None:
                 report = load.result()
+                self._seen_s[who] = began_s
                 now, reason, num_chunks = report.version, report.unprovable, report.num_chunks
                 paused_s = max(paused_s, report.paused_s)
                 num_patched += report.patched
@@ -280,7 +288,7 @@ class EngineGroup:
 
     def _look(self, loaders: Sequence[EngineLoader]) -> None:
         with self._lock:
-            begun = dict(self._num_loads)
+            begun, began_s = dict(self._num_loads), boot_s()
         for engine_id, said in self._ask(loaders).items():
             with self._lock:
                 if begun[engine_id] != self._num_loads[engine_id] or begun[engine_id] % 2:
@@ -288,6 +296,7 @@ class EngineGroup:
                 before, was_silent = self._served[engine_id], self._silent.pop(engine_id, None)
                 if isinstance(said, EngineReply):  # who paused it is not our business
                     now = self._served[engine_id] = self._known(said)
+                    self._seen_s[engine_id] = began_s
                     self._mute.discard(engine_id)
                 else:
                     now = before

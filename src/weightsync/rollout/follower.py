@@ -242,6 +242,11 @@ class Follower:
             return None
         return min(known, key=lambda version: version.number)
 
+    @property
+    def seen_s(self) -> float:
+        """See `EngineGroup.seen_s`."""
+        return self._engines.seen_s()
+
     def serves(self, version: Version) -> bool:
         """Whether every engine serves that version or a newer one of its run, and has ended its load."""
         with self._changed:

@@ -65,9 +65,8 @@ class FleetMember:
             config.controller, token=config.controller_token, verify=config.controller_verify
         )
         self._set = threading.Lock()
-        self._broken: frozenset[str] = (
-            frozenset(models) if torn else frozenset()
-        )  # models of sets that are not committed as a whole
+        # models of sets that are not committed as a whole
+        self._broken: frozenset[str] = frozenset(models) if torn else frozenset()
         self._num_commits = 0
         self._url = ""
         self._said: HeartbeatReply | None = None
@@ -147,6 +146,7 @@ class FleetMember:
             for model, version in todo:
                 model.permit.allow(version)
             self._wait(todo, deadline)
+            self._renew(0.0)  # one that was started since the last heartbeat has its weights now
             self._broken -= names
             if not self._broken:
                 self._lease.lift()
@@ -176,11 +176,6 @@ class FleetMember:
             )
 
     # --- heartbeats ---
-
-    @property
-    def said(self) -> HeartbeatReply | None:
-        """What the controller answered last."""
-        return self._said
 
     def _beat(self) -> None:
         every_s, silent = _FIRST_EVERY_S, False
@@ -252,11 +247,14 @@ class FleetMember:
             self._lease.revoke()
         elif said.admitted:
             self._made_whole(commits)
-        self._lease.renew(sent_s + said.lease_s if said.lease_s else 0.0)
+        self._renew(sent_s + said.lease_s if said.lease_s else 0.0)
         for each in said.catch_up:
             model = self._models.get(each.model_id)
             if model is not None:
                 self._catch_up(model, each)
+
+    def _renew(self, until_s: float) -> None:
+        self._lease.renew(until_s, seen_s=min(model.seen_s for model in self._models.values()))
 
     def _made_whole(self, commits: int) -> None:
         """The controller has seen what is served; a commit that was begun since then says more."""

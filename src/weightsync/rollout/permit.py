@@ -31,12 +31,6 @@ class Permit:
         self._hold: Hold | None = None
 
     @property
-    def allowed(self) -> Version | None:
-        """The newest version that may be committed."""
-        with self._changed:
-            return self._allowed
-
-    @property
     def staged(self) -> Version | None:
         """What every engine that needs it has staged, and waits with."""
         with self._changed:

@@ -56,6 +56,21 @@ def test_a_lease_ends_by_itself(lease: ServingLease) -> None:
     assert boot_s() >= end_s
 
 
+def test_an_engine_that_has_started_since_it_was_seen_refuses(lease: ServingLease) -> None:
+    before = LeaseReader(lease.path)
+    seen_s = boot_s()
+    again = LeaseReader(lease.path)
+    lease.renew(boot_s() + 100.0, seen_s=seen_s)
+    assert before.refusal() is None
+    assert "it has started anew" in str(again.refusal())
+    lease.renew(boot_s() + 200.0, seen_s=seen_s)
+    assert again.refusal() is not None
+    lease.renew(boot_s() + 300.0, seen_s=boot_s())
+    assert again.refusal() is None
+    lease.renew(boot_s() + 400.0, seen_s=seen_s)
+    assert again.refusal() is None, "it is not forgotten"
+
+
 def test_a_hold_is_waited_for_and_lifted(lease: ServingLease) -> None:
     reader = LeaseReader(lease.path)
     lease.renew(boot_s() + 100.0)
@@ -86,6 +101,7 @@ def test_a_hold_without_a_lease_is_refused(lease: ServingLease) -> None:
 
 def test_what_is_there_is_taken_over(lease: ServingLease) -> None:
     """A service that is started again goes on with its own lease, and with what it could not commit."""
+    reader = LeaseReader(lease.path)
     lease.renew(boot_s() + 100.0)
     lease.hold(boot_s())
     with pytest.raises(SharedMemoryError, match="another process writes"):
@@ -95,9 +111,9 @@ def test_what_is_there_is_taken_over(lease: ServingLease) -> None:
     again = ServingLease(lease.path)
     assert again.torn
     assert again.left_s > 99.0
-    assert "as a whole" in str(LeaseReader(lease.path).refusal())
+    assert "as a whole" in str(reader.refusal())
     again.lift()
-    assert LeaseReader(lease.path).refusal() is None
+    assert reader.refusal() is None
 
 
 @pytest.mark.parametrize(
@@ -140,9 +156,10 @@ def test_closed_is_revoked_and_removed_is_refused_for_ever(tmp_path: Path) -> No
     lease.remove()
     assert not os.path.exists(lease.path)
     with ServingLease(lease.path) as other:
+        theirs = LeaseReader(lease.path)
         other.renew(boot_s() + 100.0)
         assert reader.refusal() is not None, "that is another file"
-        assert LeaseReader(lease.path).refusal() is None
+        assert theirs.refusal() is None
 
 
 def test_after_close_there_is_no_lease(tmp_path: Path) -> None:

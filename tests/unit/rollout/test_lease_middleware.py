@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -30,7 +31,7 @@ import sys, time
 from weightsync.memory import ServingLease, boot_s
 lease = ServingLease(sys.argv[1])
 while True:
-    lease.renew(boot_s() + 0.5)
+    lease.renew(boot_s() + 0.5, seen_s=float("inf"))
     print("renewed", flush=True)
     time.sleep(0.05)
 """
@@ -176,7 +177,7 @@ def serve(lease: ServingLease) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def engine(serve: Callable[..., Engine], lease: ServingLease) -> Engine:
-    lease.renew(boot_s() + LEASE_S)
+    lease.renew(boot_s() + LEASE_S, seen_s=math.inf)
     return serve()
 
 
@@ -194,7 +195,7 @@ def check_refused(response: httpx.Response, state_left: str = "fenced") -> None:
 def test_it_answers_under_a_lease_alone(serve: Callable[..., Engine], lease: ServingLease) -> None:
     engine = serve()
     check_refused(engine.complete())
-    lease.renew(boot_s() + LEASE_S)
+    lease.renew(boot_s() + LEASE_S, seen_s=math.inf)
     assert engine.complete().text == SAID
     lease.revoke()
     check_refused(engine.complete())
@@ -237,7 +238,7 @@ def test_a_request_waits_while_a_set_is_being_committed(engine: Engine, lease: S
 
 
 def test_a_hold_is_waited_for_no_longer_than_said(serve: Callable[..., Engine], lease: ServingLease) -> None:
-    lease.renew(boot_s() + LEASE_S)
+    lease.renew(boot_s() + LEASE_S, seen_s=math.inf)
     lease.hold(boot_s() + 20)
     engine = serve(held_s=0.2)
     check_refused(engine.complete(), "held")
@@ -271,7 +272,7 @@ def test_an_answer_that_has_not_begun_becomes_a_refusal(
     serve: Callable[..., Engine], lease: ServingLease, path: str, wraps: Any
 ) -> None:
     """A stream's status, too, is kept until its first part."""
-    lease.renew(boot_s() + LEASE_S)
+    lease.renew(boot_s() + LEASE_S, seen_s=math.inf)
     engine = serve(wraps=wraps)
     answer = in_thread(lambda: engine.http.post(path), name="late")
     assert engine.under_way.wait(10)
@@ -285,7 +286,7 @@ def test_an_answer_that_has_not_begun_becomes_a_refusal(
 def test_a_stream_is_cut_off_as_an_error(
     serve: Callable[..., Engine], lease: ServingLease, kind: str, wraps: Any
 ) -> None:
-    lease.renew(boot_s() + LEASE_S)
+    lease.renew(boot_s() + LEASE_S, seen_s=math.inf)
     engine = serve(wraps=wraps)
     engine.waits = True
     got = ""
@@ -301,7 +302,7 @@ def test_a_stream_is_cut_off_as_an_error(
 
 
 def test_an_application_that_hears_nothing_is_ended(serve: Callable[..., Engine], lease: ServingLease) -> None:
-    lease.renew(boot_s() + LEASE_S)
+    lease.renew(boot_s() + LEASE_S, seen_s=math.inf)
     engine = serve(wraps=Deaf)
     with engine.http.stream("POST", "/v1/stream/endless") as response, pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012
         parts = response.iter_text()

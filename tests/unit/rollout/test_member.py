@@ -5,6 +5,7 @@ The lease, the pool and HTTP are real; what a model loads is told by the test.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ class Told:
     """What a `Follower` is to a member: serves what it is allowed to at once, or fails as told."""
 
     current_sender = "http://agent"
+    seen_s = math.inf
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id

@@ -67,7 +67,8 @@ def test_all_engines_wait_and_go_on_together(owner: Owner) -> None:
     assert not second.done()
     owner.permit.allow(v(1))
     assert first.result(LONG_S) is second.result(LONG_S) is None
-    assert owner.permit.allowed == v(1)
+    assert owner.permit.allows(v(1))
+    assert not owner.permit.allows(v(2))
     owner.permit.ended(hold)
     assert owner.permit.staged is None
 
