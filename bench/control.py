@@ -253,7 +253,10 @@ class _Waiter:
     def ask(self, version: int) -> None:
         """Sends the one request."""
         body = encode(WaitVersionRequest(model_tag=_MODEL, run_id=_RUN, version=version, wait_s=_WAIT_S))
-        head = f"POST /wait_version HTTP/1.1\r\nHost: gate\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            "POST /wait_version HTTP/1.1\r\nHost: gate\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
         self._writer.write(head.encode() + body)
         self.num_requests += 1
 
@@ -303,6 +306,8 @@ async def _round(conn: Connection, waiters: Sequence[_Waiter], version: int) -> 
         each.ask(version)
     answers = asyncio.gather(*(each.answer() for each in waiters))
     while (await _looks(conn))[0] < before + len(waiters):
+        if answers.done():  # one was refused
+            await answers
         await asyncio.sleep(0.02)
     quiet_cpu = await _cpu_share(conn)
     conn.send("beat")

@@ -141,9 +141,10 @@ def test_a_storm(start: Start, fleet: Fleet, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_long_storm(start: Start, fleet: Fleet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(5, 10))
+def test_a_long_storm(seed: int, start: Start, fleet: Fleet, tmp_path: Path) -> None:
     """8 services, 2 models, 200 versions."""
-    storm(5, start, fleet, tmp_path, num_services=8, num_versions=200)
+    storm(seed, start, fleet, tmp_path, num_services=8, num_versions=200)
 
 
 def test_a_service_that_was_stopped_answers_nothing_before_it_has_caught_up(
