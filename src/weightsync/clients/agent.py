@@ -103,7 +103,10 @@ class JsonClient:
         try:
             return decode(body, kind, what=f"the answer to {path}")
         except InvalidRequestError as error:
-            raise EngineError(f"{self.url} answered {path} with what is no answer: {error}", peer=self.url) from error
+            raise EngineError(
+                f"{self.url} answered {path} with what is no answer: {error}; does {self._runs} run there?",
+                peer=self.url,
+            ) from error
 
     def exchange(
         self,
