@@ -107,6 +107,7 @@ class SGLangEngine:
         self._clear = kv_cache == "clear"
         self._session = OpenSession()
         self._group: str | None = None
+        self._groups: list[str] = []  # that the server may still have
         self._run_id: str | None = None
         self._world_size = 1
         self._called: str | None = None  # the weights, as this handle has last seen or named them
@@ -172,14 +173,11 @@ class SGLangEngine:
         if info.strategy != _STRATEGY:
             raise UnsupportedError(
                 f"SGLang's workers don't meet a sender of strategy {info.strategy!r}: push to SGLang servers with "
-                "SGLangTransferStrategy()"
+                "SGLangTransferStrategy(), or transfer.strategy: sglang"
             )
         self._session.end(TransferAbortedError("a trainer joins anew"))
         self._count_workers(deadline)
-        former, self._group = self._group, None
-        if former is not None:
-            with contextlib.suppress(EngineError):
-                self._api.destroy_group(former, timeout_s=deadline.check("answer"))
+        self._group = None
         group = InitGroup(
             master_address=info.master_addr,
             master_port=info.master_port,
@@ -194,6 +192,10 @@ class SGLangEngine:
             self._api.resume(timeout_s=deadline.check("answer"))
             self._paused_by = None
         self._group, self._run_id = info.group_name, request.run_id
+        former, self._groups = self._groups, [info.group_name]
+        for name in former:
+            with contextlib.suppress(WeightSyncError):  # it was started again, say
+                self._api.destroy_group(name, timeout_s=deadline.check("answer"))
 
     def _begin(self, request: BeginRequest) -> None:
         version = request.manifest.version

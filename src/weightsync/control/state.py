@@ -87,7 +87,8 @@ class ModelState:
         told: by worker: the version that it told of last, in this run.
         evaluate_at: a version that the trainer wants validated; None: none.
         evaluated_to: the newest version of this run whose validation was started.
-        replaced: the last runs that another took over from: none of them comes back.
+        replaced: the last runs that another took over from. None comes back, but for the last one where the run that
+            took over was given up before anything of it was served.
     """
 
     phase: Phase = "running"
@@ -247,7 +248,9 @@ def _batch_ready(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[A
 
 def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     run_id = event.run_id if event.run_id is not None else state.run_id
-    if run_id in state.replaced or (event.learnt and state.told and run_id != state.run_id):
+    in_vain = state.overdue and state.rollout_version < 0  # nothing of this run was ever served, and nobody tries it
+    refused = state.replaced[:-1] if in_vain else state.replaced
+    if run_id in refused or (event.learnt and state.told and run_id != state.run_id):
         raise VersionError(
             f"run {run_id} was taken over by {state.run_id}: a trainer that starts again has a new run_id",
             version=f"{run_id}/{event.version}",
@@ -261,7 +264,7 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
             syncing=state.syncing,
             rollout_version=-1 if state.told else 0,
             validation=state.validation,
-            replaced=(*state.replaced, *left)[-_MAX_REPLACED:],
+            replaced=tuple(each for each in (*state.replaced, *left) if each != run_id)[-_MAX_REPLACED:],
         )
     told = dict(state.told)
     if event.worker not in told and len(told) >= _MAX_WORKERS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import mmap
 import os
 import struct
@@ -21,12 +22,22 @@ from weightsync.errors import SharedMemoryError
 
 _MAGIC = b"wsyncls1"
 _UNTIL, _HOLD, _SEEN = 1, 2, 3  # doubles behind the magic: end of the lease, end of a hold, see `renew`; 0: none
-_SIZE = 32
+_BOOT = slice(32, 40)
+_SIZE = 40
 
 
 def boot_s() -> float:
     """Seconds of the clock that a lease is measured by; the same in every process of the host."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def _boot_mark() -> bytes:
+    """Names this boot of the host: the clock of another one says nothing."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return hashlib.sha256(file.read()).digest()[:8]
+    except OSError:
+        return bytes(8)
 
 
 class ServingLease:
@@ -54,10 +65,18 @@ class ServingLease:
                     f"another process writes the lease file {path}: each service has one of its own, and one that was "
                     "stopped has to end first"
                 ) from None
-            self._map = _mapped(path, write=True)
+            try:
+                self._map = _mapped(path, write=True)
+            except BaseException:
+                os.close(self._file)
+                raise
         except OSError as error:
             raise SharedMemoryError(f"the lease file {path} can't be made: {error}") from error
         self._words = memoryview(self._map).cast("d")
+        if self._map[_BOOT] != (mark := _boot_mark()):
+            for word in (_UNTIL, _HOLD, _SEEN):
+                self._words[word] = 0.0
+            self._map[_BOOT] = mark
 
     def renew(self, until_s: float, *, seen_s: float | None = None) -> None:
         """Engines may answer until then, by `boot_s`. A lease is never cut short by this, nor a hold ended.
@@ -141,12 +160,13 @@ class LeaseReader:
             raise SharedMemoryError(f"the lease file {path} can't be read: {error}; start its service first") from error
         self._words = memoryview(self._map).cast("d")
         self._started_s = boot_s()
+        self._mark = _boot_mark()
 
     def refusal(self) -> str | None:
         """Why nothing may be answered; None where it may, or a hold has to be waited for."""
         now = boot_s()
         until, hold = self._words[_UNTIL], self._words[_HOLD]
-        if until <= now:
+        if until <= now or self._map[_BOOT] != self._mark:
             return "it holds no lease of its fleet, and may be behind: it answers again when it has caught up"
         if self._words[_SEEN] < self._started_s:
             return "it has started anew, and was given no weights since: it answers when its service has seen to it"
@@ -165,7 +185,7 @@ def _make(path: str) -> None:
     number, aside = tempfile.mkstemp(prefix=f".{name}-", dir=folder)
     try:
         with os.fdopen(number, "wb") as file:
-            file.write(_MAGIC + struct.pack("=ddd", 0.0, 0.0, 0.0))
+            file.write(_MAGIC + struct.pack("=ddd", 0.0, 0.0, 0.0) + _boot_mark())
         os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -176,5 +196,5 @@ def _make(path: str) -> None:
 def _mapped(path: str, *, write: bool) -> mmap.mmap:
     with open(path, "r+b" if write else "rb") as file:
         if os.fstat(file.fileno()).st_size != _SIZE or file.read(len(_MAGIC)) != _MAGIC:
-            raise SharedMemoryError(f"{path} is not a lease file")
+            raise SharedMemoryError(f"{path} is not a lease file of this release")
         return mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_WRITE if write else mmap.ACCESS_READ)

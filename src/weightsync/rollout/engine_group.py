@@ -129,9 +129,11 @@ class EngineGroup:
             return {who: None if who in self._silent else version for who, version in self._served.items()}
 
     def seen_s(self) -> float:
-        """By `boot_s`, since when each is known to be the process that serves what `served` says; 0: some never was."""
+        """By `boot_s`, since when each is known to be the process that serves what `served` says; 0: some is not.
+        Before the first version each serves what it was started with: now.
+        """
         with self._lock:
-            return min(self._seen_s.values())
+            return min(self._seen_s.values()) if self._proved else boot_s()
 
     def answering(self) -> dict[str, Version | None]:
         """As `served`, of those that answered last and whose last load went well, or goes on within its time."""
@@ -296,7 +298,8 @@ class EngineGroup:
                 before, was_silent = self._served[engine_id], self._silent.pop(engine_id, None)
                 if isinstance(said, EngineReply):  # who paused it is not our business
                     now = self._served[engine_id] = self._known(said)
-                    self._seen_s[engine_id] = began_s
+                    if now is not None:  # else its lease was lent for something that it has not
+                        self._seen_s[engine_id] = began_s
                     self._mute.discard(engine_id)
                 else:
                     now = before

@@ -104,7 +104,7 @@ class Follower:
         self._receiver_id = f"{config.service_id}-{uuid.uuid4().hex[:8]}/{model_id}"  # two of one name end each other's
         self._puller: Puller | None = None
         self._moved_s = 0.0
-        self._granted: tuple[Version, float] | None = None  # what agents had last, and since when, monotonic
+        self._granted: tuple[Version, float, float] | None = None  # what agents had; asked since, had at; monotonic
         self._looking = threading.Thread(target=self._keep_looking, name=f"weightsync-look-{model_id}", daemon=True)
         self._thread = threading.Thread(target=self._run, name=f"weightsync-follow-{model_id}", daemon=True)
         self._closed = False
@@ -227,11 +227,11 @@ class Follower:
             return self.served if self.settled(ticket) else None
 
     def waited_s(self, ticket: Ticket) -> float:
-        """Seconds from that wish until its agent had its version, or a newer one of its run; 0: it had it before."""
+        """Seconds that its agent was asked for that wish's version, or a newer one of its run, before it had it."""
         version, granted = ticket.wish.version, self._granted
         if granted is None or granted[0].run_id != version.run_id or version.is_newer_than(granted[0]):
             return 0.0
-        return max(0.0, granted[1] - ticket.began_s)
+        return max(0.0, granted[2] - max(granted[1], ticket.began_s))
 
     @property
     def served(self) -> Version | None:
@@ -443,8 +443,9 @@ class Follower:
 
         def granted(version: Version) -> None:
             if self._granted is None or self._granted[0] != version:  # else it was begun anew: the agent had it before
-                self._granted = version, time.monotonic()
+                self._granted = version, asked_s, time.monotonic()
 
+        asked_s = time.monotonic()
         pulled = self._puller_at(wish.endpoint).pull(
             deadline=Deadline(self._config.pull_timeout_s),
             at_least=lambda: self._wishes.still(wish),

@@ -146,7 +146,7 @@ class FleetMember:
             for model, version in todo:
                 model.permit.allow(version)
             self._wait(todo, deadline)
-            self._renew(0.0)  # one that was started since the last heartbeat has its weights now
+            self._renew(0.0)  # what was started not long ago, and loaded now, need not wait for the next heartbeat
             self._broken -= names
             if not self._broken:
                 self._lease.lift()

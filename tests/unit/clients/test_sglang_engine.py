@@ -155,6 +155,7 @@ def test_a_failure_leaves_the_old_version_or_a_pause(
         assert state(server) == ("retract", LOADING, False)
     assert trainer.sync(3) == 3
     assert (held(server), state(server)) == (weights(3), (None, "run/3", False))
+    assert list(server.groups) == [trainer.group()], "the former ones are given back"
 
 
 @pytest.mark.parametrize("after", [False, True])

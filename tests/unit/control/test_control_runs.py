@@ -15,7 +15,7 @@ from weightsync.control import controller as controller_module
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
-from weightsync.control.state import _MAX_REPLACED, _MAX_WORKERS, StartSync, Trained
+from weightsync.control.state import _MAX_REPLACED, _MAX_WORKERS, RetryDue, StartSync, SyncFailed, Trained
 from weightsync.errors import StateError, VersionError
 from weightsync.types import Version
 from weightsync.types.fleet import ModelVersion
@@ -35,6 +35,28 @@ def test_a_run_that_was_taken_over_from_does_not_come_back() -> None:
     assert machine.state == before
     assert machine.train(2, run_id=None) == ()
     assert machine.state.train_version == 2, "no run_id is the run that is known"
+
+
+def test_a_run_that_nobody_could_serve_gives_way_to_the_one_before() -> None:
+    """Seen to fail: one word of a run that does not exist shut the right one out for good."""
+    machine = Machine(mode="fully-async", retries_s=(1.0,))
+    machine.train(1, run_id="r0")
+    machine.train(1, run_id="right")
+    machine.synced(1)
+    machine.synced(1)
+    machine.train(1, run_id="stray")
+    with pytest.raises(VersionError, match="taken over by stray"):
+        machine.train(2, run_id="right")
+    machine(SyncFailed())
+    machine(RetryDue())
+    machine(SyncFailed())
+    assert machine.state.overdue
+    with pytest.raises(VersionError, match="run r0 was taken over"):
+        machine.train(2, run_id="r0")
+    assert machine.train(2, run_id="right") == (StartSync(run_id="right", version=2),)
+    assert machine.state.replaced == ("r0", "stray")
+    assert not machine.state.overdue
+    machine.train(3, run_id="right")
 
 
 def test_the_last_runs_alone_are_remembered() -> None:

@@ -116,8 +116,26 @@ def test_what_is_there_is_taken_over(lease: ServingLease) -> None:
     assert reader.refusal() is None
 
 
+def test_another_boots_clock_says_nothing(lease: ServingLease) -> None:
+    """The file may lie where a restart of the host leaves it."""
+    reader = LeaseReader(lease.path)
+    lease.renew(boot_s() + 1e6, seen_s=boot_s() + 1e6)
+    assert reader.refusal() is None
+    with open(lease.path, "r+b") as file:
+        file.seek(32)
+        file.write(b"elsewhen")
+    assert "holds no lease" in str(reader.refusal())
+    os.close(lease._file)
+    lease._file = os.open(os.devnull, os.O_RDONLY)
+    again = ServingLease(lease.path)
+    assert (again.left_s, again.torn) == (0.0, False)
+    late = LeaseReader(lease.path)
+    again.renew(boot_s() + 100.0, seen_s=1.0)
+    assert "started anew" in str(late.refusal())
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"wsyncls1", b"wsyncls1" + bytes(17), b"wsyncls2" + bytes(16), bytes(24), b"x" * 4096],
+    "content", [b"", b"wsyncls1", b"wsyncls1" + bytes(17), b"wsyncls2" + bytes(32), bytes(24), b"x" * 4096],
     ids=lambda content: f"{len(content)} bytes",
 )  # fmt: skip
 def test_another_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
