@@ -23,6 +23,8 @@ from weightsync.net.messages import decode
 from weightsync.types.control import ControllerStatus
 
 TOKEN = "a-token-for-tests-only"
+LISTENS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+"""To Ctrl-C, though whoever started the tests in the background had it ignored."""
 CALL = "import typer; from weightsync.cli.status import register; a = typer.Typer(); register(a); a()"
 
 
@@ -143,7 +145,7 @@ class Watched:
     def __init__(self, url: str) -> None:
         self._screen, theirs = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CALL, url, "--watch", "--every-s", "0.1"],
+            [sys.executable, "-c", LISTENS + CALL, url, "--watch", "--every-s", "0.1"],
             stdin=theirs, stdout=theirs, stderr=theirs,
             env={**os.environ, "COLUMNS": "160", "TERM": "xterm"},
         )  # fmt: skip
