@@ -63,6 +63,7 @@ class ModelControl:
         self._trained = threading.Lock()
         self._locked: frozenset[Lockable] = frozenset()
         self._timer: threading.Timer | None = None
+        self._late: threading.Timer | None = None  # of the validation that runs
         self._retry_at_s: float | None = None  # monotonic
         self._last_error: str | None = None
         self._last_validation: ValidationResult | None = None
@@ -215,6 +216,9 @@ class ModelControl:
             if self.state.validation is not None:
                 ended = ValidationResult(of=self.state.validation, result=None if result is None else dict(result))
                 self._last_validation = ended
+            late, self._late = self._late, None
+        if late is not None:
+            late.cancel()
         self.feed(ValidationEnded())
 
     def records(self) -> list[SyncRecord]:
@@ -248,12 +252,13 @@ class ModelControl:
         )
 
     def close(self) -> None:
-        """Ends the timer, wakes whoever waits, and unlocks the modules."""
+        """Ends the timers, wakes whoever waits, and unlocks the modules."""
         with self._changed:
-            timer, self._timer = self._timer, None
+            timers, self._timer, self._late = (self._timer, self._late), None, None
             self._changed.notify_all()
-        if timer is not None:
-            timer.cancel()
+        for timer in timers:
+            if timer is not None:
+                timer.cancel()
         self._told()
 
     def _act(self, action: Action) -> None:
@@ -281,12 +286,13 @@ class ModelControl:
                 )  # fmt: skip
                 self._tell(self._controller._on_give_up, Version(run_id=run_id or "unnamed", number=version))
             case StartValidation(validation=validation):
-                if not self._tell(self._controller._on_validate, validation):
-                    self.end_validate({"error": "on_validate failed"})
-                    return
                 late = threading.Timer(self._controller.validate_timeout_s, self._too_late, [validation])
                 late.daemon = True
+                with self._changed:
+                    self._late = late
                 late.start()
+                if not self._tell(self._controller._on_validate, validation):
+                    self.end_validate({"error": "on_validate failed"})
 
     def _tell(self, callback: Callable[[str, Any], None] | None, what: Any) -> bool:
         """Calls it, where there is one; whether nothing failed."""

@@ -3,6 +3,8 @@
 They hold real weights and no model: bytes by name, loaded from safetensors files or received through a process group.
 What SGLang would refuse they refuse, in its shape: a field that is unknown, missing or of another type, an update
 outside of its bracket, a bracket in a bracket, a cache that can't be flushed while requests run.
+
+Over 400 lines: the table of fields and the rules are one description of SGLang's interface.
 """
 
 from __future__ import annotations

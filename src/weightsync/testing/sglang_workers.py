@@ -12,6 +12,7 @@ from typing import Any
 from weightsync.types import itemsize_bytes
 
 _JOIN_TIMEOUT_S = 20.0
+_CALL_TIMEOUT_S = 60.0  # with the start of a process
 _groups: dict[str, Any] = {}  # of a worker process
 
 
@@ -61,9 +62,9 @@ class SGLangWorkers:
     def _all(self, call: Any, argument: Any) -> list[Any]:
         try:
             futures = [each.submit(call, argument, rank) for rank, each in enumerate(self._processes)]
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise RuntimeError("a worker died") from error
+            return [future.result(_CALL_TIMEOUT_S) for future in futures]
+        except (BrokenProcessPool, TimeoutError) as error:
+            raise RuntimeError("a worker died, or hangs") from error
 
 
 def parts(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

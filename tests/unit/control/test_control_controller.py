@@ -344,3 +344,26 @@ def test_a_validation_that_nobody_ends_does_not_hold_rollout_for_ever() -> None:
         assert "error" in (ended.result or {})
         assert not controller.rollout_service_state("default").pool_locked
         controller.close()
+
+
+def test_a_validation_that_was_ended_leaves_no_timer() -> None:
+    """Seen to fail: each one kept a thread for an hour."""
+    told, seconds = threading.Event(), 1234.5
+
+    def waiting() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if getattr(each, "interval", None) == seconds]
+
+    for ends in ("end_validate", "close"):
+        told.clear()
+        controller = WeightSyncController(
+            {"validate_freq": 1}, Method(), validate_timeout_s=seconds, on_validate=lambda *_: told.set()
+        )
+        controller.train_worker_notify_weight_update("w", "default", "r", 1)
+        assert told.wait(LONG_S)
+        assert len(waiting()) == 1
+        if ends == "end_validate":
+            controller.end_validate("default")
+        else:
+            controller.close()
+        until(lambda: not waiting(), "its thread ends")
+        controller.close()
