@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -10,6 +12,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.types import TensorSpec, dtype_name
 
 
+@functools.lru_cache(maxsize=256)
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a name such as "bfloat16".
 

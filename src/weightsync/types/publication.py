@@ -14,6 +14,7 @@ from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.manifest import Manifest
 from weightsync.types.spec import MAX_NBYTES, TensorSpec
+from weightsync.types.table import DIGEST_BYTES, written_digest
 
 MAX_SOURCES = 4096
 _MAX_ID = 256
@@ -107,12 +108,13 @@ class SourceProof(_Message, frozen=True, kw_only=True):
 
     Attributes:
         block_checksums: xxh3-64 of each block, 16 hex digits each, one behind the other.
-        part_digests: `codec.digest.tensor_digest` of each part of this source, in the order of `Publication.parts_of`.
+        part_digests: XXH3-128 of each part of this source (`codec.digest.tensor_digest`), 16 bytes each, in the order of
+            `Publication.parts_of`.
         lane_a, lane_b: the sum of this source's parts towards the model's digest (`codec.digest.ShardSum`).
     """
 
     block_checksums: str
-    part_digests: tuple[str, ...]
+    part_digests: bytes
     lane_a: int
     lane_b: int
 
@@ -120,8 +122,12 @@ class SourceProof(_Message, frozen=True, kw_only=True):
         """Raises InvalidRequestError where it is not of that source."""
         if len(self.block_checksums) != _CHECKSUM_DIGITS * publication.sources[source].num_blocks:
             raise InvalidRequestError("there is not one checksum a block")
-        if len(self.part_digests) != len(publication.parts_of(source)):
+        if len(self.part_digests) != DIGEST_BYTES * len(publication.parts_of(source)):
             raise InvalidRequestError("there is not one digest a part")
+
+    def digest_of(self, index: int) -> str:
+        """Digest of one part, as `codec.digest.tensor_digest` writes it."""
+        return written_digest(self.part_digests, index)
 
     @property
     def digest(self) -> str:
