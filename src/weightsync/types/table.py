@@ -19,6 +19,7 @@ DIGEST_BYTES = 16
 """Of one tensor, packed: XXH3-128, which `codec.digest` writes as "xxh3:" and 32 hex digits."""
 
 _PREFIX = "xxh3:"
+_MAX_DERIVED = 256
 
 
 class SpecTable(tuple[TensorSpec, ...]):
@@ -38,8 +39,12 @@ class SpecTable(tuple[TensorSpec, ...]):
         except AttributeError:
             kept = self._derived = {}
         key = (make, *(id(other) if isinstance(other, SpecTable) else other for other in others))
+        if len(kept) > _MAX_DERIVED:
+            kept.clear()
         if key not in kept:  # made twice where two threads ask at once, which is no harm
-            kept[key] = make(self, *others), others
+            made = make(self, *others)
+            kept[key] = made, others
+            return made
         return cast(Derived, kept[key][0])
 
     def __reduce__(self) -> tuple[Any, ...]:
