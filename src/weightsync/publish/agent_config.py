@@ -20,6 +20,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         lease_s: a receiver that is slower than the trainer may hold a version for so long at most; 0: not at all.
         delta_budget_bytes: what deltas may take of shared memory; None: a quarter of the model's bytes on this host; 0:
             none are made.
+        delta_device: where changes are searched for, as torch names it ("cuda"); None: on the CPU's cores.
         load_delta_codec: before it says that it is ready; otherwise when somebody has asked for a delta.
         life: of the publisher; see `AgentVersion`.
         full_sync_interval: each version whose number is a multiple of it goes out in full; 0: none has to.
@@ -39,5 +40,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lease_s: float = 60.0
     delta_budget_bytes: int | None = None
     full_sync_interval: int = 0
+    delta_device: str | None = None
     load_delta_codec: bool = False
     life: str | None = None
