@@ -30,9 +30,9 @@ from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.observe import Recorder, now_s
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.agent_metrics import AgentMetrics
-from weightsync.publish.announce import Announcer
 from weightsync.publish.deltas import Deltas, Proved, facts_of
 from weightsync.publish.grants import Grants
+from weightsync.publish.long_poll import LongPoll, asked_number, asked_version, asked_wait_s
 from weightsync.publish.prover import Prover
 from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp_server import BlockServer
@@ -40,6 +40,8 @@ from weightsync.types import PhaseRecord, Version
 from weightsync.types.publication import (
     MODES,
     AgentVersion,
+    EndedTransfer,
+    EndedTransfers,
     FinishRequest,
     Publication,
     RegisterRequest,
@@ -55,6 +57,7 @@ _MAX_RECEIVERS = 10_000
 _TELLS_OF_LINK_BYTES = 16 << 20
 """Smaller transfers tell how long a call takes, and not how fast the link is."""
 _NUM_SEGMENTS = 3
+_NUM_ENDED = 256
 
 
 class _Served(Proved, frozen=True, kw_only=True):
@@ -84,6 +87,9 @@ class TransferAgent:
         self._receivers: dict[str, None] = {}
         self._current: _Served | None = None
         self._segments: deque[str] = deque(maxlen=_NUM_SEGMENTS)  # of the newest publications
+        self._waiting = LongPoll()
+        self._ended_last: deque[EndedTransfer] = deque(maxlen=_NUM_ENDED)
+        self._num_ended = 0
         self._deltas = Deltas(
             lambda: self.endpoint,
             budget_bytes=config.delta_budget_bytes,
@@ -102,6 +108,7 @@ class TransferAgent:
             ("GET", "/get_buffer_info", self._get_buffer_info),
             ("GET", "/manifest", self._get_manifest),
             ("GET", "/get_capabilities", self._get_capabilities),
+            ("GET", "/get_transfers", self._get_transfers),
             ("GET", "/metrics", self._get_metrics),
             ("POST", "/register_receiver", self._register),
             ("POST", "/register_sglang_instance", self._register),
@@ -130,7 +137,6 @@ class TransferAgent:
             tls=tls,
             on_refused=self._metrics.auth_failed,
         )
-        self._news = Announcer(config)
 
     def start(self) -> dict[str, Any]:
         """Starts to serve; the ports, for whoever starts it again."""
@@ -144,7 +150,7 @@ class TransferAgent:
         threading.Thread(target=self._keep_house, name="weightsync-agent-house", daemon=True).start()
         return {
             "event": "ready", "endpoint": self.endpoint, "port": url.port,
-            "blocks_port": self._blocks.port, "news_port": self._news.port, "host_nonce": self._nonce,
+            "blocks_port": self._blocks.port, "host_nonce": self._nonce,
         }  # fmt: skip
 
     def publish(self, publication: Publication, source: int) -> None:
@@ -164,11 +170,11 @@ class TransferAgent:
     def close(self) -> None:
         """Cuts everything. Idempotent."""
         self._closed = True
+        self._waiting.close()
         self._prover.close()
         self._blocks.close()
         self._deltas.clear()
         self._server.close()
-        self._news.close()
 
     # --- what is proved ---
 
@@ -197,6 +203,7 @@ class TransferAgent:
         self.recorder.add(
             PhaseRecord(name="prove", start_s=end_s - seconds, end_s=end_s, track=track, detail=str(version))
         )
+        self._waiting.changed()
         self._metrics.published(publication, source, proof_s=seconds)
         size_bytes = where.data_end - where.data_start
         _logger.info("version %s is published: %d bytes, proved in %.3f s", version, size_bytes, seconds)
@@ -213,7 +220,6 @@ class TransferAgent:
                 "delta": None if delta is None else facts_of(delta),
             }
         )  # fmt: skip
-        self._news.send("version", run_id=version.run_id, version=version.number)
 
     def _not_proved(self, version: Version, error: WeightSyncError) -> None:
         self._metrics.not_published()
@@ -229,9 +235,19 @@ class TransferAgent:
 
     # --- what is asked ---
 
-    async def _get_version(self) -> Response:
-        current = self._current
-        version = None if current is None else current.publication.manifest.version
+    async def _get_version(self, request: Request) -> Response:
+        after = asked_version(request)
+
+        def newest() -> Version | None:
+            current = self._current
+            return None if current is None else current.publication.manifest.version
+
+        def newer() -> bool:
+            now = newest()
+            return now is not None and (after is None or now.run_id != after.run_id or now.is_newer_than(after))
+
+        await self._waiting.until(newer, request, wait_s=asked_wait_s(request))
+        version = newest()
         return _json(
             AgentVersion(
                 model_id=self._config.model_id,
@@ -271,10 +287,18 @@ class TransferAgent:
                 "why_no_delta": self._deltas.why_none,
                 "deltas": [facts_of(stored) for stored in kept],
                 "full_sync_interval": self._config.full_sync_interval,
-                "news": self._news.endpoint,
                 "tls": self._config.certificate is not None,
             }
         )
+
+    async def _get_transfers(self, request: Request) -> Response:
+        after = asked_number(request)
+        if after > self._num_ended:  # of an agent before this one
+            after = 0
+        await self._waiting.until(lambda: self._num_ended > after, request, wait_s=asked_wait_s(request))
+        with self._lock:
+            ended = tuple(each for each in self._ended_last if each.number > after)
+            return _json(EndedTransfers(ended=ended, newest=self._num_ended))
 
     async def _get_metrics(self) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
@@ -321,13 +345,18 @@ class TransferAgent:
         name = "serve" if ok else "serve, ended early"
         track, who = self.recorder.track, transfer.receiver_id
         self.recorder.add(PhaseRecord(name=name, start_s=transfer.start_s, end_s=now_s(), track=track, detail=who))
-        self._news.send(
-            "done",
-            version=transfer.version.number,
-            run_id=transfer.version.run_id,
-            receiver=transfer.receiver_id,
-            ok=ok,
-        )
+        with self._lock:
+            self._num_ended += 1
+            self._ended_last.append(
+                EndedTransfer(
+                    number=self._num_ended,
+                    run_id=transfer.version.run_id,
+                    version=transfer.version.number,
+                    receiver_id=transfer.receiver_id,
+                    ok=ok,
+                )
+            )
+        self._waiting.changed()
         self._tell(
             {"event": "transfer", "version": transfer.version.number, "receiver": transfer.receiver_id, "ok": ok,
              "phases": self._phases()}

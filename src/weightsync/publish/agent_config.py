@@ -11,7 +11,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         model_id: the one model that it serves.
         host: where it listens; beyond loopback only with a token.
-        port, blocks_port, news_port: of HTTP, of the block server, of the announcements over ZMQ; 0: any.
+        port, blocks_port: of HTTP, of the block server; 0: any.
         advertise: host name that receivers reach it by; `host` where not given.
         token: bearer token.
         certificate, key: PEM files; HTTP and block server speak TLS then.
@@ -29,7 +29,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str = "127.0.0.1"
     port: int = 0
     blocks_port: int = 0
-    news_port: int = 0
     advertise: str | None = None
     token: str | None = None
     certificate: str | None = None

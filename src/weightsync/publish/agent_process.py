@@ -210,7 +210,6 @@ class AgentProcess:
             self._config,
             port=said["port"],
             blocks_port=said["blocks_port"],
-            news_port=said["news_port"],
             load_delta_codec=False,
         )
         self._started.set()

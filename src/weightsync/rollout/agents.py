@@ -79,9 +79,11 @@ class Agents:
         self._clients: dict[str, AgentClient] = {}
         self._registered: set[str] = set()
 
-    def newest(self, endpoint: str, *, timeout_s: float) -> Version | None:
-        """An agent's newest publication; None before the first."""
-        found = self.client(endpoint).get_version(timeout_s=timeout_s)
+    def newest(
+        self, endpoint: str, *, timeout_s: float, after: Version | None = None, wait_s: float = 0.0
+    ) -> Version | None:
+        """An agent's newest publication; None before the first. See `AgentClient.get_version`."""
+        found = self.client(endpoint).get_version(after=after, wait_s=wait_s, timeout_s=timeout_s)
         if found.run_id is None or found.version is None:
             return None
         return Version(run_id=found.run_id, number=found.version)

@@ -44,6 +44,7 @@ from weightsync.transfer.source import Arrived, Destination, RangedSource
 from weightsync.types import Deadline, Manifest, Version
 from weightsync.types.publication import MODES, DeltaBase, TransferGrant, Transport
 
+_SHORTEST_RETRY_S = 0.01
 _RETRY_S = 0.05
 _LONGEST_RETRY_S = 0.2
 _MARGIN_S = 2.0
@@ -127,9 +128,9 @@ class Puller:
         self._reading: set[RangedSource] = set()
         self._agents.client(self.endpoint)
 
-    def newest(self, *, timeout_s: float = CALL_S) -> Version | None:
-        """The agent's newest publication; None before the first."""
-        return self._agents.newest(self.endpoint, timeout_s=timeout_s)
+    def newest(self, *, timeout_s: float = CALL_S, after: Version | None = None, wait_s: float = 0.0) -> Version | None:
+        """The agent's newest publication; None before the first. See `AgentClient.get_version`."""
+        return self._agents.newest(self.endpoint, timeout_s=timeout_s, after=after, wait_s=wait_s)
 
     def pull(
         self,
@@ -187,6 +188,7 @@ class Puller:
                 ) from last
             attempts += 1
             wanted = None if at_least is None else at_least()
+            begun_s = now_s()
             try:
                 return self._attempt(deadline, wanted, progress, granted, attempts)
             except NoRoomError:
@@ -201,7 +203,9 @@ class Puller:
                 last = error
             if not self._stop.is_set():
                 retrying(last)
-            self._stop.wait(min(retry_s, deadline.remaining_s))
+            # from one attempt to the next: who has waited at the agent asks again at once
+            pause_s = max(_SHORTEST_RETRY_S, begun_s + retry_s - now_s())
+            self._stop.wait(min(pause_s, deadline.remaining_s))
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
         raise TransferAbortedError("this pull was cancelled", state_left="nothing was changed")
 
@@ -237,7 +241,7 @@ class Puller:
     ) -> Pulled:
         with contextlib.ExitStack() as stack:
             if at_least is not None and attempts > 1:  # who waits for a version takes no grant of the one before it
-                newest = self.newest(timeout_s=min(CALL_S, deadline.check("time to ask", peer=self.endpoint)))
+                newest = self._wait_for(at_least, deadline)
                 if newest is None:
                     raise StateError(f"nothing is published there yet, {at_least} was announced")
                 self._check_wanted(newest, at_least)
@@ -279,6 +283,12 @@ class Puller:
             how = "delta" if any(each.grant.delta is not None for each in granted.values()) else "full"
             with self.recorder.phase("pull", detail=f"{version}, {how}"):
                 return self._copied(granted, sources, deadline, progress, stack, attempts)
+
+    def _wait_for(self, at_least: Version, deadline: Deadline) -> Version | None:
+        """What is there: as soon as it is at least that version or of another run, else after a moment."""
+        before = None if at_least.number == 0 else Version(run_id=at_least.run_id, number=at_least.number - 1)
+        left_s = deadline.check("time to ask", peer=self.endpoint)
+        return self.newest(timeout_s=min(CALL_S, left_s), after=before, wait_s=min(_LONGEST_RETRY_S, left_s))
 
     def _grant(self, endpoint: str, version: Version | None, source: int | None, deadline: Deadline) -> TransferGrant:
         """A grant, for a delta where the staging holds what one can build on."""

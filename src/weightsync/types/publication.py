@@ -308,6 +308,35 @@ class AgentVersion(_Message, frozen=True, kw_only=True):
     life: str | None = None
 
 
+class EndedTransfer(_Message, frozen=True, kw_only=True):
+    """A transfer that an agent granted and that is over.
+
+    Attributes:
+        number: they rise by 1, from 1 on, for one agent process.
+        run_id, version: what was granted.
+        receiver_id: to whom.
+        ok: whether the receiver has said that it has everything.
+    """
+
+    number: int
+    run_id: str
+    version: int
+    receiver_id: str
+    ok: bool
+
+
+class EndedTransfers(_Message, frozen=True, kw_only=True):
+    """What `/get_transfers` answers.
+
+    Attributes:
+        ended: the last ones after the number that was asked for, in order.
+        newest: number of the last one that has ended; 0: none has.
+    """
+
+    ended: tuple[EndedTransfer, ...]
+    newest: int
+
+
 class NotifyRequest(_Message, frozen=True, kw_only=True):
     """Tells a rollout service of a new version.
 
@@ -409,6 +438,6 @@ def check_id(what: str, value: str) -> None:
 # See types.engine: msgspec has to learn its types before threads use them.
 for _kind in (
     RegisterRequest, TransferRequest, TransferGrant, FinishRequest, AgentVersion, NotifyRequest, RegisterSenderRequest,
-    ServiceStatus, Publication,
+    ServiceStatus, Publication, EndedTransfers,
 ):  # fmt: skip
     msgspec.json.Decoder(_kind)
