@@ -23,6 +23,7 @@ from weightsync.types.publication import (
     FinishRequest,
     Publication,
     RegisterRequest,
+    RenewRequest,
     SourceProof,
     TransferGrant,
     TransferRequest,
@@ -212,6 +213,14 @@ class AgentClient(JsonClient):
             NotRegisteredError: the receiver is not registered (an agent that was started again has forgotten it).
         """
         return self._published("POST", "/request_transfer", TransferGrant, message=request, timeout_s=timeout_s)
+
+    def renew_transfer(self, request: RenewRequest, *, timeout_s: float = 10.0) -> None:
+        """The receiver is at work: the transfer is not over for want of a reader.
+
+        Raises:
+            TransferAbortedError: it is over, in words why.
+        """
+        self.call("POST", "/renew_transfer", dict[str, Any], message=request, timeout_s=timeout_s)
 
     def finish_transfer(self, request: FinishRequest, *, timeout_s: float = 10.0) -> None:
         """The receiver's acknowledgement.

@@ -45,6 +45,7 @@ from weightsync.types.publication import (
     FinishRequest,
     Publication,
     RegisterRequest,
+    RenewRequest,
     SourceProof,
     TransferRequest,
     Transport,
@@ -58,6 +59,8 @@ _TELLS_OF_LINK_BYTES = 16 << 20
 """Smaller transfers tell how long a call takes, and not how fast the link is."""
 _NUM_SEGMENTS = 3
 _NUM_ENDED = 256
+_READ_BYTES_S = 1 << 20
+"""What a receiver reads of a publication in a second, at the least, before it can say that it is at work."""
 
 
 class _Served(Proved, frozen=True, kw_only=True):
@@ -65,10 +68,12 @@ class _Served(Proved, frozen=True, kw_only=True):
 
     Attributes:
         raw_publication, raw_proof: `publication` and `proof` as JSON.
+        said_bytes: of both.
     """
 
     raw_publication: msgspec.Raw
     raw_proof: msgspec.Raw
+    said_bytes: int
 
 
 class TransferAgent:
@@ -113,6 +118,7 @@ class TransferAgent:
             ("POST", "/register_receiver", self._register),
             ("POST", "/register_sglang_instance", self._register),
             ("POST", "/request_transfer", self._request_transfer),
+            ("POST", "/renew_transfer", self._renew_transfer),
             ("POST", "/finish_transfer", self._finish_transfer),
         ):
             self.app.add_api_route(path, handler, methods=[method])
@@ -198,6 +204,7 @@ class TransferAgent:
             proof=proof,
             raw_publication=msgspec.Raw(raw_publication),
             raw_proof=msgspec.Raw(raw_proof),
+            said_bytes=size_bytes,
         )
         end_s, track = now_s(), self.recorder.track
         self.recorder.add(
@@ -320,14 +327,20 @@ class TransferAgent:
         asked = decode(await request.body(), FinishRequest, what="the end of a transfer")
         known = await asyncio.to_thread(self._blocks.finish, asked.transfer_id, ok=asked.ok)
         if not known:
-            raise TransferAbortedError("this transfer is over: superseded, or nothing was read of it for too long")
+            raise TransferAbortedError(f"this transfer is over: {self._blocks.why_over(asked.transfer_id)}")
+        return _json({})
+
+    async def _renew_transfer(self, request: Request) -> Response:
+        asked = decode(await request.body(), RenewRequest, what="a renewal")
+        self._blocks.renew(asked.transfer_id)
         return _json({})
 
     def _grant(self, asked: TransferRequest) -> Response:
         if asked.receiver_id not in self._receivers:
             raise NotRegisteredError(f"receiver {asked.receiver_id!r} is not registered: POST /register_receiver first")
         served = self._published()
-        grant = self._grants.grant(asked, served)
+        take_up_s = self._config.take_up_s + served.said_bytes / _READ_BYTES_S
+        grant = self._grants.grant(asked, served, take_up_s=take_up_s)
         # a `TransferGrant`, of which the largest fields are encoded already
         return _json({**grant, "publication": served.raw_publication, "proof": served.raw_proof})
 

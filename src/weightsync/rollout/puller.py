@@ -38,6 +38,7 @@ from weightsync.rollout.delta_apply import Changed
 from weightsync.rollout.delta_pull import POSITION_BYTES, Read, apply_blobs, fetch_blobs, lay_out_patch, num_bytes
 from weightsync.rollout.pulled import Pulled, PulledPatch, check_whole, proved_manifest
 from weightsync.rollout.reading import Progress, Tally, all_at_once
+from weightsync.rollout.renewal import Renewal
 from weightsync.rollout.staging import Held, Staging, Target, TargetMap
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Arrived, Destination, RangedSource
@@ -250,6 +251,9 @@ class Puller:
             # by source: whom we asked, which is not always what the publication calls it, and what it answered
             granted = {first.source: Granted(endpoint=self.endpoint, grant=first)}
             stack.callback(self._agents.give_up, granted)
+            renewal = Renewal(self._agents, granted)
+            stack.callback(renewal.close)
+            renewal.start()
             publication = first.publication
             version = publication.manifest.version
             self._check_wanted(version, at_least)
@@ -275,6 +279,7 @@ class Puller:
             whole = all(part.box is None for part in publication.parts)
             mapped = sources.get(0)
             if len(granted) == 1 and isinstance(mapped, ShmSource) and whole and self._mode != "delta":
+                renewal.close()
                 with self.recorder.phase("pull", detail=f"{version}, mapped"):
                     return self._mapped(granted, mapped, stack, attempts)
             if not self._asked_for_codec and self._mode != "full":  # beside the bytes, which come in full at first
@@ -282,7 +287,12 @@ class Puller:
                 in_thread(_load_codec, name="weightsync-delta-codec")
             how = "delta" if any(each.grant.delta is not None for each in granted.values()) else "full"
             with self.recorder.phase("pull", detail=f"{version}, {how}"):
-                return self._copied(granted, sources, deadline, progress, stack, attempts)
+                try:
+                    return self._copied(granted, sources, deadline, _told_both(renewal, progress), stack, attempts)
+                except TransferAbortedError as error:
+                    if not self._stop.is_set() and (why := self._agents.why_over(granted)) is not None:
+                        raise TransferAbortedError(why, peer=error.peer, version=str(version)) from error
+                    raise
 
     def _wait_for(self, at_least: Version, deadline: Deadline) -> Version | None:
         """What is there: as soon as it is at least that version or of another run, else after a moment."""
@@ -329,7 +339,7 @@ class Puller:
         granted: dict[int, Granted],
         sources: Mapping[int, RangedSource],
         deadline: Deadline,
-        progress: Progress | None,
+        progress: Progress,
         stack: contextlib.ExitStack,
         attempts: int,
     ) -> Pulled:
@@ -454,6 +464,15 @@ class Puller:
             source.read(wanted, into, arrived, deadline=deadline)
         finally:
             self._reading.discard(source)
+
+
+def _told_both(renewal: Renewal, progress: Progress | None) -> Progress:
+    def moved(done: int, total: int) -> None:
+        renewal.moved()
+        if progress is not None:
+            progress(done, total)
+
+    return moved
 
 
 def _release(staging: Staging, patch: Segment | None) -> None:

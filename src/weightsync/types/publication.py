@@ -239,7 +239,7 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
         proof: what this agent has computed over its own source.
         transport: "shm" where the caller may map the segment.
         host, port: of the block server, for "tcp".
-        take_up_s: a transfer that nothing is read of for so long is over.
+        take_up_s: a transfer that is neither read nor renewed for so long is over.
         life: see `AgentVersion`.
         base: what `delta` builds on, as it was asked.
         delta: blobs that lead from `base` to this version, in order; none where `base` is this version. None: there is
@@ -280,6 +280,19 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
 def _check_transfer_id(transfer_id: str) -> None:
     if len(transfer_id) != 32 or set(transfer_id) - set("0123456789abcdef"):
         raise InvalidRequestError("a transfer_id has 32 hex digits")
+
+
+class RenewRequest(_Message, frozen=True, kw_only=True):
+    """The receiver is at work on a transfer, though it reads nothing yet.
+
+    Attributes:
+        transfer_id: as granted; of deltas that were granted together, one of them.
+    """
+
+    transfer_id: str
+
+    def __post_init__(self) -> None:
+        _check_transfer_id(self.transfer_id)
 
 
 class FinishRequest(_Message, frozen=True, kw_only=True):
@@ -438,6 +451,6 @@ def check_id(what: str, value: str) -> None:
 # See types.engine: msgspec has to learn its types before threads use them.
 for _kind in (
     RegisterRequest, TransferRequest, TransferGrant, FinishRequest, AgentVersion, NotifyRequest, RegisterSenderRequest,
-    ServiceStatus, Publication, EndedTransfers,
+    ServiceStatus, Publication, EndedTransfers, RenewRequest,
 ):  # fmt: skip
     msgspec.json.Decoder(_kind)

@@ -30,9 +30,9 @@ TOKEN = "a-token-for-tests-only"
 class Beside:
     """An agent, and what it tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.agent = TransferAgent(AgentConfig(model_id="m", token=TOKEN), self.events.put)
+        self.agent = TransferAgent(AgentConfig(model_id="m", token=TOKEN, **options), self.events.put)
         self.agent.start()
         self.segments: list[Segment] = []
 
