@@ -19,6 +19,7 @@ import time
 from types import TracebackType
 
 from weightsync.errors import SharedMemoryError
+from weightsync.types.process import closed_in_children, of_one_process
 
 _MAGIC = b"wsyncls1"
 _UNTIL, _HOLD, _SEEN = 1, 2, 3  # doubles behind the magic: end of the lease, end of a hold, see `renew`; 0: none
@@ -40,6 +41,7 @@ def _boot_mark() -> bytes:
         return bytes(8)
 
 
+@of_one_process
 class ServingLease:
     """The writer's side. Thread-safe. The file stays when the writer dies: engines refuse then, when it has run out.
 
@@ -72,6 +74,7 @@ class ServingLease:
                 raise
         except OSError as error:
             raise SharedMemoryError(f"the lease file {path} can't be made: {error}") from error
+        closed_in_children(self, ServingLease._forget)
         self._words = memoryview(self._map).cast("d")
         if self._map[_BOOT] != (mark := _boot_mark()):
             for word in (_UNTIL, _HOLD, _SEEN):
@@ -122,6 +125,11 @@ class ServingLease:
                 self._words.release()
                 self._map.close()
                 os.close(self._file)
+
+    def _forget(self) -> None:
+        """In a forked child: the lock on the file must end with the parent."""
+        if not self._map.closed:
+            os.close(self._file)
 
     def remove(self) -> None:
         """Closes it and deletes the file: engines that map it refuse for ever. Idempotent."""

@@ -37,6 +37,7 @@ from weightsync.publish.prover import Prover
 from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import PhaseRecord, Version
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import (
     MODES,
     AgentVersion,
@@ -76,6 +77,7 @@ class _Served(Proved, frozen=True, kw_only=True):
     said_bytes: int
 
 
+@of_one_process
 class TransferAgent:
     """Serves one model's publications from `start` to `close`. Document 3's endpoints, and a few more.
 

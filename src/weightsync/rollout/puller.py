@@ -43,6 +43,7 @@ from weightsync.rollout.staging import Held, Staging, Target, TargetMap
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Arrived, Destination, RangedSource
 from weightsync.types import Deadline, Manifest, Version
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import MODES, DeltaBase, TransferGrant, Transport
 
 _SHORTEST_RETRY_S = 0.01
@@ -63,6 +64,7 @@ def _load_codec() -> None:
         warm_up()
 
 
+@of_one_process
 class Puller:
     """Pulls versions of one model. One pull at a time.
 
