@@ -59,7 +59,8 @@ TOKEN = "a-token-for-tests-only"
 OTHER_TOKEN = "another-token-for-tests"
 PATHS = (
     ("GET", "/get_version"), ("GET", "/get_buffer_info"), ("GET", "/manifest"), ("GET", "/get_capabilities"),
-    ("GET", "/metrics"), ("POST", "/register_receiver"), ("POST", "/register_sglang_instance"),
+    ("GET", "/get_transfers"), ("GET", "/metrics"), ("POST", "/register_receiver"),
+    ("POST", "/register_sglang_instance"), ("POST", "/renew_transfer"),
     ("POST", "/request_transfer"), ("POST", "/finish_transfer"), ("GET", "/nothing/here"),
 )  # fmt: skip
 SERVICE_PATHS = (

@@ -25,6 +25,7 @@ from types import TracebackType
 
 from weightsync.errors import SharedMemoryError
 from weightsync.memory.owned import open_believed
+from weightsync.types.process import closed_in_children, of_one_process
 
 _MAGIC = b"wsyncls1"
 _FORM = struct.Struct("=8sddd8s")
@@ -52,6 +53,7 @@ def _boot_mark() -> bytes:
         return bytes(8)
 
 
+@of_one_process
 class ServingLease:
     """The writer's side. Thread-safe. The file stays when the writer dies: engines refuse then, when it has run out.
 
@@ -97,6 +99,7 @@ class ServingLease:
             until = hold = seen = 0.0
             _write(self._file, 0, _FORM.pack(_MAGIC, until, hold, seen, mark))
         self._words = {_UNTIL: until, _HOLD: hold, _SEEN: seen}
+        closed_in_children(self, ServingLease._forget)
 
     def renew(self, until_s: float, *, seen_s: float | None = None) -> None:
         """Engines may answer until then, by `boot_s`. A lease is never cut short by this, nor a hold ended.
@@ -144,6 +147,11 @@ class ServingLease:
                 except OSError as error:
                     _logger.warning("the lease %s is not revoked, it runs out by itself: %s", self.path, error)
                 os.close(self._file)
+
+    def _forget(self) -> None:
+        """In a forked child: the lock on the file must end with the parent."""
+        if not self._closed:
+            os.close(self._file)
 
     def remove(self) -> None:
         """Closes it and deletes the file: engines that have it open refuse for ever. Idempotent.

@@ -40,6 +40,7 @@ from weightsync.publish.ranks import TrainingRanks
 from weightsync.publish.standing import Named, StandingWeights, listed
 from weightsync.publish.weights import Weights, extractor_of
 from weightsync.types import Box, Deadline, PhaseRecord, TensorSpec, Version
+from weightsync.types.process import of_one_process
 
 BLOCK_BYTES = 4 << 20
 
@@ -50,6 +51,7 @@ _logger = logging.getLogger(__name__)
 Boxes = tuple[tuple[int, Box], ...]
 
 
+@of_one_process
 class WeightManager:
     """Every training rank makes one and calls its methods in the same order, between two steps.
 
