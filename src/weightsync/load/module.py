@@ -7,12 +7,13 @@ from typing import ClassVar
 
 import torch
 
+from weightsync.copying import unpack
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError, as_weightsync_error
 from weightsync.load.base import WeightLoader
 from weightsync.load.patching import Change, LivePatch, check_patchable, kernels
 from weightsync.load.spans import overlapping
-from weightsync.tensors import spec_of
-from weightsync.types import Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version
+from weightsync.tensors import PackedUpdates, spec_of, torch_dtype
+from weightsync.types import Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version, dtype_name
 
 
 class ModuleWeightLoader(WeightLoader):
@@ -92,6 +93,9 @@ class ModuleWeightLoader(WeightLoader):
     def load_weights(self, updates: Iterable[Update]) -> None:
         """See the base class."""
         self._open_bracket()
+        if isinstance(updates, PackedUpdates) and self._patch is None:
+            self._load_packed(updates)
+            return
         for update in updates:
             if isinstance(update, Full) and self._patch is None:
                 self._load_one(update)
@@ -230,24 +234,55 @@ class ModuleWeightLoader(WeightLoader):
 
     def _load_one(self, update: Full) -> None:
         name = update.name
-        live = self._target(name)
-        if live is None:
+        target = self._checked_target(name, update.tensor.dtype, update.tensor.shape)
+        if target is None:
             return
-        target = live if self._in_place else self._spare[name]
-        if update.tensor.dtype != target.dtype or update.tensor.shape != target.shape:
-            raise ManifestMismatchError(
-                f"got {update.tensor.dtype} {tuple(update.tensor.shape)}, the model has {target.dtype} "
-                f"{tuple(target.shape)}",
-                parameter=name,
-            )
-        self._loaded.add(name)  # from here on the target may be half-written
-        if self._in_place:
-            self._healthy = False  # until commit
+        self._writes((name,))
         try:
             with torch.no_grad():
                 target.copy_(update.tensor)
         except RuntimeError as error:
             raise LoadError(f"copying failed: {error}", parameter=name) from error
+
+    def _load_packed(self, updates: PackedUpdates) -> None:
+        """As `_load_one` of each, but nothing is written before all of them are checked."""
+        kinds = {name: torch_dtype(name) for name in set(updates.dtypes)}
+        names: list[str] = []
+        targets: list[torch.Tensor] = []
+        offsets: list[int] = []
+        for name, dtype, shape, offset in zip(
+            updates.names, updates.dtypes, updates.shapes, updates.offsets, strict=True
+        ):
+            target = self._checked_target(name, kinds[dtype], shape)
+            if target is not None:
+                names.append(name)
+                targets.append(target)
+                offsets.append(offset)
+        if len(set(names)) != len(names):
+            raise ManifestMismatchError("a tensor came twice in one chunk", parameter=names[0])
+        self._writes(names)
+        try:
+            unpack(updates.bucket, offsets, targets)
+        except RuntimeError as error:
+            raise LoadError(f"copying a chunk failed: {error}", parameter=updates.names[0]) from error
+
+    def _checked_target(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Where the bytes of an update belong; None where it is to be ignored."""
+        live = self._target(name)
+        if live is None:
+            return None
+        target = live if self._in_place else self._spare[name]
+        if dtype is not target.dtype or shape != target.shape:
+            raise ManifestMismatchError(
+                f"got {dtype} {tuple(shape)}, the model has {target.dtype} {tuple(target.shape)}", parameter=name
+            )
+        return target
+
+    def _writes(self, names: Iterable[str]) -> None:
+        """From here on the targets of these may be half-written."""
+        self._loaded.update(names)
+        if self._in_place:
+            self._healthy = False  # until commit
 
     def _match(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """The live tensor of each name, after every check; tied tensors may come under any of their names."""
@@ -312,10 +347,10 @@ def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _check_spec(spec: TensorSpec, tensor: torch.Tensor) -> None:
-    has = spec_of(spec.name, tensor)
     if spec.box is not None:
         raise ManifestMismatchError("a part of a tensor can't be loaded here", parameter=spec.name)
-    if (spec.dtype, spec.shape) != (has.dtype, has.shape):
+    if spec.dtype != dtype_name(tensor.dtype) or spec.shape != tensor.shape:
+        has = spec_of(spec.name, tensor)
         raise ManifestMismatchError(
             f"the trainer sends {spec.dtype} {spec.shape}, the engine's model has {has.dtype} {has.shape}"
             + (

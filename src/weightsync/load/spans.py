@@ -15,6 +15,8 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[t
         if tensor.numel() and tensor.layout == torch.strided:
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     for sharing in by_storage.values():
+        if len(sharing) == 1:
+            continue
         spans = sorted((_span(tensor), name, id(tensor)) for name, tensor in sharing)
         for ((_, end), name, one), ((start, _), other_name, other) in itertools.pairwise(spans):
             if start < end and one != other:
