@@ -5,8 +5,8 @@ tree as deep as a real one's, so that what is measured is the work a tensor and 
 float32 and an engine process in bfloat16 beside it, over HTTP, one torch thread each; the whole of `sync_weights`, with
 every check and digest on both sides.
 
-The row is in seconds, of the median sync from the second on, over a limit of 5 s: the ratio is seconds / 5. `detail` has
-the first sync, which plans and allocates, the seconds of a bare loop of `copy_` over the same tensors, and the same
+The row is in seconds, of the median sync from the second on, over a limit of 5 s: the ratio is seconds / 5. `detail`
+has the first sync, which plans and allocates, the seconds of a bare loop of `copy_` over the same tensors, and the same
 figures for packed_cuda_ipc.
 """
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError, as_weightsync_error
 from weightsync.extract.grouping import PlannedChunk, group_name, order_by_group, plan_chunks
 from weightsync.tensors import torch_dtype
-from weightsync.types import Box, HeldTensor, TensorSpec, WeightChunk, dtype_name, target_dtype
+from weightsync.types import Box, HeldTensor, TensorSpec, TensorTable, WeightChunk, dtype_name, target_dtype
 from weightsync.types.dtypes import CASTABLE, ITEMSIZE_BYTES
 
 
@@ -76,7 +76,7 @@ class WeightExtractor(abc.ABC):
         live = self._live(self._named_tensors())
         order = list(live) if self._group_of is None else order_by_group(list(live), self._group_of)
         self._specs = tuple(self._describe(name, live[name]) for name in order)
-        self._metadata: dict[str | None, tuple[TensorSpec, ...]] = {}
+        self._metadata: dict[str | None, TensorTable] = {}
         self._plans: dict[str | None, tuple[tuple[TensorSpec, ...], tuple[PlannedChunk, ...]]] = {}
         self._sharded_locally = all(self._can_shard(tensor) for tensor in live.values())
         for glob in self._overrides:
@@ -96,7 +96,7 @@ class WeightExtractor(abc.ABC):
         """
         wanted = None if dtype is None else _castable(dtype)
         if wanted not in self._metadata:
-            self._metadata[wanted] = tuple(
+            self._metadata[wanted] = TensorTable.of(
                 TensorSpec(name=spec.name, dtype=self._target(spec, wanted), shape=spec.shape) for spec in self._specs
             )
         return self._metadata[wanted]
@@ -217,8 +217,8 @@ class WeightExtractor(abc.ABC):
             raise UnsupportedError(f"a tensor of dtype {tensor.dtype} can't be extracted", parameter=name)
 
     def _at_a_glance(self, tensor: torch.Tensor) -> bool:
-        """Whether its type, dtype and shape, together with this answer, say all that `_check` and `_shape` look at: then
-        one that is as it was need not be checked again."""
+        """Whether type, dtype, shape and this answer say all that `_check` and `_shape` look at: a tensor that is as it
+        was need not be checked again then."""
         return False
 
     def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:

@@ -149,8 +149,8 @@ class IpcTransferReceiver(WeightTransferReceiver):
         handles: Sequence[MemoryHandle],
         opened: list[MemoryHandle],
     ) -> list[torch.Tensor]:
-        """Opens a chunk's tensors (of a patch: all positions, then all values; of a packed chunk its bucket alone). Adds
-        to `opened` what has to be let go of with the chunk, also when it fails."""
+        """Opens a chunk's tensors (of a patch: all positions, then all values; of a packed chunk its bucket alone).
+        Adds to `opened` what has to be let go of with the chunk, also when it fails."""
         if isinstance(request, PatchWeightUpdateRequest):
             return [borrower.open(handle, keep=True) for handle in handles]
         if isinstance(request, PackedCudaIpcWeightUpdateRequest):

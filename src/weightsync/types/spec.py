@@ -60,7 +60,6 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         box: the part held by `source`; None means the whole tensor.
         source: index of the source (one agent a trainer host); 0 where there is one.
         offset: first byte of the held part within the source, in bytes.
-        digest: digest of the held part's bytes (`codec.digest.tensor_digest`), None where not known yet.
     """
 
     name: str
@@ -69,7 +68,6 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     box: Box | None = None
     source: int = 0
     offset: int = 0
-    digest: str | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
