@@ -1,7 +1,7 @@
 """Copies between many tensors and one buffer: small tensors of host memory in one compiled call, the rest by torch.
 
-One `copy_` costs a microsecond, and the views that it needs cost three: half a second for 100,000 tensors, however small
-they are. Large ones stay torch's, which copies them on all cores.
+One `copy_` costs a microsecond, and the views that it needs cost three: half a second for 100,000 tensors, however
+small they are. Large ones stay torch's, which copies them on all cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def pack(tensors: Sequence[torch.Tensor], offsets: Sequence[int], bucket: torch.
     for index in rest:
         tensor, offset = tensors[index], offsets[index]
         if tensor.numel():
-            bucket[offset : offset + tensor.nbytes].copy_(byte_view(tensor.contiguous()))
+            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            bucket[offset : offset + plain.nbytes].copy_(byte_view(plain))
 
 
 @torch.no_grad()

@@ -320,7 +320,7 @@ def _short_chunk(request: AnyUpdateRequest, layout: Layout) -> CompactBroadcast 
 
 
 def _whole_chunk(chunk: CompactBroadcast | CompactPackedIpc, layout: Layout) -> AnyUpdateRequest:
-    if not (0 <= chunk.first and 1 <= chunk.num_tensors <= len(layout.tensors) - chunk.first):
+    if not (chunk.first >= 0 and 1 <= chunk.num_tensors <= len(layout.tensors) - chunk.first):
         raise InvalidRequestError(
             f"a chunk of {chunk.num_tensors} tensors from number {chunk.first} on is not one of the layout's "
             f"{len(layout.tensors)}"

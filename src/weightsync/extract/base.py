@@ -17,6 +17,9 @@ from weightsync.tensors import torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, TensorTable, WeightChunk, dtype_name, target_dtype
 from weightsync.types.dtypes import CASTABLE, ITEMSIZE_BYTES
 
+CHUNK_BYTES = 64 << 20
+"""Large enough that what a chunk costs by itself is nothing beside its bytes, small enough for two buckets of it."""
+
 
 class WeightExtractor(abc.ABC):
     """Hands out a trainer's weights under the engine's names, in the engine's dtype.
@@ -61,7 +64,7 @@ class WeightExtractor(abc.ABC):
         model: torch.nn.Module,
         *,
         group_by_module: bool = False,
-        chunk_bytes: int | None = None,
+        chunk_bytes: int | None = CHUNK_BYTES,
         name_map: Callable[[str], str | None] | None = None,
         dtype_overrides: Mapping[str, str] | None = None,
     ) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,7 +11,7 @@ from weightsync.copying import unpack
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError, as_weightsync_error
 from weightsync.load.base import WeightLoader
 from weightsync.load.patching import Change, LivePatch, check_patchable, kernels
-from weightsync.load.spans import overlapping
+from weightsync.load.spans import overlapping, share_storage
 from weightsync.tensors import PackedUpdates, spec_of, torch_dtype
 from weightsync.types import Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version, dtype_name
 
@@ -52,6 +52,7 @@ class ModuleWeightLoader(WeightLoader):
         self._healthy = True
         self._manifest: Manifest | None = None
         self._placed: dict[str, torch.Tensor] = {}  # manifest name -> live tensor
+        self._specs: Mapping[str, TensorSpec] = {}  # of the same
         self._spare: dict[str, torch.Tensor] = {}  # manifest name -> the other set
         self._loaded: set[str] = set()
         self._ignored: frozenset[str] = frozenset()
@@ -67,9 +68,10 @@ class ModuleWeightLoader(WeightLoader):
 
     def begin(self, manifest: Manifest) -> None:
         """See the base class."""
-        placed = self._match_closed(manifest)
+        modules = list(_walked(self._module))
+        placed = self._match_closed(manifest, modules)
         if not self._in_place:
-            _refuse_aliases(self._module, placed)
+            _refuse_aliases(modules, placed)
             self._spare = {
                 name: spare
                 if (spare := self._spare.get(name)) is not None and _same_kind(spare, live)
@@ -80,7 +82,7 @@ class ModuleWeightLoader(WeightLoader):
 
     def begin_patch(self, manifest: Manifest) -> None:
         """See the base class."""
-        placed = self._match_closed(manifest)
+        placed = self._match_closed(manifest, list(_walked(self._module)))
         if not self._healthy:
             raise StateError("what is live is half-loaded: load it in full", version=str(manifest.version))
         for name, live in placed.items():
@@ -128,10 +130,13 @@ class ModuleWeightLoader(WeightLoader):
         if self._ignored:
             raise UnsupportedError(f"the loader was told to ignore {', '.join(sorted(self._ignored)[:3])}")
         staged = self._verified and not self._in_place and self._patch is None
-        placed = self._placed or _named_tensors(self._module)
+        placed = self._placed or _named_tensors(list(_walked(self._module)))
         for name, live in placed.items():
             tensor = self._spare[name] if staged else live
-            yield HeldTensor(spec=spec_of(name, tensor), box=None, tensor=tensor.detach())
+            spec = self._specs.get(name)
+            if spec is None or spec.dtype != dtype_name(tensor.dtype) or spec.shape != tensor.shape:
+                spec = spec_of(name, tensor)
+            yield HeldTensor(spec=spec, box=None, tensor=tensor.detach())
 
     def commit(self, version: Version) -> None:
         """See the base class."""
@@ -195,14 +200,15 @@ class ModuleWeightLoader(WeightLoader):
             ) from error
         self._healthy = True
 
-    def _match_closed(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def _match_closed(self, manifest: Manifest, modules: _Modules) -> dict[str, torch.Tensor]:
         if self._manifest is not None:
             raise StateError("a load is under way: commit or abort it first", version=str(self._manifest.version))
-        return self._match(manifest)
+        return self._match(manifest, _named_tensors(modules))
 
     def _open(self, manifest: Manifest, placed: dict[str, torch.Tensor], patch: LivePatch | None) -> None:
         self.settle()
         self._placed = placed
+        self._specs = manifest.by_name()
         self._ignored = self._ignore.intersection(spec.name for spec in manifest.tensors)
         self._loaded = set()
         self._verified = False
@@ -284,9 +290,8 @@ class ModuleWeightLoader(WeightLoader):
         if self._in_place:
             self._healthy = False  # until commit
 
-    def _match(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def _match(self, manifest: Manifest, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The live tensor of each name, after every check; tied tensors may come under any of their names."""
-        live = _named_tensors(self._module)
         placed: dict[str, torch.Tensor] = {}
         taken: dict[int, str] = {}
         for spec in manifest.tensors:
@@ -311,28 +316,58 @@ class ModuleWeightLoader(WeightLoader):
         return placed
 
 
-def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+_Modules = Sequence[tuple[str, torch.nn.Module]]
+"""Modules by every path that leads to them, as `named_modules(remove_duplicate=False)` gives them."""
+
+_OWN = frozenset(vars(torch.nn.Module()))
+"""What every module has; no tensor among them."""
+
+
+def _walked(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """As `_Modules`, without a generator for each level of the model."""
+    waiting = [("", root)]
+    while waiting:
+        path, module = waiting.pop()
+        yield path, module
+        if module._modules:
+            start = f"{path}." if path else ""
+            waiting += [
+                (start + name, child) for name, child in reversed(module._modules.items()) if child is not None
+            ]
+
+
+def _named_tensors(modules: _Modules) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by every name they have, tied ones under each."""
-    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    for path, child in module.named_modules(remove_duplicate=False):
-        for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
+    found: dict[str, torch.Tensor] = {}
+    for path, child in modules:
+        start = f"{path}." if path else ""
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                found[start + name] = parameter
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                found[start + name] = buffer
     return found
 
 
-def _refuse_aliases(module: torch.nn.Module, placed: dict[str, torch.Tensor]) -> None:
+def _refuse_aliases(modules: _Modules, placed: dict[str, torch.Tensor]) -> None:
     """Refuses to swap a tensor whose memory another tensor of the module looks into (q, k, v as views of one fused
     tensor, say): after the swap the other one would go on with the old weights, and no digest would see it.
 
     Looks at parameters, buffers and tensors kept as plain attributes. A view kept elsewhere is not seen.
     """
+    others: list[tuple[str, dict[str, Any]]] = []
+    for path, child in modules:
+        facts = vars(child)
+        others += [(path, child._parameters), (path, child._buffers)]
+        if len(facts) > len(_OWN) or not _OWN.issuperset(facts):
+            others.append((path, {name: value for name, value in facts.items() if isinstance(value, torch.Tensor)}))
+    tensors = {id(value): value for _, held in others for value in held.values() if value is not None}
+    if not share_storage(tensors.values()):
+        return
     swapped = {id(tensor) for tensor in placed.values()}
-    others: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
-    others += list(module.named_buffers(remove_duplicate=False))
-    for path, child in module.named_modules(remove_duplicate=False):
-        others += [(f"{path}.{name}", value) for name, value in vars(child).items() if isinstance(value, torch.Tensor)]
-    for (name, one), (other_name, other) in overlapping(others):
+    named = [(f"{path}.{name}", value) for path, held in others for name, value in held.items() if value is not None]
+    for (name, one), (other_name, other) in overlapping(named):
         if one in swapped or other in swapped:
             raise UnsupportedError(
                 f"{name} and {other_name} share memory: swapping one would leave the other on old weights; use "

@@ -8,6 +8,12 @@ from collections.abc import Iterable, Iterator
 import torch
 
 
+def share_storage(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any two of them may lie in one storage; False says that none overlap. Each is given once."""
+    strided = [tensor for tensor in tensors if tensor.layout == torch.strided and tensor.numel()]
+    return len({tensor.untyped_storage().data_ptr() for tensor in strided}) < len(strided)
+
+
 def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
     """Pairs of neighbours, (name, id) each, that are not one tensor and whose spans of one storage overlap."""
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
