@@ -76,7 +76,7 @@ class WeightExtractor(abc.ABC):
         self._name_map = name_map
         self._overrides = {glob: _castable(wanted) for glob, wanted in (dtype_overrides or {}).items()}
         self._prepare()
-        live = self._live(self._named_tensors())
+        live, self._glances = self._live(self._named_tensors())
         order = list(live) if self._group_of is None else order_by_group(list(live), self._group_of)
         self._specs = tuple(self._describe(name, live[name]) for name in order)
         self._metadata: dict[str | None, TensorTable] = {}
@@ -259,8 +259,11 @@ class WeightExtractor(abc.ABC):
 
     # The rest is private.
 
-    def _live(self, named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The model's tensors as they are now, checked, by engine-side name."""
+    def _live(
+        self, named: Sequence[tuple[str, torch.Tensor]]
+    ) -> tuple[dict[str, torch.Tensor], list[_Glance] | None]:
+        """The model's tensors as they are now, checked, by engine-side name; and what a glance at them tells, where it
+        tells all."""
         live: dict[str, torch.Tensor] = {}
         origin: dict[str, str] = {}
         glances: list[_Glance] | None = []
@@ -281,8 +284,7 @@ class WeightExtractor(abc.ABC):
             live[engine_name] = tensor
         if not live:
             raise ExtractError("the model has no tensors to extract (or name_map drops all of them)")
-        self._glances = glances
-        return live
+        return live, glances
 
     def _live_as_before(self, named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
         """As `_live`, where every tensor is of the kind that was checked last; None where one has to be looked at."""
@@ -307,7 +309,7 @@ class WeightExtractor(abc.ABC):
         known = self._live_as_before(named)
         if known is not None:
             return known
-        live = self._live(named)
+        live, glances = self._live(named)
         for spec in self._specs:
             tensor = live.get(spec.name)
             if tensor is None or dtype_name(tensor.dtype) != spec.dtype or self._shape(tensor) != spec.shape:
@@ -320,6 +322,7 @@ class WeightExtractor(abc.ABC):
         if len(live) != len(self._specs):
             extra = next(iter(live.keys() - {spec.name for spec in self._specs}))
             raise ExtractError("the model has a new tensor; make a new extractor", parameter=extra)
+        self._glances = glances
         return live
 
     def _describe(self, name: str, tensor: torch.Tensor) -> TensorSpec:
