@@ -6,9 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from weightsync.codec.base import Codec, Decoder, Encoder
 from weightsync.codec.digest import tensor_digest, tensor_digests
+from weightsync.codec.packed import packed_digests
 from weightsync.errors import DigestMismatchError, InvalidRequestError, UnsupportedError
-from weightsync.tensors import spec_of
-from weightsync.types import Full, Manifest, PatchBase, TensorSpec, Update, WeightChunk
+from weightsync.tensors import PackedUpdates
+from weightsync.types import Full, Manifest, PatchBase, Update, WeightChunk, dtype_name
+from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
+
+_Received = tuple[str, tuple[int, ...], bytes]
+"""Dtype, shape and digest of a tensor that came."""
 
 
 class FullEncoder(Encoder):
@@ -40,7 +45,7 @@ class FullDecoder(Decoder):
     """Passes updates through. A tensor's digest is taken before it is handed on: its memory is only borrowed."""
 
     def __init__(self) -> None:
-        self._received: dict[str, TensorSpec] = {}
+        self._received: dict[str, _Received] = {}
 
     def decode(self, updates: Iterable[Update]) -> Iterator[Update]:
         """See `Decoder.decode`.
@@ -49,50 +54,61 @@ class FullDecoder(Decoder):
             UnsupportedError: a Patch came, which only a delta has.
             InvalidRequestError: a tensor came twice. Updates before it were handed on.
         """
+        if not isinstance(updates, PackedUpdates):
+            return self._decode_each(updates)
+        digests = packed_digests(updates.bucket, updates.offsets, updates.sizes)
+        for name, dtype, shape, digest in zip(updates.names, updates.dtypes, updates.shapes, digests, strict=True):
+            self._note(name, (dtype, shape, digest))
+        return updates
+
+    def _decode_each(self, updates: Iterable[Update]) -> Iterator[Update]:
         for update in updates:
             if not isinstance(update, Full):
                 raise UnsupportedError("the full codec takes whole tensors, got a patch", parameter=update.name)
-            if update.name in self._received:
-                raise InvalidRequestError("the tensor came twice", parameter=update.name)
-            spec = spec_of(update.name, update.tensor)
-            self._received[update.name] = TensorSpec(
-                name=spec.name, dtype=spec.dtype, shape=spec.shape, digest=tensor_digest(update.tensor)
-            )
+            tensor = update.tensor
+            digest = packed_digest(tensor_digest(tensor))
+            self._note(update.name, (dtype_name(tensor.dtype), tuple(tensor.shape), digest))
             yield update
+
+    def _note(self, name: str, received: _Received) -> None:
+        if self._received.setdefault(name, received) is not received:
+            raise InvalidRequestError("the tensor came twice", parameter=name)
 
     def check(self, manifest: Manifest) -> None:
         """See `Decoder.check`; names the first tensor, in the manifest's order, that is not as published.
 
         Raises:
             DigestMismatchError: a tensor differs in bytes, dtype or shape, did not come, or is not in the manifest.
-            InvalidRequestError: the manifest lacks a digest, so nothing can be proved.
+            InvalidRequestError: the manifest lacks the digests, so nothing can be proved.
         """
         version = str(manifest.version)
-        for spec in manifest.tensors:
-            if spec.digest is None:
-                raise InvalidRequestError("the manifest has no digest", parameter=spec.name, version=version)
+        digests = manifest.digests
+        if digests is None:
+            raise InvalidRequestError("the manifest has no digests", version=version)
+        for index, spec in enumerate(manifest.tensors):
             got = self._received.get(spec.name)
+            published = digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)]
+            if got is not None and got[2] == published and got[0] == spec.dtype and got[1] == spec.shape:
+                continue
             if got is None:
                 raise DigestMismatchError(
                     "the tensor was published and did not come", parameter=spec.name, version=version
                 )
-            if (got.dtype, got.shape) != (spec.dtype, spec.shape):
+            if got[:2] != (spec.dtype, spec.shape):
                 raise DigestMismatchError(
-                    f"the tensor came as {got.dtype} {got.shape} and was published as {spec.dtype} {spec.shape}",
+                    f"the tensor came as {got[0]} {got[1]} and was published as {spec.dtype} {spec.shape}",
                     parameter=spec.name,
                     version=version,
                 )
-            if got.digest != spec.digest:
-                raise DigestMismatchError(
-                    "the bytes that came are not those that were published",
-                    parameter=spec.name,
-                    version=version,
-                    published=spec.digest,
-                    received=got.digest,
-                )
-        published = manifest.by_name()
-        extra = next((name for name in self._received if name not in published), None)
-        if extra is not None:
+            raise DigestMismatchError(
+                "the bytes that came are not those that were published",
+                parameter=spec.name,
+                version=version,
+                published=written_digest(published, 0),
+                received=written_digest(got[2], 0),
+            )
+        if len(self._received) != len(manifest.tensors):
+            extra = next(iter(self._received.keys() - manifest.by_name().keys()))
             raise DigestMismatchError("a tensor came that was not published", parameter=extra, version=version)
 
 
