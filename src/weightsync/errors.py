@@ -90,6 +90,13 @@ class InvalidRequestError(WeightSyncError):
     http_status = 422
 
 
+class UnknownLayoutError(WeightSyncError):
+    """A message names a list of tensors by its digest alone, and the receiver does not have it. Nothing was changed;
+    the sender says it in full."""
+
+    http_status = 409
+
+
 class VersionError(WeightSyncError):
     """Versions of different runs were compared, or a version went backwards within its run."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -21,20 +21,15 @@ import xxhash
 
 from weightsync.codec.threads import map_all, num_workers
 from weightsync.errors import InvalidRequestError, ManifestMismatchError, MissingDependencyError
-from weightsync.many import addresses, are_plain, copy_runs, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
 from weightsync.tensors import byte_array
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
-from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
 
 PIECE_BYTES = 16 << 20
 """What one thread copies at a time where a tensor is not contiguous host memory: the bound on extra memory."""
 
 _SMALL_BYTES = 1 << 20
 """Work below this is not worth another thread."""
-
-_GATHERED = 64
-"""From so many small tensors on it is worth a compiled loop to lay them side by side."""
 
 _MASK = (1 << 64) - 1
 _MODEL_PREFIX = "wsd1:"
@@ -87,76 +82,17 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """`tensor_digest` of each, by name, in the mapping's order, on all cores."""
-    packed = packed_digests(list(tensors.values()))
-    return {name: written_digest(packed, index) for index, name in enumerate(tensors)}
-
-
-def packed_digests(tensors: Sequence[torch.Tensor]) -> bytes:
-    """The 16 bytes of `tensor_digest` of each, one behind the other, on all cores."""
-    large = [index for index, tensor in enumerate(tensors) if tensor.nbytes > _SMALL_BYTES]
-    if not large:
-        return b"".join(map_all(_digests_of_small, _batches(tensors)))
-    found = {
-        index: packed_digest(digest)
-        for index, digest in zip(
-            sorted(large, key=lambda index: -tensors[index].nbytes),
-            map_all(tensor_digest, sorted((tensors[index] for index in large), key=lambda tensor: -tensor.nbytes)),
-            strict=True,
-        )
-    }
-    small = [index for index in range(len(tensors)) if index not in found]
-    packed = b"".join(map_all(_digests_of_small, _batches([tensors[index] for index in small])))
-    for place, index in enumerate(small):
-        found[index] = packed[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)]
-    return b"".join([found[index] for index in range(len(tensors))])
-
-
-def digests_of_runs(memory: memoryview, offsets: Sequence[int], sizes_bytes: Sequence[int]) -> bytes:
-    """The 16 bytes of `tensor_digest` of each run of bytes, on all cores.
-
-    Args:
-        memory: where they lie.
-        offsets, sizes_bytes: of each run.
-    """
-    total_bytes, step = sum(sizes_bytes), max(64, -(-len(offsets) // num_workers()))
-    if total_bytes < _SMALL_BYTES:
-        step = len(offsets) or 1
-
-    def some(start: int) -> bytes:
-        digest, pairs = xxhash.xxh3_128_digest, zip(offsets[start : start + step], sizes_bytes[start : start + step])
-        return b"".join([digest(memory[offset : offset + size]) for offset, size in pairs])
-
-    return b"".join(map_all(some, range(0, len(offsets), step)))
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-    """Consecutive ones, of so many bytes together that a thread is worth it."""
-    batch: list[torch.Tensor] = []
-    room_bytes = _SMALL_BYTES
-    for tensor in tensors:
-        batch.append(tensor)
-        room_bytes -= tensor.nbytes
-        if room_bytes <= 0:
-            yield batch
-            batch, room_bytes = [], _SMALL_BYTES
-    if batch:
-        yield batch
-
-
-def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
-    """`packed_digests` on the caller's thread: gathered by one compiled loop, so that none of them needs a view."""
-    if len(tensors) < _GATHERED or not are_plain(tensors):
-        return b"".join([packed_digest(tensor_digest(tensor)) for tensor in tensors])
-    sizes = sizes_bytes(tensors)
-    ends = np.cumsum(sizes)
-    gathered = np.empty(int(ends[-1]), np.uint8)
-    copy_runs(gathered.ctypes.data + ends - sizes, addresses(tensors), sizes)
-    memory, digest, start = memoryview(gathered), xxhash.xxh3_128_digest, 0
-    found = []
-    for end in ends.tolist():
-        found.append(digest(memory[start:end]))
-        start = end
-    return b"".join(found)
+    groups: list[list[str]] = []
+    room_bytes = -1
+    for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):  # large ones first, small ones together
+        if tensors[name].nbytes > room_bytes:
+            groups.append([])
+            room_bytes = _SMALL_BYTES
+        groups[-1].append(name)
+        room_bytes -= tensors[name].nbytes
+    found = map_all(lambda names: {name: tensor_digest(tensors[name]) for name in names}, groups)
+    by_name = {name: digest for part in found for name, digest in part.items()}
+    return {name: by_name[name] for name in tensors}
 
 
 def shard_sum(held: HeldTensor) -> ShardSum:

@@ -12,10 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor, training_rank
 from weightsync.module_walk import Held, ModuleTensors
+from weightsync.plan.boxes import whole_box
 from weightsync.types import Box
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path components that torch's wrappers insert (compile, activation checkpointing, FSDP)."""
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
+"""Types that say all of themselves."""
 
 
 class ModuleWeightExtractor(WeightExtractor):
@@ -50,8 +55,17 @@ class ModuleWeightExtractor(WeightExtractor):
         if name.endswith("_flat_param"):
             raise UnsupportedError("FSDP1's flat parameters can't be extracted: use fully_shard", parameter=name)
 
+    def _at_a_glance(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) in _PLAIN
+            and tensor.layout is torch.strided
+            and not tensor.is_meta
+            and not hasattr(tensor, "ds_shape")
+        )
+
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.detach().to(dtype).contiguous()
+        whole = tensor.detach() if tensor.dtype is dtype else tensor.to(dtype)
+        return whole if whole.is_contiguous() else whole.contiguous()
 
     def _can_shard(self, tensor: torch.Tensor) -> bool:
         return True
@@ -59,7 +73,7 @@ class ModuleWeightExtractor(WeightExtractor):
     def _local_part(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | None:
         if training_rank() != 0:
             return None
-        return Box(offset=(0,) * tensor.dim(), shape=tuple(tensor.shape)), tensor
+        return whole_box(tuple(tensor.shape)), tensor
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

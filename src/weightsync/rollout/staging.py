@@ -20,6 +20,7 @@ from weightsync.plan.boxes import box_runs, whole_box
 from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.tensors import tensor_from_bytes
 from weightsync.types import Manifest, TensorSpec, Version
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import Source
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -89,6 +90,7 @@ class Target:
         return tensor_from_bytes(flat, dtype=place.dtype, shape=place.shape)
 
 
+@of_one_process
 class Staging:
     """Holds one segment from pull to pull. One pull at a time; closed by its owner."""
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from weightsync.copying import pack
 from weightsync.errors import (
     DeadlineExceededError,
     GroupJoinError,
@@ -31,7 +32,7 @@ from weightsync.errors import (
 )
 from weightsync.observe import now_s
 from weightsync.plan.buckets import BucketLayout, plan_bucket
-from weightsync.tensors import byte_view, tensor_from_bytes
+from weightsync.tensors import PackedUpdates
 from weightsync.transfer.base import (
     RecordPhase,
     WeightTransferReceiver,
@@ -44,7 +45,6 @@ from weightsync.types import (
     BroadcastWeightUpdateRequest,
     Deadline,
     EngineReply,
-    Full,
     InferenceEngineClient,
     PhaseRecord,
     TorchDistributedWeightSyncInitInfo,
@@ -216,9 +216,7 @@ class BroadcastTransferSender(WeightTransferSender):
 
     def _pack(self, chunk: WeightChunk, layout: BucketLayout, seq: int) -> torch.Tensor:
         bucket = _grown(self._buckets, seq % NUM_BUCKETS, layout.total_bytes, self._group.device)
-        for tensor, offset in zip(chunk.tensors, layout.offsets, strict=True):
-            if tensor.numel():
-                bucket[offset : offset + tensor.nbytes].copy_(byte_view(tensor.contiguous()))
+        pack(chunk.tensors, layout.offsets, bucket)
         if bucket.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return bucket
@@ -260,7 +258,14 @@ class BroadcastTransferReceiver(WeightTransferReceiver):
         except BaseException:
             self._free[index].set()
             raise
-        return self._unpack(request, bucket)
+        return PackedUpdates(
+            names=request.names,
+            dtypes=request.dtypes,
+            shapes=request.shapes,
+            offsets=request.offsets,
+            sizes=request.tensor_bytes(),
+            bucket=bucket,
+        )
 
     def release(self, request: WeightUpdateRequest) -> None:
         """See the base class."""
@@ -270,13 +275,6 @@ class BroadcastTransferReceiver(WeightTransferReceiver):
         """See the base class."""
         self._group.close()
         self._buckets = [None] * NUM_BUCKETS
-
-    @staticmethod
-    def _unpack(request: BroadcastWeightUpdateRequest, bucket: torch.Tensor) -> Iterator[Update]:
-        for name, dtype, shape, offset, nbytes in zip(
-            request.names, request.dtypes, request.shapes, request.offsets, request.tensor_bytes(), strict=True
-        ):
-            yield Full(name=name, tensor=tensor_from_bytes(bucket[offset : offset + nbytes], dtype=dtype, shape=shape))
 
 
 class _Mover:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.copying import SMALL_BYTES, pack
 from weightsync.many import Int64s, copy_runs
 from weightsync.tensors import byte_array
 
@@ -42,7 +43,12 @@ class Copier:
         target = bucket.numpy()
         batches: list[list[_Copy]] = []
         room = 0
-        for tensor, offset in zip(tensors, offsets, strict=True):
+        large = [index for index, tensor in enumerate(tensors) if tensor.nbytes > SMALL_BYTES]
+        if len(large) < len(tensors):
+            small = [index for index, tensor in enumerate(tensors) if tensor.nbytes <= SMALL_BYTES]
+            pack([tensors[index] for index in small], [offsets[index] for index in small], bucket)
+        for index in large:
+            tensor, offset = tensors[index], offsets[index]
             source = byte_array(tensor.detach().contiguous())
             for start in range(0, source.size, _PIECE_BYTES):
                 piece = source[start : start + _PIECE_BYTES]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from weightsync.errors import InvalidRequestError, TransferAbortedError, UnsupportedError
-from weightsync.tensors import tensor_from_bytes
+from weightsync.tensors import PackedUpdates, tensor_from_bytes
 from weightsync.transfer.base import WeightTransferReceiver
 from weightsync.transfer.ipc_cuda import CudaBorrower
 from weightsync.transfer.ipc_handles import MemoryBorrower, ShmBorrower
@@ -54,7 +54,7 @@ class IpcTransferReceiver(WeightTransferReceiver):
         self._closed = False
         self._given_back = False
 
-    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterable[Update]:
+    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterator[Update]:
         """See the base class. The updates are views of the trainer's memory: they must not be written.
 
         Raises:
@@ -81,6 +81,15 @@ class IpcTransferReceiver(WeightTransferReceiver):
         except BaseException:
             self.release(request)
             raise
+        if isinstance(request, PackedCudaIpcWeightUpdateRequest):
+            return PackedUpdates(
+                names=request.names,
+                dtypes=request.dtypes,
+                shapes=request.shapes,
+                offsets=request.offsets,
+                sizes=request.sizes,
+                bucket=parts[0],
+            )
         return _updates(request, parts)
 
     def release(self, request: WeightUpdateRequest) -> None:
@@ -140,8 +149,8 @@ class IpcTransferReceiver(WeightTransferReceiver):
         handles: Sequence[MemoryHandle],
         opened: list[MemoryHandle],
     ) -> list[torch.Tensor]:
-        """Opens a chunk's tensors (of a patch: all positions, then all values). Adds to `opened` what has to be let go
-        of with the chunk, also when it fails."""
+        """Opens a chunk's tensors (of a patch: all positions, then all values; of a packed chunk its bucket alone).
+        Adds to `opened` what has to be let go of with the chunk, also when it fails."""
         if isinstance(request, PatchWeightUpdateRequest):
             return [borrower.open(handle, keep=True) for handle in handles]
         if isinstance(request, PackedCudaIpcWeightUpdateRequest):
@@ -157,8 +166,7 @@ class IpcTransferReceiver(WeightTransferReceiver):
                 parts.append(borrower.open(handle, keep=False))
                 opened.append(handle)
             return parts
-        (bucket,) = (borrower.open(handle, keep=True) for handle in handles)
-        return [bucket[offset : offset + size] for offset, size in zip(request.offsets, request.sizes, strict=True)]
+        return [borrower.open(handle, keep=True) for handle in handles]
 
 
 def borrowers() -> list[MemoryBorrower]:
@@ -182,18 +190,12 @@ def _place_of(handle: MemoryHandle) -> str:
     return f"GPU {handle.device_uuid}" if isinstance(handle, CudaMemoryHandle) else f"host {handle.host_nonce}"
 
 
-def _updates(request: WeightUpdateRequest, parts: Sequence[torch.Tensor]) -> Iterable[Update]:
-    """Of whole tensors all at once: each stays where it is until the chunk is released."""
+def _updates(request: WeightUpdateRequest, parts: Sequence[torch.Tensor]) -> Iterator[Update]:
     if isinstance(request, PatchWeightUpdateRequest):
-        return _patches(request, parts)
-    return [
-        Full(name=name, tensor=tensor_from_bytes(part, dtype=dtype, shape=shape))
-        for name, dtype, shape, part in zip(request.names, request.dtypes, request.shapes, parts, strict=True)
-    ]
-
-
-def _patches(request: PatchWeightUpdateRequest, parts: Sequence[torch.Tensor]) -> Iterator[Update]:
-    where, what = parts[: len(request.names)], parts[len(request.names) :]
-    for name, dtype, count, at, new in zip(request.names, request.dtypes, request.counts, where, what, strict=True):
-        positions = tensor_from_bytes(at, dtype="uint32", shape=(count,))
-        yield Patch(name=name, positions=positions, values=tensor_from_bytes(new, dtype=dtype, shape=(count,)))
+        where, what = parts[: len(request.names)], parts[len(request.names) :]
+        for name, dtype, count, at, new in zip(request.names, request.dtypes, request.counts, where, what, strict=True):
+            positions = tensor_from_bytes(at, dtype="uint32", shape=(count,))
+            yield Patch(name=name, positions=positions, values=tensor_from_bytes(new, dtype=dtype, shape=(count,)))
+        return
+    for name, dtype, shape, part in zip(request.names, request.dtypes, request.shapes, parts, strict=True):
+        yield Full(name=name, tensor=tensor_from_bytes(part, dtype=dtype, shape=shape))

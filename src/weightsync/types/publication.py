@@ -280,7 +280,7 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
         proof: what this agent has computed over its own source.
         transport: "shm" where the caller may map the segment.
         host, port: of the block server, for "tcp".
-        take_up_s: a transfer that nothing is read of for so long is over.
+        take_up_s: a transfer that is neither read nor renewed for so long is over.
         life: see `AgentVersion`.
         base: what `delta` builds on, as it was asked.
         delta: blobs that lead from `base` to this version, in order; none where `base` is this version. None: there is
@@ -323,6 +323,19 @@ def _check_transfer_id(transfer_id: str) -> None:
         raise InvalidRequestError("a transfer_id has 32 hex digits")
 
 
+class RenewRequest(_Message, frozen=True, kw_only=True):
+    """The receiver is at work on a transfer, though it reads nothing yet.
+
+    Attributes:
+        transfer_id: as granted; of deltas that were granted together, one of them.
+    """
+
+    transfer_id: str
+
+    def __post_init__(self) -> None:
+        _check_transfer_id(self.transfer_id)
+
+
 class FinishRequest(_Message, frozen=True, kw_only=True):
     """The receiver's own word that it needs nothing more of a transfer.
 
@@ -347,6 +360,35 @@ class AgentVersion(_Message, frozen=True, kw_only=True):
     run_id: str | None = None
     version: int | None = None
     life: str | None = None
+
+
+class EndedTransfer(_Message, frozen=True, kw_only=True):
+    """A transfer that an agent granted and that is over.
+
+    Attributes:
+        number: they rise by 1, from 1 on, for one agent process.
+        run_id, version: what was granted.
+        receiver_id: to whom.
+        ok: whether the receiver has said that it has everything.
+    """
+
+    number: int
+    run_id: str
+    version: int
+    receiver_id: str
+    ok: bool
+
+
+class EndedTransfers(_Message, frozen=True, kw_only=True):
+    """What `/get_transfers` answers.
+
+    Attributes:
+        ended: the last ones after the number that was asked for, in order.
+        newest: number of the last one that has ended; 0: none has.
+    """
+
+    ended: tuple[EndedTransfer, ...]
+    newest: int
 
 
 class NotifyRequest(_Message, frozen=True, kw_only=True):
@@ -450,6 +492,6 @@ def check_id(what: str, value: str) -> None:
 # See types.engine: msgspec has to learn its types before threads use them.
 for _kind in (
     RegisterRequest, TransferRequest, TransferGrant, FinishRequest, AgentVersion, NotifyRequest, RegisterSenderRequest,
-    ServiceStatus, Publication,
+    ServiceStatus, Publication, EndedTransfers, RenewRequest,
 ):  # fmt: skip
     msgspec.json.Decoder(_kind)

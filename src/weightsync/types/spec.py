@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -49,7 +50,7 @@ class Box(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.shape == shape and not any(self.offset)
 
 
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One entry of a manifest.
 
     Attributes:
@@ -95,13 +96,20 @@ def check_shape(shape: tuple[int, ...], *, dtype: str, name: str) -> int:
     Raises:
         InvalidRequestError: a negative or absurd extent, or an unknown dtype. Nothing was allocated.
     """
+    try:
+        return _nbytes(tuple(shape), dtype)  # of a model's many tensors few differ in these
+    except InvalidRequestError as error:
+        error.parameter = error.parameter or name
+        raise
+
+
+@functools.lru_cache(maxsize=4096)
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
     if len(shape) > MAX_DIMS or not all(0 <= extent <= MAX_NBYTES for extent in shape):
-        raise InvalidRequestError(
-            f"shape {shape} has an extent that can't be, or over {MAX_DIMS} dimensions", parameter=name
-        )
+        raise InvalidRequestError(f"shape {shape} has an extent that can't be, or over {MAX_DIMS} dimensions")
     nbytes = math.prod(shape) * itemsize_bytes(dtype)
     if nbytes > MAX_NBYTES:
-        raise InvalidRequestError(f"shape {shape} of {dtype} would take {nbytes} bytes", parameter=name)
+        raise InvalidRequestError(f"shape {shape} of {dtype} would take {nbytes} bytes")
     return nbytes
 
 

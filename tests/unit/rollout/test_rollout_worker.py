@@ -502,6 +502,7 @@ def test_bytes_that_are_not_the_published_ones_are_never_staged(field: str, kind
 
 def other_manifests() -> Iterator[Any]:
     good = manifest(seed=1)
+    assert good.digests is not None
     yield manifest(2, seed=1)
     yield manifest(1, seed=1, run_id="other")
     yield msgspec.structs.replace(good, tensors=good.tensors[:-1], digests=good.digests[:-16])
