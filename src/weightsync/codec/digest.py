@@ -7,10 +7,12 @@ design/0002-digests.md and docs/digests.md; the formats "xxh3:" and "wsd1:" neve
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import msgspec
@@ -21,8 +23,9 @@ import xxhash
 
 from weightsync.codec.threads import map_all, num_workers
 from weightsync.errors import InvalidRequestError, ManifestMismatchError, MissingDependencyError
+from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
-from weightsync.tensors import byte_array
+from weightsync.tensors import byte_array, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
 
 PIECE_BYTES = 16 << 20
@@ -31,7 +34,20 @@ PIECE_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20
 """Work below this is not worth another thread."""
 
+_TINY_BYTES = 16 << 10
+_MANY = 32
+"""From so many tensors on it is worth looking which of them are tiny."""
+
+_MANY_BYTES = 256 << 10
+"""Tensors of at most so many bytes are summed by the batch."""
+
+_BATCH_BYTES = 16 << 20
+_BATCH_TENSORS = 8192
+_RUN_TENSORS = 1024
+"""What one thread sums at a time of a batch."""
+
 _MASK = (1 << 64) - 1
+_keys_of = attrgetter("key_1", "key_2")
 _MODEL_PREFIX = "wsd1:"
 _NARROW: dict[int, tuple[npt.DTypeLike, int]] = {1: (np.uint8, 3), 2: (np.uint16, 2), 4: (np.uint32, 1)}
 """Element bytes -> (numpy dtype, log2 of the elements in a word)."""
@@ -82,17 +98,31 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """`tensor_digest` of each, by name, in the mapping's order, on all cores."""
+    tiny = [name for name, tensor in tensors.items() if tensor.nbytes <= _TINY_BYTES]
+    if len(tiny) < _MANY or not are_plain([tensors[name] for name in tiny]):
+        tiny = []
+    by_name = _tiny_digests(tiny, [tensors[name] for name in tiny])
     groups: list[list[str]] = []
     room_bytes = -1
-    for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):  # large ones first, small ones together
+    rest = [name for name in tensors if name not in by_name] if tiny else list(tensors)
+    for name in sorted(rest, key=lambda name: -tensors[name].nbytes):  # large ones first, small ones together
         if tensors[name].nbytes > room_bytes:
             groups.append([])
             room_bytes = _SMALL_BYTES
         groups[-1].append(name)
         room_bytes -= tensors[name].nbytes
-    found = map_all(lambda names: {name: tensor_digest(tensors[name]) for name in names}, groups)
-    by_name = {name: digest for part in found for name, digest in part.items()}
+    for part in map_all(lambda names: {name: tensor_digest(tensors[name]) for name in names}, groups):
+        by_name.update(part)
     return {name: by_name[name] for name in tensors}
+
+
+def _tiny_digests(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, str]:
+    """Of plain tensors of a few kilobytes: a copy by address costs less than the views that a tensor's own bytes need."""
+    digest, copied = xxhash.xxh3_128_hexdigest, ctypes.string_at
+    return {
+        name: "xxh3:" + digest(copied(tensor.data_ptr(), tensor.nbytes))
+        for name, tensor in zip(names, tensors, strict=True)
+    }
 
 
 def shard_sum(held: HeldTensor) -> ShardSum:
@@ -113,7 +143,7 @@ def shard_sum(held: HeldTensor) -> ShardSum:
             parameter=spec.name,
         )
     size_bytes = itemsize_bytes(spec.dtype)
-    seeds = _seeds(spec.name, spec.dtype, spec.shape)
+    seeds = seeds_of(spec.name, spec.dtype, spec.shape)
 
     def one(block: Box) -> tuple[int, int]:
         run_elements, offsets = box_runs(spec.shape, block)
@@ -123,6 +153,58 @@ def shard_sum(held: HeldTensor) -> ShardSum:
 
     piece_bytes = min(PIECE_BYTES, max(_SMALL_BYTES, -(-box.numel * size_bytes // num_workers())))
     return _added(map_all(one, split_box(box, piece_bytes // size_bytes)))
+
+
+def shard_sums(held: Iterable[HeldTensor]) -> ShardSum:
+    """The sum of `shard_sum` of each, on all cores.
+
+    Args:
+        held: taken one after the other; small ones are held until there are many, at most 16 MiB of them together.
+
+    Raises:
+        ManifestMismatchError: a tensor is not of its spec's dtype or its box's shape.
+    """
+    total = ShardSum.zero()
+    batch: list[HeldTensor] = []
+    batch_bytes = 0
+    for each in held:
+        num_bytes = each.tensor.nbytes
+        if each.box is not None or num_bytes > _MANY_BYTES:
+            total += shard_sum(each)
+            continue
+        batch.append(each)
+        batch_bytes += num_bytes
+        if batch_bytes > _BATCH_BYTES or len(batch) == _BATCH_TENSORS:
+            total += _batch_sum(batch)
+            batch, batch_bytes = [], 0
+    return total + _batch_sum(batch)
+
+
+def _batch_sum(batch: list[HeldTensor]) -> ShardSum:
+    """The sum of small whole tensors."""
+    if not batch:
+        return ShardSum.zero()
+    tensors: list[torch.Tensor] = [each.tensor for each in batch]
+    if not are_plain(tensors):
+        return sum(map(shard_sum, batch), ShardSum.zero())
+    for each, tensor in zip(batch, tensors, strict=True):
+        spec = each.spec
+        if tensor.shape != spec.shape or tensor.dtype is not torch_dtype(spec.dtype):
+            raise ManifestMismatchError(
+                f"a tensor of {tensor.dtype} {tuple(tensor.shape)} can't be all of {spec.dtype} {spec.shape}",
+                parameter=spec.name,
+            )
+    seeds = [seeds_of(each.spec.name, each.spec.dtype, each.spec.shape) for each in batch]
+    keys = np.array(list(map(_keys_of, seeds)), dtype=np.uint64)
+    places, sizes = addresses(tensors), sizes_bytes(tensors)
+    keys_1, keys_2 = np.ascontiguousarray(keys[:, 0]), np.ascontiguousarray(keys[:, 1])
+
+    def run(cut: slice) -> tuple[int, int]:
+        lanes: tuple[int, int] = _many_kernels().whole_sums(places[cut], sizes[cut], keys_1[cut], keys_2[cut])
+        return lanes
+
+    found = map_all(run, (slice(start, start + _RUN_TENSORS) for start in range(0, len(batch), _RUN_TENSORS)))
+    return ShardSum(lane_a=sum(a for a, _ in found) & _MASK, lane_b=sum(b for _, b in found) & _MASK)
 
 
 def patch_sum(
@@ -142,7 +224,7 @@ def patch_sum(
     """
     where = _checked_positions(spec, positions, old_values, new_values)
     size_bytes = itemsize_bytes(spec.dtype)
-    seeds = _seeds(spec.name, spec.dtype, spec.shape)
+    seeds = seeds_of(spec.name, spec.dtype, spec.shape)
     kind, number = _NARROW.get(size_bytes, (np.uint64, size_bytes // 8))
     old, new = (np.require(_host_bytes(values).view(kind), requirements="A") for values in (old_values, new_values))
     words_each = 1 if size_bytes in _NARROW else number
@@ -168,7 +250,7 @@ def change_sum(
         places: which pieces of the whole, contiguous tensor; the caller has checked them.
         old, new: unsigned integers of that width, as many.
     """
-    seeds = _seeds(spec.name, spec.dtype, spec.shape)
+    seeds = seeds_of(spec.name, spec.dtype, spec.shape)
     if width_bytes in _NARROW:
         _, shift = _NARROW[width_bytes]
         lanes = _kernels().patch_sum_narrow(places, old, new, shift, seeds.key_1, seeds.key_2)
@@ -191,13 +273,15 @@ def model_digest(specs: Iterable[TensorSpec], total: ShardSum) -> str:
         InvalidRequestError: two specs have one name.
     """
     seen: set[str] = set()
+    lane_a, lane_b = total.lane_a, total.lane_b
     for spec in specs:
         if spec.name in seen:
             raise InvalidRequestError("a model names every tensor once", parameter=spec.name)
         seen.add(spec.name)
-        seeds = _seeds(spec.name, spec.dtype, spec.shape)
-        total += ShardSum(lane_a=seeds.term_a, lane_b=seeds.term_b)
-    return f"{_MODEL_PREFIX}{total.lane_a:016x}{total.lane_b:016x}"
+        seeds = seeds_of(spec.name, spec.dtype, spec.shape)
+        lane_a += seeds.term_a
+        lane_b += seeds.term_b
+    return f"{_MODEL_PREFIX}{lane_a & _MASK:016x}{lane_b & _MASK:016x}"
 
 
 def patched_digest(digest: str, change: ShardSum) -> str:
@@ -217,8 +301,8 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
     """The model's digest where one process holds all of it, on all cores.
 
     Args:
-        held: parts that cover every tensor of `specs` exactly once. Each is used up before the next is taken,
-            so an iterator may reuse its memory.
+        held: parts that cover every tensor of `specs` exactly once. Of an iterator each is used up before the next is
+            taken, so it may reuse its memory; a list is read in whatever order is fast.
         specs: every tensor of the model.
 
     Raises:
@@ -226,29 +310,43 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
             held twice, or missing. Without this, a replica counted twice would look like a wrong byte.
     """
     by_name = {spec.name: spec for spec in specs}
-    boxes: dict[str, list[Box]] = {name: [] for name in by_name}
-    total = ShardSum.zero()
-    for part in held:
-        name, spec = part.spec.name, by_name.get(part.spec.name)
-        if spec is None:
-            raise ManifestMismatchError("a tensor is held that the manifest does not have", parameter=name)
-        if (spec.dtype, spec.shape) != (part.spec.dtype, part.spec.shape):
-            raise ManifestMismatchError(
-                f"held as {part.spec.dtype} {part.spec.shape}, in the manifest {spec.dtype} {spec.shape}",
-                parameter=name,
-            )
-        boxes[name].append(whole_box(spec.shape) if part.box is None else part.box)
-        total += shard_sum(part)
+    whole: set[str] = set()
+    boxes: dict[str, list[Box]] = {}  # of those that do not lie here once and whole
+
+    def checked() -> Iterator[HeldTensor]:
+        for part in held:
+            name, spec = part.spec.name, by_name.get(part.spec.name)
+            if spec is None:
+                raise ManifestMismatchError("a tensor is held that the manifest does not have", parameter=name)
+            if spec.dtype != part.spec.dtype or spec.shape != part.spec.shape:
+                raise ManifestMismatchError(
+                    f"held as {part.spec.dtype} {part.spec.shape}, in the manifest {spec.dtype} {spec.shape}",
+                    parameter=name,
+                )
+            if part.box is None and name not in whole and name not in boxes:
+                whole.add(name)
+            else:
+                before = [whole_box(spec.shape)] if name in whole else []
+                boxes.setdefault(name, before).append(whole_box(spec.shape) if part.box is None else part.box)
+            yield part
+
+    if isinstance(held, Sequence):
+        total = shard_sums(checked())
+    else:
+        total = sum(map(shard_sum, checked()), ShardSum.zero())
     for name, spec in by_name.items():
-        if not spec.shape and not boxes[name]:
+        if name in whole and name not in boxes:
+            continue
+        if not spec.shape and name not in boxes:
             raise ManifestMismatchError("the tensor is not held", parameter=name)
-        check_partition(spec.shape, boxes[name], parameter=name)
+        check_partition(spec.shape, boxes.get(name, []), parameter=name)
     return model_digest(by_name.values(), total)
 
 
 def warm_up() -> None:
     """Loads the compiled kernels, once a process: about a second that the first sync would pay otherwise."""
     _kernels()
+    _many_kernels()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,8 +357,8 @@ class _Seeds:
     term_b: int
 
 
-@functools.lru_cache(maxsize=65536)
-def _seeds(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
+@functools.lru_cache(maxsize=1 << 18)  # a model has up to 150,000, asked for at every version
+def seeds_of(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
     """What a tensor's keys and its own term start from. Depends on nothing but the arguments."""
     text = f"wsd1\n{dtype}\n{','.join(str(extent) for extent in shape)}\n{name}".encode()
     keys, terms = (xxhash.xxh3_128_intdigest(text, seed=seed) for seed in (0, 1))
@@ -276,6 +374,11 @@ def _kernels() -> Any:
         raise MissingDependencyError(
             f"the model digest needs numba: pip install 'weightsync[torch]' ({error})"
         ) from error
+
+
+@functools.cache
+def _many_kernels() -> Any:
+    return importlib.import_module("weightsync.codec.many_kernels")
 
 
 def _added(lanes: Iterable[tuple[int, int]]) -> ShardSum:

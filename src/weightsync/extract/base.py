@@ -259,9 +259,7 @@ class WeightExtractor(abc.ABC):
 
     # The rest is private.
 
-    def _live(
-        self, named: Sequence[tuple[str, torch.Tensor]]
-    ) -> tuple[dict[str, torch.Tensor], list[_Glance] | None]:
+    def _live(self, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], list[_Glance] | None]:
         """The model's tensors as they are now, checked, by engine-side name; and what a glance at them tells, where it
         tells all."""
         live: dict[str, torch.Tensor] = {}

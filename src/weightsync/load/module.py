@@ -36,6 +36,7 @@ class ModuleWeightLoader(WeightLoader):
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"full", "patch"})
+    live_stays: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -331,9 +332,7 @@ def _walked(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         yield path, module
         if module._modules:
             start = f"{path}." if path else ""
-            waiting += [
-                (start + name, child) for name, child in reversed(module._modules.items()) if child is not None
-            ]
+            waiting += [(start + name, child) for name, child in reversed(module._modules.items()) if child is not None]
 
 
 def _named_tensors(modules: _Modules) -> dict[str, torch.Tensor]:

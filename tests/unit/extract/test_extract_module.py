@@ -136,7 +136,9 @@ def test_every_kind_of_tensor_passes_and_only_plain_floats_convert(dtype: str | 
 
 def test_nothing_is_copied_where_nothing_has_to_be() -> None:
     model = nn.Linear(4, 4)
-    (weight, _) = [chunk.tensors[0] for chunk in ModuleWeightExtractor(model, chunk_bytes=None).extract_weights("float32")]
+    (weight, _) = [
+        chunk.tensors[0] for chunk in ModuleWeightExtractor(model, chunk_bytes=None).extract_weights("float32")
+    ]
     assert weight.data_ptr() == model.weight.data_ptr()
     with torch.no_grad():
         model.weight.fill_(2.0)
