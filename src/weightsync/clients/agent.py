@@ -17,6 +17,7 @@ from weightsync.errors import (
 from weightsync.net.auth import bearer_headers
 from weightsync.net.messages import decode, encode
 from weightsync.types import Deadline, Version
+from weightsync.types.layout import GrantMessage, KnownLayouts
 from weightsync.types.publication import (
     AgentVersion,
     EndedTransfers,
@@ -204,15 +205,31 @@ class AgentClient(JsonClient):
         """Makes a receiver known; the agent's capabilities."""
         return self.call("POST", "/register_receiver", dict[str, Any], message=request, timeout_s=timeout_s)
 
-    def request_transfer(self, request: TransferRequest, *, timeout_s: float = 10.0) -> TransferGrant:
+    def request_transfer(
+        self, request: TransferRequest, *, layouts: KnownLayouts | None = None, timeout_s: float = 10.0
+    ) -> TransferGrant:
         """Asks for one version's bytes.
+
+        Args:
+            request: what is asked for.
+            layouts: what the caller holds; the agent leaves out what is among them, and what it sends is added. Without
+                it every answer has its publication whole.
+            timeout_s: for the whole exchange.
 
         Raises:
             VersionError: another version is the newest; the error's `version` says which.
             StateError: nothing is published yet.
             NotRegisteredError: the receiver is not registered (an agent that was started again has forgotten it).
         """
-        return self._published("POST", "/request_transfer", TransferGrant, message=request, timeout_s=timeout_s)
+        path = "/request_transfer"
+        if layouts is None:
+            return self._published("POST", path, TransferGrant, message=request, timeout_s=timeout_s)
+        asked = msgspec.structs.replace(request, layouts=layouts.names())
+        said = self._published("POST", path, GrantMessage, message=asked, timeout_s=timeout_s)
+        try:
+            return layouts.grant(said)
+        except InvalidRequestError as error:
+            raise EngineError(f"{self.url} answered {path} with what is no grant: {error}", peer=self.url) from error
 
     def renew_transfer(self, request: RenewRequest, *, timeout_s: float = 10.0) -> None:
         """The receiver is at work: the transfer is not over for want of a reader.

@@ -38,6 +38,7 @@ from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import PhaseRecord, Version
 from weightsync.types.process import of_one_process
+from weightsync.types.layout import PublicationLayout
 from weightsync.types.publication import (
     MODES,
     AgentVersion,
@@ -68,11 +69,14 @@ class _Served(Proved, frozen=True, kw_only=True):
     """The newest publication. What is asked for by everybody is encoded once.
 
     Attributes:
-        raw_publication, raw_proof: `publication` and `proof` as JSON.
-        said_bytes: of both.
+        raw_head, raw_layout, raw_proof: the publication without its layout, the layout, and `proof`, as JSON.
+        layout: digest of the layout.
+        said_bytes: of all three.
     """
 
-    raw_publication: msgspec.Raw
+    raw_head: msgspec.Raw
+    raw_layout: msgspec.Raw
+    layout: str
     raw_proof: msgspec.Raw
     said_bytes: int
 
@@ -93,6 +97,8 @@ class TransferAgent:
         self._lock = threading.Lock()
         self._receivers: dict[str, None] = {}
         self._current: _Served | None = None
+        self._raw_whole: tuple[_Served, msgspec.Raw] | None = None
+        self._raw_layout: tuple[PublicationLayout, msgspec.Raw] | None = None
         self._segments: deque[str] = deque(maxlen=_NUM_SEGMENTS)  # of the newest publications
         self._waiting = LongPoll()
         self._ended_last: deque[EndedTransfer] = deque(maxlen=_NUM_ENDED)
@@ -189,8 +195,11 @@ class TransferAgent:
 
     def _proved(self, publication: Publication, source: int, proof: SourceProof, seconds: float) -> None:
         proof.check_fits(publication, source)
-        raw_publication, raw_proof = encode(publication), encode(proof)
-        size_bytes = len(raw_publication) + len(raw_proof)
+        layout, raw_layout = PublicationLayout.of(publication), self._raw_layout
+        if raw_layout is None or raw_layout[0] is not layout:  # the same for version after version
+            raw_layout = self._raw_layout = layout, msgspec.Raw(layout.encode())
+        raw_head, raw_proof = encode(layout.head(publication)), encode(proof)
+        size_bytes = len(raw_head) + len(raw_layout[1]) + len(raw_proof)
         if size_bytes > MAX_PUBLICATION_BYTES:
             raise InvalidRequestError(
                 f"what is said of this publication has {size_bytes} bytes, and receivers take {MAX_PUBLICATION_BYTES}: "
@@ -205,7 +214,9 @@ class TransferAgent:
             publication=publication,
             source=source,
             proof=proof,
-            raw_publication=msgspec.Raw(raw_publication),
+            raw_head=msgspec.Raw(raw_head),
+            raw_layout=raw_layout[1],
+            layout=layout.digest,
             raw_proof=msgspec.Raw(raw_proof),
             said_bytes=size_bytes,
         )
@@ -283,7 +294,9 @@ class TransferAgent:
 
     async def _get_manifest(self) -> Response:
         served = self._published()
-        return _json({"publication": served.raw_publication, "source": served.source, "proof": served.raw_proof})
+        return _json(
+            {"publication": self._whole(served), "source": served.source, "proof": served.raw_proof}
+        )
 
     async def _get_capabilities(self) -> Response:
         kept = self._deltas.kept()
@@ -345,7 +358,17 @@ class TransferAgent:
         take_up_s = self._config.take_up_s + served.said_bytes / _READ_BYTES_S
         grant = self._grants.grant(asked, served, take_up_s=take_up_s)
         # a `TransferGrant`, of which the largest fields are encoded already
-        return _json({**grant, "publication": served.raw_publication, "proof": served.raw_proof})
+        if asked.layouts is None:
+            return _json({**grant, "publication": self._whole(served), "proof": served.raw_proof})
+        layout = None if served.layout in asked.layouts else served.raw_layout
+        return _json({**grant, "head": served.raw_head, "layout": layout, "proof": served.raw_proof})
+
+    def _whole(self, served: _Served) -> msgspec.Raw:
+        """The publication as JSON, with its layout: for those that know of none, so not before one asks."""
+        kept = self._raw_whole
+        if kept is None or kept[0] is not served:
+            kept = self._raw_whole = served, msgspec.Raw(encode(served.publication))
+        return kept[1]
 
     def _published(self) -> _Served:
         current = self._current

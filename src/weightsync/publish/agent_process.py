@@ -19,6 +19,7 @@ import msgspec
 from weightsync.errors import EngineUnreachableError, error_from_dict
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.types.process import of_one_process
+from weightsync.types.layout import PublicationLayout
 from weightsync.types.publication import Publication
 
 _START_S = 30.0
@@ -220,15 +221,21 @@ class AgentProcess:
         assert process.stdin is not None
         with self._lock:
             order: dict[str, Any] | None = self._publication
-        told = None
+        told, told_layout = None, None
         try:
             while True:
-                if order is not None and order is not told:
-                    line = msgspec.json.encode(order) + b"\n"
-                    if order["order"] == "publish":
-                        self._order_bytes = len(line)
+                if order is not None and order["order"] != "publish":
+                    _write_all(process.stdin.fileno(), msgspec.json.encode(order) + b"\n")
+                elif order is not None and order is not told:
+                    layout = PublicationLayout.of(order["publication"])
+                    line = b""
+                    if layout is not told_layout:  # once: the next versions only name it
+                        raw = layout.encode()
+                        line = _line(order="layout", digest=layout.digest, layout=msgspec.Raw(raw))
+                    line += _line(order="publish", head=layout.head(order["publication"]), source=order["source"])
+                    self._order_bytes = len(line)
                     _write_all(process.stdin.fileno(), line)
-                    told = order if order["order"] == "publish" else told
+                    told, told_layout = order, layout
                 # an earlier process's writer may have taken the end
                 order = None if self._closed else self._orders.get()
                 if order is None:  # the end: its input ends, and with it the agent
@@ -244,6 +251,10 @@ class AgentProcess:
                         order = self._publication
         except (OSError, ValueError):
             return  # it died: whoever reads its output notices
+
+
+def _line(**order: Any) -> bytes:
+    return msgspec.json.encode(order) + b"\n"
 
 
 def _write_all(fd: int, line: bytes) -> None:

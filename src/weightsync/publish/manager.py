@@ -39,7 +39,7 @@ from weightsync.publish.proof_news import ProofNews
 from weightsync.publish.ranks import TrainingRanks
 from weightsync.publish.standing import Named, StandingWeights
 from weightsync.publish.weights import Weights, extractor_of
-from weightsync.types import Box, Deadline, PhaseRecord, TensorSpec, Version
+from weightsync.types import Box, Deadline, PhaseRecord, TensorSpec, TensorTable, Version
 from weightsync.types.process import of_one_process
 
 BLOCK_BYTES = 4 << 20
@@ -399,7 +399,7 @@ class WeightManager:
             }
         )
         plan = plan_hosts(specs, said)  # the same on every rank, and so is what it raises
-        self._plan, self._plan_of, self._specs = plan, (key, boxes), specs
+        self._plan, self._plan_of, self._specs = plan, (key, boxes), TensorTable.of(specs)
         self._gathers = not extractor.can_shard_locally()
         self._standing.forget()
         self._segments.close()

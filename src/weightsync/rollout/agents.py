@@ -22,6 +22,7 @@ from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Checksums, RangedSource
 from weightsync.transfer.tcp import TcpSource
 from weightsync.types import Deadline, Version
+from weightsync.types.layout import KnownLayouts
 from weightsync.types.publication import (
     DeltaBase,
     DeltaLink,
@@ -81,6 +82,7 @@ class Agents:
         self._stall_s = stall_s
         self._clients: dict[str, AgentClient] = {}
         self._registered: set[str] = set()
+        self._layouts = KnownLayouts()
 
     def newest(
         self, endpoint: str, *, timeout_s: float, after: Version | None = None, wait_s: float = 0.0
@@ -117,7 +119,7 @@ class Agents:
                 self._registered.add(endpoint)
             try:
                 left = min(CALL_S, deadline.check("time to ask", peer=endpoint))
-                grant = client.request_transfer(request, timeout_s=left)
+                grant = client.request_transfer(request, layouts=self._layouts, timeout_s=left)
             except NotRegisteredError:  # it was started again
                 self._registered.discard(endpoint)
                 if not again:

@@ -45,6 +45,7 @@ from weightsync.transfer.source import Arrived, Destination, RangedSource
 from weightsync.types import Deadline, Manifest, Version
 from weightsync.types.process import of_one_process
 from weightsync.types.publication import MODES, DeltaBase, TransferGrant, Transport
+from weightsync.types.table import SpecTable
 
 _SHORTEST_RETRY_S = 0.01
 _RETRY_S = 0.05
@@ -259,7 +260,7 @@ class Puller:
             publication = first.publication
             version = publication.manifest.version
             self._check_wanted(version, at_least)
-            check_whole(publication.manifest, publication.parts)
+            check_whole(publication)
             for index, source in enumerate(publication.sources):
                 if index not in granted:
                     if not self._may_call(source.endpoint):
@@ -278,7 +279,7 @@ class Puller:
                 if each.grant.delta is None:
                     sources[index] = self._agents.source(each)
                     stack.callback(sources[index].close)
-            whole = all(part.box is None for part in publication.parts)
+            whole = publication.table.derive(_all_whole)
             mapped = sources.get(0)
             if len(granted) == 1 and isinstance(mapped, ShmSource) and whole and self._mode != "delta":
                 renewal.close()
@@ -321,7 +322,7 @@ class Puller:
         self, granted: dict[int, Granted], source: ShmSource, stack: contextlib.ExitStack, attempts: int
     ) -> Pulled:
         """The publisher's own segment is the staging; the lease holds it until the end."""
-        parts = granted[0].grant.publication.parts
+        publication = granted[0].grant.publication
         manifest = proved_manifest(granted, None)
         life = granted[0].grant.life
         self._agents.acknowledge(granted)
@@ -329,7 +330,7 @@ class Puller:
         return Pulled(
             manifest=manifest,
             segment=source.segment,
-            offsets={part.name: part.offset for part in parts},
+            offsets=publication.table.derive(_offsets),
             transport=Transport.SHM,
             num_attempts=attempts,
             release=lease.close,
@@ -475,6 +476,14 @@ def _told_both(renewal: Renewal, progress: Progress | None) -> Progress:
             progress(done, total)
 
     return moved
+
+
+def _all_whole(parts: SpecTable) -> bool:
+    return all(part.box is None for part in parts)
+
+
+def _offsets(parts: SpecTable) -> dict[str, int]:
+    return {part.name: part.offset for part in parts}
 
 
 def _release(staging: Staging, patch: Segment | None) -> None:

@@ -270,12 +270,11 @@ class TransferRequest(_Message, frozen=True, kw_only=True):
             raise InvalidRequestError(f"mode is one of {', '.join(MODES)}, not {self.mode!r}")
 
 
-class TransferGrant(_Message, frozen=True, kw_only=True):
-    """What an agent answers: one version, proved, and how to get it.
+class GrantFacts(_Message, frozen=True, kw_only=True):
+    """What a grant says besides its publication.
 
     Attributes:
         transfer_id: 32 hex digits: the right to read this publication's bytes, until it is finished.
-        publication: the whole, with all its sources.
         source: which of them this agent is.
         proof: what this agent has computed over its own source.
         transport: "shm" where the caller may map the segment.
@@ -288,7 +287,6 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
     """
 
     transfer_id: str
-    publication: Publication
     source: int
     proof: SourceProof
     transport: Transport
@@ -298,6 +296,16 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
     life: str | None = None
     base: DeltaBase | None = None
     delta: tuple[DeltaLink, ...] | None = None
+
+
+class TransferGrant(GrantFacts, frozen=True, kw_only=True):
+    """What an agent answers: one version, proved, and how to get it.
+
+    Attributes:
+        publication: the whole, with all its sources.
+    """
+
+    publication: Publication
 
     def __post_init__(self) -> None:
         _check_transfer_id(self.transfer_id)
