@@ -25,13 +25,18 @@ _nbytes = attrgetter("nbytes")
 Int64s = npt.NDArray[np.int64]
 
 
-def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each is what it is in row-major order in this process's memory."""
+def are_plain(tensors: Sequence[torch.Tensor], *, maybe_complex: bool = True) -> bool:
+    """Whether each is what it is in row-major order in this process's memory.
+
+    Args:
+        tensors: strided ones.
+        maybe_complex: whether any may be of complex numbers, which can be conjugate.
+    """
     return (
         all(map(_is_cpu, tensors))
         and all(map(torch.Tensor.is_contiguous, tensors))
-        and not any(map(torch.Tensor.is_conj, tensors))
         and not any(map(torch.Tensor.is_neg, tensors))
+        and not (maybe_complex and any(map(torch.Tensor.is_conj, tensors)))
     )
 
 

@@ -92,20 +92,24 @@ class _Walk:
         self._refs = [weakref.ref(module) for module in modules]
         self._types = list(map(type, modules))
         self._kinds: dict[type, list[int]] = {}
-        self._child_names = list(_flat(map(_children, modules)))
-        self._num_children = list(map(len, map(_children, modules)))
         index_of = {id(module): index for index, module in enumerate(modules)}
         index_of[id(None)] = len(modules)
-        self._child_indexes = [index_of[id(child)] for child in _flat(map(_values, map(_children, modules)))]
-        self._facts = _facts(modules)
-        found = _held(modules)
+        self._children = _Names(list(map(_children, modules)))
+        self._child_ids = _picker([index_of[id(child)] for child in self._children.values(list(map(_children, modules)))])
+        self._parameters = _Names(list(map(_parameters, modules)))
+        self._buffers = _Names(list(map(_buffers, modules)))
+        transient = list(map(_transient, modules))
+        self._num_transient = list(map(len, transient))
+        self._transient = [(index, frozenset(names)) for index, names in enumerate(transient) if names]
+        found = self._held(modules)
+        assert found is not None
         self._held_types = list(map(type, found))
         self._note_places(paths, found)
 
     def _note_places(self, paths: Sequence[tuple[str, torch.nn.Module]], found: Sequence[torch.Tensor | None]) -> None:
         """Which of all that the modules hold comes out, and what it is called."""
         names: list[str] = []
-        self._places: list[int] = []
+        places: list[int] = []
         self._ties: list[tuple[int, int]] = []
         first: dict[int, int] = {}
         place = 0
@@ -120,7 +124,7 @@ class _Walk:
                 self._ties.append((at, before))
                 return
             names.append(f"{path}.{name}" if path else name)
-            self._places.append(at)
+            places.append(at)
 
         for path, module in paths:
             for name in module._parameters:
@@ -131,9 +135,7 @@ class _Walk:
                     take(path, name, buffer_place)
                 buffer_place += 1
         self.names = tuple(names)
-        self._pick: Callable[[Sequence[Any]], Sequence[Any]] = (
-            itemgetter(*self._places) if len(self._places) > 1 else lambda all_of: [all_of[at] for at in self._places]
-        )
+        self._pick = _picker(places)
 
     def modules(self, root: torch.nn.Module) -> list[torch.nn.Module] | None:
         """The modules, where `root` has those of the walk, each where it was; None where it has not."""
@@ -142,11 +144,20 @@ class _Walk:
         if modules[0] is not root or ids.index(id(None)) != len(modules) or list(map(type, modules)) != self._types:
             return None
         children = list(map(_children, modules))
-        if list(map(len, children)) != self._num_children or list(_flat(children)) != self._child_names:
+        if not self._children.are_of(children):
             return None
-        if list(map(id, _flat(map(_values, children)))) != [ids[index] for index in self._child_indexes]:
+        if tuple(map(id, self._children.values(children))) != tuple(self._child_ids(ids)):
             return None
         return modules
+
+    def _held(self, modules: Sequence[torch.nn.Module]) -> list[Any] | None:
+        """All parameters, then all buffers, of every module in turn, None where one is registered as that; None where
+        they are called in another way.
+        """
+        parameters, buffers = list(map(_parameters, modules)), list(map(_buffers, modules))
+        if not self._parameters.are_of(parameters) or not self._buffers.are_of(buffers):
+            return None
+        return self._parameters.values(parameters) + self._buffers.values(buffers)
 
     def of_kind(self, kind: type) -> list[int]:
         """Which of the modules are of a kind."""
@@ -156,10 +167,13 @@ class _Walk:
 
     def held(self, modules: list[torch.nn.Module]) -> Held | None:
         """What they hold; None where it is called or shared in another way than it was."""
-        if _facts(modules) != self._facts:
+        transient = list(map(_transient, modules))
+        if list(map(len, transient)) != self._num_transient:
             return None
-        found = _held(modules)
-        if list(map(type, found)) != self._held_types:
+        if any(transient[index] != names for index, names in self._transient):
+            return None
+        found = self._held(modules)
+        if found is None or list(map(type, found)) != self._held_types:
             return None
         if any(found[at] is not found[before] for at, before in self._ties):
             return None
@@ -201,18 +215,28 @@ def _is_ordinary(kind: type) -> bool:
     return all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in _WALKS)
 
 
-def _facts(modules: Sequence[torch.nn.Module]) -> tuple[list[Any], ...]:
-    """What the names of tensors follow from, besides the modules."""
-    parameters, buffers = list(map(_parameters, modules)), list(map(_buffers, modules))
-    return (
-        list(_flat(parameters)),
-        list(map(len, parameters)),
-        list(_flat(buffers)),
-        list(map(len, buffers)),
-        list(map(frozenset, map(_transient, modules))),
-    )
+class _Names:
+    """What dicts have as keys: compared with what the same dicts, or those in their places, have later.
+
+    Args:
+        dicts: one a module.
+    """
+
+    def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
+        self._sizes = list(map(len, dicts))
+        full = [index for index, size in enumerate(self._sizes) if size]
+        self._full: Callable[[Sequence[Any]], Sequence[Any]] = list if len(full) == len(dicts) else _picker(full)
+        self._keys = list(_flat(self._full(dicts)))
+
+    def are_of(self, dicts: Sequence[dict[str, Any]]) -> bool:
+        """Whether each has the keys that it had, in their order."""
+        return list(map(len, dicts)) == self._sizes and list(_flat(self._full(dicts))) == self._keys
+
+    def values(self, dicts: Sequence[dict[str, Any]]) -> list[Any]:
+        """Their values, one dict after the other."""
+        return list(_flat(map(_values, self._full(dicts))))
 
 
-def _held(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor | None]:
-    """All parameters, then all buffers, of every module in turn; None where one is registered as that."""
-    return [*_flat(map(_values, map(_parameters, modules))), *_flat(map(_values, map(_buffers, modules)))]
+def _picker(indexes: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """`itemgetter` of any number of indexes, none and one too."""
+    return itemgetter(*indexes) if len(indexes) > 1 else lambda items: [items[index] for index in indexes]

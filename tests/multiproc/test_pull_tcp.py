@@ -55,7 +55,7 @@ class Served:
         )  # fmt: skip
         starts = [self.source.block(index) for index in range(num_blocks)]
         checksums = "".join(checksum(self.data[start : start + length]) for start, length in starts)
-        self.proof = SourceProof(block_checksums=checksums, part_digests=(), lane_a=0, lane_b=0)
+        self.proof = SourceProof(block_checksums=checksums, part_digests=b"", lane_a=0, lane_b=0)
         self.server = BlockServer(stall_s=stall_s)
         self.server.start()
         self.ended: list[tuple[str, bool]] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor, training_rank
-from weightsync.module_walk import ModuleTensors
+from weightsync.module_walk import Held, ModuleTensors
 from weightsync.plan.boxes import whole_box
 from weightsync.types import Box
 
@@ -30,12 +31,20 @@ class ModuleWeightExtractor(WeightExtractor):
     """
 
     _walk: ModuleTensors | None = None
+    _names_of: tuple[str, ...] | None = None
+    _clean_names: Sequence[str] = ()
 
     def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        held = self._read()
+        if held.names is not self._names_of:
+            self._names_of, self._clean_names = held.names, list(map(clean_name, held.names))
+        return list(zip(self._clean_names, held.tensors, strict=True))
+
+    def _read(self, *, kind: type | None = None, prepare: Callable[[Any], object] | None = None) -> Held:
+        """What the model holds now; see `ModuleTensors.read`."""
         if self._walk is None:
             self._walk = ModuleTensors()
-        held = self._walk.read(unwrapped(self.model))
-        return list(zip(map(clean_name, held.names), held.tensors, strict=True))
+        return self._walk.read(unwrapped(self.model), kind=kind, prepare=prepare)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         super()._check(name, tensor)

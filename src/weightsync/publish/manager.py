@@ -37,7 +37,7 @@ from weightsync.publish.host_segments import HostSegments, write_header
 from weightsync.publish.offload_report import DeltaReport, OffloadReport
 from weightsync.publish.proof_news import ProofNews
 from weightsync.publish.ranks import TrainingRanks
-from weightsync.publish.standing import Named, StandingWeights, listed
+from weightsync.publish.standing import Named, StandingWeights
 from weightsync.publish.weights import Weights, extractor_of
 from weightsync.types import Box, Deadline, PhaseRecord, TensorSpec, Version
 
@@ -235,7 +235,7 @@ class WeightManager:
             named, parts = None, None
             try:
                 check_call(version, after=self._newest, given=(rank, world_size), ranks=ranks)
-                named = listed(weights)
+                named = self._standing.listed(weights)
                 parts = None if named is None else self._standing.tensors(named)
                 if parts is None:
                     extractor = self._extractor(weights, named)

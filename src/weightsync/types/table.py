@@ -19,12 +19,40 @@ DIGEST_BYTES = 16
 """Of one tensor, packed: XXH3-128, which `codec.digest` writes as "xxh3:" and 32 hex digits."""
 
 _PREFIX = "xxh3:"
+_MAX_DERIVED = 256
 
 
-class TensorTable(tuple[TensorSpec, ...]):
-    """A tuple of specs that is never changed, with unique names; `of` makes one."""
+class SpecTable(tuple[TensorSpec, ...]):
+    """A tuple of specs that is never changed, and what was made of it."""
 
-    _derived: dict[Callable[[Any], Any], Any]
+    _derived: dict[Any, Any]
+
+    def derive(self, make: Callable[..., Derived], *others: Any) -> Derived:
+        """`make(self, *others)`, made at the first call and kept with the table. Not to be changed by anybody.
+
+        Args:
+            make: a function that depends on nothing but its arguments; the function itself is the key, so a module's own.
+            others: further arguments, hashable; tables among them count by their identity, and are kept.
+        """
+        try:
+            kept = self._derived
+        except AttributeError:
+            kept = self._derived = {}
+        key = (make, *(id(other) if isinstance(other, SpecTable) else other for other in others))
+        if len(kept) > _MAX_DERIVED:
+            kept.clear()
+        if key not in kept:  # made twice where two threads ask at once, which is no harm
+            made = make(self, *others)
+            kept[key] = made, others
+            return made
+        return cast(Derived, kept[key][0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+class TensorTable(SpecTable):
+    """Specs with unique names; `of` makes one."""
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec]) -> TensorTable:
@@ -63,23 +91,6 @@ class TensorTable(tuple[TensorSpec, ...]):
     def total_bytes(self) -> int:
         """Bytes of all parts held."""
         return sum(self.sizes_bytes)
-
-    def derive(self, make: Callable[[TensorTable], Derived]) -> Derived:
-        """`make(self)`, made at the first call and kept with the table. Not to be changed by anybody.
-
-        Args:
-            make: a function that depends on nothing but the table; the function itself is the key, so a module's own.
-        """
-        try:
-            kept = self._derived
-        except AttributeError:
-            kept = self._derived = {}
-        if make not in kept:  # made twice where two threads ask at once, which is no harm
-            kept[make] = make(self)
-        return cast(Derived, kept[make])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TensorTable, (tuple(self),)
 
 
 def packed_digest(digest: str) -> bytes:
