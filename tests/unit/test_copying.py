@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightsync import copying
 from weightsync.codec.digest import tensor_digest
-from weightsync.codec.packed import packed_digests
+from weightsync.codec.packed import bucket_digests
 from weightsync.copying import pack, unpack
 from weightsync.plan.buckets import ALIGNMENT_BYTES, plan_bucket
 from weightsync.tensors import PackedUpdates, byte_array, tensor_from_bytes
@@ -60,7 +60,7 @@ def check(tensors: Sequence[torch.Tensor]) -> None:
     for tensor, offset, size in zip(tensors, layout.offsets, sizes, strict=True):
         expected[offset : offset + size] = bytes_of(tensor)
     assert bytes(bucket.numpy()) == bytes(expected)
-    found = packed_digests(bucket, layout.offsets, sizes)
+    found = bucket_digests(bucket, layout.offsets, sizes)
     assert found == [packed_digest(tensor_digest(tensor)) for tensor in tensors]
     again = [emptied(tensor) for tensor in tensors]
     unpack(bucket, layout.offsets, again)
@@ -132,6 +132,6 @@ def test_digests_of_runs_large_pieces_and_any_order() -> None:
     bucket = torch.arange(18 << 20, dtype=torch.int64).to(torch.uint8)
     offsets = [17 << 20, 0, 5, 6 << 20, 5 << 20]
     sizes = [100, 5 << 20, 0, 11 << 20, 1]
-    found = packed_digests(bucket, offsets, sizes)
+    found = bucket_digests(bucket, offsets, sizes)
     parts = [bucket[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
     assert found == [packed_digest(tensor_digest(part)) for part in parts]

@@ -7,7 +7,6 @@ design/0002-digests.md and docs/digests.md; the formats "xxh3:" and "wsd1:" neve
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import importlib
@@ -23,10 +22,11 @@ import xxhash
 
 from weightsync.codec.threads import map_all, num_workers
 from weightsync.errors import InvalidRequestError, ManifestMismatchError, MissingDependencyError
-from weightsync.many import addresses, are_plain, sizes_bytes
+from weightsync.many import addresses, are_plain, copy_runs, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
 from weightsync.tensors import byte_array, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
+from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
 
 PIECE_BYTES = 16 << 20
 """What one thread copies at a time where a tensor is not contiguous host memory: the bound on extra memory."""
@@ -34,9 +34,8 @@ PIECE_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20
 """Work below this is not worth another thread."""
 
-_TINY_BYTES = 16 << 10
-_MANY = 32
-"""From so many tensors on it is worth looking which of them are tiny."""
+_GATHERED = 64
+"""From so many small tensors on it is worth a compiled loop to lay them side by side."""
 
 _MANY_BYTES = 256 << 10
 """Tensors of at most so many bytes are summed by the batch."""
@@ -98,31 +97,76 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """`tensor_digest` of each, by name, in the mapping's order, on all cores."""
-    tiny = [name for name, tensor in tensors.items() if tensor.nbytes <= _TINY_BYTES]
-    if len(tiny) < _MANY or not are_plain([tensors[name] for name in tiny]):
-        tiny = []
-    by_name = _tiny_digests(tiny, [tensors[name] for name in tiny])
-    groups: list[list[str]] = []
-    room_bytes = -1
-    rest = [name for name in tensors if name not in by_name] if tiny else list(tensors)
-    for name in sorted(rest, key=lambda name: -tensors[name].nbytes):  # large ones first, small ones together
-        if tensors[name].nbytes > room_bytes:
-            groups.append([])
-            room_bytes = _SMALL_BYTES
-        groups[-1].append(name)
-        room_bytes -= tensors[name].nbytes
-    for part in map_all(lambda names: {name: tensor_digest(tensors[name]) for name in names}, groups):
-        by_name.update(part)
-    return {name: by_name[name] for name in tensors}
+    packed = packed_digests(list(tensors.values()))
+    return {name: written_digest(packed, index) for index, name in enumerate(tensors)}
 
 
-def _tiny_digests(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Of plain tensors of a few kilobytes: a copy by address costs less than the views that a tensor's own bytes need."""
-    digest, copied = xxhash.xxh3_128_hexdigest, ctypes.string_at
-    return {
-        name: "xxh3:" + digest(copied(tensor.data_ptr(), tensor.nbytes))
-        for name, tensor in zip(names, tensors, strict=True)
+def packed_digests(tensors: Sequence[torch.Tensor]) -> bytes:
+    """The 16 bytes of `tensor_digest` of each, one behind the other, on all cores."""
+    large = [index for index, tensor in enumerate(tensors) if tensor.nbytes > _SMALL_BYTES]
+    if not large:
+        return b"".join(map_all(_digests_of_small, _batches(tensors)))
+    found = {
+        index: packed_digest(digest)
+        for index, digest in zip(
+            sorted(large, key=lambda index: -tensors[index].nbytes),
+            map_all(tensor_digest, sorted((tensors[index] for index in large), key=lambda tensor: -tensor.nbytes)),
+            strict=True,
+        )
     }
+    small = [index for index in range(len(tensors)) if index not in found]
+    packed = b"".join(map_all(_digests_of_small, _batches([tensors[index] for index in small])))
+    for place, index in enumerate(small):
+        found[index] = packed[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)]
+    return b"".join([found[index] for index in range(len(tensors))])
+
+
+def digests_of_runs(memory: memoryview, offsets: Sequence[int], sizes_bytes: Sequence[int]) -> bytes:
+    """The 16 bytes of `tensor_digest` of each run of bytes, on all cores.
+
+    Args:
+        memory: where they lie.
+        offsets, sizes_bytes: of each run.
+    """
+    total_bytes, step = sum(sizes_bytes), max(64, -(-len(offsets) // num_workers()))
+    if total_bytes < _SMALL_BYTES:
+        step = len(offsets) or 1
+
+    def some(start: int) -> bytes:
+        digest, pairs = xxhash.xxh3_128_digest, zip(offsets[start : start + step], sizes_bytes[start : start + step])
+        return b"".join([digest(memory[offset : offset + size]) for offset, size in pairs])
+
+    return b"".join(map_all(some, range(0, len(offsets), step)))
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    """Consecutive ones, of so many bytes together that a thread is worth it."""
+    batch: list[torch.Tensor] = []
+    room_bytes = _SMALL_BYTES
+    for tensor in tensors:
+        batch.append(tensor)
+        room_bytes -= tensor.nbytes
+        if room_bytes <= 0:
+            yield batch
+            batch, room_bytes = [], _SMALL_BYTES
+    if batch:
+        yield batch
+
+
+def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
+    """`packed_digests` on the caller's thread: gathered by one compiled loop, so that none of them needs a view."""
+    if len(tensors) < _GATHERED or not are_plain(tensors):
+        return b"".join([packed_digest(tensor_digest(tensor)) for tensor in tensors])
+    sizes = sizes_bytes(tensors)
+    ends = np.cumsum(sizes)
+    gathered = np.empty(int(ends[-1]), np.uint8)
+    copy_runs(gathered.ctypes.data + ends - sizes, addresses(tensors), sizes)
+    memory, digest, start = memoryview(gathered), xxhash.xxh3_128_digest, 0
+    found = []
+    for end in ends.tolist():
+        found.append(digest(memory[start:end]))
+        start = end
+    return b"".join(found)
 
 
 def shard_sum(held: HeldTensor) -> ShardSum:
@@ -330,10 +374,8 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
                 boxes.setdefault(name, before).append(whole_box(spec.shape) if part.box is None else part.box)
             yield part
 
-    if isinstance(held, Sequence):
-        total = shard_sums(checked())
-    else:
-        total = sum(map(shard_sum, checked()), ShardSum.zero())
+    together = isinstance(held, Sequence)
+    total = shard_sums(checked()) if together else sum(map(shard_sum, checked()), ShardSum.zero())
     for name, spec in by_name.items():
         if name in whole and name not in boxes:
             continue

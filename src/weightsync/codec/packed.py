@@ -17,7 +17,7 @@ _RUN_BYTES = 4 << 20
 """What one thread takes at a time."""
 
 
-def packed_digests(bucket: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
+def bucket_digests(bucket: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
     """`tensor_digest` of each, as 16 bytes, on all cores.
 
     Args:

@@ -1,4 +1,4 @@
-"""ModuleWeightLoader with packed chunks: the outcome of tensor by tensor, and nothing written before all are checked."""
+"""ModuleWeightLoader with packed chunks: as tensor by tensor, and nothing is written before all are checked."""
 
 from __future__ import annotations
 
