@@ -2,7 +2,7 @@
 
 They detect accidents (a lost, late, swapped, torn or mis-placed byte), NOT an adversary: whoever may choose
 the bytes can build two models with one digest. The definition of both, the reasons and the test vectors are in
-design/0002-digests.md and docs/digests.md; the formats "xxh3:" and "wsd1:" never change meaning.
+design/0002-digests.md and docs/digests.md; the formats "xxh3:" and "wsd2:" never change meaning.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from weightsync.errors import InvalidRequestError, ManifestMismatchError, Missin
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
 from weightsync.tensors import byte_array
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
+from weightsync.types.manifest import MODEL_DIGEST_PREFIX, check_model_digest
 
 PIECE_BYTES = 16 << 20
 """What one thread copies at a time where a tensor is not contiguous host memory: the bound on extra memory."""
@@ -32,7 +33,6 @@ _SMALL_BYTES = 1 << 20
 """Work below this is not worth another thread."""
 
 _MASK = (1 << 64) - 1
-_MODEL_PREFIX = "wsd1:"
 _NARROW: dict[int, tuple[npt.DTypeLike, int]] = {1: (np.uint8, 3), 2: (np.uint16, 2), 4: (np.uint32, 1)}
 """Element bytes -> (numpy dtype, log2 of the elements in a word)."""
 
@@ -185,7 +185,7 @@ def model_digest(specs: Iterable[TensorSpec], total: ShardSum) -> str:
         total: sum of `shard_sum` over an exact partition of every tensor.
 
     Returns:
-        "wsd1:" and 32 hex digits: lane A, then lane B.
+        "wsd2:" and 32 hex digits: lane A, then lane B.
 
     Raises:
         InvalidRequestError: two specs have one name.
@@ -197,20 +197,21 @@ def model_digest(specs: Iterable[TensorSpec], total: ShardSum) -> str:
         seen.add(spec.name)
         seeds = _seeds(spec.name, spec.dtype, spec.shape)
         total += ShardSum(lane_a=seeds.term_a, lane_b=seeds.term_b)
-    return f"{_MODEL_PREFIX}{total.lane_a:016x}{total.lane_b:016x}"
+    return f"{MODEL_DIGEST_PREFIX}{total.lane_a:016x}{total.lane_b:016x}"
 
 
 def patched_digest(digest: str, change: ShardSum) -> str:
     """The model's digest after a change, from the one before it and the sum of `patch_sum`.
 
     Raises:
-        InvalidRequestError: `digest` is not of the form that `model_digest` gives.
+        InvalidRequestError: `digest` is not of the form that `model_digest` gives, or of another release's.
     """
-    digits = digest.removeprefix(_MODEL_PREFIX)
-    if not digest.startswith(_MODEL_PREFIX) or len(digits) != 32 or set(digits) - set("0123456789abcdef"):
-        raise InvalidRequestError(f"{digest[:64]!r} is no model digest of the form wsd1:<32 hex>")
+    check_model_digest(digest)
+    digits = digest.removeprefix(MODEL_DIGEST_PREFIX)
+    if not digest.startswith(MODEL_DIGEST_PREFIX) or len(digits) != 32 or set(digits) - set("0123456789abcdef"):
+        raise InvalidRequestError(f"{digest[:64]!r} is no model digest of the form wsd2:<32 hex>")
     after = ShardSum(lane_a=int(digits[:16], 16), lane_b=int(digits[16:], 16)) + change
-    return f"{_MODEL_PREFIX}{after.lane_a:016x}{after.lane_b:016x}"
+    return f"{MODEL_DIGEST_PREFIX}{after.lane_a:016x}{after.lane_b:016x}"
 
 
 def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
@@ -262,7 +263,7 @@ class _Seeds:
 @functools.lru_cache(maxsize=65536)
 def _seeds(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
     """What a tensor's keys and its own term start from. Depends on nothing but the arguments."""
-    text = f"wsd1\n{dtype}\n{','.join(str(extent) for extent in shape)}\n{name}".encode()
+    text = f"wsd2\n{dtype}\n{','.join(str(extent) for extent in shape)}\n{name}".encode()
     keys, terms = (xxhash.xxh3_128_intdigest(text, seed=seed) for seed in (0, 1))
     return _Seeds(key_1=keys & _MASK, key_2=keys >> 64, term_a=terms & _MASK, term_b=terms >> 64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -9,6 +10,9 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError, VersionError
 from weightsync.types.spec import TensorSpec
+
+MODEL_DIGEST_PREFIX = "wsd2:"
+"""What a model digest begins with: the number of its definition (`codec.digest`)."""
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if spec.name in seen:
                 raise InvalidRequestError("a manifest names every tensor once", parameter=spec.name)
             seen.add(spec.name)
+        check_model_digest(self.model_digest, version=str(self.version))
 
     @property
     def total_bytes(self) -> int:
@@ -87,3 +92,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InvalidRequestError(f"digests and manifest disagree on {odd}", version=str(self.version))
         tensors = tuple(msgspec.structs.replace(spec, digest=digests[spec.name]) for spec in self.tensors)
         return msgspec.structs.replace(self, tensors=tensors, model_digest=model_digest)
+
+
+def check_model_digest(digest: str | None, *, version: str | None = None) -> None:
+    """Refuses a model digest of another definition: it would look like a wrong byte, whatever the bytes.
+
+    Args:
+        digest: None is fine.
+        version: what the error is to name.
+
+    Raises:
+        InvalidRequestError: the digest has another number than `MODEL_DIGEST_PREFIX`, such as wsd1.
+    """
+    found = re.match(r"wsd[0-9]+:", digest or "")
+    if found and found[0] != MODEL_DIGEST_PREFIX:
+        raise InvalidRequestError(
+            f"a model digest {found[0]} is one of another weightsync release, this one has {MODEL_DIGEST_PREFIX}; "
+            "run the same release on the trainer's and the rollout's side",
+            version=version,
+        )
