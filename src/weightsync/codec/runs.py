@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from weightsync.codec.digest import ShardSum, seeds_of, shard_sum
+from weightsync.codec.digest import ShardSum, keys_of, shard_sum
 from weightsync.codec.threads import map_all
 from weightsync.many import Int64s
+from weightsync.plan.boxes import box_runs
 from weightsync.tensors import tensor_from_bytes
 from weightsync.types import HeldTensor, TensorSpec
 
@@ -37,8 +38,8 @@ class Runs:
     Attributes:
         parts: each in one piece.
         offsets, sizes: first byte and bytes of each.
-        keys_1, keys_2: of those that are small and whole, in order.
-        of_small: their places among the parts.
+        of_small: those that are small, and one run of their whole tensor.
+        places, keys_1, keys_2: of these, where in its tensor each lies, in bytes, and its tensor's keys.
         large: places of all others that have any bytes.
         groups: consecutive parts that one thread takes at a time.
     """
@@ -47,6 +48,7 @@ class Runs:
     offsets: Int64s
     sizes: Int64s
     of_small: Int64s
+    places: Int64s
     keys_1: npt.NDArray[np.uint64]
     keys_2: npt.NDArray[np.uint64]
     large: tuple[int, ...]
@@ -56,20 +58,23 @@ class Runs:
 def runs_of(parts: Sequence[TensorSpec]) -> Runs:
     """The runs of parts that lie at their `offset`."""
     sizes = [part.nbytes for part in parts]
-    small = [index for index, part in enumerate(parts) if part.box is None and 0 < sizes[index] <= _SMALL_BYTES]
+    small: list[int] = []
+    places: list[int] = []
+    for index, part in enumerate(parts):
+        place = _place(part) if 0 < sizes[index] <= _SMALL_BYTES else None
+        if place is not None:
+            small.append(index)
+            places.append(place)
     taken = set(small)
-    keys = np.empty((len(small), 2), dtype=np.uint64)
-    for place, index in enumerate(small):
-        part = parts[index]
-        seeds = seeds_of.__wrapped__(part.name, part.dtype, part.shape)  # kept here, so not there
-        keys[place] = seeds.key_1, seeds.key_2
+    keys_1, keys_2 = keys_of([parts[index] for index in small])
     return Runs(
         parts=parts,
         offsets=np.array([part.offset for part in parts], dtype=np.int64),
         sizes=np.array(sizes, dtype=np.int64),
         of_small=np.array(small, dtype=np.int64),
-        keys_1=np.ascontiguousarray(keys[:, 0]),
-        keys_2=np.ascontiguousarray(keys[:, 1]),
+        places=np.array(places, dtype=np.int64),
+        keys_1=keys_1,
+        keys_2=keys_2,
         large=tuple(index for index, size in enumerate(sizes) if size and index not in taken),
         groups=tuple(_groups(sizes)),
     )
@@ -121,10 +126,19 @@ def _of_group(memory: memoryview, address: int, runs: Runs, group: slice) -> tup
     if low == high:
         return digests, ShardSum.zero()
     which = runs.of_small[low:high]
-    lane_a, lane_b = _kernels().whole_sums(
-        runs.offsets[which] + address, runs.sizes[which], runs.keys_1[low:high], runs.keys_2[low:high]
-    )
+    lane_a, lane_b = _kernels().runs_of_many(
+        runs.offsets[which] + address, runs.sizes[which], runs.places[low:high], runs.keys_1[low:high],
+        runs.keys_2[low:high],
+    )  # fmt: skip
     return digests, ShardSum(lane_a=int(lane_a) & _MASK, lane_b=int(lane_b) & _MASK)
+
+
+def _place(part: TensorSpec) -> int | None:
+    """Where in its whole tensor a part begins, in bytes; None where it is no single run of it."""
+    if part.box is None:
+        return 0
+    run_elements, offsets = box_runs(part.shape, part.box)
+    return int(offsets[0]) * (part.nbytes // run_elements) if len(offsets) == 1 else None
 
 
 def _digests(memory: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> bytes:
