@@ -128,9 +128,7 @@ class PublicationLayout:
         """
         if head.layout != self.digest:
             raise InvalidRequestError("a version's head is of another layout")
-        manifest = Manifest(
-            version=head.version, model_id=head.model_id, artifact=head.artifact, tensors=self.tensors
-        )
+        manifest = Manifest(version=head.version, model_id=head.model_id, artifact=head.artifact, tensors=self.tensors)
         return Publication(manifest=manifest, parts=self.parts, sources=head.sources)
 
 
@@ -198,5 +196,9 @@ def _spec(tensor: TensorSpec, source: int, offset: int, box: Box | None) -> Tens
     return TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, box=box, source=source, offset=offset)
 
 
-for _kind in (_Said, PublicationHead, GrantMessage):  # see types.engine: msgspec has to learn its types before threads use them
+for _kind in (
+    _Said,
+    PublicationHead,
+    GrantMessage,
+):  # see types.engine: msgspec has to learn its types before threads use them
     msgspec.json.Decoder(_kind)
