@@ -143,7 +143,7 @@ def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
     ends = np.cumsum(sizes)
     gathered = np.empty(int(ends[-1]), np.uint8)
     copy_runs(gathered.ctypes.data + ends - sizes, addresses(tensors), sizes)
-    memory, digest, start = memoryview(gathered), xxhash.xxh3_128_digest, 0
+    memory, digest, start = gathered.data, xxhash.xxh3_128_digest, 0
     found = []
     for end in ends.tolist():
         found.append(digest(memory[start:end]))

@@ -63,7 +63,9 @@ def test_a_publication_comes_back_from_its_layout_and_its_head() -> None:
 
 @given(manifests, st.integers(1, 1 << 20))
 def test_any_tensors_come_back(manifest: Manifest, number: int) -> None:
-    parts = [msgspec.structs.replace(spec, source=0, offset=number + index) for index, spec in enumerate(manifest.table)]
+    parts = [
+        msgspec.structs.replace(spec, source=0, offset=number + index) for index, spec in enumerate(manifest.table)
+    ]
     layout = PublicationLayout(manifest.tensors, parts)
     read = PublicationLayout.read(layout.encode(), layout.digest)
     assert (read.tensors, read.parts) == (manifest.tensors, tuple(parts))
