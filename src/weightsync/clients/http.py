@@ -6,7 +6,7 @@ import ssl
 
 import httpx
 
-from weightsync.clients.http_edge import checked_url, cut_at, read_body, told_error, typed_errors
+from weightsync.clients.http_edge import NO_ENCODING, checked_url, cut_at, read_body, told_error, typed_errors
 from weightsync.errors import EngineError, InvalidRequestError, WeightSyncError
 from weightsync.net.auth import bearer_headers
 from weightsync.net.messages import decode, encode
@@ -43,7 +43,7 @@ class HttpEngine:
         self._connect_timeout_s = connect_timeout_s
         self._client = httpx.Client(
             base_url=self.url,
-            headers=bearer_headers(token),
+            headers={**bearer_headers(token), **NO_ENCODING},
             verify=ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify,
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),  # see cut_at

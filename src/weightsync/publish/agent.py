@@ -129,6 +129,7 @@ class TransferAgent:
             token=config.token,
             tls=tls,
             on_refused=self._metrics.auth_failed,
+            hosts=() if config.advertise is None else (config.advertise,),
         )
         self._news = Announcer(config)
 
