@@ -22,6 +22,7 @@ from weightsync.errors import (
 from weightsync.net.auth import check_token, checked_token
 from weightsync.net.log import logger
 from weightsync.net.origin import check_page, host_names
+from weightsync.net.trim import Trimmer
 
 MANIFEST_BODY_BYTES = 256 << 20
 """Routes that take a manifest: one of a million tensors fits."""
@@ -79,6 +80,7 @@ class Guard:
         self._streams = dict(streams or {})
         self._max_held_bytes = 2 * max((BODY_BYTES * 128, *self._limits.values()))
         self._held_bytes = 0
+        self._trimmer = Trimmer()
 
     @property
     def held_bytes(self) -> int:
@@ -119,6 +121,7 @@ class Guard:
             await send_error(send, unexpected())
         finally:
             self._held_bytes -= body.held_bytes
+            self._trimmer.freed(body.held_bytes)
 
     def limit_bytes(self, path: str) -> int:
         """The longest body that is taken there."""

@@ -5,6 +5,7 @@ Whoever can reach a port can make a server complain as often as they like. A lin
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -31,6 +32,8 @@ class OneAWhile(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether it is written."""
         error = record.exc_info[0] if record.exc_info else None
+        if error is not None and issubclass(error, asyncio.CancelledError):
+            return False  # a request that ends with its server
         kind, now_s = (record.msg, record.levelno, error), self._clock()
         told_s, num_left_out = self._told.get(kind, (-self._every_s, 0))
         if now_s - told_s < self._every_s:
