@@ -125,6 +125,12 @@ class NotRegisteredError(AuthError):
     http_status = 403
 
 
+class ForbiddenError(AuthError):
+    """A request that a web page of somebody else's may have sent: a foreign Origin or Host. Nothing was done."""
+
+    http_status = 403
+
+
 class SyncInProgressError(WeightSyncError):
     """Another sync of this model is running. Nothing was changed; try again when it has ended."""
 
@@ -139,6 +145,12 @@ class StateError(WeightSyncError):
 
 class NotServingError(WeightSyncError):
     """The engine refuses to answer: it is paused past the caller's deadline, or fenced."""
+
+    http_status = 503
+
+
+class BusyError(WeightSyncError):
+    """A server has as much under way as it takes at once. Nothing was done; try again."""
 
     http_status = 503
 

@@ -213,7 +213,7 @@ def test_bodies_that_make_no_sense(published: Published, body: bytes) -> None:
         with httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
             for method, path in paths:
                 if method == "POST":
-                    answer = http.post(path, content=body)
+                    answer = http.post(path, content=body, headers={"content-type": "application/json"})
                     assert answer.status_code == 422, path
                     assert answer.json()["error"] == "InvalidRequestError"
 

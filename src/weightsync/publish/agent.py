@@ -151,6 +151,7 @@ class TransferAgent:
             token=config.token,
             tls=tls,
             on_refused=self._metrics.auth_failed,
+            hosts=() if config.advertise is None else (config.advertise,),
         )
 
     def start(self) -> dict[str, Any]:

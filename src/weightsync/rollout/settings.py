@@ -6,6 +6,7 @@ import dataclasses
 
 from weightsync.errors import ConfigError
 from weightsync.memory import ServingLease
+from weightsync.net.auth import checked_token
 from weightsync.net.server import TlsFiles
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.publication import MODES, Transport
@@ -46,16 +47,16 @@ class RolloutConfig:
         lease: in a fleet: what its engines look at before they answer, see `ServingLease`.
 
     Raises:
-        ConfigError: a time makes no sense.
+        ConfigError: a time makes no sense, or a token can't be one.
     """
 
     service_id: str = "rollout"
     host: str = "127.0.0.1"
     port: int = 0
-    token: str | None = None
+    token: str | None = dataclasses.field(default=None, repr=False)
     tls: TlsFiles | None = None
     senders: tuple[str, ...] = ()
-    sender_token: str | None = None
+    sender_token: str | None = dataclasses.field(default=None, repr=False)
     sender_verify: bool | str = True
     pull_timeout_s: float = 120.0
     load_timeout_s: float = 120.0
@@ -68,12 +69,14 @@ class RolloutConfig:
     num_streams: int = 6
     path_root: str | None = None
     controller: str | None = None
-    controller_token: str | None = None
+    controller_token: str | None = dataclasses.field(default=None, repr=False)
     controller_verify: bool | str = True
     advertise: str | None = None
     lease: ServingLease | None = None
 
     def __post_init__(self) -> None:
+        for name in ("token", "sender_token", "controller_token"):
+            object.__setattr__(self, name, checked_token(getattr(self, name)))
         if isinstance(self.senders, str):
             raise ConfigError(f"senders is a tuple of URLs; write senders=({self.senders!r},)")
         if (self.controller is None) != (self.lease is None):
