@@ -63,14 +63,16 @@ class _Inside:
         if not self.busy:
             future.set_exception(_given_up())
             return
+        result, failure = None, None
         try:
             result = job(self.held)
         except BaseException as error:
-            future.set_exception(_without_frames(error))
-        else:
+            failure = _without_frames(error)
+        self.busy = False  # before anybody learns of it and closes
+        if failure is None:
             future.set_result(result)
-        finally:
-            self.busy = False
+        else:
+            future.set_exception(failure)
 
 
 def _given_up() -> TransferAbortedError:
