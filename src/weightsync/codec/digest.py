@@ -24,7 +24,7 @@ from weightsync.codec.threads import map_all, num_workers
 from weightsync.errors import InvalidRequestError, ManifestMismatchError, MissingDependencyError
 from weightsync.many import Int64s, addresses, are_plain, copy_runs, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
-from weightsync.tensors import byte_array, torch_dtype
+from weightsync.tensors import byte_array, byte_view, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
 from weightsync.types.manifest import MODEL_DIGEST_PREFIX, check_model_digest
 from weightsync.types.table import DIGEST_BYTES, TensorTable, packed_digest, written_digest
@@ -170,7 +170,7 @@ def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def shard_sum(held: HeldTensor) -> ShardSum:
-    """What one held part adds to the model's digest, on all cores.
+    """What one held part adds to the model's digest, on all cores; of a GPU's tensor on that GPU, where it can be.
 
     Any box, any strides, any device; bytes that are not contiguous host memory are copied in pieces of at
     most `PIECE_BYTES` a thread. The tensor must not be written until this returns.
@@ -191,6 +191,10 @@ def shard_sum(held: HeldTensor) -> ShardSum:
 
     def one(block: Box) -> tuple[int, int]:
         run_elements, offsets = box_runs(spec.shape, block)
+        if tensor.is_cuda and len(offsets) == 1:
+            there = byte_view(_cut(tensor, block, origin=box.offset).resolve_conj().resolve_neg().contiguous())
+            place = int(offsets[0]) * size_bytes
+            return _on_device(there, place, seeds.key_1, seeds.key_2)
         data = _host_bytes(_cut(tensor, block, origin=box.offset))
         lanes = _kernels().runs_sum(data, run_elements * size_bytes, offsets * size_bytes, seeds.key_1, seeds.key_2)
         return cast(tuple[int, int], lanes)
@@ -446,6 +450,13 @@ def _seeds(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
     text = f"wsd2\n{dtype}\n{','.join(map(str, shape))}\n{name}".encode()
     keys, terms = (xxhash.xxh3_128_intdigest(text, seed=seed) for seed in (0, 1))
     return _Seeds(key_1=keys & _MASK, key_2=keys >> 64, term_a=terms & _MASK, term_b=terms >> 64)
+
+
+def _on_device(data: torch.Tensor, place: int, key_1: int, key_2: int) -> tuple[int, int]:
+    from weightsync.codec.device_digest import run_sum  # with numba, as `_kernels`
+
+    with torch.cuda.device(data.device):
+        return run_sum(data, place, key_1, key_2)
 
 
 @functools.cache
