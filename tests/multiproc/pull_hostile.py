@@ -20,8 +20,8 @@ from weightsync.plan.safetensors import plan_layout
 from weightsync.tensors import byte_array, spec_of
 from weightsync.transfer.blocks import ASK, HELLO, Answer, Code, answer_bytes, checksum, parse_ask
 from weightsync.types import HeldTensor, Manifest, Version
-from weightsync.types.table import packed_digest
 from weightsync.types.publication import Publication, Source, SourceProof, TransferGrant, Transport
+from weightsync.types.table import packed_digest
 
 BLOCK = 4096
 Body = dict[str, Any]

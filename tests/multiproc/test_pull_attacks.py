@@ -698,8 +698,6 @@ def _split(grant: dict[str, Any], segment: str, liar: LyingAgent) -> None:
         {**first, "box": {"offset": [30, 0], "shape": [30, 64]}, "offset": first["offset"] + spec.nbytes // 2},
         *publication["parts"][1:],
     ]
-    halves = b"".join(
-        packed_digest(tensor_digest(liar.tensors["a"][rows])) for rows in (slice(0, 30), slice(30, 60))
-    )
+    halves = b"".join(packed_digest(tensor_digest(liar.tensors["a"][rows])) for rows in (slice(0, 30), slice(30, 60)))
     rest = base64.b64decode(grant["proof"]["part_digests"])[16:]
     grant["proof"]["part_digests"] = _packed(halves + rest)

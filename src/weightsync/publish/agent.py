@@ -37,8 +37,8 @@ from weightsync.publish.prover import Prover
 from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import PhaseRecord, Version
-from weightsync.types.process import of_one_process
 from weightsync.types.layout import PublicationLayout
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import (
     MODES,
     AgentVersion,
@@ -295,9 +295,7 @@ class TransferAgent:
 
     async def _get_manifest(self) -> Response:
         served = self._published()
-        return _json(
-            {"publication": self._whole(served), "source": served.source, "proof": served.raw_proof}
-        )
+        return _json({"publication": self._whole(served), "source": served.source, "proof": served.raw_proof})
 
     async def _get_capabilities(self) -> Response:
         kept = self._deltas.kept()

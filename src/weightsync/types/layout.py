@@ -128,9 +128,7 @@ class PublicationLayout:
         """
         if head.layout != self.digest:
             raise InvalidRequestError("a version's head is of another layout")
-        manifest = Manifest(
-            version=head.version, model_id=head.model_id, artifact=head.artifact, tensors=self.tensors
-        )
+        manifest = Manifest(version=head.version, model_id=head.model_id, artifact=head.artifact, tensors=self.tensors)
         return Publication(manifest=manifest, parts=self.parts, sources=head.sources)
 
 
@@ -140,12 +138,12 @@ class GrantMessage(GrantFacts, frozen=True, kw_only=True):
     Attributes:
         publication: as of `TransferGrant`, for a receiver that knows no layouts.
         head: else.
-        layout: the layout that `head` names; none where the receiver has said that it holds it.
+        layout: the layout that `head` names; null where the receiver has said that it holds it.
     """
 
     publication: Publication | None = None
     head: PublicationHead | None = None
-    layout: msgspec.Raw | None = None
+    layout: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class KnownLayouts:
@@ -174,15 +172,16 @@ class KnownLayouts:
             return TransferGrant(**facts, publication=message.publication)
         return TransferGrant(**facts, publication=self._layout(message.head, message.layout).publication(message.head))
 
-    def _layout(self, head: PublicationHead, raw: msgspec.Raw | None) -> PublicationLayout:
+    def _layout(self, head: PublicationHead, said: msgspec.Raw) -> PublicationLayout:
         with self._lock:
             layout = self._known.pop(head.layout, None)
             if layout is not None:
                 self._known[head.layout] = layout
                 return layout
-        if raw is None:
+        raw = bytes(said)
+        if raw == b"null":
             raise InvalidRequestError(f"a grant names layout {head.layout}, which was neither sent nor is held")
-        layout = PublicationLayout.read(memoryview(raw), head.layout)
+        layout = PublicationLayout.read(raw, head.layout)
         with self._lock:
             self._known[head.layout] = layout
             while len(self._known) > _MAX_KNOWN:
@@ -198,5 +197,9 @@ def _spec(tensor: TensorSpec, source: int, offset: int, box: Box | None) -> Tens
     return TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, box=box, source=source, offset=offset)
 
 
-for _kind in (_Said, PublicationHead, GrantMessage):  # see types.engine: msgspec has to learn its types before threads use them
+for _kind in (
+    _Said,
+    PublicationHead,
+    GrantMessage,
+):  # see types.engine: msgspec has to learn its types before threads use them
     msgspec.json.Decoder(_kind)
