@@ -22,7 +22,7 @@ import xxhash
 
 from weightsync.codec.threads import map_all, num_workers
 from weightsync.errors import InvalidRequestError, ManifestMismatchError, MissingDependencyError
-from weightsync.many import addresses, are_plain, copy_runs, sizes_bytes
+from weightsync.many import Int64s, addresses, are_plain, copy_runs, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
 from weightsync.tensors import byte_array, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
@@ -416,6 +416,19 @@ def _kernels() -> Any:
         raise MissingDependencyError(
             f"the model digest needs numba: pip install 'weightsync[torch]' ({error})"
         ) from error
+
+
+def run_sums(places: Int64s, sizes: Int64s, keys: npt.NDArray[np.uint64]) -> tuple[int, int]:
+    """Both lanes of whole tensors by their addresses, on the caller's thread, without the GIL.
+
+    Args:
+        places: addresses; the caller keeps the memory.
+        sizes: bytes of each.
+        keys: `key_1` and `key_2` of each tensor's seeds.
+    """
+    keys_1, keys_2 = np.ascontiguousarray(keys[:, 0]), np.ascontiguousarray(keys[:, 1])
+    lanes: tuple[int, int] = _many_kernels().whole_sums(places, sizes, keys_1, keys_2)
+    return lanes
 
 
 @functools.cache
