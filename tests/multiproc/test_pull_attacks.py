@@ -60,7 +60,8 @@ TOKEN = "a-token-for-tests-only"
 OTHER_TOKEN = "another-token-for-tests"
 PATHS = (
     ("GET", "/get_version"), ("GET", "/get_buffer_info"), ("GET", "/manifest"), ("GET", "/get_capabilities"),
-    ("GET", "/metrics"), ("POST", "/register_receiver"), ("POST", "/register_sglang_instance"),
+    ("GET", "/get_transfers"), ("GET", "/metrics"), ("POST", "/register_receiver"),
+    ("POST", "/register_sglang_instance"), ("POST", "/renew_transfer"),
     ("POST", "/request_transfer"), ("POST", "/finish_transfer"), ("GET", "/nothing/here"),
 )  # fmt: skip
 SERVICE_PATHS = (
@@ -685,7 +686,8 @@ def test_pieces_of_a_tensor_are_put_together_and_not_mapped() -> None:
 
 
 def _split(grant: dict[str, Any], segment: str, liar: LyingAgent) -> None:
-    from weightsync.codec.digest import packed_digests
+    from weightsync.codec.digest import tensor_digest
+    from weightsync.types.table import packed_digest
 
     publication = grant["publication"]
     publication["sources"][0]["segment"] = segment
@@ -696,6 +698,8 @@ def _split(grant: dict[str, Any], segment: str, liar: LyingAgent) -> None:
         {**first, "box": {"offset": [30, 0], "shape": [30, 64]}, "offset": first["offset"] + spec.nbytes // 2},
         *publication["parts"][1:],
     ]
-    halves = packed_digests([liar.tensors["a"][rows] for rows in (slice(0, 30), slice(30, 60))])
+    halves = b"".join(
+        packed_digest(tensor_digest(liar.tensors["a"][rows])) for rows in (slice(0, 30), slice(30, 60))
+    )
     rest = base64.b64decode(grant["proof"]["part_digests"])[16:]
     grant["proof"]["part_digests"] = _packed(halves + rest)

@@ -2,7 +2,7 @@
 
 They detect accidents (a lost, late, swapped, torn or mis-placed byte), NOT an adversary: whoever may choose
 the bytes can build two models with one digest. The definition of both, the reasons and the test vectors are in
-design/0002-digests.md and docs/digests.md; the formats "xxh3:" and "wsd1:" never change meaning.
+design/0002-digests.md and docs/digests.md; the formats "xxh3:" and "wsd2:" never change meaning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from weightsync.many import Int64s, addresses, are_plain, copy_runs, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
 from weightsync.tensors import byte_array, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
-from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
+from weightsync.types.manifest import MODEL_DIGEST_PREFIX, check_model_digest
+from weightsync.types.table import DIGEST_BYTES, TensorTable, packed_digest, written_digest
 
 PIECE_BYTES = 16 << 20
 """What one thread copies at a time where a tensor is not contiguous host memory: the bound on extra memory."""
@@ -47,7 +48,6 @@ _RUN_TENSORS = 1024
 
 _MASK = (1 << 64) - 1
 _keys_of = attrgetter("key_1", "key_2")
-_MODEL_PREFIX = "wsd1:"
 _NARROW: dict[int, tuple[npt.DTypeLike, int]] = {1: (np.uint8, 3), 2: (np.uint16, 2), 4: (np.uint32, 1)}
 """Element bytes -> (numpy dtype, log2 of the elements in a word)."""
 
@@ -199,11 +199,12 @@ def shard_sum(held: HeldTensor) -> ShardSum:
     return _added(map_all(one, split_box(box, piece_bytes // size_bytes)))
 
 
-def shard_sums(held: Iterable[HeldTensor]) -> ShardSum:
+def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None) -> ShardSum:
     """The sum of `shard_sum` of each, on all cores.
 
     Args:
         held: taken one after the other; small ones are held until there are many, at most 16 MiB of them together.
+        table: has the specs of all of them; what is derived from a name is then kept there.
 
     Raises:
         ManifestMismatchError: a tensor is not of its spec's dtype or its box's shape.
@@ -219,12 +220,12 @@ def shard_sums(held: Iterable[HeldTensor]) -> ShardSum:
         batch.append(each)
         batch_bytes += num_bytes
         if batch_bytes > _BATCH_BYTES or len(batch) == _BATCH_TENSORS:
-            total += _batch_sum(batch)
+            total += _batch_sum(batch, table)
             batch, batch_bytes = [], 0
-    return total + _batch_sum(batch)
+    return total + _batch_sum(batch, table)
 
 
-def _batch_sum(batch: list[HeldTensor]) -> ShardSum:
+def _batch_sum(batch: list[HeldTensor], table: TensorTable | None) -> ShardSum:
     """The sum of small whole tensors."""
     if not batch:
         return ShardSum.zero()
@@ -238,17 +239,35 @@ def _batch_sum(batch: list[HeldTensor]) -> ShardSum:
                 f"a tensor of {tensor.dtype} {tuple(tensor.shape)} can't be all of {spec.dtype} {spec.shape}",
                 parameter=spec.name,
             )
-    seeds = [seeds_of(each.spec.name, each.spec.dtype, each.spec.shape) for each in batch]
-    keys = np.array(list(map(_keys_of, seeds)), dtype=np.uint64)
-    places, sizes = addresses(tensors), sizes_bytes(tensors)
-    keys_1, keys_2 = np.ascontiguousarray(keys[:, 0]), np.ascontiguousarray(keys[:, 1])
+    if table is not None:
+        keys = table.derive(keys_of)[:, [table.index_of[each.spec.name] for each in batch]]
+    else:
+        seeds = [seeds_of(each.spec.name, each.spec.dtype, each.spec.shape) for each in batch]
+        keys = np.array(list(map(_keys_of, seeds)), dtype=np.uint64).T
+    keys_1, keys_2 = np.ascontiguousarray(keys)
+    return sum_of_runs(addresses(tensors), sizes_bytes(tensors), np.zeros(len(batch), np.int64), keys_1, keys_2)
+
+
+def sum_of_runs(
+    addresses: Int64s,
+    sizes: Int64s,
+    places: Int64s,
+    keys_1: npt.NDArray[np.uint64],
+    keys_2: npt.NDArray[np.uint64],
+) -> ShardSum:
+    """What runs of bytes add to the model's digest, on all cores.
+
+    Args:
+        addresses, sizes: first byte and bytes of each, in memory that the caller keeps.
+        places: where each run lies in its whole tensor, in bytes.
+        keys_1, keys_2: of its tensor, see `keys_of`.
+    """
 
     def run(cut: slice) -> tuple[int, int]:
-        lanes: tuple[int, int] = _many_kernels().whole_sums(places[cut], sizes[cut], keys_1[cut], keys_2[cut])
-        return lanes
+        lanes = _many_kernels().runs_of_many(addresses[cut], sizes[cut], places[cut], keys_1[cut], keys_2[cut])
+        return cast(tuple[int, int], lanes)
 
-    found = map_all(run, (slice(start, start + _RUN_TENSORS) for start in range(0, len(batch), _RUN_TENSORS)))
-    return ShardSum(lane_a=sum(a for a, _ in found) & _MASK, lane_b=sum(b for _, b in found) & _MASK)
+    return _added(map_all(run, (slice(at, at + _RUN_TENSORS) for at in range(0, len(addresses), _RUN_TENSORS))))
 
 
 def patch_sum(
@@ -311,34 +330,42 @@ def model_digest(specs: Iterable[TensorSpec], total: ShardSum) -> str:
         total: sum of `shard_sum` over an exact partition of every tensor.
 
     Returns:
-        "wsd1:" and 32 hex digits: lane A, then lane B.
+        "wsd2:" and 32 hex digits: lane A, then lane B.
 
     Raises:
         InvalidRequestError: two specs have one name.
     """
+    terms = specs.derive(_terms) if isinstance(specs, TensorTable) else _terms(specs)
+    total += terms
+    return f"{MODEL_DIGEST_PREFIX}{total.lane_a:016x}{total.lane_b:016x}"
+
+
+def _terms(specs: Iterable[TensorSpec]) -> ShardSum:
+    """The terms of all tensors; nothing is kept of each."""
     seen: set[str] = set()
-    lane_a, lane_b = total.lane_a, total.lane_b
+    lane_a = lane_b = 0
     for spec in specs:
         if spec.name in seen:
             raise InvalidRequestError("a model names every tensor once", parameter=spec.name)
         seen.add(spec.name)
-        seeds = seeds_of(spec.name, spec.dtype, spec.shape)
+        seeds = _seeds(spec.name, spec.dtype, spec.shape)
         lane_a += seeds.term_a
         lane_b += seeds.term_b
-    return f"{_MODEL_PREFIX}{lane_a & _MASK:016x}{lane_b & _MASK:016x}"
+    return ShardSum(lane_a=lane_a & _MASK, lane_b=lane_b & _MASK)
 
 
 def patched_digest(digest: str, change: ShardSum) -> str:
     """The model's digest after a change, from the one before it and the sum of `patch_sum`.
 
     Raises:
-        InvalidRequestError: `digest` is not of the form that `model_digest` gives.
+        InvalidRequestError: `digest` is not of the form that `model_digest` gives, or of another release's.
     """
-    digits = digest.removeprefix(_MODEL_PREFIX)
-    if not digest.startswith(_MODEL_PREFIX) or len(digits) != 32 or set(digits) - set("0123456789abcdef"):
-        raise InvalidRequestError(f"{digest[:64]!r} is no model digest of the form wsd1:<32 hex>")
+    check_model_digest(digest)
+    digits = digest.removeprefix(MODEL_DIGEST_PREFIX)
+    if not digest.startswith(MODEL_DIGEST_PREFIX) or len(digits) != 32 or set(digits) - set("0123456789abcdef"):
+        raise InvalidRequestError(f"{digest[:64]!r} is no model digest of the form wsd2:<32 hex>")
     after = ShardSum(lane_a=int(digits[:16], 16), lane_b=int(digits[16:], 16)) + change
-    return f"{_MODEL_PREFIX}{after.lane_a:016x}{after.lane_b:016x}"
+    return f"{MODEL_DIGEST_PREFIX}{after.lane_a:016x}{after.lane_b:016x}"
 
 
 def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
@@ -353,7 +380,7 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
         ManifestMismatchError: a part of an unknown tensor, of another dtype or shape than its spec says,
             held twice, or missing. Without this, a replica counted twice would look like a wrong byte.
     """
-    by_name = {spec.name: spec for spec in specs}
+    by_name = specs.by_name if isinstance(specs, TensorTable) else {spec.name: spec for spec in specs}
     whole: set[str] = set()
     boxes: dict[str, list[Box]] = {}  # of those that do not lie here once and whole
 
@@ -382,7 +409,7 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
         if not spec.shape and name not in boxes:
             raise ManifestMismatchError("the tensor is not held", parameter=name)
         check_partition(spec.shape, boxes.get(name, []), parameter=name)
-    return model_digest(by_name.values(), total)
+    return model_digest(specs if isinstance(specs, TensorTable) else by_name.values(), total)
 
 
 def warm_up() -> None:
@@ -399,10 +426,24 @@ class _Seeds:
     term_b: int
 
 
-@functools.lru_cache(maxsize=1 << 18)  # a model has up to 150,000, asked for at every version
+@functools.lru_cache(maxsize=1 << 18)  # of who asks tensor by tensor; a table keeps its own (`keys_of`)
 def seeds_of(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
+    """As `_seeds`, kept."""
+    return _seeds(name, dtype, shape)
+
+
+def keys_of(specs: Sequence[TensorSpec]) -> npt.NDArray[np.uint64]:
+    """The keys of each tensor: two rows, one entry a tensor."""
+    keys = np.empty((2, len(specs)), dtype=np.uint64)
+    for place, spec in enumerate(specs):
+        seeds = _seeds(spec.name, spec.dtype, spec.shape)
+        keys[:, place] = seeds.key_1, seeds.key_2
+    return keys
+
+
+def _seeds(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
     """What a tensor's keys and its own term start from. Depends on nothing but the arguments."""
-    text = f"wsd1\n{dtype}\n{','.join(str(extent) for extent in shape)}\n{name}".encode()
+    text = f"wsd2\n{dtype}\n{','.join(map(str, shape))}\n{name}".encode()
     keys, terms = (xxhash.xxh3_128_intdigest(text, seed=seed) for seed in (0, 1))
     return _Seeds(key_1=keys & _MASK, key_2=keys >> 64, term_a=terms & _MASK, term_b=terms >> 64)
 

@@ -33,11 +33,13 @@ from weightsync.types.control import (
     WaitVersionRequest,
 )
 from weightsync.types.fleet import HeartbeatRequest
+from weightsync.types.process import of_one_process
 
 _MAX_WAITING = 256
 _T = TypeVar("_T")
 
 
+@of_one_process
 class ControllerServer:
     """Serves document 5's calls under their names, `/notify_version`, `/wait_version`, `/heartbeat`, `/status` and
     `/healthz`, from `start` to `close`.

@@ -49,10 +49,12 @@ from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.types import HeldTensor, Version
 from weightsync.types.deadline import check_wait_s
+from weightsync.types.process import of_one_process
 
 _T = TypeVar("_T")
 
 
+@of_one_process
 class RemoteLoadServer:
     """Serves one loader's bracket, to one client at a time, from `start` to `close`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 
@@ -12,19 +11,6 @@ from weightsync.errors import AuthError, ConfigError
 def bearer_headers(token: str | None) -> dict[str, str]:
     """Headers that carry the token; none where there is none."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
-
-
-ANNOUNCEMENTS_USER = "weightsync"
-"""The user name that subscribers of an agent's announcements give."""
-
-
-def announcements_password(token: str) -> str:
-    """The password of an agent's announcements: 64 hex digits that nobody gets the token from.
-
-    ZMQ sends it in clear, also where everything else speaks TLS: who overhears it can listen to announcements, and
-    do nothing else.
-    """
-    return hmac.new(token.encode(), b"weightsync announcements", hashlib.sha256).hexdigest()
 
 
 def is_loopback(host: str) -> bool:

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weightsync.errors import AuthError, ConfigError, InvalidRequestError, WeightSyncError
 from weightsync.net.auth import check_exposure, check_token
+from weightsync.types.process import closed_in_children, of_one_process
 
 MAX_BODY_BYTES = 256 << 20
 """No request is larger: a manifest of a million tensors fits."""
@@ -174,6 +175,7 @@ class _PatientH11(H11Protocol):
             self.transport.close()
 
 
+@of_one_process
 class ServerThread:
     """A uvicorn server in a thread of this process, from `start` to `close`.
 
@@ -234,6 +236,7 @@ class ServerThread:
             ConfigError: it could not listen: the port is taken, or the address is not this host's.
         """
         self._socket = _listen(self._host, self._server.config.port)
+        closed_in_children(self, lambda server: server._socket.close())  # the port is free when the parent ends
         self._thread.start()
         if not self._ready.wait(timeout_s) or self._failure is not None:
             self._socket.close()

@@ -54,6 +54,7 @@ from weightsync.transfer.broadcast import BroadcastTransferStrategy
 from weightsync.transfer.registry import strategy_for
 from weightsync.types import Deadline, EngineHandle, InferenceEngineClient, SyncReport, TensorSpec, Version
 from weightsync.types.deadline import check_wait_s
+from weightsync.types.process import of_one_process
 
 _logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ _AFTER_A_FAILURE = "engines serve their old version or refuse to serve; the next
 _SETTLE_MARGIN_S = 5.0  # how much longer than a sync ranks wait for each other to say how it ended
 
 
+@of_one_process
 class PushSync:
     """A `SyncMethod`. Every training rank makes one and calls its methods in the same order.
 

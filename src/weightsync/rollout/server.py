@@ -21,6 +21,7 @@ from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.types import REQUEST_TYPES, BeginRequest, EngineHandle, EngineOp, EngineRequest
 from weightsync.types.deadline import check_wait_s
+from weightsync.types.process import of_one_process
 
 _MAX_CALLS = 64
 """Calls under way at once; a sync of one trainer has at most five."""
@@ -29,6 +30,7 @@ _URGENT = frozenset({EngineOp.DESCRIBE, EngineOp.ABORT, EngineOp.RESUME})
 _DEFAULT_TIMEOUT_S = 300.0
 
 
+@of_one_process
 class EngineServer:
     """Serves one engine's steps: POST /weightsync/v1/{describe,init,begin,update_weights,stage,...}.
 

@@ -36,6 +36,7 @@ from weightsync.rollout.sender import Ticket
 from weightsync.rollout.settings import RolloutConfig
 from weightsync.types import Deadline, EngineHandle, Version
 from weightsync.types.fleet import CommitVersionsRequest, PrepareRequest, ReleaseRequest
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import ModelStatus, NotifyRequest, RegisterSenderRequest, ServiceStatus
 
 _RECLAIM_EVERY_S = 2.0
@@ -43,6 +44,7 @@ _RECLAIM_EVERY_S = 2.0
 _logger = logging.getLogger(__name__)
 
 
+@of_one_process
 class RolloutService:
     """Serves `/notify_version`, `/status`, `/availability`, `/register_sender`, `/metrics`, `/healthz`.
 

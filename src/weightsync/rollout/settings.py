@@ -27,8 +27,9 @@ class RolloutConfig:
         pause_timeout_s: how long an engine may take to finish running generations.
         patience_s: after so long without the version that was announced, the newest that the agent has is taken.
         poll_s: None: senders are asked until each has told a version once, and from then on the service goes by
-            notifications. A number: they are asked every so many seconds, and what they publish is followed though
-            nobody notifies, as with `weightsync agent`.
+            notifications. A number: what they publish is followed though nobody notifies, as with `weightsync agent`.
+            A request waits at each until there is something newer; where that fails, it is asked every so many
+            seconds.
         transport: "tcp" or "shm" alone; chosen by itself where not given.
         mode: "full"; "delta" for deltas wherever the agent has them, on the same host too; "auto" for deltas over TCP,
             and for the publisher's own memory on the same host.

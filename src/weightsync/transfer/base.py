@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
 from weightsync.types import (
@@ -150,8 +150,8 @@ class WeightTransferReceiver(abc.ABC):
     """The receiving end. Every engine worker has one."""
 
     @abc.abstractmethod
-    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterable[Update]:
-        """Receives the bytes of one announced chunk, then hands out its updates: a sequence where all are there at once.
+    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterator[Update]:
+        """Receives the bytes of one announced chunk, then hands out its updates.
 
         The bytes are there when this returns (it is not lazy); the updates borrow the receiver's memory
         until `release(request)`. Called in the order of `seq`.

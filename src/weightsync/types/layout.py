@@ -8,6 +8,7 @@ A name by content can't be wrong: whoever sends one, what was checked under it i
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Literal
@@ -16,9 +17,12 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.manifest import Manifest, Version
-from weightsync.types.publication import Publication, Source
+from weightsync.types.publication import GrantFacts, Publication, Source, TransferGrant
 from weightsync.types.spec import Box, TensorSpec
 from weightsync.types.table import SpecTable, TensorTable
+
+_MAX_KNOWN = 4
+"""Of one receiver: a model has one, and another for a while when it has changed."""
 
 _Part = tuple[int, int, int, Box | None]
 """Index of the tensor, index of the source, first byte within it, and the box; none where it is the whole tensor."""
@@ -91,17 +95,19 @@ class PublicationLayout:
         layout.__dict__["digest"] = digest
         return layout
 
-    @property
-    def raw(self) -> bytes:
+    def encode(self) -> bytes:
         """As it travels. Made anew at each call: nobody but an agent needs it twice."""
         index_of = self.tensors.index_of
         parts = [(index_of[part.name], part.source, part.offset, part.box) for part in self.parts]
-        return msgspec.json.encode(_Said(tensors=tuple(self.tensors), parts=parts))
+        raw = msgspec.json.encode(_Said(tensors=tuple(self.tensors), parts=parts))
+        if "digest" not in self.__dict__:
+            self.__dict__["digest"] = hashlib.sha256(raw).hexdigest()
+        return raw
 
     @cached_property
     def digest(self) -> str:
-        """What names it: SHA-256 of `raw` in hex."""
-        return hashlib.sha256(self.raw).hexdigest()
+        """What names it: SHA-256 of `encode` in hex."""
+        return hashlib.sha256(self.encode()).hexdigest()
 
     def head(self, publication: Publication) -> PublicationHead:
         """What a publication of this layout says besides."""
@@ -128,6 +134,62 @@ class PublicationLayout:
         return Publication(manifest=manifest, parts=self.parts, sources=head.sources)
 
 
+class GrantMessage(GrantFacts, frozen=True, kw_only=True):
+    """A `TransferGrant` as it travels: its publication is whole, or a head beside a layout.
+
+    Attributes:
+        publication: as of `TransferGrant`, for a receiver that knows no layouts.
+        head: else.
+        layout: the layout that `head` names; none where the receiver has said that it holds it.
+    """
+
+    publication: Publication | None = None
+    head: PublicationHead | None = None
+    layout: msgspec.Raw | None = None
+
+
+class KnownLayouts:
+    """The layouts that a receiver holds. Thread-safe; the last few are kept."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, PublicationLayout] = {}
+
+    def names(self) -> tuple[str, ...]:
+        """Their digests."""
+        with self._lock:
+            return tuple(self._known)
+
+    def grant(self, message: GrantMessage) -> TransferGrant:
+        """The grant that a message tells of; a layout that came with it is kept.
+
+        Raises:
+            InvalidRequestError: it names a layout that it does not have and that is not held, or one that is none; or
+                it is no grant.
+        """
+        facts = {name: getattr(message, name) for name in GrantFacts.__struct_fields__}
+        if message.head is None:
+            if message.publication is None:
+                raise InvalidRequestError("a grant has a publication, or the head of one")
+            return TransferGrant(**facts, publication=message.publication)
+        return TransferGrant(**facts, publication=self._layout(message.head, message.layout).publication(message.head))
+
+    def _layout(self, head: PublicationHead, raw: msgspec.Raw | None) -> PublicationLayout:
+        with self._lock:
+            layout = self._known.pop(head.layout, None)
+            if layout is not None:
+                self._known[head.layout] = layout
+                return layout
+        if raw is None:
+            raise InvalidRequestError(f"a grant names layout {head.layout}, which was neither sent nor is held")
+        layout = PublicationLayout.read(memoryview(raw), head.layout)
+        with self._lock:
+            self._known[head.layout] = layout
+            while len(self._known) > _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+        return layout
+
+
 def _layout_of(parts: SpecTable, tensors: TensorTable) -> PublicationLayout:
     return PublicationLayout(tensors, parts)
 
@@ -136,5 +198,5 @@ def _spec(tensor: TensorSpec, source: int, offset: int, box: Box | None) -> Tens
     return TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, box=box, source=source, offset=offset)
 
 
-for _kind in (_Said, PublicationHead):  # see types.engine: msgspec has to learn its types before threads use them
+for _kind in (_Said, PublicationHead, GrantMessage):  # see types.engine: msgspec has to learn its types before threads use them
     msgspec.json.Decoder(_kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Literal, cast
 
@@ -10,6 +11,9 @@ import msgspec
 from weightsync.errors import InvalidRequestError, VersionError
 from weightsync.types.spec import TensorSpec
 from weightsync.types.table import DIGEST_BYTES, TensorTable, packed_digest, written_digest
+
+MODEL_DIGEST_PREFIX = "wsd2:"
+"""What a model digest begins with: the number of its definition (`codec.digest`)."""
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             msgspec.structs.force_setattr(self, "tensors", TensorTable.of(self.tensors))
         if self.digests is not None and len(self.digests) != DIGEST_BYTES * len(self.tensors):
             raise InvalidRequestError("there is not one digest a tensor", version=str(self.version))
+        check_model_digest(self.model_digest, version=str(self.version))
 
     @property
     def table(self) -> TensorTable:
@@ -107,3 +112,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def with_packed_digests(self, digests: bytes, model_digest: str | None) -> Manifest:
         """As `with_digests`, of digests as the field has them."""
         return msgspec.structs.replace(self, digests=digests, model_digest=model_digest)
+
+
+def check_model_digest(digest: str | None, *, version: str | None = None) -> None:
+    """Refuses a model digest of another definition: it would look like a wrong byte, whatever the bytes.
+
+    Args:
+        digest: None is fine.
+        version: what the error is to name.
+
+    Raises:
+        InvalidRequestError: the digest has another number than `MODEL_DIGEST_PREFIX`, such as wsd1.
+    """
+    found = re.match(r"wsd[0-9]+:", digest or "")
+    if found and found[0] != MODEL_DIGEST_PREFIX:
+        raise InvalidRequestError(
+            f"a model digest {found[0]} is one of another weightsync release, this one has {MODEL_DIGEST_PREFIX}; "
+            "run the same release on the trainer's and the rollout's side",
+            version=version,
+        )

@@ -270,17 +270,16 @@ class TransferRequest(_Message, frozen=True, kw_only=True):
             raise InvalidRequestError(f"mode is one of {', '.join(MODES)}, not {self.mode!r}")
 
 
-class TransferGrant(_Message, frozen=True, kw_only=True):
-    """What an agent answers: one version, proved, and how to get it.
+class GrantFacts(_Message, frozen=True, kw_only=True):
+    """What a grant says besides its publication.
 
     Attributes:
         transfer_id: 32 hex digits: the right to read this publication's bytes, until it is finished.
-        publication: the whole, with all its sources.
         source: which of them this agent is.
         proof: what this agent has computed over its own source.
         transport: "shm" where the caller may map the segment.
         host, port: of the block server, for "tcp".
-        take_up_s: a transfer that nothing is read of for so long is over.
+        take_up_s: a transfer that is neither read nor renewed for so long is over.
         life: see `AgentVersion`.
         base: what `delta` builds on, as it was asked.
         delta: blobs that lead from `base` to this version, in order; none where `base` is this version. None: there is
@@ -288,7 +287,6 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
     """
 
     transfer_id: str
-    publication: Publication
     source: int
     proof: SourceProof
     transport: Transport
@@ -298,6 +296,16 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
     life: str | None = None
     base: DeltaBase | None = None
     delta: tuple[DeltaLink, ...] | None = None
+
+
+class TransferGrant(GrantFacts, frozen=True, kw_only=True):
+    """What an agent answers: one version, proved, and how to get it.
+
+    Attributes:
+        publication: the whole, with all its sources.
+    """
+
+    publication: Publication
 
     def __post_init__(self) -> None:
         _check_transfer_id(self.transfer_id)
@@ -321,6 +329,19 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
 def _check_transfer_id(transfer_id: str) -> None:
     if len(transfer_id) != 32 or set(transfer_id) - set("0123456789abcdef"):
         raise InvalidRequestError("a transfer_id has 32 hex digits")
+
+
+class RenewRequest(_Message, frozen=True, kw_only=True):
+    """The receiver is at work on a transfer, though it reads nothing yet.
+
+    Attributes:
+        transfer_id: as granted; of deltas that were granted together, one of them.
+    """
+
+    transfer_id: str
+
+    def __post_init__(self) -> None:
+        _check_transfer_id(self.transfer_id)
 
 
 class FinishRequest(_Message, frozen=True, kw_only=True):
@@ -347,6 +368,35 @@ class AgentVersion(_Message, frozen=True, kw_only=True):
     run_id: str | None = None
     version: int | None = None
     life: str | None = None
+
+
+class EndedTransfer(_Message, frozen=True, kw_only=True):
+    """A transfer that an agent granted and that is over.
+
+    Attributes:
+        number: they rise by 1, from 1 on, for one agent process.
+        run_id, version: what was granted.
+        receiver_id: to whom.
+        ok: whether the receiver has said that it has everything.
+    """
+
+    number: int
+    run_id: str
+    version: int
+    receiver_id: str
+    ok: bool
+
+
+class EndedTransfers(_Message, frozen=True, kw_only=True):
+    """What `/get_transfers` answers.
+
+    Attributes:
+        ended: the last ones after the number that was asked for, in order.
+        newest: number of the last one that has ended; 0: none has.
+    """
+
+    ended: tuple[EndedTransfer, ...]
+    newest: int
 
 
 class NotifyRequest(_Message, frozen=True, kw_only=True):
@@ -450,6 +500,6 @@ def check_id(what: str, value: str) -> None:
 # See types.engine: msgspec has to learn its types before threads use them.
 for _kind in (
     RegisterRequest, TransferRequest, TransferGrant, FinishRequest, AgentVersion, NotifyRequest, RegisterSenderRequest,
-    ServiceStatus, Publication,
+    ServiceStatus, Publication, EndedTransfers, RenewRequest,
 ):  # fmt: skip
     msgspec.json.Decoder(_kind)
