@@ -402,7 +402,8 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
             yield part
 
     together = isinstance(held, Sequence)
-    total = shard_sums(checked()) if together else sum(map(shard_sum, checked()), ShardSum.zero())
+    table = specs if isinstance(specs, TensorTable) else None
+    total = shard_sums(checked(), table) if together else sum(map(shard_sum, checked()), ShardSum.zero())
     for name, spec in by_name.items():
         if name in whole and name not in boxes:
             continue
@@ -459,17 +460,12 @@ def _kernels() -> Any:
         ) from error
 
 
-def run_sums(places: Int64s, sizes: Int64s, keys: npt.NDArray[np.uint64]) -> tuple[int, int]:
-    """Both lanes of whole tensors by their addresses, on the caller's thread, without the GIL.
-
-    Args:
-        places: addresses; the caller keeps the memory.
-        sizes: bytes of each.
-        keys: `key_1` and `key_2` of each tensor's seeds.
-    """
-    keys_1, keys_2 = np.ascontiguousarray(keys[:, 0]), np.ascontiguousarray(keys[:, 1])
-    lanes: tuple[int, int] = _many_kernels().whole_sums(places, sizes, keys_1, keys_2)
-    return lanes
+def lanes_of_whole(
+    addresses: Int64s, sizes: Int64s, keys_1: npt.NDArray[np.uint64], keys_2: npt.NDArray[np.uint64]
+) -> tuple[int, int]:
+    """As `sum_of_runs` of whole tensors, on the caller's thread alone, without the GIL."""
+    lanes = _many_kernels().runs_of_many(addresses, sizes, np.zeros(len(sizes), np.int64), keys_1, keys_2)
+    return cast(tuple[int, int], lanes)
 
 
 @functools.cache

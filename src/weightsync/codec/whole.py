@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync.codec.digest import ShardSum, model_digest, run_sums, seeds_of, shard_sum
+from weightsync.codec.digest import ShardSum, keys_of, lanes_of_whole, model_digest, shard_sum
 from weightsync.codec.threads import map_all
 from weightsync.errors import ManifestMismatchError
 from weightsync.many import Int64s, addresses, are_plain, copy_runs, sizes_bytes
@@ -36,12 +36,10 @@ class _Known:
 
     Attributes:
         shapes, dtypes: of each tensor.
-        keys: two for each tensor.
     """
 
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
-    keys: npt.NDArray[np.uint64]
 
 
 def whole_digest(table: TensorTable, tensors: Sequence[torch.Tensor]) -> str:
@@ -66,7 +64,7 @@ def whole_sum(table: TensorTable, tensors: Sequence[torch.Tensor], *, convert: b
     Raises:
         ManifestMismatchError: there are more or fewer, or one is of another shape or dtype.
     """
-    known = table.derive(_known)
+    known, kept_keys = table.derive(_known), table.derive(keys_of)
     if len(tensors) != len(table):
         raise ManifestMismatchError(f"{len(tensors)} tensors are held, the manifest has {len(table)}")
     if list(map(_shape, tensors)) != known.shapes:
@@ -83,7 +81,7 @@ def whole_sum(table: TensorTable, tensors: Sequence[torch.Tensor], *, convert: b
     total = ShardSum.zero()
     for (source, wanted), indexes in _by_kind(tensors, known, small):
         picked = tensors if len(indexes) == len(tensors) else [tensors[index] for index in indexes]
-        keys = known.keys if picked is tensors else known.keys[indexes]
+        keys = kept_keys if picked is tensors else np.ascontiguousarray(kept_keys[:, indexes])
         total += _sum_of_small(picked, keys, None if source is wanted else wanted)
     for index in rest:
         converted = tensors[index].detach().to(known.dtypes[index]).contiguous()
@@ -92,11 +90,9 @@ def whole_sum(table: TensorTable, tensors: Sequence[torch.Tensor], *, convert: b
 
 
 def _known(table: TensorTable) -> _Known:
-    seeds = [seeds_of(spec.name, spec.dtype, spec.shape) for spec in table]
     return _Known(
         shapes=[spec.shape for spec in table],
         dtypes=[torch_dtype(spec.dtype) for spec in table],
-        keys=np.array([(each.key_1, each.key_2) for each in seeds], dtype=np.uint64),
     )
 
 
@@ -123,16 +119,16 @@ def _sum_of_small(
     tensors: Sequence[torch.Tensor], keys: npt.NDArray[np.uint64], wanted: torch.dtype | None
 ) -> ShardSum:
     """Of small plain tensors of one dtype, as they are or as `wanted`."""
-    places, sizes = addresses(tensors), sizes_bytes(tensors)
+    places, sizes, (keys_1, keys_2) = addresses(tensors), sizes_bytes(tensors), keys
     ends = np.cumsum(sizes)
     cuts = np.unique(np.searchsorted(ends, np.arange(_PIECE_BYTES, int(ends[-1]), _PIECE_BYTES)))
     edges = [0, *cuts.tolist(), len(tensors)]
 
     def one(piece: slice) -> tuple[int, int]:
         if wanted is None:
-            return run_sums(places[piece], sizes[piece], keys[piece])
+            return lanes_of_whole(places[piece], sizes[piece], keys_1[piece], keys_2[piece])
         kept, at, num_bytes = _converted(tensors[piece], places[piece], sizes[piece], wanted)
-        lanes = run_sums(at, num_bytes, keys[piece])
+        lanes = lanes_of_whole(at, num_bytes, keys_1[piece], keys_2[piece])
         del kept  # what the addresses are of
         return lanes
 
