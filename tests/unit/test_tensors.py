@@ -114,6 +114,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 def test_a_dtype_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_dtype.cache_clear()
     monkeypatch.delattr(torch, "float8_e8m0fnu")
     with pytest.raises(UnsupportedError, match="float8_e8m0fnu"):
         torch_dtype("float8_e8m0fnu")
