@@ -198,7 +198,9 @@ class WeightSyncController:
         if not all(1 <= len(name) <= _MAX_NAME for name in (worker_name, run_id) if name is not None):
             raise InvalidRequestError(f"worker_name and run_id have 1 to {_MAX_NAME} characters")
         model = self._model(model_tag)
-        event = Trained(worker=worker_name, run_id=run_id, version=version, evaluate=evaluate)
+        event = Trained(
+            worker=worker_name, run_id=run_id, version=version, evaluate=evaluate, claimed=self.method.asks_agents
+        )
         started = self._trained(model_tag, event, sender_endpoint)
         if evaluate:
             model.wait(lambda model: model.evaluated, timeout_s)

@@ -116,9 +116,13 @@ class ServingLease:
 
     def close(self) -> None:
         """Revokes it. Idempotent."""
+        self.revoke()
+        self.release()
+
+    def release(self) -> None:
+        """Writes it no more; what is lent stays lent until it is over. Idempotent."""
         with self._lock:
             if not self._map.closed:
-                self._words[_UNTIL] = 0.0
                 self._words.release()
                 self._map.close()
                 os.close(self._file)

@@ -230,6 +230,7 @@ class TransferAgent:
     # --- what is asked ---
 
     async def _get_version(self) -> Response:
+        coming = self._prover.newest  # looked at first: what is proved meanwhile is in one of the two
         current = self._current
         version = None if current is None else current.publication.manifest.version
         return _json(
@@ -238,6 +239,8 @@ class TransferAgent:
                 run_id=None if version is None else version.run_id,
                 version=None if version is None else version.number,
                 life=self._config.life,
+                coming_run_id=None if coming is None else coming.run_id,
+                coming=None if coming is None else coming.number,
             )
         )
 

@@ -358,6 +358,7 @@ class EmbeddedEngine:
             run_id=replies[0].run_id,
             accepts=tuple(sorted(set.intersection(*(set(reply.accepts) for reply in replies)))),
             unhealthy=unhealthy or None,
+            intact=all(reply.serving for reply in replies) and not self._gate.fenced,
         )
 
     def _described(self) -> list[EngineReply]:
