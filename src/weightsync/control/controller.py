@@ -32,7 +32,7 @@ from weightsync.control.methods.weaver import WeaverMethod, WeaverServiceHolder
 from weightsync.control.model import Lockable, ModelControl
 from weightsync.control.state import Action, BatchReady, Policy, StartSync, Trained
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
-from weightsync.observe import Recorder
+from weightsync.observe import LONG_RUN_BYTES, Recorder
 from weightsync.types import Version
 from weightsync.types.control import MAX_VERSION, ControllerStatus, RolloutServiceState, ValidationRun
 from weightsync.types.deadline import check_wait_s
@@ -80,7 +80,7 @@ class WeightSyncController:
         recorder: Recorder | None = None,
     ) -> None:
         base = WeightSyncConfig.load(config)
-        self.recorder = recorder or Recorder("controller")
+        self.recorder = recorder or Recorder("controller", max_bytes=LONG_RUN_BYTES)
         tags = tuple(model_tags) or base.fleet.models or (base.inference_service.model_tag,)
         self.method = method or method_of(base, tags)
         self._on_validate = on_validate

@@ -44,6 +44,7 @@ _NUM_RECORDS = 50
 _AGAIN_S = (1.0, 2.0, 4.0)
 """When a version that its agent had not is tried again: a trainer may have told of it too early."""
 _MAX_DENIED = 8
+_MAX_ERROR = 4000
 
 
 class Lockable(Protocol):
@@ -326,7 +327,7 @@ class ModelControl:
             _logger.warning("model %s: the sync of %s failed: %s", self.tag, version, typed)
             absent = isinstance(typed, NotPublishedError)
             event = SyncFailed(absent=absent, newest=typed.newest if isinstance(typed, NotPublishedError) else None)
-            error = f"{type(typed).__name__}: {typed}"
+            error = f"{type(typed).__name__}: {typed}"[:_MAX_ERROR]
         with self._changed:
             self._last_error = error
             self._records.appendleft(self._record("served" if error is None else "failed", error))

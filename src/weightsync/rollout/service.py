@@ -27,7 +27,7 @@ from weightsync.errors import (
 from weightsync.memory import reclaim_dead
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, api_app, json_body
-from weightsync.observe import Metrics, Recorder
+from weightsync.observe import LONG_RUN_BYTES, Metrics, Recorder
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.follower import Follower, late
@@ -72,7 +72,7 @@ class RolloutService:
             raise NoEnginesError("a rollout service has the engines of at least one model")
         config = config or RolloutConfig()
         self.config = config
-        self.recorder = Recorder(f"rollout/{config.service_id}")
+        self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)
         self._metrics = Metrics(self.recorder)
         senders = [checked_url(sender, whose="a sender's") for sender in config.senders]
         self._models = {
