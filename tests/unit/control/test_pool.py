@@ -334,5 +334,9 @@ def test_who_joins_is_told_the_digest_of_what_it_may_have_already() -> None:
     pool.heartbeat(beat("c", at(2), digests={"m": "of another version"}))
     pool.heartbeat(beat("a", at(1), digests={"m": "d1"}))
     assert pool.heartbeat(beat("b", lacks=("m",))).digests == {"m": "d1"}
+    with pool.syncing([at(2)]):
+        pool.heartbeat(beat("a", at(2), digests={"m": "d2"}))  # it has committed; the fleet's is the one before yet
+        pool.heartbeat(beat("b", lacks=("m",)))
+    assert pool._digests["m"][1] == "d1"
     pool.decided([at(2)])
     assert pool.heartbeat(beat("b", lacks=("m",))).digests == {}
