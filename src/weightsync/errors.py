@@ -90,6 +90,13 @@ class InvalidRequestError(WeightSyncError):
     http_status = 422
 
 
+class UnknownLayoutError(WeightSyncError):
+    """A message names a list of tensors by its digest alone, and the receiver does not have it. Nothing was changed;
+    the sender says it in full."""
+
+    http_status = 409
+
+
 class VersionError(WeightSyncError):
     """Versions of different runs were compared, or a version went backwards within its run."""
 
@@ -129,6 +136,12 @@ class NotRegisteredError(AuthError):
     http_status = 403
 
 
+class ForbiddenError(AuthError):
+    """A request that a web page of somebody else's may have sent: a foreign Origin or Host. Nothing was done."""
+
+    http_status = 403
+
+
 class SyncInProgressError(WeightSyncError):
     """Another sync of this model is running. Nothing was changed; try again when it has ended."""
 
@@ -143,6 +156,12 @@ class StateError(WeightSyncError):
 
 class NotServingError(WeightSyncError):
     """The engine refuses to answer: it is paused past the caller's deadline, or fenced."""
+
+    http_status = 503
+
+
+class BusyError(WeightSyncError):
+    """A server has as much under way as it takes at once. Nothing was done; try again."""
 
     http_status = 503
 

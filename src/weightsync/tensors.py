@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from weightsync.errors import UnsupportedError
-from weightsync.types import TensorSpec, dtype_name
+from weightsync.types import Full, TensorSpec, Update, dtype_name
 
 
+@functools.lru_cache(maxsize=256)
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a name such as "bfloat16".
 
@@ -53,3 +58,36 @@ def tensor_from_bytes(buffer: torch.Tensor, *, dtype: str, shape: tuple[int, ...
     if buffer.numel() == 0:
         return torch.empty(shape, dtype=kind, device=buffer.device)
     return buffer.view(kind).reshape(shape)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class PackedUpdates(Iterator[Update]):
+    """Whole tensors that lie in one buffer, as updates: one after the other, or all at once for those that look inside.
+
+    All sequences have one entry a tensor, in the stream's order.
+
+    Attributes:
+        names: parameter names.
+        dtypes: e.g. "bfloat16".
+        shapes: of the whole tensors.
+        offsets: first byte of each in the bucket, a multiple of its element's size.
+        sizes: bytes of each.
+        bucket: 1-D uint8, contiguous; borrowed like the tensor of a `Full`.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    bucket: torch.Tensor
+    _next: int = 0
+
+    def __next__(self) -> Update:
+        index = self._next
+        if index == len(self.names):
+            raise StopIteration
+        self._next += 1
+        part = self.bucket[self.offsets[index] : self.offsets[index] + self.sizes[index]]
+        tensor = tensor_from_bytes(part, dtype=self.dtypes[index], shape=self.shapes[index])
+        return Full(name=self.names[index], tensor=tensor)

@@ -20,6 +20,7 @@ from weightsync.plan.safetensors import plan_layout
 from weightsync.tensors import byte_array, spec_of
 from weightsync.transfer.blocks import ASK, HELLO, Answer, Code, answer_bytes, checksum, parse_ask
 from weightsync.types import HeldTensor, Manifest, Version
+from weightsync.types.table import packed_digest
 from weightsync.types.publication import Publication, Source, SourceProof, TransferGrant, Transport
 
 BLOCK = 4096
@@ -115,7 +116,7 @@ class LyingAgent:
         blocks = [source.block(index) for index in range(source.num_blocks)]
         proof = SourceProof(
             block_checksums="".join(checksum(view[start : start + length]) for start, length in blocks),
-            part_digests=tuple(tensor_digest(self.tensors[part.name]) for part in layout.parts),
+            part_digests=b"".join(packed_digest(tensor_digest(self.tensors[part.name])) for part in layout.parts),
             lane_a=total.lane_a,
             lane_b=total.lane_b,
         )

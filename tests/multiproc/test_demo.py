@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -44,7 +45,10 @@ def test_the_demo_proves_every_version(tmp_path: Path, strategy: str) -> None:
 
 
 def test_the_demo_publishes_and_trains_on(tmp_path: Path) -> None:
-    """Over the pull path: every version is proved and served, and fetched while the trainer is in its next step."""
+    """Over the pull path: every version is proved and served, and may be fetched while the trainer is in its next step.
+
+    Seen red with a trainer that waits for each version before it trains on.
+    """
     files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
     ran = subprocess.run(
         [*COMMAND, "--path", "pull", "--steps", "6", *files], capture_output=True, text=True, timeout=110, check=False
@@ -59,12 +63,14 @@ def test_the_demo_publishes_and_trains_on(tmp_path: Path) -> None:
         assert {"offload", "prove", "pull", "load", "verify", "pause", "commit", "resume"} <= set(step["phases"])
     events = [event for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if "dur" in event]
     spans = {
-        name: [(event["ts"], event["ts"] + event["dur"]) for event in events if event["name"] == name]
-        for name in ("train", "pull", "load", "prove")
+        name: sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["name"] == name)
+        for name in ("train", "offload", "wait for engine's report")
     }
-    fetched = [span for name in ("prove", "pull", "load") for span in spans[name]]
-    overlapping = [one for one in spans["train"] for two in fetched if one[0] < two[1] and two[0] < one[1]]
-    assert overlapping, spans
+    # What the trainer does, in its own order, whoever is slow: it trains the next step before it asks for this version.
+    trained, published, asked = spans["train"], spans["offload"], spans["wait for engine's report"]
+    assert len(trained) == len(published) == len(asked) == 6
+    for this, following in itertools.pairwise(range(6)):
+        assert published[this][1] <= trained[following][0] < trained[following][1] <= asked[this][0]
     assert not list(Path("/dev/shm").glob("weightsync-[0-9]*"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -59,7 +60,8 @@ TOKEN = "a-token-for-tests-only"
 OTHER_TOKEN = "another-token-for-tests"
 PATHS = (
     ("GET", "/get_version"), ("GET", "/get_buffer_info"), ("GET", "/manifest"), ("GET", "/get_capabilities"),
-    ("GET", "/metrics"), ("POST", "/register_receiver"), ("POST", "/register_sglang_instance"),
+    ("GET", "/get_transfers"), ("GET", "/metrics"), ("POST", "/register_receiver"),
+    ("POST", "/register_sglang_instance"), ("POST", "/renew_transfer"),
     ("POST", "/request_transfer"), ("POST", "/finish_transfer"), ("GET", "/nothing/here"),
 )  # fmt: skip
 SERVICE_PATHS = (
@@ -211,7 +213,7 @@ def test_bodies_that_make_no_sense(published: Published, body: bytes) -> None:
         with httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
             for method, path in paths:
                 if method == "POST":
-                    answer = http.post(path, content=body)
+                    answer = http.post(path, content=body, headers={"content-type": "application/json"})
                     assert answer.status_code == 422, path
                     assert answer.json()["error"] == "InvalidRequestError"
 
@@ -514,7 +516,7 @@ def _claims(nbytes: int) -> Callable[[dict[str, Any]], None]:
         publication["parts"][0]["offset"] = source["data_start"]
         source.update(data_end=source["data_start"] + nbytes, block_bytes=64 << 20)
         num_blocks = -(-nbytes // (64 << 20))
-        grant["proof"].update(block_checksums="0" * 16 * min(num_blocks, 1 << 16), part_digests=["x"])
+        grant["proof"].update(block_checksums="0" * 16 * min(num_blocks, 1 << 16), part_digests=_packed(bytes(16)))
 
     return bend
 
@@ -530,6 +532,11 @@ def test_a_size_that_nobody_has_allocates_nothing(liar: LyingAgent, attempt: Att
     assert liar.asked == []
 
 
+def _packed(digests: bytes) -> str:
+    """As JSON has them."""
+    return base64.b64encode(digests).decode()
+
+
 def _twice(grant: dict[str, Any]) -> None:
     """Every tensor lies there, and one of them a second time."""
     publication = grant["publication"]
@@ -540,7 +547,7 @@ def _twice(grant: dict[str, Any]) -> None:
     source["data_end"] += nbytes
     count = -(-(source["data_end"] - source["data_start"]) // BLOCK)
     grant["proof"]["block_checksums"] = "0" * 16 * count
-    grant["proof"]["part_digests"].append("x")
+    grant["proof"]["part_digests"] = _packed(base64.b64decode(grant["proof"]["part_digests"]) + bytes(16))
 
 
 def _half(grant: dict[str, Any]) -> None:
@@ -680,6 +687,7 @@ def test_pieces_of_a_tensor_are_put_together_and_not_mapped() -> None:
 
 def _split(grant: dict[str, Any], segment: str, liar: LyingAgent) -> None:
     from weightsync.codec.digest import tensor_digest
+    from weightsync.types.table import packed_digest
 
     publication = grant["publication"]
     publication["sources"][0]["segment"] = segment
@@ -690,5 +698,8 @@ def _split(grant: dict[str, Any], segment: str, liar: LyingAgent) -> None:
         {**first, "box": {"offset": [30, 0], "shape": [30, 64]}, "offset": first["offset"] + spec.nbytes // 2},
         *publication["parts"][1:],
     ]
-    halves = [tensor_digest(liar.tensors["a"][rows]) for rows in (slice(0, 30), slice(30, 60))]
-    grant["proof"]["part_digests"] = [*halves, *grant["proof"]["part_digests"][1:]]
+    halves = b"".join(
+        packed_digest(tensor_digest(liar.tensors["a"][rows])) for rows in (slice(0, 30), slice(30, 60))
+    )
+    rest = base64.b64decode(grant["proof"]["part_digests"])[16:]
+    grant["proof"]["part_digests"] = _packed(halves + rest)

@@ -83,6 +83,21 @@ def test_a_delta_moves_what_has_changed_and_says_so(start: Start) -> None:
     assert shm_of(trainer.pid, trainer.agent_pid) == []
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:77"])
+def test_an_agent_searches_where_it_is_told_to(start: Start, device: str) -> None:
+    """On a device: the same deltas ("cpu" runs a GPU's code). Where there is no such device: fulls, and the reason."""
+    trainer, receiver = begun(start, delta_device=device)
+    trainer.publish(1)
+    if device == "cpu":
+        assert trainer.ask("delta", 1).base == 0
+    said = pull(trainer, receiver, 1)
+    assert said["deltas"] == int(device == "cpu")
+    agent = AgentClient(trainer.endpoint)
+    why = agent.capabilities()["why_no_delta"]
+    agent.close()
+    assert why is None if device == "cpu" else "can't be loaded" in why
+
+
 def test_a_receiver_that_missed_versions_catches_up(start: Start) -> None:
     """By every number of versions up to and past the chain, which has a budget in bytes."""
     trainer, receiver = begun(start, delta_budget_bytes=4_000)

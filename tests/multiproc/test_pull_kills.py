@@ -57,7 +57,7 @@ TRAINER = {
 AGENT = {
     "is told": "weightsync.publish.agent:TransferAgent.publish",
     "proves": "weightsync.memory:MappedSegment.__init__",
-    "announces": "weightsync.publish.announce:Announcer.send",
+    "announces": "weightsync.publish.long_poll:LongPoll.changed",
     "registers": "weightsync.publish.agent:TransferAgent._register",
     "grants": "weightsync.publish.agent:TransferAgent._grant",
     "sends": "weightsync.transfer.tcp_server:BlockServer._send",

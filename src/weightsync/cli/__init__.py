@@ -84,7 +84,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for timeline.json and timeline.png.")] = Path("demo-output"),
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the summary to this file.")] = None,
     deadline_s: Annotated[float, typer.Option(min=1.0, help="Seconds that one sync may take.")] = 30.0,
-    timeout_s: Annotated[float, typer.Option(min=10.0, help="Seconds that the whole demo may take.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option(min=10.0, help="Seconds that its start, or one step, may take.")] = 300.0,
 ) -> None:
     """Trains a small language model on this machine and pushes every version into an engine.
 
@@ -129,7 +129,7 @@ def demo(
         out=out,
         json=json,
         deadline_s=deadline_s,
-        timeout_s=timeout_s,
+        step_timeout_s=timeout_s,
     )
     try:
         problems = run_demo(options)
@@ -145,7 +145,7 @@ def _fleet_demo(
     from weightsync.demo.fleet import FleetOptions, run_fleet
 
     options = FleetOptions(
-        services=services, models=models, mode=mode, steps=steps, size=size, json=json, timeout_s=timeout_s
+        services=services, models=models, mode=mode, steps=steps, size=size, json=json, step_timeout_s=timeout_s
     )
     logging.getLogger("weightsync").setLevel(logging.ERROR)  # the demo says itself what happens
     with told():

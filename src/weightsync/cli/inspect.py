@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from weightsync.cli.shared import Token, plain, told
 from weightsync.errors import ConfigError
 from weightsync.types import Manifest, TensorSpec
 
-Shown = tuple[str, Sequence[TensorSpec], dict[str, Any]]
-"""A title, tensors, and further facts by name."""
+Shown = tuple[str, Sequence[tuple[TensorSpec, str | None]], dict[str, Any]]
+"""A title, tensors and their digests where they are known, and further facts by name."""
 
 
 def inspect(
@@ -60,7 +61,8 @@ def _show(shown: Shown, *, as_json: bool) -> None:
 
     title, tensors, facts = shown
     if as_json:
-        print(encode({**facts, "tensors": tensors}).decode())
+        told_of = [{**msgspec.to_builtins(spec), "digest": digest} for spec, digest in tensors]
+        print(encode({**facts, "tensors": told_of}).decode())
         return
     table = Table(title=Text(plain(title)), title_justify="left", box=None, pad_edge=False)
     for head, right in (
@@ -74,14 +76,14 @@ def _show(shown: Shown, *, as_json: bool) -> None:
         table.add_column(
             head, justify="right" if right else "left", overflow="fold" if head == "tensor" else "ellipsis"
         )
-    for spec in tensors:
+    for spec, digest in tensors:
         table.add_row(
             Text(plain(spec.name)), spec.dtype, "x".join(map(str, spec.shape)) or "scalar", f"{spec.nbytes / 1e6:.3f}",
-            str(spec.source), (spec.digest or "-").removeprefix("xxh3:")[:16],
+            str(spec.source), (digest or "-").removeprefix("xxh3:")[:16],
         )  # fmt: skip
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
-    total = sum(spec.nbytes for spec in tensors)
+    total = sum(spec.nbytes for spec, _ in tensors)
     console.print(f"{len(tensors)} tensors, {total / 1e6:.1f} MB", highlight=False)
     for name, value in facts.items():
         console.print(Text(f"{plain(name)}: {plain(str(value))}"), soft_wrap=True)
@@ -103,7 +105,8 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
     if (path / "manifest.json").is_file():
         manifest = decode((path / "manifest.json").read_bytes(), Manifest, what=f"{path}/manifest.json")
         facts = {"version": str(manifest.version), "model_id": manifest.model_id, "model_digest": manifest.model_digest}
-        return f"{manifest.model_id} {manifest.version} in {path}", manifest.tensors, facts
+        shown = [(spec, manifest.digest(spec.name)) for spec in manifest.tensors]
+        return f"{manifest.model_id} {manifest.version} in {path}", shown, facts
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{what} is no URL of an agent, no safetensors file, and no folder with one")
@@ -115,7 +118,7 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
         memoryview(mapped) as view,
     ):
         _, tensors, metadata = read_header(view)
-    return str(file), list(tensors.values()), dict(metadata)
+    return str(file), [(spec, None) for spec in tensors.values()], dict(metadata)
 
 
 def _of_agent(url: str, token: str | None, verify: bool | str) -> Shown:
@@ -128,11 +131,8 @@ def _of_agent(url: str, token: str | None, verify: bool | str) -> Shown:
         client.close()
     now.proof.check_fits(now.publication, now.source)
     manifest = now.publication.manifest
-    own = iter(now.proof.part_digests)
-    parts = [
-        msgspec.structs.replace(part, digest=next(own)) if part.source == now.source else part
-        for part in now.publication.parts
-    ]
+    own = (now.proof.digest_of(index) for index in itertools.count())
+    parts = [(part, next(own) if part.source == now.source else None) for part in now.publication.parts]
     facts: dict[str, Any] = {
         "version": str(manifest.version),
         "model_id": manifest.model_id,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from weightsync.codec.digest import tensor_digests
+from weightsync.codec.digest import tensor_digest
 from weightsync.errors import DigestMismatchError
 from weightsync.memory.folder import open_own
 from weightsync.net.messages import encode
@@ -49,7 +49,7 @@ def write_out(pulled: Pulled, folder: Path) -> Path:
         for spec in pulled.manifest.tensors:
             start = pulled.offsets[spec.name]
             tensor = tensor_from_bytes(flat[start : start + spec.nbytes], dtype=spec.dtype, shape=spec.shape)
-            if tensor_digests({spec.name: tensor})[spec.name] != spec.digest:
+            if tensor_digest(tensor) != pulled.manifest.digest(spec.name):
                 raise DigestMismatchError("what was written is not what was published", parameter=spec.name)
         with os.fdopen(os.dup(text), "wb") as opened:
             opened.write(encode(pulled.manifest))

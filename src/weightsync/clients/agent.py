@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -15,12 +16,15 @@ from weightsync.errors import (
 )
 from weightsync.net.auth import bearer_headers
 from weightsync.net.messages import decode, encode
-from weightsync.types import Deadline
+from weightsync.types import Deadline, Version
+from weightsync.types.layout import GrantMessage, KnownLayouts
 from weightsync.types.publication import (
     AgentVersion,
+    EndedTransfers,
     FinishRequest,
     Publication,
     RegisterRequest,
+    RenewRequest,
     SourceProof,
     TransferGrant,
     TransferRequest,
@@ -143,6 +147,12 @@ class JsonClient:
         )
 
 
+def _query(after: str | None, wait_s: float) -> str:
+    said = {"after": after, "wait_s": f"{wait_s:g}" if wait_s else None}
+    given = {name: value for name, value in said.items() if value is not None}
+    return f"?{urlencode(given)}" if given else ""
+
+
 class PublishedNow(msgspec.Struct, frozen=True, kw_only=True):
     """What `/manifest` answers."""
 
@@ -157,9 +167,27 @@ class AgentClient(JsonClient):
     def __init__(self, url: str, *, token: str | None = None, verify: bool | str = True) -> None:
         super().__init__(url, runs="a weightsync agent", token=token, verify=verify)
 
-    def get_version(self, *, timeout_s: float = 10.0) -> AgentVersion:
-        """The newest publication."""
-        return self.call("GET", "/get_version", AgentVersion, timeout_s=timeout_s)
+    def get_version(
+        self, *, after: Version | None = None, wait_s: float = 0.0, timeout_s: float = 10.0
+    ) -> AgentVersion:
+        """The newest publication.
+
+        Args:
+            after: the caller knows this one.
+            wait_s: the agent waits so long, 60 s at most, until there is another run or a newer version than `after`
+                (any version where that is None); then it answers with what there is.
+            timeout_s: for the exchange, on top of `wait_s`.
+
+        Raises:
+            StateError: too many wait there already.
+        """
+        query = _query(None if after is None else str(after), wait_s)
+        return self.call("GET", f"/get_version{query}", AgentVersion, timeout_s=timeout_s + wait_s)
+
+    def ended_transfers(self, *, after: int = 0, wait_s: float = 0.0, timeout_s: float = 10.0) -> EndedTransfers:
+        """Transfers that are over, at most the last few hundred; see `get_version` for `wait_s`."""
+        query = _query(str(after), wait_s)
+        return self.call("GET", f"/get_transfers{query}", EndedTransfers, timeout_s=timeout_s + wait_s)
 
     def manifest(self, *, timeout_s: float = 10.0) -> PublishedNow:
         """The newest publication, whole, with what the agent has computed over its source.
@@ -170,22 +198,46 @@ class AgentClient(JsonClient):
         return self._published("GET", "/manifest", PublishedNow, timeout_s=timeout_s)
 
     def capabilities(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
-        """Modes, transports, and where news are announced over ZMQ."""
+        """Modes, transports, deltas."""
         return self.call("GET", "/get_capabilities", dict[str, Any], timeout_s=timeout_s)
 
     def register(self, request: RegisterRequest, *, timeout_s: float = 10.0) -> dict[str, Any]:
         """Makes a receiver known; the agent's capabilities."""
         return self.call("POST", "/register_receiver", dict[str, Any], message=request, timeout_s=timeout_s)
 
-    def request_transfer(self, request: TransferRequest, *, timeout_s: float = 10.0) -> TransferGrant:
+    def request_transfer(
+        self, request: TransferRequest, *, layouts: KnownLayouts | None = None, timeout_s: float = 10.0
+    ) -> TransferGrant:
         """Asks for one version's bytes.
+
+        Args:
+            request: what is asked for.
+            layouts: what the caller holds; the agent leaves out what is among them, and what it sends is added. Without
+                it every answer has its publication whole.
+            timeout_s: for the whole exchange.
 
         Raises:
             VersionError: another version is the newest; the error's `version` says which.
             StateError: nothing is published yet.
             NotRegisteredError: the receiver is not registered (an agent that was started again has forgotten it).
         """
-        return self._published("POST", "/request_transfer", TransferGrant, message=request, timeout_s=timeout_s)
+        path = "/request_transfer"
+        if layouts is None:
+            return self._published("POST", path, TransferGrant, message=request, timeout_s=timeout_s)
+        asked = msgspec.structs.replace(request, layouts=layouts.names())
+        said = self._published("POST", path, GrantMessage, message=asked, timeout_s=timeout_s)
+        try:
+            return layouts.grant(said)
+        except InvalidRequestError as error:
+            raise EngineError(f"{self.url} answered {path} with what is no grant: {error}", peer=self.url) from error
+
+    def renew_transfer(self, request: RenewRequest, *, timeout_s: float = 10.0) -> None:
+        """The receiver is at work: the transfer is not over for want of a reader.
+
+        Raises:
+            TransferAbortedError: it is over, in words why.
+        """
+        self.call("POST", "/renew_transfer", dict[str, Any], message=request, timeout_s=timeout_s)
 
     def finish_transfer(self, request: FinishRequest, *, timeout_s: float = 10.0) -> None:
         """The receiver's acknowledgement.

@@ -6,8 +6,9 @@ import ssl
 
 import httpx
 
-from weightsync.clients.http_edge import checked_url, cut_at, read_body, told_error, typed_errors
-from weightsync.errors import EngineError, InvalidRequestError, WeightSyncError
+from weightsync.clients.compact import COMPACT_HEADER, ToldLayout, layout_named_in
+from weightsync.clients.http_edge import NO_ENCODING, checked_url, cut_at, read_body, told_error, typed_errors
+from weightsync.errors import EngineError, InvalidRequestError, UnknownLayoutError, WeightSyncError
 from weightsync.net.auth import bearer_headers
 from weightsync.net.messages import decode, encode
 from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest
@@ -41,9 +42,10 @@ class HttpEngine:
         self.url = checked_url(url, whose="an engine's")
         self._engine_id = engine_id or self.url
         self._connect_timeout_s = connect_timeout_s
+        self._layout = ToldLayout()
         self._client = httpx.Client(
             base_url=self.url,
-            headers=bearer_headers(token),
+            headers={**bearer_headers(token), **NO_ENCODING},
             verify=ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify,
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),  # see cut_at
@@ -56,16 +58,33 @@ class HttpEngine:
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         """Posts one step; see `EngineHandle.call` for what it raises."""
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         deadline = Deadline(timeout_s)
+        short = self._layout.shortened(request)
+        if short is not None:
+            try:
+                return self._post(op, encode(short), deadline, {COMPACT_HEADER: layout_named_in(short)})[0]
+            except WeightSyncError as error:
+                self._layout.forget()  # whatever it was: what comes after this is said in full once
+                if not isinstance(error, UnknownLayoutError):  # which says that the server has started anew
+                    raise
+        reply, kept = self._post(op, encode(request), deadline, {})
+        self._layout.answered(request, kept)
+        return reply
+
+    def _post(
+        self, op: EngineOp, body: bytes, deadline: Deadline, headers: dict[str, str]
+    ) -> tuple[EngineReply, str | None]:
+        """The answer, and which layout the server says to keep."""
+        timeout_s = deadline.check(f"time to ask for {op}", peer=self._engine_id)
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         with (
             typed_errors(deadline, url=self.url, what=op, peer=self._engine_id, runs="the engine"),
             cut_at(deadline) as trace,
             self._client.stream(
                 "POST",
                 f"{ENGINE_API}/{op}",
-                content=encode(request),
-                headers={TIMEOUT_HEADER: str(timeout_s), "content-type": "application/json"},
+                content=body,
+                headers={TIMEOUT_HEADER: str(timeout_s), "content-type": "application/json", **headers},
                 timeout=timeout,
                 extensions={"trace": trace},
             ) as response,
@@ -74,7 +93,7 @@ class HttpEngine:
         if response.status_code != 200:
             raise self._error_in(response.status_code, body, op)
         try:
-            return decode(body, EngineReply, what="the reply")
+            return decode(body, EngineReply, what="the reply"), response.headers.get(COMPACT_HEADER)
         except InvalidRequestError as error:
             raise EngineError(
                 f"{self.url} answered {op} with 200 and a body that is no reply: {error}", peer=self._engine_id

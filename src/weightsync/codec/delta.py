@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from weightsync.codec.delta_planes import Payload, Scratch
 
 Mode = Literal["auto", "planes", "exponent"]
+
+Search = Callable[
+    [npt.NDArray[np.uint8], npt.NDArray[np.uint8], Unit, int, npt.NDArray[np.uint8]],
+    "tuple[npt.NDArray[np.uint32], npt.NDArray[Any]] | None",
+]
+"""What finds changes: (old, new, unit, room, scratch) -> positions and steps, or None where there are more than `room`.
+By default `delta_planes.find_changes`; beside a GPU `device_search.DeviceSearch`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +109,7 @@ def encode_delta(
     result: bytes | None = None,
     go_on: Callable[[], None] = lambda: None,
     max_bytes: int | None = None,
+    search: Search | None = None,
 ) -> EncodedDelta:
     """What makes `new` of `old`, on all cores.
 
@@ -118,6 +126,7 @@ def encode_delta(
         result: 16 bytes that name `new`, where they are known.
         go_on: called before each unit, from several threads; what it raises ends the call.
         max_bytes: payloads of more bytes than this end the call.
+        search: what finds the changes; the compiled loop where not given.
 
     Raises:
         InvalidRequestError: sizes do not fit.
@@ -135,7 +144,7 @@ def encode_delta(
         nonlocal total
         go_on()
         room = scratch.take()
-        payload = _encode_unit(old[unit.start : unit.end], new[unit.start : unit.end], unit, costs, mode, room)
+        payload = _encode_unit(old[unit.start : unit.end], new[unit.start : unit.end], unit, costs, mode, room, search)
         scratch.put(room)
         with lock:
             total += payload.entry.nbytes
@@ -184,10 +193,11 @@ def _encode_unit(
     costs: CostModel,
     mode: Mode,
     room: npt.NDArray[np.uint8],
+    search: Search | None,
 ) -> Payload:
     from weightsync.codec import delta_planes
 
-    changes = delta_planes.find_changes(old, new, unit, costs.most_changed(unit), room)
+    changes = (search or delta_planes.find_changes)(old, new, unit, costs.most_changed(unit), room)
     started = time.thread_time()
     if changes is None:
         return _encode_full(new, unit, costs)
@@ -285,6 +295,7 @@ __all__ = [
     "EncodedDelta",
     "Form",
     "Mode",
+    "Search",
     "Unit",
     "UnitChange",
     "UnitStats",

@@ -2,7 +2,7 @@
 
 They detect accidents (a lost, late, swapped, torn or mis-placed byte), NOT an adversary: whoever may choose
 the bytes can build two models with one digest. The definition of both, the reasons and the test vectors are in
-design/0002-digests.md and docs/digests.md; the formats "xxh3:" and "wsd1:" never change meaning.
+design/0002-digests.md and docs/digests.md; the formats "xxh3:" and "wsd2:" never change meaning.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import msgspec
@@ -21,9 +22,12 @@ import xxhash
 
 from weightsync.codec.threads import map_all, num_workers
 from weightsync.errors import InvalidRequestError, ManifestMismatchError, MissingDependencyError
+from weightsync.many import Int64s, addresses, are_plain, copy_runs, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
-from weightsync.tensors import byte_array
+from weightsync.tensors import byte_array, byte_view, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
+from weightsync.types.manifest import MODEL_DIGEST_PREFIX, check_model_digest
+from weightsync.types.table import DIGEST_BYTES, TensorTable, packed_digest, written_digest
 
 PIECE_BYTES = 16 << 20
 """What one thread copies at a time where a tensor is not contiguous host memory: the bound on extra memory."""
@@ -31,8 +35,19 @@ PIECE_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20
 """Work below this is not worth another thread."""
 
+_GATHERED = 64
+"""From so many small tensors on it is worth a compiled loop to lay them side by side."""
+
+_MANY_BYTES = 256 << 10
+"""Tensors of at most so many bytes are summed by the batch."""
+
+_BATCH_BYTES = 16 << 20
+_BATCH_TENSORS = 8192
+_RUN_TENSORS = 1024
+"""What one thread sums at a time of a batch."""
+
 _MASK = (1 << 64) - 1
-_MODEL_PREFIX = "wsd1:"
+_keys_of = attrgetter("key_1", "key_2")
 _NARROW: dict[int, tuple[npt.DTypeLike, int]] = {1: (np.uint8, 3), 2: (np.uint16, 2), 4: (np.uint32, 1)}
 """Element bytes -> (numpy dtype, log2 of the elements in a word)."""
 
@@ -82,21 +97,80 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """`tensor_digest` of each, by name, in the mapping's order, on all cores."""
-    groups: list[list[str]] = []
-    room_bytes = -1
-    for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):  # large ones first, small ones together
-        if tensors[name].nbytes > room_bytes:
-            groups.append([])
-            room_bytes = _SMALL_BYTES
-        groups[-1].append(name)
-        room_bytes -= tensors[name].nbytes
-    found = map_all(lambda names: {name: tensor_digest(tensors[name]) for name in names}, groups)
-    by_name = {name: digest for part in found for name, digest in part.items()}
-    return {name: by_name[name] for name in tensors}
+    packed = packed_digests(list(tensors.values()))
+    return {name: written_digest(packed, index) for index, name in enumerate(tensors)}
+
+
+def packed_digests(tensors: Sequence[torch.Tensor]) -> bytes:
+    """The 16 bytes of `tensor_digest` of each, one behind the other, on all cores."""
+    large = [index for index, tensor in enumerate(tensors) if tensor.nbytes > _SMALL_BYTES]
+    if not large:
+        return b"".join(map_all(_digests_of_small, _batches(tensors)))
+    found = {
+        index: packed_digest(digest)
+        for index, digest in zip(
+            sorted(large, key=lambda index: -tensors[index].nbytes),
+            map_all(tensor_digest, sorted((tensors[index] for index in large), key=lambda tensor: -tensor.nbytes)),
+            strict=True,
+        )
+    }
+    small = [index for index in range(len(tensors)) if index not in found]
+    packed = b"".join(map_all(_digests_of_small, _batches([tensors[index] for index in small])))
+    for place, index in enumerate(small):
+        found[index] = packed[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)]
+    return b"".join([found[index] for index in range(len(tensors))])
+
+
+def digests_of_runs(memory: memoryview, offsets: Sequence[int], sizes_bytes: Sequence[int]) -> bytes:
+    """The 16 bytes of `tensor_digest` of each run of bytes, on all cores.
+
+    Args:
+        memory: where they lie.
+        offsets, sizes_bytes: of each run.
+    """
+    total_bytes, step = sum(sizes_bytes), max(64, -(-len(offsets) // num_workers()))
+    if total_bytes < _SMALL_BYTES:
+        step = len(offsets) or 1
+
+    def some(start: int) -> bytes:
+        digest, pairs = xxhash.xxh3_128_digest, zip(offsets[start : start + step], sizes_bytes[start : start + step])
+        return b"".join([digest(memory[offset : offset + size]) for offset, size in pairs])
+
+    return b"".join(map_all(some, range(0, len(offsets), step)))
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    """Consecutive ones, of so many bytes together that a thread is worth it."""
+    batch: list[torch.Tensor] = []
+    room_bytes = _SMALL_BYTES
+    for tensor in tensors:
+        batch.append(tensor)
+        room_bytes -= tensor.nbytes
+        if room_bytes <= 0:
+            yield batch
+            batch, room_bytes = [], _SMALL_BYTES
+    if batch:
+        yield batch
+
+
+def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
+    """`packed_digests` on the caller's thread: gathered by one compiled loop, so that none of them needs a view."""
+    if len(tensors) < _GATHERED or not are_plain(tensors):
+        return b"".join([packed_digest(tensor_digest(tensor)) for tensor in tensors])
+    sizes = sizes_bytes(tensors)
+    ends = np.cumsum(sizes)
+    gathered = np.empty(int(ends[-1]), np.uint8)
+    copy_runs(gathered.ctypes.data + ends - sizes, addresses(tensors), sizes)
+    memory, digest, start = memoryview(gathered), xxhash.xxh3_128_digest, 0
+    found = []
+    for end in ends.tolist():
+        found.append(digest(memory[start:end]))
+        start = end
+    return b"".join(found)
 
 
 def shard_sum(held: HeldTensor) -> ShardSum:
-    """What one held part adds to the model's digest, on all cores.
+    """What one held part adds to the model's digest, on all cores; of a GPU's tensor on that GPU, where it can be.
 
     Any box, any strides, any device; bytes that are not contiguous host memory are copied in pieces of at
     most `PIECE_BYTES` a thread. The tensor must not be written until this returns.
@@ -113,16 +187,91 @@ def shard_sum(held: HeldTensor) -> ShardSum:
             parameter=spec.name,
         )
     size_bytes = itemsize_bytes(spec.dtype)
-    seeds = _seeds(spec.name, spec.dtype, spec.shape)
+    seeds = seeds_of(spec.name, spec.dtype, spec.shape)
 
     def one(block: Box) -> tuple[int, int]:
         run_elements, offsets = box_runs(spec.shape, block)
+        if tensor.is_cuda and len(offsets) == 1:
+            there = byte_view(_cut(tensor, block, origin=box.offset).resolve_conj().resolve_neg().contiguous())
+            place = int(offsets[0]) * size_bytes
+            return _on_device(there, place, seeds.key_1, seeds.key_2)
         data = _host_bytes(_cut(tensor, block, origin=box.offset))
         lanes = _kernels().runs_sum(data, run_elements * size_bytes, offsets * size_bytes, seeds.key_1, seeds.key_2)
         return cast(tuple[int, int], lanes)
 
     piece_bytes = min(PIECE_BYTES, max(_SMALL_BYTES, -(-box.numel * size_bytes // num_workers())))
     return _added(map_all(one, split_box(box, piece_bytes // size_bytes)))
+
+
+def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None) -> ShardSum:
+    """The sum of `shard_sum` of each, on all cores.
+
+    Args:
+        held: taken one after the other; small ones are held until there are many, at most 16 MiB of them together.
+        table: has the specs of all of them; what is derived from a name is then kept there.
+
+    Raises:
+        ManifestMismatchError: a tensor is not of its spec's dtype or its box's shape.
+    """
+    total = ShardSum.zero()
+    batch: list[HeldTensor] = []
+    batch_bytes = 0
+    for each in held:
+        num_bytes = each.tensor.nbytes
+        if each.box is not None or num_bytes > _MANY_BYTES:
+            total += shard_sum(each)
+            continue
+        batch.append(each)
+        batch_bytes += num_bytes
+        if batch_bytes > _BATCH_BYTES or len(batch) == _BATCH_TENSORS:
+            total += _batch_sum(batch, table)
+            batch, batch_bytes = [], 0
+    return total + _batch_sum(batch, table)
+
+
+def _batch_sum(batch: list[HeldTensor], table: TensorTable | None) -> ShardSum:
+    """The sum of small whole tensors."""
+    if not batch:
+        return ShardSum.zero()
+    tensors: list[torch.Tensor] = [each.tensor for each in batch]
+    if not are_plain(tensors):
+        return sum(map(shard_sum, batch), ShardSum.zero())
+    for each, tensor in zip(batch, tensors, strict=True):
+        spec = each.spec
+        if tensor.shape != spec.shape or tensor.dtype is not torch_dtype(spec.dtype):
+            raise ManifestMismatchError(
+                f"a tensor of {tensor.dtype} {tuple(tensor.shape)} can't be all of {spec.dtype} {spec.shape}",
+                parameter=spec.name,
+            )
+    if table is not None:
+        keys = table.derive(keys_of)[:, [table.index_of[each.spec.name] for each in batch]]
+    else:
+        seeds = [seeds_of(each.spec.name, each.spec.dtype, each.spec.shape) for each in batch]
+        keys = np.array(list(map(_keys_of, seeds)), dtype=np.uint64).T
+    keys_1, keys_2 = np.ascontiguousarray(keys)
+    return sum_of_runs(addresses(tensors), sizes_bytes(tensors), np.zeros(len(batch), np.int64), keys_1, keys_2)
+
+
+def sum_of_runs(
+    addresses: Int64s,
+    sizes: Int64s,
+    places: Int64s,
+    keys_1: npt.NDArray[np.uint64],
+    keys_2: npt.NDArray[np.uint64],
+) -> ShardSum:
+    """What runs of bytes add to the model's digest, on all cores.
+
+    Args:
+        addresses, sizes: first byte and bytes of each, in memory that the caller keeps.
+        places: where each run lies in its whole tensor, in bytes.
+        keys_1, keys_2: of its tensor, see `keys_of`.
+    """
+
+    def run(cut: slice) -> tuple[int, int]:
+        lanes = _many_kernels().runs_of_many(addresses[cut], sizes[cut], places[cut], keys_1[cut], keys_2[cut])
+        return cast(tuple[int, int], lanes)
+
+    return _added(map_all(run, (slice(at, at + _RUN_TENSORS) for at in range(0, len(addresses), _RUN_TENSORS))))
 
 
 def patch_sum(
@@ -142,7 +291,7 @@ def patch_sum(
     """
     where = _checked_positions(spec, positions, old_values, new_values)
     size_bytes = itemsize_bytes(spec.dtype)
-    seeds = _seeds(spec.name, spec.dtype, spec.shape)
+    seeds = seeds_of(spec.name, spec.dtype, spec.shape)
     kind, number = _NARROW.get(size_bytes, (np.uint64, size_bytes // 8))
     old, new = (np.require(_host_bytes(values).view(kind), requirements="A") for values in (old_values, new_values))
     words_each = 1 if size_bytes in _NARROW else number
@@ -168,7 +317,7 @@ def change_sum(
         places: which pieces of the whole, contiguous tensor; the caller has checked them.
         old, new: unsigned integers of that width, as many.
     """
-    seeds = _seeds(spec.name, spec.dtype, spec.shape)
+    seeds = seeds_of(spec.name, spec.dtype, spec.shape)
     if width_bytes in _NARROW:
         _, shift = _NARROW[width_bytes]
         lanes = _kernels().patch_sum_narrow(places, old, new, shift, seeds.key_1, seeds.key_2)
@@ -185,70 +334,92 @@ def model_digest(specs: Iterable[TensorSpec], total: ShardSum) -> str:
         total: sum of `shard_sum` over an exact partition of every tensor.
 
     Returns:
-        "wsd1:" and 32 hex digits: lane A, then lane B.
+        "wsd2:" and 32 hex digits: lane A, then lane B.
 
     Raises:
         InvalidRequestError: two specs have one name.
     """
+    terms = specs.derive(_terms) if isinstance(specs, TensorTable) else _terms(specs)
+    total += terms
+    return f"{MODEL_DIGEST_PREFIX}{total.lane_a:016x}{total.lane_b:016x}"
+
+
+def _terms(specs: Iterable[TensorSpec]) -> ShardSum:
+    """The terms of all tensors; nothing is kept of each."""
     seen: set[str] = set()
+    lane_a = lane_b = 0
     for spec in specs:
         if spec.name in seen:
             raise InvalidRequestError("a model names every tensor once", parameter=spec.name)
         seen.add(spec.name)
         seeds = _seeds(spec.name, spec.dtype, spec.shape)
-        total += ShardSum(lane_a=seeds.term_a, lane_b=seeds.term_b)
-    return f"{_MODEL_PREFIX}{total.lane_a:016x}{total.lane_b:016x}"
+        lane_a += seeds.term_a
+        lane_b += seeds.term_b
+    return ShardSum(lane_a=lane_a & _MASK, lane_b=lane_b & _MASK)
 
 
 def patched_digest(digest: str, change: ShardSum) -> str:
     """The model's digest after a change, from the one before it and the sum of `patch_sum`.
 
     Raises:
-        InvalidRequestError: `digest` is not of the form that `model_digest` gives.
+        InvalidRequestError: `digest` is not of the form that `model_digest` gives, or of another release's.
     """
-    digits = digest.removeprefix(_MODEL_PREFIX)
-    if not digest.startswith(_MODEL_PREFIX) or len(digits) != 32 or set(digits) - set("0123456789abcdef"):
-        raise InvalidRequestError(f"{digest[:64]!r} is no model digest of the form wsd1:<32 hex>")
+    check_model_digest(digest)
+    digits = digest.removeprefix(MODEL_DIGEST_PREFIX)
+    if not digest.startswith(MODEL_DIGEST_PREFIX) or len(digits) != 32 or set(digits) - set("0123456789abcdef"):
+        raise InvalidRequestError(f"{digest[:64]!r} is no model digest of the form wsd2:<32 hex>")
     after = ShardSum(lane_a=int(digits[:16], 16), lane_b=int(digits[16:], 16)) + change
-    return f"{_MODEL_PREFIX}{after.lane_a:016x}{after.lane_b:016x}"
+    return f"{MODEL_DIGEST_PREFIX}{after.lane_a:016x}{after.lane_b:016x}"
 
 
 def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
     """The model's digest where one process holds all of it, on all cores.
 
     Args:
-        held: parts that cover every tensor of `specs` exactly once. Each is used up before the next is taken,
-            so an iterator may reuse its memory.
+        held: parts that cover every tensor of `specs` exactly once. Of an iterator each is used up before the next is
+            taken, so it may reuse its memory; a list is read in whatever order is fast.
         specs: every tensor of the model.
 
     Raises:
         ManifestMismatchError: a part of an unknown tensor, of another dtype or shape than its spec says,
             held twice, or missing. Without this, a replica counted twice would look like a wrong byte.
     """
-    by_name = {spec.name: spec for spec in specs}
-    boxes: dict[str, list[Box]] = {name: [] for name in by_name}
-    total = ShardSum.zero()
-    for part in held:
-        name, spec = part.spec.name, by_name.get(part.spec.name)
-        if spec is None:
-            raise ManifestMismatchError("a tensor is held that the manifest does not have", parameter=name)
-        if (spec.dtype, spec.shape) != (part.spec.dtype, part.spec.shape):
-            raise ManifestMismatchError(
-                f"held as {part.spec.dtype} {part.spec.shape}, in the manifest {spec.dtype} {spec.shape}",
-                parameter=name,
-            )
-        boxes[name].append(whole_box(spec.shape) if part.box is None else part.box)
-        total += shard_sum(part)
+    by_name = specs.by_name if isinstance(specs, TensorTable) else {spec.name: spec for spec in specs}
+    whole: set[str] = set()
+    boxes: dict[str, list[Box]] = {}  # of those that do not lie here once and whole
+
+    def checked() -> Iterator[HeldTensor]:
+        for part in held:
+            name, spec = part.spec.name, by_name.get(part.spec.name)
+            if spec is None:
+                raise ManifestMismatchError("a tensor is held that the manifest does not have", parameter=name)
+            if spec.dtype != part.spec.dtype or spec.shape != part.spec.shape:
+                raise ManifestMismatchError(
+                    f"held as {part.spec.dtype} {part.spec.shape}, in the manifest {spec.dtype} {spec.shape}",
+                    parameter=name,
+                )
+            if part.box is None and name not in whole and name not in boxes:
+                whole.add(name)
+            else:
+                before = [whole_box(spec.shape)] if name in whole else []
+                boxes.setdefault(name, before).append(whole_box(spec.shape) if part.box is None else part.box)
+            yield part
+
+    together = isinstance(held, Sequence)
+    total = shard_sums(checked()) if together else sum(map(shard_sum, checked()), ShardSum.zero())
     for name, spec in by_name.items():
-        if not spec.shape and not boxes[name]:
+        if name in whole and name not in boxes:
+            continue
+        if not spec.shape and name not in boxes:
             raise ManifestMismatchError("the tensor is not held", parameter=name)
-        check_partition(spec.shape, boxes[name], parameter=name)
-    return model_digest(by_name.values(), total)
+        check_partition(spec.shape, boxes.get(name, []), parameter=name)
+    return model_digest(specs if isinstance(specs, TensorTable) else by_name.values(), total)
 
 
 def warm_up() -> None:
     """Loads the compiled kernels, once a process: about a second that the first sync would pay otherwise."""
     _kernels()
+    _many_kernels()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,12 +430,33 @@ class _Seeds:
     term_b: int
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=1 << 18)  # of who asks tensor by tensor; a table keeps its own (`keys_of`)
+def seeds_of(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
+    """As `_seeds`, kept."""
+    return _seeds(name, dtype, shape)
+
+
+def keys_of(specs: Sequence[TensorSpec]) -> npt.NDArray[np.uint64]:
+    """The keys of each tensor: two rows, one entry a tensor."""
+    keys = np.empty((2, len(specs)), dtype=np.uint64)
+    for place, spec in enumerate(specs):
+        seeds = _seeds(spec.name, spec.dtype, spec.shape)
+        keys[:, place] = seeds.key_1, seeds.key_2
+    return keys
+
+
 def _seeds(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
     """What a tensor's keys and its own term start from. Depends on nothing but the arguments."""
-    text = f"wsd1\n{dtype}\n{','.join(str(extent) for extent in shape)}\n{name}".encode()
+    text = f"wsd2\n{dtype}\n{','.join(map(str, shape))}\n{name}".encode()
     keys, terms = (xxhash.xxh3_128_intdigest(text, seed=seed) for seed in (0, 1))
     return _Seeds(key_1=keys & _MASK, key_2=keys >> 64, term_a=terms & _MASK, term_b=terms >> 64)
+
+
+def _on_device(data: torch.Tensor, place: int, key_1: int, key_2: int) -> tuple[int, int]:
+    from weightsync.codec.device_digest import run_sum  # with numba, as `_kernels`
+
+    with torch.cuda.device(data.device):
+        return run_sum(data, place, key_1, key_2)
 
 
 @functools.cache
@@ -276,6 +468,11 @@ def _kernels() -> Any:
         raise MissingDependencyError(
             f"the model digest needs numba: pip install 'weightsync[torch]' ({error})"
         ) from error
+
+
+@functools.cache
+def _many_kernels() -> Any:
+    return importlib.import_module("weightsync.codec.many_kernels")
 
 
 def _added(lanes: Iterable[tuple[int, int]]) -> ShardSum:

@@ -37,6 +37,7 @@ from weightsync.types import Version
 from weightsync.types.control import MAX_VERSION, ControllerStatus, RolloutServiceState, ValidationRun
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.fleet import ModelVersion
+from weightsync.types.process import of_one_process
 
 __all__ = ["Lockable", "ModelSync", "WeightSyncController"]
 
@@ -45,6 +46,7 @@ _MAX_NAME = 512
 Answer: TypeAlias = Literal["continue", "block"]
 
 
+@of_one_process
 class WeightSyncController:
     """Decides when weights are synced, for any number of models. Thread-safe.
 

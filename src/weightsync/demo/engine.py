@@ -36,7 +36,7 @@ _REST_S = 0.05
 
 
 class DemoEngine:
-    """A bf16 model behind an `EmbeddedEngine`, a thread that generates, and a report.
+    """A model of bf16 weights behind an `EmbeddedEngine`, a thread that generates, and a report.
 
     Args:
         engine_id: name of this engine.

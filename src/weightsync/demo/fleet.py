@@ -19,7 +19,6 @@ from weightsync.errors import ConfigError, error_from_dict
 from weightsync.types import Deadline
 
 _LEASE_S = 3.0
-_SETTLE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +33,7 @@ class FleetOptions:
         steps: of each trainer.
         size: of each model.
         json: where to write the summary; None writes none.
-        deadline_s: how long a gate may be closed.
-        timeout_s: of the whole demo.
+        step_timeout_s: how long the start may take, and each step; so long may a gate be closed.
     """
 
     services: int = 3
@@ -45,8 +43,7 @@ class FleetOptions:
     steps: int = 10
     size: str = "tiny"
     json: Path | None = None
-    deadline_s: float = 60.0
-    timeout_s: float = 300.0
+    step_timeout_s: float = 300.0
 
 
 def run_fleet(options: FleetOptions, console: Console | None = None) -> list[str]:
@@ -64,7 +61,14 @@ def run_fleet(options: FleetOptions, console: Console | None = None) -> list[str
         raise ConfigError("one service is killed on the way: --fleet 2 or more")
     models = ("actor", "verifier", *(f"model-{index}" for index in range(2, options.models)))[: options.models]
     console = console or Console()
-    with Processes(timeout_s=options.timeout_s) as processes, _controller(options, models, processes.token) as built:
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    with (
+        Processes(step_timeout_s=options.step_timeout_s, say=say) as processes,
+        _controller(options, models, processes.token) as built,
+    ):
         summary = _Fleet(options, models, processes, built, console).run().summary()
     if options.json is not None:
         write_summary(summary, options.json)
@@ -128,15 +132,15 @@ class _Fleet:
         for seed, model in enumerate(self._models):
             arguments = ["--model-id", model, "--controller", self._built.url, "--size", self._options.size]
             arguments += ["--mode", self._options.mode, "--steps", str(self._options.steps), "--seed", str(seed)]
-            arguments += ["--wait-s", str(self._options.deadline_s)]
+            arguments += ["--wait-s", str(self._options.step_timeout_s)]
             self._processes.start(f"trainer-{model}", "weightsync.demo.fleet_trainer", arguments)
         while self._done < set(self._models):
             self._hear("the trainers' next step")
             self._intervene(names)
         for model in self._models:
-            self._built.controller.sync_weight_to_rollout_service(model, timeout_s=self._options.deadline_s)
+            self._built.controller.sync_weight_to_rollout_service(model, timeout_s=self._options.step_timeout_s)
         alive = {*names, self._added} - {self._killed}
-        settle = Deadline(_SETTLE_S)
+        settle = Deadline(self._options.step_timeout_s)
         while not settle.expired and (self._live() != alive or not self._all_answered(alive)):
             self._hear("every service's last version")
         self._look()

@@ -18,7 +18,7 @@ import torch
 from weightsync.clients.controller import AsyncControllerClient, ControllerClient
 from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
 from weightsync.demo.engine import TOKEN_VARIABLE
-from weightsync.demo.model import TrainLoop, build_model, held_out_loss, model_size
+from weightsync.demo.model import ServedCopy, TrainLoop, build_model, model_size
 from weightsync.errors import DeadlineExceededError, WeightSyncError
 from weightsync.publish.manager import WeightManager
 
@@ -46,7 +46,7 @@ async def _train(options: argparse.Namespace, token: str) -> None:
     torch.set_num_threads(1)
     text, size = ByteText(), model_size(options.size)
     model = build_model(options.size, seed=options.seed)
-    served = build_model(options.size, dtype=torch.bfloat16).eval()  # what an engine makes of the weights
+    served = ServedCopy(options.size)
     held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
     loop = TrainLoop(model, text, size, rank=options.seed)
     controller = ControllerClient(options.controller, token=token)
@@ -67,10 +67,7 @@ async def _train(options: argparse.Namespace, token: str) -> None:
             if not report.published:
                 raise WeightSyncError(f"version {version} was not published: {report.why}")
             controller.notify_version(manager.run_id, options.model_id, version, manager.endpoint)
-            with torch.no_grad():
-                for mine, theirs in zip(model.parameters(), served.parameters(), strict=True):
-                    theirs.copy_(mine)
-            loss = held_out_loss(served, held_out)
+            loss = served.loss(model, held_out)
             _tell(
                 {
                     "trained": options.model_id,

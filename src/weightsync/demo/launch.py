@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class DemoOptions:
         out: folder for timeline.json and timeline.png.
         json: where to write the summary; None writes none.
         deadline_s: of one sync.
-        timeout_s: of the whole demo.
+        step_timeout_s: how long the start may take, and each step; the run may take as long as it has steps.
     """
 
     steps: int = 10
@@ -57,7 +57,7 @@ class DemoOptions:
     out: Path = Path("demo-output")
     json: Path | None = None
     deadline_s: float = 30.0
-    timeout_s: float = 300.0
+    step_timeout_s: float = 300.0
 
     def of_trainer(self, rank: int) -> TrainerOptions:
         """What one rank is told."""
@@ -67,6 +67,7 @@ class DemoOptions:
             size=self.size,
             strategy=self.strategy,
             deadline_s=self.deadline_s,
+            step_timeout_s=self.step_timeout_s,
             path=self.path,
             delta_learning_rate=self.learning_rate if self.delta else None,
         )
@@ -100,7 +101,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
     phases_shown = PHASES if options.path == "push" else DELTA_PHASES if options.delta else PULL_PHASES
     with (
         StepTable(console, phases=phases_shown, deltas=options.delta) as table,
-        (RayJob if options.ray else _Job)(options) as job,
+        (RayJob if options.ray else _Job)(options, say=table.status) as job,
     ):
         engines = f"{options.engine} engine{' (about a minute)' if options.engine == 'vllm' else ''}"
         table.status(f"starting {options.engines} {engines} and {options.ranks} trainer processes")
@@ -187,8 +188,8 @@ def _proof(rows: list[StepRow], summary: dict[str, Any]) -> str:
 class _Job(Processes):
     """Starts everybody, and hands out what rank 0 says."""
 
-    def __init__(self, options: DemoOptions) -> None:
-        super().__init__(timeout_s=options.timeout_s)
+    def __init__(self, options: DemoOptions, *, say: Callable[[str], None]) -> None:
+        super().__init__(step_timeout_s=options.step_timeout_s, say=say)
         self._options = options
 
     def messages(self) -> Iterator[dict[str, Any]]:
@@ -201,7 +202,7 @@ class _Job(Processes):
             self.start(name, "weightsync.demo.engine", arguments)
         told: dict[str, str] = {}
         while len(told) < len(engines):
-            name, message = self.next("an engine's URL")
+            name, message = self.next("an engine's start")
             told[name] = json.dumps(message)
         for rank in range(options.ranks):
             arguments = ["--options", json.dumps(dataclasses.asdict(options.of_trainer(rank)))]

@@ -1,8 +1,14 @@
-"""The model that the demo trains: Qwen3's architecture at a few million parameters, sharded by FSDP2."""
+"""The model that the demo trains: Qwen3's architecture at a few million parameters, sharded by FSDP2.
+
+Nothing here multiplies in bf16: a CPU without AVX-512 takes a hundred times as long for it as for fp32. The trainer
+works in fp32 and casts what it sends; an engine keeps the bf16 weights that it was sent and computes with their values
+in fp32.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +78,8 @@ def model_size(name: str) -> ModelSize:
 def build_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
     """A Qwen3ForCausalLM with random weights, equal in every process, on the CPU.
 
-    Only parameters are cast to `dtype`. The rotary frequencies stay fp32 as in a trained checkpoint, and as
-    FSDP2's mixed precision leaves them, so the trainer's forward and an engine's compute the same.
+    Only parameters are cast to `dtype`; the rotary frequencies stay fp32 as in a trained checkpoint. Whatever the
+    parameters are, the model computes in fp32, from what they hold at that moment.
 
     Raises:
         ConfigError: no such size.
@@ -98,7 +104,20 @@ def build_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+    for module in model.modules():  # of all layers, those that compute in the dtype of their weight
+        if isinstance(module, torch.nn.Linear):
+            module.forward = functools.partial(_linear, module)  # type: ignore[method-assign]
+        elif isinstance(module, torch.nn.Embedding):
+            module.forward = functools.partial(_embedding, module)  # type: ignore[method-assign]
     return model
+
+
+def _linear(module: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    return F.linear(inputs, module.weight.float(), None if module.bias is None else module.bias.float())
+
+
+def _embedding(module: torch.nn.Embedding, inputs: torch.Tensor) -> torch.Tensor:
+    return F.embedding(inputs, module.weight).float()
 
 
 def save_byte_tokenizer(folder: Path) -> None:
@@ -119,19 +138,39 @@ def save_byte_tokenizer(folder: Path) -> None:
 def apply_fsdp2(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
     """Shards every layer and the root in place, and returns `model`. Every rank of `mesh` calls it.
 
-    Parameters and AdamW's state stay fp32; each forward gathers bf16 copies, the very weights that an engine
-    of dtype bf16 gets. Gradients are reduced in fp32.
+    Parameters, gradients and AdamW's state are fp32; the extractor casts what leaves the trainer.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     decoder: Any = model.model
     for layer in decoder.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    # A root would stay gathered (plain bf16 parameters) after a forward without a backward. Not ours: whoever reads
-    # its parameters after an evaluation finds the fp32 shards that the optimizer works on.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(layer, mesh=mesh)
+    # A root would stay gathered after a forward without a backward. Not ours: whoever reads its parameters then finds
+    # the shards that the optimizer works on.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     return model
+
+
+class ServedCopy:
+    """What an engine makes of a trainer's weights: a model of the values that it gets, made without the library.
+
+    The trainer's loss that is compared with an engine's is the loss of this copy.
+
+    Args:
+        size: name of the model's size.
+    """
+
+    def __init__(self, size: str) -> None:
+        self._model = build_model(size, dtype=torch.bfloat16).eval()
+
+    def loss(self, trained: torch.nn.Module, batch: torch.Tensor) -> float:
+        """`held_out_loss` of `trained`'s weights cast to bf16. Of an FSDP2 model every rank calls it: it gathers."""
+        from torch.distributed.tensor import DTensor
+
+        with torch.no_grad():
+            for held, served in zip(trained.parameters(), self._model.parameters(), strict=True):
+                served.copy_(held.full_tensor() if isinstance(held, DTensor) else held)
+        return held_out_loss(self._model, batch)
 
 
 def next_byte_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:

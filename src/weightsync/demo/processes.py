@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from weightsync.demo.engine import TOKEN_VARIABLE
+from weightsync.demo.patience import Patience, here
 from weightsync.errors import WeightSyncError
-from weightsync.types import Deadline
 
 _LOOK_S = 1.0
 
@@ -30,12 +30,12 @@ class Processes:
     """Starts processes of the demo, hands out what they say, a JSON object a line, and leaves nobody behind.
 
     Args:
-        timeout_s: of all that is waited for.
+        step_timeout_s: how long nobody may say anything.
+        say: told what is waited for, where that takes long.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self.deadline = Deadline(timeout_s)
+    def __init__(self, *, step_timeout_s: float, say: Callable[[str], None]) -> None:
+        self._patience = Patience(step_timeout_s, say)
         self._stack = contextlib.ExitStack()
         self._lines: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
         self.running: dict[str, subprocess.Popen[str]] = {}
@@ -68,14 +68,17 @@ class Processes:
         Raises:
             DemoError: nobody within the time, or one ended by itself that should not have.
         """
-        try:
-            left_s = self.deadline.check(waiting_for)
-            name, line = self._lines.get(timeout=left_s if look is None else min(_LOOK_S, left_s))
-        except queue.Empty:
-            if look is not None:
-                look()
-                return "", {}
-            raise DemoError(f"no {waiting_for} within {self._timeout_s:g} s") from None
+        while True:
+            try:
+                name, line = self._lines.get(timeout=_LOOK_S)
+                break
+            except queue.Empty:
+                if self._patience.wait(waiting_for):
+                    raise DemoError(f"no {waiting_for} within {self._patience.timeout_s:g} s {here()}") from None
+                if look is not None:
+                    look()
+                    return "", {}
+        self._patience.renew()
         if line is not None:
             return name, json.loads(line)
         code = self.running[name].wait()
@@ -103,6 +106,7 @@ class Processes:
             text=True,
             env=self._environment,
         )
+        self._patience.renew()
         self.running[name] = process
         self._logs[name] = log
         threading.Thread(target=self._read, args=(name, process), daemon=True).start()

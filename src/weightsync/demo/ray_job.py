@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,10 @@ from weightsync.cluster.engine_actor import EngineContext
 from weightsync.cluster.launch import launch
 from weightsync.cluster.trainer_actor import RankContext
 from weightsync.demo.engine import DemoEngine, start_engine
+from weightsync.demo.patience import patiently
 from weightsync.demo.trainer import DemoTrainer, TrainerOptions, config_of, row_of
 from weightsync.demo.vllm_engine import VllmDemoEngine
 from weightsync.errors import MissingDependencyError
-from weightsync.types import Deadline
 
 if TYPE_CHECKING:
     from weightsync.demo.launch import DemoOptions
@@ -31,10 +31,12 @@ class RayJob:
 
     Args:
         options: of the demo.
+        say: told what is waited for, where that takes long.
     """
 
-    def __init__(self, options: DemoOptions) -> None:
+    def __init__(self, options: DemoOptions, *, say: Callable[[str], None]) -> None:
         self._options = options
+        self._say = say
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> RayJob:
@@ -63,7 +65,7 @@ class RayJob:
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """A row for each step, then what rank 0 and the engines timed."""
-        options, deadline = self._options, Deadline(self._options.timeout_s)
+        options, limit_s = self._options, self._options.step_timeout_s
         phases: list[dict[str, Any]] = []
         sync = self._stack.enter_context(
             launch(
@@ -72,24 +74,26 @@ class RayJob:
                 num_ranks=options.ranks,
                 num_engines=options.engines,
                 config=config_of(options.of_trainer(0)),
-                start_timeout_s=options.timeout_s,
+                start_timeout_s=limit_s,
             )
         )
         sync.initialize()
         for engine in sync.engines.values():
-            engine.ask("start", timeout_s=deadline.check("start of an engine"))
+            engine.ask("start", timeout_s=limit_s)
         for step in range(options.steps):
-            train_s = sync.run("train", step, timeout_s=deadline.check("training step"))[0]
+            with patiently(f"training step {step + 1}", self._say):
+                train_s = sync.run("train", step, timeout_s=limit_s)[0]
             report = sync.sync_weights(step + 1)
-            loss = sync.run("evaluate", timeout_s=deadline.check("evaluation"))[0]
-            said = [engine.ask("report", timeout_s=deadline.check("report")) for engine in sync.engines.values()]
+            with patiently("evaluation", self._say):
+                loss = sync.run("evaluate", timeout_s=limit_s)[0]
+                said = [engine.ask("report", timeout_s=limit_s) for engine in sync.engines.values()]
             rows = [row_of(report, each, trainer_loss=loss, train_s=train_s) for each in said]
             phases += [phase for each in said for phase in each["phases"]]
             yield {"row": dataclasses.asdict(rows[0])}
-        phases += sync.run("phases", timeout_s=deadline.check("timings"))[0]
+        phases += sync.run("phases", timeout_s=limit_s)[0]
         yield {"phases": msgspec.to_builtins(phases)}
         for engine in sync.engines.values():
-            engine.ask("close", timeout_s=deadline.check("end of an engine"))
+            engine.ask("close", timeout_s=limit_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

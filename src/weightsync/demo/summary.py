@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 LOSS_GAP_TOLERANCE = 0.01
-"""The most by which trainer's and engine's loss on the same text may differ: both compute in bf16."""
+"""The most by which trainer's and engine's loss on the same text may differ: a vLLM engine computes in bf16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,8 +57,9 @@ class StepTable:
             self._live = None
 
     def add(self, row: StepRow) -> None:
-        """Shows one more step."""
+        """Shows one more step; what was going on before it is over."""
         self._rows.append(row)
+        self._status = ""
         if self._live is not None:
             self._live.refresh()
             return

@@ -28,7 +28,7 @@ from weightsync.clients.rollout import RolloutClient
 from weightsync.config import WeightSyncConfig
 from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
 from weightsync.demo.engine import MODEL_ID, TOKEN_VARIABLE
-from weightsync.demo.model import TrainLoop, apply_fsdp2, build_model, held_out_loss, model_size
+from weightsync.demo.model import ServedCopy, TrainLoop, apply_fsdp2, build_model, model_size
 from weightsync.demo.summary import StepRow
 from weightsync.demo.vllm_engine import vllm_handle
 from weightsync.errors import WeightSyncError
@@ -43,7 +43,6 @@ from weightsync.types.publication import NotifyRequest, RegisterSenderRequest
 
 _PUSHED_GROWTH = 3  # a changed element has 2 bytes (all of the model is bfloat16) and is pushed with 4 of position
 _CHUNK_BYTES = 1 << 20
-_REPORT_TIMEOUT_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,7 @@ class TrainerOptions:
         size: name of the model's size.
         strategy: how bytes move.
         deadline_s: of one sync.
+        step_timeout_s: how long the other ranks, or an engine's report, may take.
         path: "push", or "pull": publish, and let engines fetch.
         delta_learning_rate: where given, each version is one update at this rate, and deltas move.
     """
@@ -65,6 +65,7 @@ class TrainerOptions:
     size: str
     strategy: str
     deadline_s: float
+    step_timeout_s: float
     path: str = "push"
     delta_learning_rate: float | None = None
 
@@ -101,6 +102,7 @@ class DemoTrainer:
         mesh = init_device_mesh("cpu", (options.world_size,))
         self._model = apply_fsdp2(build_model(options.size), mesh)
         self._loop = TrainLoop(self._model, text, size, rank=options.rank)
+        self._served = ServedCopy(options.size)
         self._held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
         self.recorder = Recorder(f"trainer/rank-{options.rank}")
         self.seen_s: dict[str, float] = {}  # of each phase, when the last row was told
@@ -116,9 +118,9 @@ class DemoTrainer:
         return time.monotonic() - started
 
     def evaluate(self) -> float:
-        """Loss on the held-out text. A collective of all ranks."""
+        """Loss on the held-out text of what engines get. A collective of all ranks."""
         with self.recorder.phase("evaluate"):
-            return held_out_loss(self._model, self._held_out)
+            return self._served.loss(self._model, self._held_out)
 
     def phases(self) -> list[dict[str, Any]]:
         """All that this rank timed, as plain data."""
@@ -167,13 +169,11 @@ def row_of(report: SyncReport, said: Mapping[str, Any], *, trainer_loss: float, 
     )
 
 
-def seat_over_http(told: Mapping[str, str], token: str) -> Seat:
-    """The engine that said where it is; see `demo.engine.main`."""
+def seat_over_http(told: Mapping[str, str], token: str, *, timeout_s: float) -> Seat:
+    """The engine that said where it is; see `demo.engine.main`. Its report may take `timeout_s`."""
 
     def report() -> dict[str, Any]:
-        response = httpx.get(
-            told["report_url"], headers=bearer_headers(token), timeout=_REPORT_TIMEOUT_S, trust_env=False
-        )
+        response = httpx.get(told["report_url"], headers=bearer_headers(token), timeout=timeout_s, trust_env=False)
         response.raise_for_status()
         said: dict[str, Any] = response.json()
         return said
@@ -311,10 +311,13 @@ def main() -> None:
         init_method=f"file://{arguments.rendezvous}",
         rank=options.rank,
         world_size=options.world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=options.step_timeout_s),
     )
     try:
-        seats = [seat_over_http(json.loads(told), os.environ[TOKEN_VARIABLE]) for told in arguments.engine]
+        seats = [
+            seat_over_http(json.loads(told), os.environ[TOKEN_VARIABLE], timeout_s=options.step_timeout_s)
+            for told in arguments.engine
+        ]
         (_publish if options.path == "pull" else _run)(options, seats, arguments.steps)
     except WeightSyncError as error:
         _tell({"error": error.to_dict(), "rank": options.rank})

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError, as_weightsync_error
 from weightsync.extract.grouping import PlannedChunk, group_name, order_by_group, plan_chunks
 from weightsync.tensors import torch_dtype
-from weightsync.types import Box, HeldTensor, TensorSpec, WeightChunk, dtype_name, target_dtype
+from weightsync.types import Box, HeldTensor, TensorSpec, TensorTable, WeightChunk, dtype_name, target_dtype
 from weightsync.types.dtypes import CASTABLE, ITEMSIZE_BYTES
+
+CHUNK_BYTES = 64 << 20
+"""Large enough that what a chunk costs by itself is nothing beside its bytes, small enough for two buckets of it."""
 
 
 class WeightExtractor(abc.ABC):
@@ -61,7 +64,7 @@ class WeightExtractor(abc.ABC):
         model: torch.nn.Module,
         *,
         group_by_module: bool = False,
-        chunk_bytes: int | None = None,
+        chunk_bytes: int | None = CHUNK_BYTES,
         name_map: Callable[[str], str | None] | None = None,
         dtype_overrides: Mapping[str, str] | None = None,
     ) -> None:
@@ -73,10 +76,11 @@ class WeightExtractor(abc.ABC):
         self._name_map = name_map
         self._overrides = {glob: _castable(wanted) for glob, wanted in (dtype_overrides or {}).items()}
         self._prepare()
-        live = self._live()
+        live, self._glances = self._live(self._named_tensors())
         order = list(live) if self._group_of is None else order_by_group(list(live), self._group_of)
         self._specs = tuple(self._describe(name, live[name]) for name in order)
-        self._metadata: dict[str | None, tuple[TensorSpec, ...]] = {}
+        self._metadata: dict[str | None, TensorTable] = {}
+        self._plans: dict[str | None, tuple[tuple[TensorSpec, ...], tuple[PlannedChunk, ...]]] = {}
         self._sharded_locally = all(self._can_shard(tensor) for tensor in live.values())
         for glob in self._overrides:
             if not fnmatch.filter(order, glob):
@@ -95,14 +99,19 @@ class WeightExtractor(abc.ABC):
         """
         wanted = None if dtype is None else _castable(dtype)
         if wanted not in self._metadata:
-            self._metadata[wanted] = tuple(
+            self._metadata[wanted] = TensorTable.of(
                 TensorSpec(name=spec.name, dtype=self._target(spec, wanted), shape=spec.shape) for spec in self._specs
             )
         return self._metadata[wanted]
 
     def chunk_plan(self, dtype: str | None = None) -> tuple[PlannedChunk, ...]:
         """How `extract_weights` will cut the stream. As cheap as `metadata`, and in the same order."""
-        return plan_chunks(self.metadata(dtype), group_of=self._group_of, chunk_bytes=self._chunk_bytes)
+        specs = self.metadata(dtype)
+        of, plan = self._plans.get(dtype, (None, ()))
+        if of is not specs:
+            plan = plan_chunks(specs, group_of=self._group_of, chunk_bytes=self._chunk_bytes)
+            self._plans[dtype] = specs, plan
+        return plan
 
     def extract_weights(self, dtype: str | None = None) -> Iterator[WeightChunk]:
         """Whole tensors, converted before they are gathered. Run by every training rank, to the end.
@@ -210,6 +219,11 @@ class WeightExtractor(abc.ABC):
         if str(tensor.dtype).removeprefix("torch.") not in ITEMSIZE_BYTES:
             raise UnsupportedError(f"a tensor of dtype {tensor.dtype} can't be extracted", parameter=name)
 
+    def _at_a_glance(self, tensor: torch.Tensor) -> bool:
+        """Whether type, dtype, shape and this answer say all that `_check` and `_shape` look at: a tensor that is as it
+        was need not be checked again then."""
+        return False
+
     def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The tensor's global shape."""
         return tuple(int(extent) for extent in tensor.shape)
@@ -245,12 +259,18 @@ class WeightExtractor(abc.ABC):
 
     # The rest is private.
 
-    def _live(self) -> dict[str, torch.Tensor]:
-        """The model's tensors as they are now, checked, by engine-side name."""
+    def _live(self, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], list[_Glance] | None]:
+        """The model's tensors as they are now, checked, by engine-side name; and what a glance at them tells, where it
+        tells all."""
         live: dict[str, torch.Tensor] = {}
         origin: dict[str, str] = {}
-        for name, tensor in self._named_tensors():
+        glances: list[_Glance] | None = []
+        for name, tensor in named:
             engine_name = name if self._name_map is None else self._name_map(name)
+            if glances is not None and self._at_a_glance(tensor):
+                glances.append((name, type(tensor), tensor.dtype, tensor.shape, engine_name))
+            else:
+                glances = None
             if engine_name is None:
                 continue
             if engine_name in origin:
@@ -262,10 +282,32 @@ class WeightExtractor(abc.ABC):
             live[engine_name] = tensor
         if not live:
             raise ExtractError("the model has no tensors to extract (or name_map drops all of them)")
+        return live, glances
+
+    def _live_as_before(self, named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
+        """As `_live`, where every tensor is of the kind that was checked last; None where one has to be looked at."""
+        if self._glances is None or len(named) != len(self._glances):
+            return None
+        live: dict[str, torch.Tensor] = {}
+        for (name, tensor), (was, kind, dtype, shape, engine_name) in zip(named, self._glances, strict=True):
+            if (
+                name != was
+                or type(tensor) is not kind
+                or tensor.dtype is not dtype
+                or tensor.shape != shape
+                or not self._at_a_glance(tensor)
+            ):
+                return None
+            if engine_name is not None:
+                live[engine_name] = tensor
         return live
 
     def _checked_live(self) -> dict[str, torch.Tensor]:
-        live = self._live()
+        named = self._named_tensors()
+        known = self._live_as_before(named)
+        if known is not None:
+            return known
+        live, glances = self._live(named)
         for spec in self._specs:
             tensor = live.get(spec.name)
             if tensor is None or dtype_name(tensor.dtype) != spec.dtype or self._shape(tensor) != spec.shape:
@@ -278,6 +320,7 @@ class WeightExtractor(abc.ABC):
         if len(live) != len(self._specs):
             extra = next(iter(live.keys() - {spec.name for spec in self._specs}))
             raise ExtractError("the model has a new tensor; make a new extractor", parameter=extra)
+        self._glances = glances
         return live
 
     def _describe(self, name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -297,35 +340,48 @@ class WeightExtractor(abc.ABC):
 
     @torch.no_grad()
     def _build(self, planned: PlannedChunk, live: Mapping[str, torch.Tensor]) -> WeightChunk:
-        asked = [(live[spec.name], torch_dtype(spec.dtype)) for spec in planned.specs]
-        tensors = []
-        first = planned.specs[0].name
-        with translated(first, "the chunk that starts here could not be gathered"), self._gathered(asked):
-            for spec, (tensor, dtype) in zip(planned.specs, asked, strict=True):
-                with translated(spec.name):
+        dtypes = {name: torch_dtype(name) for name in set(planned.dtypes)}
+        asked = [(live[name], dtypes[dtype]) for name, dtype in zip(planned.names, planned.dtypes, strict=True)]
+        tensors: list[torch.Tensor] = []
+        with translated(planned.names[0], "the chunk that starts here could not be gathered"), self._gathered(asked):
+            try:
+                for tensor, dtype in asked:
                     tensors.append(self._gather(tensor, dtype))
+            except Exception:
+                with translated(planned.names[len(tensors)]):
+                    raise
         return chunk_of(planned, tensors)
 
     @torch.no_grad()
     def _shards(self, specs: tuple[TensorSpec, ...], live: Mapping[str, torch.Tensor]) -> Iterator[HeldTensor]:
+        dtypes = {name: torch_dtype(name) for name in {spec.dtype for spec in specs}}
         for spec in specs:
             part = self._held(spec, live[spec.name])
             if part is not None:
-                with translated(spec.name):
-                    converted = part.tensor.to(torch_dtype(spec.dtype)).contiguous()
-                yield HeldTensor(spec=spec, box=part.box, tensor=converted)
-                del converted
+                dtype, local = dtypes[spec.dtype], part.tensor
+                if local.dtype is not dtype or not local.is_contiguous():
+                    with translated(spec.name):
+                        part = HeldTensor(spec=spec, box=part.box, tensor=local.to(dtype).contiguous())
+                del local
+                yield part
             del part
 
     def _held(self, spec: TensorSpec, tensor: torch.Tensor) -> HeldTensor | None:
-        with translated(spec.name):
+        try:
             part = self._local_part(tensor)
             if part is None:
                 return None
             box, local = part
-            if tuple(local.shape) != box.shape:
+            if local.shape != box.shape:
                 raise ExtractError(f"this rank holds {tuple(local.shape)} where {box} was computed")
             return HeldTensor(spec=spec, box=None if box.covers(spec.shape) else box, tensor=local.detach())
+        except Exception:
+            with translated(spec.name):
+                raise
+
+
+_Glance = tuple[str, type, torch.dtype, torch.Size, str | None]
+"""A tensor's name, type, dtype and shape, and its name for the engine."""
 
 
 def training_rank() -> int:
@@ -343,10 +399,10 @@ def _castable(dtype: str) -> str:
 def chunk_of(planned: PlannedChunk, tensors: Sequence[torch.Tensor]) -> WeightChunk:
     """The chunk that was planned, with its tensors."""
     return WeightChunk(
-        names=tuple(spec.name for spec in planned.specs),
+        names=planned.names,
         tensors=tuple(tensors),
-        dtypes=tuple(spec.dtype for spec in planned.specs),
-        shapes=tuple(spec.shape for spec in planned.specs),
+        dtypes=planned.dtypes,
+        shapes=planned.shapes,
         module_name=planned.module_name,
     )
 

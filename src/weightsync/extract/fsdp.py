@@ -40,9 +40,7 @@ class FSDPWeightExtractor(ModuleWeightExtractor):
     """
 
     def _prepare(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._read(kind=FSDPModule, prepare=FSDPModule.reshard)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, DTensor):

@@ -7,6 +7,7 @@ are two readings of it: they can't disagree in order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from weightsync.types import TensorSpec
@@ -37,10 +38,25 @@ class PlannedChunk:
     module_name: str | None
     specs: tuple[TensorSpec, ...]
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the chunk."""
         return sum(spec.nbytes for spec in self.specs)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors."""
+        return tuple(spec.name for spec in self.specs)
+
+    @functools.cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of the tensors."""
+        return tuple(spec.dtype for spec in self.specs)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors."""
+        return tuple(spec.shape for spec in self.specs)
 
 
 def group_name(name: str) -> str:

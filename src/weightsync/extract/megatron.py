@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError
-from weightsync.extract.base import WeightExtractor, chunk_of, training_rank, translated
+from weightsync.extract.base import CHUNK_BYTES, WeightExtractor, chunk_of, training_rank, translated
 from weightsync.extract.grouping import PlannedChunk
 from weightsync.tensors import torch_dtype
 from weightsync.types import Box, WeightChunk, dtype_name
@@ -75,7 +75,7 @@ class MegatronWeightExtractor(WeightExtractor):
         *,
         bridge: HFExporter,
         group_by_module: bool = False,
-        chunk_bytes: int | None = None,
+        chunk_bytes: int | None = CHUNK_BYTES,
         name_map: Callable[[str], str | None] | None = None,
         dtype_overrides: Mapping[str, str] | None = None,
     ) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,10 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor, training_rank
+from weightsync.module_walk import Held, ModuleTensors
+from weightsync.plan.boxes import whole_box
 from weightsync.types import Box
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path components that torch's wrappers insert (compile, activation checkpointing, FSDP)."""
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
+"""Types that say all of themselves."""
 
 
 class ModuleWeightExtractor(WeightExtractor):
@@ -23,8 +30,21 @@ class ModuleWeightExtractor(WeightExtractor):
     has without them.
     """
 
+    _walk: ModuleTensors | None = None
+    _names_of: tuple[str, ...] | None = None
+    _clean_names: Sequence[str] = ()
+
     def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [(clean_name(name), tensor) for name, tensor in module_tensors(unwrapped(self.model))]
+        held = self._read()
+        if held.names is not self._names_of:
+            self._names_of, self._clean_names = held.names, list(map(clean_name, held.names))
+        return list(zip(self._clean_names, held.tensors, strict=True))
+
+    def _read(self, *, kind: type | None = None, prepare: Callable[[Any], object] | None = None) -> Held:
+        """What the model holds now; see `ModuleTensors.read`."""
+        if self._walk is None:
+            self._walk = ModuleTensors()
+        return self._walk.read(unwrapped(self.model), kind=kind, prepare=prepare)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         super()._check(name, tensor)
@@ -35,8 +55,17 @@ class ModuleWeightExtractor(WeightExtractor):
         if name.endswith("_flat_param"):
             raise UnsupportedError("FSDP1's flat parameters can't be extracted: use fully_shard", parameter=name)
 
+    def _at_a_glance(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) in _PLAIN
+            and tensor.layout is torch.strided
+            and not tensor.is_meta
+            and not hasattr(tensor, "ds_shape")
+        )
+
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.detach().to(dtype).contiguous()
+        whole = tensor.detach() if tensor.dtype is dtype else tensor.to(dtype)
+        return whole if whole.is_contiguous() else whole.contiguous()
 
     def _can_shard(self, tensor: torch.Tensor) -> bool:
         return True
@@ -44,7 +73,7 @@ class ModuleWeightExtractor(WeightExtractor):
     def _local_part(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | None:
         if training_rank() != 0:
             return None
-        return Box(offset=(0,) * tensor.dim(), shape=tuple(tensor.shape)), tensor
+        return whole_box(tuple(tensor.shape)), tensor
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -60,17 +89,12 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 def clean_name(name: str) -> str:
     """A parameter's name without the components that wrappers inserted."""
+    if "_orig_mod" not in name and "_wrapped_module" not in name:  # most are clean, and some models have 100,000
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def module_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers, module by module; shared ones once, under their first name."""
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        # The one attribute that tells persistent buffers apart; state_dict() would run everybody's hooks.
-        transient = module._non_persistent_buffers_set
-        buffers = [(name, held) for name, held in module.named_buffers(recurse=False) if name not in transient]
-        for name, tensor in [*module.named_parameters(recurse=False), *buffers]:
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield (f"{path}.{name}" if path else name), tensor
+    held = ModuleTensors().read(model)
+    return zip(held.names, held.tensors, strict=True)

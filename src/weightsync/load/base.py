@@ -41,10 +41,13 @@ class WeightLoader(abc.ABC):
         writes_live: whether `load_weights` touches weights that are being served. Then the engine is paused
             before the first chunk, and an abort leaves it refusing to serve (`healthy` is False) until
             a later sync commits.
+        live_stays: whether all that `live_tensors` gives may be held at once: it is the memory that serves, and none
+            that is used again for the next tensor.
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"full"})
     writes_live: bool = False
+    live_stays: ClassVar[bool] = False
 
     @property
     def healthy(self) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
+from weightsync.copying import unpack
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError, as_weightsync_error
 from weightsync.load.base import WeightLoader
 from weightsync.load.patching import Change, LivePatch, check_patchable, kernels
-from weightsync.load.spans import overlapping
-from weightsync.tensors import spec_of
-from weightsync.types import Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version
+from weightsync.load.spans import overlapping, share_storage
+from weightsync.tensors import PackedUpdates, spec_of, torch_dtype
+from weightsync.types import Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version, dtype_name
 
 
 class ModuleWeightLoader(WeightLoader):
@@ -35,6 +36,7 @@ class ModuleWeightLoader(WeightLoader):
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"full", "patch"})
+    live_stays: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class ModuleWeightLoader(WeightLoader):
         self._healthy = True
         self._manifest: Manifest | None = None
         self._placed: dict[str, torch.Tensor] = {}  # manifest name -> live tensor
+        self._specs: Mapping[str, TensorSpec] = {}  # of the same
         self._spare: dict[str, torch.Tensor] = {}  # manifest name -> the other set
         self._loaded: set[str] = set()
         self._ignored: frozenset[str] = frozenset()
@@ -66,9 +69,10 @@ class ModuleWeightLoader(WeightLoader):
 
     def begin(self, manifest: Manifest) -> None:
         """See the base class."""
-        placed = self._match_closed(manifest)
+        modules = list(_walked(self._module))
+        placed = self._match_closed(manifest, modules)
         if not self._in_place:
-            _refuse_aliases(self._module, placed)
+            _refuse_aliases(modules, placed)
             self._spare = {
                 name: spare
                 if (spare := self._spare.get(name)) is not None and _same_kind(spare, live)
@@ -79,7 +83,7 @@ class ModuleWeightLoader(WeightLoader):
 
     def begin_patch(self, manifest: Manifest) -> None:
         """See the base class."""
-        placed = self._match_closed(manifest)
+        placed = self._match_closed(manifest, list(_walked(self._module)))
         if not self._healthy:
             raise StateError("what is live is half-loaded: load it in full", version=str(manifest.version))
         for name, live in placed.items():
@@ -92,6 +96,9 @@ class ModuleWeightLoader(WeightLoader):
     def load_weights(self, updates: Iterable[Update]) -> None:
         """See the base class."""
         self._open_bracket()
+        if isinstance(updates, PackedUpdates) and self._patch is None:
+            self._load_packed(updates)
+            return
         for update in updates:
             if isinstance(update, Full) and self._patch is None:
                 self._load_one(update)
@@ -124,10 +131,13 @@ class ModuleWeightLoader(WeightLoader):
         if self._ignored:
             raise UnsupportedError(f"the loader was told to ignore {', '.join(sorted(self._ignored)[:3])}")
         staged = self._verified and not self._in_place and self._patch is None
-        placed = self._placed or _named_tensors(self._module)
+        placed = self._placed or _named_tensors(list(_walked(self._module)))
         for name, live in placed.items():
             tensor = self._spare[name] if staged else live
-            yield HeldTensor(spec=spec_of(name, tensor), box=None, tensor=tensor.detach())
+            spec = self._specs.get(name)
+            if spec is None or spec.dtype != dtype_name(tensor.dtype) or spec.shape != tensor.shape:
+                spec = spec_of(name, tensor)
+            yield HeldTensor(spec=spec, box=None, tensor=tensor.detach())
 
     def commit(self, version: Version) -> None:
         """See the base class."""
@@ -191,14 +201,15 @@ class ModuleWeightLoader(WeightLoader):
             ) from error
         self._healthy = True
 
-    def _match_closed(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def _match_closed(self, manifest: Manifest, modules: _Modules) -> dict[str, torch.Tensor]:
         if self._manifest is not None:
             raise StateError("a load is under way: commit or abort it first", version=str(self._manifest.version))
-        return self._match(manifest)
+        return self._match(manifest, _named_tensors(modules))
 
     def _open(self, manifest: Manifest, placed: dict[str, torch.Tensor], patch: LivePatch | None) -> None:
         self.settle()
         self._placed = placed
+        self._specs = manifest.by_name()
         self._ignored = self._ignore.intersection(spec.name for spec in manifest.tensors)
         self._loaded = set()
         self._verified = False
@@ -230,28 +241,58 @@ class ModuleWeightLoader(WeightLoader):
 
     def _load_one(self, update: Full) -> None:
         name = update.name
-        live = self._target(name)
-        if live is None:
+        target = self._checked_target(name, update.tensor.dtype, update.tensor.shape)
+        if target is None:
             return
-        target = live if self._in_place else self._spare[name]
-        if update.tensor.dtype != target.dtype or update.tensor.shape != target.shape:
-            raise ManifestMismatchError(
-                f"got {update.tensor.dtype} {tuple(update.tensor.shape)}, the model has {target.dtype} "
-                f"{tuple(target.shape)}",
-                parameter=name,
-            )
-        self._loaded.add(name)  # from here on the target may be half-written
-        if self._in_place:
-            self._healthy = False  # until commit
+        self._writes((name,))
         try:
             with torch.no_grad():
                 target.copy_(update.tensor)
         except RuntimeError as error:
             raise LoadError(f"copying failed: {error}", parameter=name) from error
 
-    def _match(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def _load_packed(self, updates: PackedUpdates) -> None:
+        """As `_load_one` of each, but nothing is written before all of them are checked."""
+        kinds = {name: torch_dtype(name) for name in set(updates.dtypes)}
+        names: list[str] = []
+        targets: list[torch.Tensor] = []
+        offsets: list[int] = []
+        for name, dtype, shape, offset in zip(
+            updates.names, updates.dtypes, updates.shapes, updates.offsets, strict=True
+        ):
+            target = self._checked_target(name, kinds[dtype], shape)
+            if target is not None:
+                names.append(name)
+                targets.append(target)
+                offsets.append(offset)
+        if len(set(names)) != len(names):
+            raise ManifestMismatchError("a tensor came twice in one chunk", parameter=names[0])
+        self._writes(names)
+        try:
+            unpack(updates.bucket, offsets, targets)
+        except RuntimeError as error:
+            raise LoadError(f"copying a chunk failed: {error}", parameter=updates.names[0]) from error
+
+    def _checked_target(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Where the bytes of an update belong; None where it is to be ignored."""
+        live = self._target(name)
+        if live is None:
+            return None
+        target = live if self._in_place else self._spare[name]
+        if dtype is not target.dtype or shape != target.shape:
+            raise ManifestMismatchError(
+                f"got {dtype} {tuple(shape)}, the model has {target.dtype} {tuple(target.shape)}", parameter=name
+            )
+        return target
+
+    def _writes(self, names: Iterable[str]) -> None:
+        """From here on the targets of these may be half-written."""
+        self._loaded.update(names)
+        if self._in_place:
+            self._healthy = False  # until commit
+
+    def _match(self, manifest: Manifest, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The live tensor of each name, after every check; tied tensors may come under any of their names."""
-        live = _named_tensors(self._module)
         placed: dict[str, torch.Tensor] = {}
         taken: dict[int, str] = {}
         for spec in manifest.tensors:
@@ -276,28 +317,56 @@ class ModuleWeightLoader(WeightLoader):
         return placed
 
 
-def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+_Modules = Sequence[tuple[str, torch.nn.Module]]
+"""Modules by every path that leads to them, as `named_modules(remove_duplicate=False)` gives them."""
+
+_OWN = frozenset(vars(torch.nn.Module()))
+"""What every module has; no tensor among them."""
+
+
+def _walked(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """As `_Modules`, without a generator for each level of the model."""
+    waiting = [("", root)]
+    while waiting:
+        path, module = waiting.pop()
+        yield path, module
+        if module._modules:
+            start = f"{path}." if path else ""
+            waiting += [(start + name, child) for name, child in reversed(module._modules.items()) if child is not None]
+
+
+def _named_tensors(modules: _Modules) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by every name they have, tied ones under each."""
-    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    for path, child in module.named_modules(remove_duplicate=False):
-        for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
+    found: dict[str, torch.Tensor] = {}
+    for path, child in modules:
+        start = f"{path}." if path else ""
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                found[start + name] = parameter
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                found[start + name] = buffer
     return found
 
 
-def _refuse_aliases(module: torch.nn.Module, placed: dict[str, torch.Tensor]) -> None:
+def _refuse_aliases(modules: _Modules, placed: dict[str, torch.Tensor]) -> None:
     """Refuses to swap a tensor whose memory another tensor of the module looks into (q, k, v as views of one fused
     tensor, say): after the swap the other one would go on with the old weights, and no digest would see it.
 
     Looks at parameters, buffers and tensors kept as plain attributes. A view kept elsewhere is not seen.
     """
+    others: list[tuple[str, dict[str, Any]]] = []
+    for path, child in modules:
+        facts = vars(child)
+        others += [(path, child._parameters), (path, child._buffers)]
+        if len(facts) > len(_OWN) or not _OWN.issuperset(facts):
+            others.append((path, {name: value for name, value in facts.items() if isinstance(value, torch.Tensor)}))
+    tensors = {id(value): value for _, held in others for value in held.values() if value is not None}
+    if not share_storage(tensors.values()):
+        return
     swapped = {id(tensor) for tensor in placed.values()}
-    others: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
-    others += list(module.named_buffers(remove_duplicate=False))
-    for path, child in module.named_modules(remove_duplicate=False):
-        others += [(f"{path}.{name}", value) for name, value in vars(child).items() if isinstance(value, torch.Tensor)]
-    for (name, one), (other_name, other) in overlapping(others):
+    named = [(f"{path}.{name}", value) for path, held in others for name, value in held.items() if value is not None]
+    for (name, one), (other_name, other) in overlapping(named):
         if one in swapped or other in swapped:
             raise UnsupportedError(
                 f"{name} and {other_name} share memory: swapping one would leave the other on old weights; use "
@@ -312,10 +381,10 @@ def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _check_spec(spec: TensorSpec, tensor: torch.Tensor) -> None:
-    has = spec_of(spec.name, tensor)
     if spec.box is not None:
         raise ManifestMismatchError("a part of a tensor can't be loaded here", parameter=spec.name)
-    if (spec.dtype, spec.shape) != (has.dtype, has.shape):
+    if spec.dtype != dtype_name(tensor.dtype) or spec.shape != tensor.shape:
+        has = spec_of(spec.name, tensor)
         raise ManifestMismatchError(
             f"the trainer sends {spec.dtype} {spec.shape}, the engine's model has {has.dtype} {has.shape}"
             + (

@@ -241,7 +241,11 @@ class _PlainPiece(_Piece):
 
 
 class _StridedPart(_Part):
-    """Any strides, any device, any width: torch's own indexing, all at once. Slower, and rare."""
+    """Any strides, any device, any width: torch's own indexing, all at once. Slower on a CPU, and rare there.
+
+    Positions, old and new elements lie beside the live tensor before the pause: inside it nothing crosses a GPU's bus
+    but one number a tensor.
+    """
 
     def __init__(self, live: torch.Tensor, change: Change) -> None:
         super().__init__(live, change)
@@ -263,24 +267,26 @@ class _StridedPiece(_Piece):
         self.num_elements = len(rest)
         self._live = live.detach().as_strided((reach,), (1,)).view(bits)
         self._where = where.to(live.device)
-        self._old, self._new = change.old.view(bits), change.new.view(bits)
+        self._told = change.old.view(bits)
+        self._old, self._new = (values.view(bits).to(live.device) for values in (change.old, change.new))
 
     def gather(self) -> int:
         self._old.copy_(self._live[self._where])
+        self._told.copy_(self._old)
         return 0
 
     def apply(self) -> int:
-        return self._differs(self._old) + self._write(self._new)
+        before = self._differs(self._old)
+        self._live[self._where] = self._new
+        return int(before + self._differs(self._new))
 
     def undo(self) -> int:
-        return self._write(self._old)
+        self._live[self._where] = self._old
+        return int(self._differs(self._old))
 
-    def _write(self, values: torch.Tensor) -> int:
-        self._live[self._where] = values.to(self._live.device)
-        return self._differs(values)
-
-    def _differs(self, values: torch.Tensor) -> int:
-        return int((self._live[self._where] != values.to(self._live.device)).sum())
+    def _differs(self, values: torch.Tensor) -> torch.Tensor:
+        """How many elements are other ones; known when somebody reads it."""
+        return (self._live[self._where] != values).sum()
 
 
 @functools.cache

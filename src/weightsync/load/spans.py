@@ -8,6 +8,12 @@ from collections.abc import Iterable, Iterator
 import torch
 
 
+def share_storage(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any two of them may lie in one storage; False says that none overlap. Each is given once."""
+    strided = [tensor for tensor in tensors if tensor.layout == torch.strided and tensor.numel()]
+    return len({tensor.untyped_storage().data_ptr() for tensor in strided}) < len(strided)
+
+
 def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
     """Pairs of neighbours, (name, id) each, that are not one tensor and whose spans of one storage overlap."""
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -15,6 +21,8 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[t
         if tensor.numel() and tensor.layout == torch.strided:
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     for sharing in by_storage.values():
+        if len(sharing) == 1:
+            continue
         spans = sorted((_span(tensor), name, id(tensor)) for name, tensor in sharing)
         for ((_, end), name, one), ((start, _), other_name, other) in itertools.pairwise(spans):
             if start < end and one != other:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,7 @@ from weightsync.errors import InvalidRequestError, ManifestMismatchError
 from weightsync.types import Box
 
 
+@functools.lru_cache(maxsize=4096)  # asked of each of 100,000 tensors, of which few differ in shape
 def whole_box(shape: tuple[int, ...]) -> Box:
     """The box that is all of a tensor of `shape`."""
     return Box(offset=(0,) * len(shape), shape=shape)

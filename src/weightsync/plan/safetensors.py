@@ -15,6 +15,7 @@ from typing import Any
 
 from weightsync.errors import InvalidRequestError, UnsupportedError
 from weightsync.types import TensorSpec, Version, itemsize_bytes
+from weightsync.types.table import SpecTable
 
 _PAGE = 4096
 _MAX_HEADER_BYTES = 100_000_000
@@ -41,7 +42,7 @@ class Layout:
         total_bytes: size of the file.
     """
 
-    parts: tuple[TensorSpec, ...]
+    parts: SpecTable
     data_start: int
     total_bytes: int
 
@@ -124,8 +125,8 @@ def plan_layout(parts: Sequence[TensorSpec], *, source: int = 0) -> Layout:
     )
 
 
-def _placed(parts: Sequence[TensorSpec], offsets: Sequence[int], start: int, source: int) -> tuple[TensorSpec, ...]:
-    return tuple(
+def _placed(parts: Sequence[TensorSpec], offsets: Sequence[int], start: int, source: int) -> SpecTable:
+    return SpecTable(
         TensorSpec(
             name=part.name, dtype=part.dtype, shape=part.shape, box=part.box, source=source, offset=start + offset
         )

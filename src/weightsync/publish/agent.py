@@ -30,19 +30,24 @@ from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.observe import Recorder, now_s
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.agent_metrics import AgentMetrics
-from weightsync.publish.announce import Announcer
 from weightsync.publish.deltas import Deltas, Proved, facts_of
 from weightsync.publish.grants import Grants
+from weightsync.publish.long_poll import LongPoll, asked_number, asked_version, asked_wait_s
 from weightsync.publish.prover import Prover
 from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import PhaseRecord, Version
+from weightsync.types.layout import PublicationLayout
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import (
     MODES,
     AgentVersion,
+    EndedTransfer,
+    EndedTransfers,
     FinishRequest,
     Publication,
     RegisterRequest,
+    RenewRequest,
     SourceProof,
     TransferRequest,
     Transport,
@@ -55,19 +60,28 @@ _MAX_RECEIVERS = 10_000
 _TELLS_OF_LINK_BYTES = 16 << 20
 """Smaller transfers tell how long a call takes, and not how fast the link is."""
 _NUM_SEGMENTS = 3
+_NUM_ENDED = 256
+_READ_BYTES_S = 1 << 20
+"""What a receiver reads of a publication in a second, at the least, before it can say that it is at work."""
 
 
 class _Served(Proved, frozen=True, kw_only=True):
     """The newest publication. What is asked for by everybody is encoded once.
 
     Attributes:
-        raw_publication, raw_proof: `publication` and `proof` as JSON.
+        raw_head, raw_layout, raw_proof: the publication without its layout, the layout, and `proof`, as JSON.
+        layout: digest of the layout.
+        said_bytes: of all three.
     """
 
-    raw_publication: msgspec.Raw
+    raw_head: msgspec.Raw
+    raw_layout: msgspec.Raw
+    layout: str
     raw_proof: msgspec.Raw
+    said_bytes: int
 
 
+@of_one_process
 class TransferAgent:
     """Serves one model's publications from `start` to `close`. Document 3's endpoints, and a few more.
 
@@ -83,12 +97,18 @@ class TransferAgent:
         self._lock = threading.Lock()
         self._receivers: dict[str, None] = {}
         self._current: _Served | None = None
+        self._raw_whole: tuple[_Served, msgspec.Raw] | None = None
+        self._raw_layout: tuple[PublicationLayout, msgspec.Raw] | None = None
         self._segments: deque[str] = deque(maxlen=_NUM_SEGMENTS)  # of the newest publications
+        self._waiting = LongPoll()
+        self._ended_last: deque[EndedTransfer] = deque(maxlen=_NUM_ENDED)
+        self._num_ended = 0
         self._deltas = Deltas(
             lambda: self.endpoint,
             budget_bytes=config.delta_budget_bytes,
             full_sync_interval=config.full_sync_interval,
             evicted=lambda segment: self._blocks.end_all_of(segment),
+            search_device=config.delta_device,
         )
         self._prover = Prover(self._proved, self._not_proved, served=lambda: self._current, deltas=self._deltas)
         self._closed = False
@@ -102,10 +122,12 @@ class TransferAgent:
             ("GET", "/get_buffer_info", self._get_buffer_info),
             ("GET", "/manifest", self._get_manifest),
             ("GET", "/get_capabilities", self._get_capabilities),
+            ("GET", "/get_transfers", self._get_transfers),
             ("GET", "/metrics", self._get_metrics),
             ("POST", "/register_receiver", self._register),
             ("POST", "/register_sglang_instance", self._register),
             ("POST", "/request_transfer", self._request_transfer),
+            ("POST", "/renew_transfer", self._renew_transfer),
             ("POST", "/finish_transfer", self._finish_transfer),
         ):
             self.app.add_api_route(path, handler, methods=[method])
@@ -129,8 +151,8 @@ class TransferAgent:
             token=config.token,
             tls=tls,
             on_refused=self._metrics.auth_failed,
+            hosts=() if config.advertise is None else (config.advertise,),
         )
-        self._news = Announcer(config)
 
     def start(self) -> dict[str, Any]:
         """Starts to serve; the ports, for whoever starts it again."""
@@ -144,7 +166,7 @@ class TransferAgent:
         threading.Thread(target=self._keep_house, name="weightsync-agent-house", daemon=True).start()
         return {
             "event": "ready", "endpoint": self.endpoint, "port": url.port,
-            "blocks_port": self._blocks.port, "news_port": self._news.port, "host_nonce": self._nonce,
+            "blocks_port": self._blocks.port, "host_nonce": self._nonce,
         }  # fmt: skip
 
     def publish(self, publication: Publication, source: int) -> None:
@@ -164,18 +186,21 @@ class TransferAgent:
     def close(self) -> None:
         """Cuts everything. Idempotent."""
         self._closed = True
+        self._waiting.close()
         self._prover.close()
         self._blocks.close()
         self._deltas.clear()
         self._server.close()
-        self._news.close()
 
     # --- what is proved ---
 
     def _proved(self, publication: Publication, source: int, proof: SourceProof, seconds: float) -> None:
         proof.check_fits(publication, source)
-        raw_publication, raw_proof = encode(publication), encode(proof)
-        size_bytes = len(raw_publication) + len(raw_proof)
+        layout, raw_layout = PublicationLayout.of(publication), self._raw_layout
+        if raw_layout is None or raw_layout[0] is not layout:  # the same for version after version
+            raw_layout = self._raw_layout = layout, msgspec.Raw(layout.encode())
+        raw_head, raw_proof = encode(layout.head(publication)), encode(proof)
+        size_bytes = len(raw_head) + len(raw_layout[1]) + len(raw_proof)
         if size_bytes > MAX_PUBLICATION_BYTES:
             raise InvalidRequestError(
                 f"what is said of this publication has {size_bytes} bytes, and receivers take {MAX_PUBLICATION_BYTES}: "
@@ -190,13 +215,17 @@ class TransferAgent:
             publication=publication,
             source=source,
             proof=proof,
-            raw_publication=msgspec.Raw(raw_publication),
+            raw_head=msgspec.Raw(raw_head),
+            raw_layout=raw_layout[1],
+            layout=layout.digest,
             raw_proof=msgspec.Raw(raw_proof),
+            said_bytes=size_bytes,
         )
         end_s, track = now_s(), self.recorder.track
         self.recorder.add(
             PhaseRecord(name="prove", start_s=end_s - seconds, end_s=end_s, track=track, detail=str(version))
         )
+        self._waiting.changed()
         self._metrics.published(publication, source, proof_s=seconds)
         size_bytes = where.data_end - where.data_start
         _logger.info("version %s is published: %d bytes, proved in %.3f s", version, size_bytes, seconds)
@@ -213,7 +242,6 @@ class TransferAgent:
                 "delta": None if delta is None else facts_of(delta),
             }
         )  # fmt: skip
-        self._news.send("version", run_id=version.run_id, version=version.number)
 
     def _not_proved(self, version: Version, error: WeightSyncError) -> None:
         self._metrics.not_published()
@@ -229,10 +257,20 @@ class TransferAgent:
 
     # --- what is asked ---
 
-    async def _get_version(self) -> Response:
+    async def _get_version(self, request: Request) -> Response:
+        after = asked_version(request)
+
+        def newest() -> Version | None:
+            current = self._current
+            return None if current is None else current.publication.manifest.version
+
+        def newer() -> bool:
+            now = newest()
+            return now is not None and (after is None or now.run_id != after.run_id or now.is_newer_than(after))
+
+        await self._waiting.until(newer, request, wait_s=asked_wait_s(request))
         coming = self._prover.newest  # looked at first: what is proved meanwhile is in one of the two
-        current = self._current
-        version = None if current is None else current.publication.manifest.version
+        version = newest()
         return _json(
             AgentVersion(
                 model_id=self._config.model_id,
@@ -260,7 +298,7 @@ class TransferAgent:
 
     async def _get_manifest(self) -> Response:
         served = self._published()
-        return _json({"publication": served.raw_publication, "source": served.source, "proof": served.raw_proof})
+        return _json({"publication": self._whole(served), "source": served.source, "proof": served.raw_proof})
 
     async def _get_capabilities(self) -> Response:
         kept = self._deltas.kept()
@@ -274,10 +312,18 @@ class TransferAgent:
                 "why_no_delta": self._deltas.why_none,
                 "deltas": [facts_of(stored) for stored in kept],
                 "full_sync_interval": self._config.full_sync_interval,
-                "news": self._news.endpoint,
                 "tls": self._config.certificate is not None,
             }
         )
+
+    async def _get_transfers(self, request: Request) -> Response:
+        after = asked_number(request)
+        if after > self._num_ended:  # of an agent before this one
+            after = 0
+        await self._waiting.until(lambda: self._num_ended > after, request, wait_s=asked_wait_s(request))
+        with self._lock:
+            ended = tuple(each for each in self._ended_last if each.number > after)
+            return _json(EndedTransfers(ended=ended, newest=self._num_ended))
 
     async def _get_metrics(self) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
@@ -299,16 +345,32 @@ class TransferAgent:
         asked = decode(await request.body(), FinishRequest, what="the end of a transfer")
         known = await asyncio.to_thread(self._blocks.finish, asked.transfer_id, ok=asked.ok)
         if not known:
-            raise TransferAbortedError("this transfer is over: superseded, or nothing was read of it for too long")
+            raise TransferAbortedError(f"this transfer is over: {self._blocks.why_over(asked.transfer_id)}")
+        return _json({})
+
+    async def _renew_transfer(self, request: Request) -> Response:
+        asked = decode(await request.body(), RenewRequest, what="a renewal")
+        self._blocks.renew(asked.transfer_id)
         return _json({})
 
     def _grant(self, asked: TransferRequest) -> Response:
         if asked.receiver_id not in self._receivers:
             raise NotRegisteredError(f"receiver {asked.receiver_id!r} is not registered: POST /register_receiver first")
         served = self._published()
-        grant = self._grants.grant(asked, served)
+        take_up_s = self._config.take_up_s + served.said_bytes / _READ_BYTES_S
+        grant = self._grants.grant(asked, served, take_up_s=take_up_s)
         # a `TransferGrant`, of which the largest fields are encoded already
-        return _json({**grant, "publication": served.raw_publication, "proof": served.raw_proof})
+        if asked.layouts is None:
+            return _json({**grant, "publication": self._whole(served), "proof": served.raw_proof})
+        layout = None if served.layout in asked.layouts else served.raw_layout
+        return _json({**grant, "head": served.raw_head, "layout": layout, "proof": served.raw_proof})
+
+    def _whole(self, served: _Served) -> msgspec.Raw:
+        """The publication as JSON, with its layout: for those that know of none, so not before one asks."""
+        kept = self._raw_whole
+        if kept is None or kept[0] is not served:
+            kept = self._raw_whole = served, msgspec.Raw(encode(served.publication))
+        return kept[1]
 
     def _published(self) -> _Served:
         current = self._current
@@ -324,13 +386,18 @@ class TransferAgent:
         name = "serve" if ok else "serve, ended early"
         track, who = self.recorder.track, transfer.receiver_id
         self.recorder.add(PhaseRecord(name=name, start_s=transfer.start_s, end_s=now_s(), track=track, detail=who))
-        self._news.send(
-            "done",
-            version=transfer.version.number,
-            run_id=transfer.version.run_id,
-            receiver=transfer.receiver_id,
-            ok=ok,
-        )
+        with self._lock:
+            self._num_ended += 1
+            self._ended_last.append(
+                EndedTransfer(
+                    number=self._num_ended,
+                    run_id=transfer.version.run_id,
+                    version=transfer.version.number,
+                    receiver_id=transfer.receiver_id,
+                    ok=ok,
+                )
+            )
+        self._waiting.changed()
         self._tell(
             {"event": "transfer", "version": transfer.version.number, "receiver": transfer.receiver_id, "ok": ok,
              "phases": self._phases()}

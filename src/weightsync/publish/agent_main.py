@@ -3,7 +3,10 @@
 It talks in JSON lines: over its standard input come orders, over its standard output go events. It ends when its
 standard input does, or its parent: then the trainer is gone.
 
-    {"order": "publish", "publication": ..., "source": 0}   {"order": "reset"}   {"order": "ping"}   {"order": "end"}
+    {"order": "layout", "digest": ..., "layout": ...}   {"order": "publish", "head": ..., "source": 0}
+    {"order": "reset"}   {"order": "ping"}   {"order": "end"}
+
+A layout comes before the first publication of it, and stands for all that follow.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from weightsync.memory import reclaim_dead
 from weightsync.memory.segment import unlink_own
 from weightsync.publish.agent import TransferAgent
 from weightsync.publish.agent_config import AgentConfig
-from weightsync.types.publication import Publication
+from weightsync.types.layout import PublicationHead, PublicationLayout
 
 _LAST_RECLAIMS = 20
 _LOOK_EVERY_S = 0.5
@@ -35,8 +38,10 @@ _MAX_EVENTS = 1000
 class _Order(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the standard input."""
 
-    order: Literal["publish", "reset", "ping", "end"]
-    publication: Publication | None = None
+    order: Literal["layout", "publish", "reset", "ping", "end"]
+    digest: str = ""
+    layout: msgspec.Raw = msgspec.Raw(b"")
+    head: PublicationHead | None = None
     source: int = 0
 
 
@@ -73,6 +78,7 @@ def main() -> None:
         out.flush()
         os._exit(1)
     orderly = False
+    layout: PublicationLayout | None = None
     decoder = msgspec.json.Decoder(_Order)
     for line in lines:
         order = decoder.decode(line)
@@ -81,8 +87,10 @@ def main() -> None:
             tell({"event": "pong"})
         elif order.order == "reset":
             tell({"event": "reset", "num_transfers": agent.reset()})
-        elif order.publication is not None:
-            agent.publish(order.publication, order.source)
+        elif order.order == "layout":
+            layout = PublicationLayout.read(memoryview(order.layout), order.digest)
+        elif order.head is not None and layout is not None:
+            agent.publish(layout.publication(order.head), order.source)
     agent.close()
     _end(orderly=orderly)
 

@@ -18,6 +18,8 @@ import msgspec
 
 from weightsync.errors import EngineUnreachableError, error_from_dict
 from weightsync.publish.agent_config import AgentConfig
+from weightsync.types.process import of_one_process
+from weightsync.types.layout import PublicationLayout
 from weightsync.types.publication import Publication
 
 _START_S = 30.0
@@ -32,6 +34,7 @@ _READS_BYTES_S = 5 << 20
 _logger = logging.getLogger(__name__)
 
 
+@of_one_process
 class AgentProcess:
     """Starts the agent, tells it what to serve, and starts it again on the same ports when it dies or hangs.
 
@@ -148,8 +151,7 @@ class AgentProcess:
             try:
                 assert process.stdin is not None
                 assert process.stdout is not None
-                process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-                process.stdin.flush()
+                _write_all(process.stdin.fileno(), msgspec.json.encode(self._config) + b"\n")
                 self._process = process
                 slow = threading.Timer(self._start_s, process.kill)
                 slow.daemon = True
@@ -210,7 +212,6 @@ class AgentProcess:
             self._config,
             port=said["port"],
             blocks_port=said["blocks_port"],
-            news_port=said["news_port"],
             load_delta_codec=False,
         )
         self._started.set()
@@ -220,20 +221,25 @@ class AgentProcess:
         assert process.stdin is not None
         with self._lock:
             order: dict[str, Any] | None = self._publication
-        told = None
+        told, told_layout = None, None
         try:
             while True:
-                if order is not None and order is not told:
-                    line = msgspec.json.encode(order) + b"\n"
-                    if order["order"] == "publish":
-                        self._order_bytes = len(line)
-                    process.stdin.write(line)
-                    process.stdin.flush()
-                    told = order if order["order"] == "publish" else told
+                if order is not None and order["order"] != "publish":
+                    _write_all(process.stdin.fileno(), msgspec.json.encode(order) + b"\n")
+                elif order is not None and order is not told:
+                    layout = PublicationLayout.of(order["publication"])
+                    line = b""
+                    if layout is not told_layout:  # once: the next versions only name it
+                        raw = layout.encode()
+                        line = _line(order="layout", digest=layout.digest, layout=msgspec.Raw(raw))
+                    line += _line(order="publish", head=layout.head(order["publication"]), source=order["source"])
+                    self._order_bytes = len(line)
+                    _write_all(process.stdin.fileno(), line)
+                    told, told_layout = order, layout
                 # an earlier process's writer may have taken the end
                 order = None if self._closed else self._orders.get()
                 if order is None:  # the end: its input ends, and with it the agent
-                    process.stdin.write(b'{"order": "end"}\n')
+                    _write_all(process.stdin.fileno(), b'{"order": "end"}\n')
                     process.stdin.close()
                     return
                 if order["order"] == "stop":
@@ -245,3 +251,14 @@ class AgentProcess:
                         order = self._publication
         except (OSError, ValueError):
             return  # it died: whoever reads its output notices
+
+
+def _line(**order: Any) -> bytes:
+    return msgspec.json.encode(order) + b"\n"
+
+
+def _write_all(fd: int, line: bytes) -> None:
+    """Without a buffer: a child that is forked meanwhile would have a copy, and write it once more when it ends."""
+    rest = memoryview(line)
+    while rest:
+        rest = rest[os.write(fd, rest) :]

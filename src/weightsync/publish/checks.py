@@ -57,6 +57,8 @@ def check_deltas(config: AgentConfig) -> None:
     ):
         if value is not None and (type(value) is not int or value < 0):
             raise ConfigError(f"{name} is a whole number, 0 or more, not {value!r}")
+    if config.delta_device is not None and (not isinstance(config.delta_device, str) or not config.delta_device):
+        raise ConfigError(f"delta_device is a device as torch names it, 'cuda' say, not {config.delta_device!r}")
 
 
 def check_names(run_id: str | None, model_id: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from weightsync.codec.delta import EncodedDelta, Unit, encode_delta, plan_units
+from weightsync.codec.delta import EncodedDelta, Search, Unit, encode_delta, plan_units
 from weightsync.codec.delta_cost import CostModel
 from weightsync.codec.threads import map_all
 from weightsync.memory import MappedSegment, Segment
@@ -23,7 +23,13 @@ def units_of(proved: Proved) -> tuple[Unit, ...]:
 
 
 def encode_publication(
-    old: Proved, new: Proved, *, costs: CostModel, max_bytes: int, go_on: Callable[[], None]
+    old: Proved,
+    new: Proved,
+    *,
+    costs: CostModel,
+    max_bytes: int,
+    go_on: Callable[[], None],
+    search: Search | None = None,
 ) -> EncodedDelta:
     """What leads from one to the other. Both have to stay as they are meanwhile.
 
@@ -43,7 +49,7 @@ def encode_publication(
         try:
             return encode_delta(
                 was, now, units_of(new), costs=costs, base=bytes.fromhex(old.proof.digest),
-                result=bytes.fromhex(new.proof.digest), go_on=go_on, max_bytes=max_bytes,
+                result=bytes.fromhex(new.proof.digest), go_on=go_on, max_bytes=max_bytes, search=search,
             )  # fmt: skip
         finally:
             del was, now

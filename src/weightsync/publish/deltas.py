@@ -16,12 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from weightsync.errors import DeltaTooLargeError, SharedMemoryError, TransferAbortedError, WeightSyncError
+from weightsync.errors import (
+    DeltaTooLargeError,
+    SharedMemoryError,
+    TransferAbortedError,
+    UnsupportedError,
+    WeightSyncError,
+)
 from weightsync.memory import Lock, Reader, Segment
 from weightsync.publish.stamp import check_stamp
 from weightsync.types.publication import DeltaBase, Publication, Source, SourceProof
 
 if TYPE_CHECKING:
+    from weightsync.codec.delta import Search
     from weightsync.codec.delta_cost import CostModel
 
 _WANTED_FOR = 16
@@ -113,6 +120,7 @@ class Deltas:
         budget_bytes: what all of them together may take of shared memory; 0: none are made.
         full_sync_interval: a version whose number is a multiple of it has no delta; 0: none is excepted.
         evicted: told of a segment whose delta is given up, before it is.
+        search_device: where changes are searched for, as torch names it; None: on the CPU's cores.
 
     Attributes:
         why_none: why the newest version has no delta, in words; None where it has one.
@@ -125,11 +133,14 @@ class Deltas:
         budget_bytes: int | None,
         full_sync_interval: int,
         evicted: Callable[[str], None],
+        search_device: str | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._budget_bytes = budget_bytes
         self._full_sync_interval = full_sync_interval
         self._evicted = evicted
+        self._search_device = search_device
+        self._search: Search | None = None
         self._lock = threading.Lock()
         self._chain: deque[tuple[StoredDelta, Segment]] = deque()
         self._num_wanted = 0
@@ -192,7 +203,11 @@ class Deltas:
             from weightsync.publish import delta_file  # noqa: F401
 
             warm_up()
-        except ImportError as error:
+            if self._search_device is not None:
+                from weightsync.codec.device_search import DeviceSearch
+
+                self._search = DeviceSearch(self._search_device)
+        except (ImportError, UnsupportedError) as error:
             self._codec = "missing"
             _logger.warning("there will be no deltas: their codec can't be loaded: %r", error)
         except Exception as error:  # for want of memory or descriptors, say: whoever asks next tries again
@@ -290,7 +305,9 @@ class Deltas:
         budget_bytes = self._budget(new)
         most_bytes = min(budget_bytes, new.where.data_end - new.where.data_start)  # of more no delta is of use
         try:
-            encoded = encode_publication(held.older, new, costs=self._cost_model(), max_bytes=most_bytes, go_on=still)
+            encoded = encode_publication(
+                held.older, new, costs=self._cost_model(), max_bytes=most_bytes, go_on=still, search=self._search
+            )
         except (_AskedBackError, DeltaTooLargeError) as error:
             self._say(str(error), new.publication)
             return False

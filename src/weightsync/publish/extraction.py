@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from weightsync.codec.digest import ShardSum, shard_sum
+from weightsync.codec.digest import ShardSum, shard_sums
 from weightsync.errors import (
     DeadlineExceededError,
     ExtractError,
@@ -178,10 +178,7 @@ class LockstepExtraction:
             number += 1
         if self._extractor.can_shard_locally():
             with self._recorder.phase("digest"):
-                total = ShardSum.zero()
-                for held in self._extractor.local_shards(self._dtype):
-                    total = total + shard_sum(held)
-                self._sum = total
+                self._sum = shard_sums(self._extractor.local_shards(self._dtype))
 
     def _await_slot(self, number: int) -> WeightSyncError | None:
         """Rank 0: waits until chunk `number` may take an earlier one's memory, or this is told to stop."""

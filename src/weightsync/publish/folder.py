@@ -22,6 +22,7 @@ from weightsync.publish.offload_report import OffloadReport
 from weightsync.publish.prover import is_passing
 from weightsync.tensors import byte_array, torch_dtype
 from weightsync.types import Box, TensorSpec
+from weightsync.types.process import of_one_process
 
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 100_000_000
@@ -36,6 +37,7 @@ Look = Mapping[str, tuple[int, int, int]]
 """Number, size and time of each file, by name."""
 
 
+@of_one_process
 class FolderPublisher:
     """Publishes what lies in a folder as versions 1, 2, 3 ... of a run of its own.
 

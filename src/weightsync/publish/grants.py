@@ -54,8 +54,13 @@ class Grants:
         self._begun = begun
         self._ended = ended
 
-    def grant(self, asked: TransferRequest, served: Proved) -> dict[str, Any]:
+    def grant(self, asked: TransferRequest, served: Proved, *, take_up_s: float) -> dict[str, Any]:
         """A `TransferGrant` without its publication and proof, which the caller has as they travel.
+
+        Args:
+            asked: by whom, for what.
+            served: the newest publication.
+            take_up_s: it is over when the receiver neither reads nor renews it for so long.
 
         Raises:
             InvalidRequestError: it is for another model.
@@ -71,15 +76,15 @@ class Grants:
                 version=str(manifest.version),
             )
         transport = Transport.SHM if asked.host_nonce == self._nonce else Transport.TCP
-        delta = self._delta(asked, served, transport)
+        delta = self._delta(asked, served, transport, take_up_s)
         if delta is not None:
             transfer_id = delta[-1].transfer_id if delta else secrets.token_hex(16)
-            return {**self._facts(served, transport, transfer_id), "base": asked.base, "delta": delta}
+            return {**self._facts(served, transport, transfer_id, take_up_s), "base": asked.base, "delta": delta}
         transfer = self._blocks.grant(
             manifest.version,
             served.where,
             receiver_id=asked.receiver_id,
-            take_up_s=self._config.take_up_s,
+            take_up_s=take_up_s,
             on_end=functools.partial(self._ended, transport),
             lease_s=self._lease_s(transport, served.where.segment),
         )
@@ -89,16 +94,16 @@ class Grants:
         except BaseException:
             transfer.end(ok=False)
             raise
-        return self._facts(served, transport, transfer.id)
+        return self._facts(served, transport, transfer.id, take_up_s)
 
-    def _facts(self, served: Proved, transport: Transport, transfer_id: str) -> dict[str, Any]:
+    def _facts(self, served: Proved, transport: Transport, transfer_id: str, take_up_s: float) -> dict[str, Any]:
         return {
             "transfer_id": transfer_id,
             "source": served.source,
             "transport": transport,
             "host": self._config.advertise or self._config.host,
             "port": self._blocks.port,
-            "take_up_s": self._config.take_up_s,
+            "take_up_s": take_up_s,
             "life": self._config.life,
         }
 
@@ -114,7 +119,9 @@ class Grants:
                     return None
         return self._config.lease_s
 
-    def _delta(self, asked: TransferRequest, served: Proved, transport: Transport) -> tuple[DeltaLink, ...] | None:
+    def _delta(
+        self, asked: TransferRequest, served: Proved, transport: Transport, take_up_s: float
+    ) -> tuple[DeltaLink, ...] | None:
         """Deltas for a receiver, each granted; None where it is to have the source's bytes."""
         if asked.mode == "full" or (asked.mode == "auto" and transport is Transport.SHM):
             return None
@@ -130,7 +137,7 @@ class Grants:
                         Version(run_id=served.run_id, number=stored.version),
                         stored.blob,
                         receiver_id=asked.receiver_id,
-                        take_up_s=self._config.take_up_s,
+                        take_up_s=take_up_s,
                         on_end=functools.partial(self._ended, transport),
                         beside=tuple(transfers),
                         lasting=True,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from weightsync.plan.boxes import check_partition, whole_box
 from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.types import Box, Manifest, TensorSpec, Version
 from weightsync.types.publication import Publication, Source
+from weightsync.types.table import SpecTable, TensorTable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,9 +29,11 @@ class HostPlan:
     layouts: tuple[Layout, ...]
 
     @functools.cached_property
-    def parts(self) -> tuple[TensorSpec, ...]:
+    def parts(self) -> SpecTable:
         """The parts of all hosts."""
-        return tuple(part for layout in self.layouts for part in layout.parts)
+        if len(self.layouts) == 1:
+            return self.layouts[0].parts
+        return SpecTable(part for layout in self.layouts for part in layout.parts)
 
     def publication(
         self,
@@ -64,29 +64,9 @@ class HostPlan:
             )
             for host, leader, layout in zip(self.hosts, self.leaders, self.layouts, strict=True)
         )
-        for known in self._said:
-            if known.manifest.tensors is specs and known.manifest.model_id == model_id:
-                return _again(known, version, sources)
-        manifest = Manifest(version=version, model_id=model_id, tensors=tuple(specs))
-        made = Publication(manifest=manifest, parts=self.parts, sources=sources)
-        self._said[:] = [made]
-        return made
-
-    @functools.cached_property
-    def _said(self) -> list[Publication]:
-        """The last publication that was checked from end to end."""
-        return []
-
-
-def _again(known: Publication, version: Version, sources: tuple[Source, ...]) -> Publication:
-    """The same tensors at the same places as another version. Only what is new is checked: with tens of thousands of
-    tensors the rest would cost the trainer more than its copy.
-    """
-    manifest, publication = copy.copy(known.manifest), copy.copy(known)
-    msgspec.structs.force_setattr(manifest, "version", version)
-    msgspec.structs.force_setattr(publication, "manifest", manifest)
-    msgspec.structs.force_setattr(publication, "sources", sources)
-    return publication
+        # tables that were checked together once are not checked again
+        manifest = Manifest(version=version, model_id=model_id, tensors=TensorTable.of(specs))
+        return Publication(manifest=manifest, parts=self.parts, sources=sources)
 
 
 def plan_hosts(specs: Sequence[TensorSpec], said: Sequence[dict[str, Any]]) -> HostPlan:

@@ -37,9 +37,10 @@ from weightsync.publish.host_segments import HostSegments, write_header
 from weightsync.publish.offload_report import DeltaReport, OffloadReport
 from weightsync.publish.proof_news import ProofNews
 from weightsync.publish.ranks import TrainingRanks
-from weightsync.publish.standing import Named, StandingWeights, listed
+from weightsync.publish.standing import Named, StandingWeights
 from weightsync.publish.weights import Weights, extractor_of
-from weightsync.types import Box, Deadline, PhaseRecord, TensorSpec, Version
+from weightsync.types import Box, Deadline, PhaseRecord, TensorSpec, TensorTable, Version
+from weightsync.types.process import of_one_process
 
 BLOCK_BYTES = 4 << 20
 
@@ -50,6 +51,7 @@ _logger = logging.getLogger(__name__)
 Boxes = tuple[tuple[int, Box], ...]
 
 
+@of_one_process
 class WeightManager:
     """Every training rank makes one and calls its methods in the same order, between two steps.
 
@@ -72,6 +74,8 @@ class WeightManager:
         delta_budget_bytes: shared memory that deltas may take on each host; None: a quarter of the model's bytes there;
             0: none are made.
         full_sync_interval: every version whose number is a multiple of it goes out in full; 0: none has to.
+        delta_device: where agents search for what changed, as torch names it ("cuda"); None: on the CPU's cores. Where
+            there is no such device, versions go out in full, and the agent's log says why.
         recorder: where phases go; an own one where not given.
 
     Attributes:
@@ -100,6 +104,7 @@ class WeightManager:
         agent_timeout_s: float = 10.0,
         delta_budget_bytes: int | None = None,
         full_sync_interval: int = 0,
+        delta_device: str | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         check_settings(
@@ -108,6 +113,7 @@ class WeightManager:
         config = AgentConfig(
             model_id=model_id, host=host, port=port, advertise=advertise, token=token, certificate=certificate, key=key,
             lease_s=lease_s, delta_budget_bytes=delta_budget_bytes, full_sync_interval=full_sync_interval,
+            delta_device=delta_device,
         )  # fmt: skip
         check_reachable(config)
         check_deltas(config)
@@ -235,7 +241,7 @@ class WeightManager:
             named, parts = None, None
             try:
                 check_call(version, after=self._newest, given=(rank, world_size), ranks=ranks)
-                named = listed(weights)
+                named = self._standing.listed(weights)
                 parts = None if named is None else self._standing.tensors(named)
                 if parts is None:
                     extractor = self._extractor(weights, named)
@@ -393,7 +399,7 @@ class WeightManager:
             }
         )
         plan = plan_hosts(specs, said)  # the same on every rank, and so is what it raises
-        self._plan, self._plan_of, self._specs = plan, (key, boxes), specs
+        self._plan, self._plan_of, self._specs = plan, (key, boxes), TensorTable.of(specs)
         self._gathers = not extractor.can_shard_locally()
         self._standing.forget()
         self._segments.close()

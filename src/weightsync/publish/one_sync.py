@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from msgspec.structs import replace
 
 from weightsync.codec.base import Codec
-from weightsync.codec.digest import ShardSum, model_digest, shard_sum
+from weightsync.codec.digest import ShardSum, model_digest, shard_sums
 from weightsync.errors import DigestMismatchError, EngineError, SyncFailedError, WeightSyncError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor
 from weightsync.observe import Recorder, paused_s, phases_s
@@ -43,7 +43,7 @@ from weightsync.types import (
 
 _logger = logging.getLogger(__name__)
 
-_ABORT_TIMEOUT_S = 2.0
+_ABORT_TIMEOUT_S = 1.5  # within the `GRACE_S` that a push promises
 _COMMIT_LEASE_S = 10.0  # how long a commit may take before paused engines go on without it
 
 
@@ -336,7 +336,9 @@ class _Summed:
     def __iter__(self) -> Iterator[WeightChunk]:
         for chunk in self._chunks:
             if self._needed:
-                for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
-                    self.total = self.total + shard_sum(HeldTensor(spec=spec_of(name, tensor), box=None, tensor=tensor))
+                self.total += shard_sums(
+                    HeldTensor(spec=spec_of(name, tensor), box=None, tensor=tensor)
+                    for name, tensor in zip(chunk.names, chunk.tensors, strict=True)
+                )
             yield chunk
             del chunk

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
-from weightsync.codec.digest import ShardSum, shard_sum, tensor_digests, warm_up
+from weightsync.codec.digest import warm_up
+from weightsync.codec.runs import Runs, digests_and_sum, runs_of
 from weightsync.codec.threads import map_all
 from weightsync.memory import MappedSegment
-from weightsync.tensors import tensor_from_bytes
 from weightsync.transfer.blocks import checksum
-from weightsync.types import HeldTensor
 from weightsync.types.publication import Publication, SourceProof
+from weightsync.types.table import SpecTable
 
 __all__ = ["prove", "warm_up"]
 
@@ -31,26 +29,9 @@ def prove(publication: Publication, source: int, *, go_on: Callable[[], None]) -
         SharedMemoryError: the segment is gone.
     """
     where = publication.sources[source]
-    parts = publication.parts_of(source)
+    runs = publication.table.derive(_runs_of, source)
     with MappedSegment(where.segment, need_bytes=where.data_end) as mapped:
-        flat = torch.frombuffer(mapped.memory, dtype=torch.uint8)
-        views = [
-            tensor_from_bytes(
-                flat[part.offset : part.offset + part.nbytes],
-                dtype=part.dtype,
-                shape=part.shape if part.box is None else part.box.shape,
-            )
-            for part in parts
-        ]
-        digests: dict[str, str] = {}
-        total = ShardSum.zero()
-        for start in range(0, len(parts), _PIECE):
-            go_on()
-            digests |= tensor_digests({str(index): views[index] for index in range(len(parts))[start : start + _PIECE]})
-        for part, view in zip(parts, views, strict=True):
-            go_on()
-            total += shard_sum(HeldTensor(spec=part, box=part.box, tensor=view))
-        del views, flat
+        digests, total = digests_and_sum(mapped.memory, runs, go_on=go_on)
 
         def one(block: tuple[int, int]) -> str:
             return checksum(mapped.memory[block[0] : block[0] + block[1]])
@@ -62,7 +43,11 @@ def prove(publication: Publication, source: int, *, go_on: Callable[[], None]) -
             checksums += map_all(one, blocks)
     return SourceProof(
         block_checksums="".join(checksums),
-        part_digests=tuple(digests[str(index)] for index in range(len(parts))),
+        part_digests=digests,
         lane_a=total.lane_a,
         lane_b=total.lane_b,
     )
+
+
+def _runs_of(parts: SpecTable, source: int) -> Runs:
+    return runs_of([part for part in parts if part.source == source])

@@ -43,6 +43,7 @@ from weightsync.errors import (
     is_consequence,
 )
 from weightsync.extract.base import WeightExtractor
+from weightsync.extract.grouping import PlannedChunk
 from weightsync.observe import Recorder
 from weightsync.publish.engines import DESCRIBE_TIMEOUT_S, JoinedEngines
 from weightsync.publish.extraction import LockstepExtraction
@@ -51,15 +52,20 @@ from weightsync.publish.ranks import TrainingRanks
 from weightsync.transfer.base import WeightTransferStrategy
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
 from weightsync.transfer.registry import strategy_for
-from weightsync.types import Deadline, EngineHandle, InferenceEngineClient, SyncReport, Version
+from weightsync.types import Deadline, EngineHandle, InferenceEngineClient, SyncReport, TensorSpec, Version
 from weightsync.types.deadline import check_wait_s
+from weightsync.types.process import of_one_process
 
 _logger = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""So long after its deadline a failed sync may still be: engines are told to abort, and the group is given up."""
 
 _AFTER_A_FAILURE = "engines serve their old version or refuse to serve; the next sync goes on with those that answer"
 _SETTLE_MARGIN_S = 5.0  # how much longer than a sync ranks wait for each other to say how it ended
 
 
+@of_one_process
 class PushSync:
     """A `SyncMethod`. Every training rank makes one and calls its methods in the same order.
 
@@ -73,7 +79,8 @@ class PushSync:
         dtype: the engine's dtype; None keeps the trainer's.
         run_id: name of this trainer's run; rank 0 makes one where not given.
         model_id: which model.
-        transfer_timeout_s: deadline of one whole sync.
+        transfer_timeout_s: deadline of one whole sync. A failed one returns `GRACE_S` later at the latest, unless a
+            training rank hangs.
         join_timeout_s: how long building the group may take, within that.
         pause_timeout_s: how long an engine may take to finish running generations.
         require_all_engines: fail when an engine doesn't answer before the sync; otherwise go on without it
@@ -139,6 +146,7 @@ class PushSync:
         self._ranks: TrainingRanks | None = None
         self._extraction: LockstepExtraction | None = None
         self._last: Version | None = None
+        self._said: tuple[Sequence[TensorSpec], Sequence[PlannedChunk], dict[str, str]] | None = None
 
     @classmethod
     def from_config(
@@ -282,6 +290,16 @@ class PushSync:
             if self._ranks is not None:
                 self._ranks.close()
 
+    def _stream_said(self, specs: Sequence[TensorSpec], plan: Sequence[PlannedChunk]) -> dict[str, str]:
+        """What ranks compare of the stream. Specs and plans never change: the same objects say the same."""
+        if self._said is None or self._said[0] is not specs or self._said[1] is not plan:
+            if not specs:
+                raise InvalidRequestError("the model has no weights to sync")
+            tensors = _digest_of(f"{spec.name}:{spec.dtype}:{spec.shape}" for spec in specs)
+            chunks = _digest_of(" ".join(spec.name for spec in chunk.specs) for chunk in plan)
+            self._said = specs, plan, {"tensors": tensors, "chunks": chunks}
+        return self._said[2]
+
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
@@ -306,13 +324,7 @@ class PushSync:
             if self._last is not None and version < self._last.number:
                 raise VersionError(f"{self._last} was synced already; versions rise within a run", version=version)
             extractor, dtype = self._parts.extractor, self._parts.dtype
-            names = [f"{spec.name}:{spec.dtype}:{spec.shape}" for spec in extractor.metadata(dtype)]
-            if not names:
-                raise InvalidRequestError("the model has no weights to sync")
-            start["tensors"] = _digest_of(names)
-            start["chunks"] = _digest_of(
-                " ".join(spec.name for spec in chunk.specs) for chunk in extractor.chunk_plan(dtype)
-            )
+            start.update(self._stream_said(extractor.metadata(dtype), extractor.chunk_plan(dtype)))
         except Exception as caught:
             error = as_weightsync_error(caught, ExtractError, "reading the model's tensors failed", rank=ranks.rank)
         for rank, said in enumerate(ranks.settle(error, start=start)):

@@ -7,14 +7,18 @@ That part was never run: it needs a GPU.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter, itemgetter
 
+import numpy as np
 import torch
 
 from weightsync.errors import InvalidRequestError, TransferError
-from weightsync.tensors import tensor_from_bytes
+from weightsync.many import MANY, Int64s, addresses, are_plain
+from weightsync.tensors import tensor_from_bytes, torch_dtype
 from weightsync.transfer.ipc_copy import Copier
 from weightsync.types import Box, TensorSpec
 
@@ -25,7 +29,30 @@ _SMALL_BYTES = 256 << 10
 Place = tuple[str, Box | None]
 """A tensor's name, and which part of it; None: all of it."""
 
+_dtype = attrgetter("dtype")
+
 _logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Runs:
+    """Places that lie in one piece, as one loop copies them.
+
+    Attributes:
+        offsets, sizes, dtypes: of each, in bytes.
+        maybe_complex: whether any is of complex numbers.
+        total_bytes: of all.
+        pick: takes their tensors out of those of all places.
+        others: the places that are not among them.
+    """
+
+    offsets: Int64s
+    sizes: Int64s
+    total_bytes: int
+    dtypes: list[torch.dtype]
+    maybe_complex: bool
+    pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+    others: tuple[int, ...]
 
 
 class SegmentWriter:
@@ -44,6 +71,7 @@ class SegmentWriter:
         self._queued_bytes = 0
         self._places_of: Sequence[Place] = ()
         self._targets: dict[int, list[torch.Tensor]] = {}  # of these places, by the segment's address
+        self._runs: _Runs | None = None  # of these places
 
     def aim(self, memory: memoryview, parts: Sequence[TensorSpec]) -> None:
         """What is written next goes there.
@@ -58,7 +86,7 @@ class SegmentWriter:
         if parts is not self._parts:
             self._parts = parts
             self._places = {}
-            self._targets = {}
+            self._places_of, self._targets, self._runs = (), {}, None
             for part in parts:
                 self._places.setdefault(part.name, []).append(part)
 
@@ -107,7 +135,52 @@ class SegmentWriter:
             return 0
         assert self._flat is not None
         if places is not self._places_of:
-            self._places_of, self._targets = places, {}
+            self._places_of, self._targets, self._runs = places, {}, self._planned_runs(places)
+        runs = self._runs
+        if runs is None or not self._write_runs(runs, tensors):
+            return self._write_each(places, tensors)
+        copied_bytes = runs.total_bytes
+        for index in runs.others:
+            copied_bytes += self.write(*places[index], tensors[index])
+        return copied_bytes
+
+    def _write_runs(self, runs: _Runs, tensors: Sequence[torch.Tensor]) -> bool:
+        """Copies all of `runs` by one loop; False, and nothing is written, where one of them is not plain memory as it
+        is wanted.
+        """
+        assert self._flat is not None
+        tensors = runs.pick(tensors)
+        if list(map(_dtype, tensors)) != runs.dtypes or not are_plain(tensors, maybe_complex=runs.maybe_complex):
+            return False
+        self._copier.copy_runs(runs.offsets + self._flat.data_ptr(), addresses(tensors), runs.sizes)
+        return True
+
+    def _planned_runs(self, places: Sequence[Place]) -> _Runs | None:
+        """Those of `places` that are small, and lie in one piece; None where they are few."""
+        indexes: list[int] = []
+        parts: list[TensorSpec] = []
+        for index, (name, box) in enumerate(places):
+            part = self._part(name, box)
+            if part.nbytes <= _SMALL_BYTES and (part.box is not None or box is None):
+                indexes.append(index)
+                parts.append(part)
+        if len(indexes) < MANY:
+            return None
+        taken = set(indexes)
+        sizes = np.array([part.nbytes for part in parts], dtype=np.int64)
+        dtypes = [torch_dtype(part.dtype) for part in parts]
+        return _Runs(
+            offsets=np.array([part.offset for part in parts], dtype=np.int64),
+            sizes=sizes,
+            total_bytes=int(sizes.sum()),
+            dtypes=dtypes,
+            maybe_complex=any(dtype.is_complex for dtype in set(dtypes)),
+            pick=itemgetter(*indexes) if len(indexes) < len(places) else _all,
+            others=tuple(index for index in range(len(places)) if index not in taken),
+        )
+
+    def _write_each(self, places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> int:
+        assert self._flat is not None
         start = self._flat.data_ptr()
         targets = self._targets.get(start)
         if targets is None:
@@ -160,19 +233,23 @@ class SegmentWriter:
             assert self._flat is not None
             self._copier.copy([tensor for tensor, _ in queued], [offset for _, offset in queued], self._flat)
 
+    def _part(self, name: str, box: Box | None) -> TensorSpec:
+        """The part of the layout that has room for it."""
+        for part in self._places.get(name, ()):
+            if part.box is None or part.box == box:
+                return part
+        raise InvalidRequestError(f"the segment has no place for {box or 'all'} of it", parameter=name)
+
     def _target(self, name: str, box: Box | None) -> torch.Tensor:
         """The place as a tensor."""
         assert self._flat is not None
-        for part in self._places.get(name, ()):
-            if part.box is not None and part.box != box:
-                continue
-            flat = self._flat[part.offset : part.offset + part.nbytes]
-            shape = part.shape if part.box is None else part.box.shape
-            whole = tensor_from_bytes(flat, dtype=part.dtype, shape=shape)
-            if part.box is not None or box is None:
-                return whole
-            return whole[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))]
-        raise InvalidRequestError(f"the segment has no place for {box or 'all'} of it", parameter=name)
+        part = self._part(name, box)
+        flat = self._flat[part.offset : part.offset + part.nbytes]
+        shape = part.shape if part.box is None else part.box.shape
+        whole = tensor_from_bytes(flat, dtype=part.dtype, shape=shape)
+        if part.box is not None or box is None:
+            return whole
+        return whole[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))]
 
     def _copy_from_cuda(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         assert self._flat is not None
@@ -203,3 +280,7 @@ class SegmentWriter:
         if pinned is not None:
             with torch.cuda.device(pinned[1]):  # another thread's own device may be one that this rank never uses
                 torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def _all(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return tensors

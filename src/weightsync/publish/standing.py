@@ -5,34 +5,41 @@ Names, dtypes, shapes, placements: all that a plan depends on is compared at eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, itemgetter
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weightsync.extract.base import WeightExtractor, training_rank
-from weightsync.extract.module import clean_name, module_tensors, unwrapped
+from weightsync.extract.module import clean_name, unwrapped
+from weightsync.module_walk import ModuleTensors
 from weightsync.publish.segment_writer import Place
-from weightsync.publish.weights import Weights
+from weightsync.publish.weights import Weights, extractor_of
 from weightsync.types import Box, TensorSpec
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
 """Types that say all of themselves. Any other than these and DTensor is looked at by an extractor each time."""
 
-Named = list[tuple[str, torch.Tensor]]
+_dtype, _shape, _layout = attrgetter("dtype"), attrgetter("shape"), attrgetter("layout")
+_is_meta = attrgetter("is_meta")
 
 
-def listed(weights: Weights) -> Named | None:
-    """What the extractor of these weights would be made from; None where they are an extractor, or no tensors."""
-    if isinstance(weights, torch.nn.Module):
-        for module in weights.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return list(module_tensors(unwrapped(weights)))
-    if isinstance(weights, (WeightExtractor, str, bytes)) or not hasattr(weights, "__iter__"):
-        return None
-    return list(weights)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Named:
+    """What an extractor is made from, in the order in which it comes.
+
+    Attributes:
+        names, tensors: as many; the same object for `names` as at the last time says that no name has changed.
+    """
+
+    names: Sequence[str]
+    tensors: Sequence[torch.Tensor]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return zip(self.names, self.tensors, strict=True)
 
 
 class StandingWeights:
@@ -40,14 +47,34 @@ class StandingWeights:
 
     def __init__(self) -> None:
         self.places: tuple[Place, ...] = ()
-        self._known: list[tuple[object, ...]] = []
+        self._module = ModuleTensors()
+        self._names: Sequence[str] = ()
+        self._known: tuple[list[object], ...] = ()
+        self._placed: list[tuple[int, object]] = []
         self._tied: list[tuple[int, int]] = []
-        self._positions: list[int] = []
+        self._pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _nothing
         self._rank = -1
+
+    def listed(self, weights: Weights) -> Named | None:
+        """What the extractor of these weights would be made from; None where they are an extractor, or no tensors."""
+        if isinstance(weights, torch.nn.Module):
+            held = self._module.read(unwrapped(weights), kind=FSDPModule, prepare=_reshard)
+            return Named(names=held.names, tensors=held.tensors)
+        if isinstance(weights, (WeightExtractor, str, bytes)) or not hasattr(weights, "__iter__"):
+            return None
+        pairs = list(weights)
+        try:
+            names = [name for name, _ in pairs]
+            tensors = [tensor for _, tensor in pairs]
+        except (TypeError, ValueError):  # no pair of a name and a tensor: an extractor says so in words
+            extractor_of(pairs)
+            raise
+        return Named(names=names, tensors=tensors)
 
     def forget(self) -> None:
         """Nothing is known."""
-        self.places, self._known, self._tied, self._positions, self._rank = (), [], [], [], -1
+        self.places, self._names, self._known, self._placed, self._tied = (), (), (), [], []
+        self._pick, self._rank = _nothing, -1
 
     def remember(self, named: Named, specs: Sequence[TensorSpec], boxes: Sequence[tuple[int, Box]]) -> None:
         """What was planned from these tensors.
@@ -58,54 +85,60 @@ class StandingWeights:
             boxes: which part of which spec this rank writes.
         """
         self.forget()
-        known = [_glance(name, tensor) for name, tensor in named]
-        if not all(known):
+        kinds = set(map(type, named.tensors))
+        if not kinds or kinds - {*_PLAIN, DTensor} or any(map(_is_meta, named.tensors)):
             return
         first: dict[int, int] = {}
-        for position, (_, tensor) in enumerate(named):
+        for position, tensor in enumerate(named.tensors):
             at = first.setdefault(id(tensor), position)
             if at != position:
                 self._tied.append((position, at))
-        by_name = {clean_name(named[position][0]): position for position in first.values()}
+        by_name = {clean_name(named.names[position]): position for position in first.values()}
         if any(specs[index].name not in by_name for index, _ in boxes):
             return
-        self._positions = [by_name[specs[index].name] for index, _ in boxes]
+        positions = [by_name[specs[index].name] for index, _ in boxes]
+        if positions == list(range(len(named.tensors))):
+            self._pick = _all
+        elif len(positions) > 1:
+            self._pick = itemgetter(*positions)
+        else:
+            self._pick = lambda tensors: [tensors[position] for position in positions]
         self.places = tuple(
             (specs[index].name, None if box.covers(specs[index].shape) else box) for index, box in boxes
         )
-        self._known, self._rank = known, training_rank()
+        self._placed = [
+            (position, _placed(tensor)) for position, tensor in enumerate(named.tensors) if isinstance(tensor, DTensor)
+        ]
+        kinds_of, dtypes, shapes, layouts = _glance(named.tensors)
+        one_of: dict[object, object] = {}  # thousands of tensors have one shape
+        self._known = kinds_of, dtypes, [one_of.setdefault(shape, shape) for shape in shapes], layouts
+        self._names, self._rank = named.names, training_rank()
 
     @torch.no_grad()
     def tensors(self, named: Named) -> list[torch.Tensor] | None:
         """The parts of `places`, where all is as it was; None where anything is not, or nothing is known."""
-        if not self._known or len(named) != len(self._known) or self._rank != training_rank():
+        if not self._known or len(named.tensors) != len(self._names) or self._rank != training_rank():
             return None
-        try:
-            for (name, tensor), known in zip(named, self._known, strict=True):
-                if (  # not a tuple of its own: this is most of what a small tensor costs
-                    name != known[0]
-                    or type(tensor) is not known[1]
-                    or tensor.dtype is not known[2]
-                    or tensor.shape != known[3]
-                    or tensor.layout is not known[4]
-                    or tensor.is_meta
-                    or (known[5] is not None and _placed(tensor) != known[5])
-                ):
-                    return None
-        except (TypeError, ValueError, AttributeError):  # no pair of a name and a tensor: an extractor says so in words
+        if named.names is not self._names and list(named.names) != list(self._names):
             return None
-        if any(named[position][1] is not named[at][1] for position, at in self._tied):
+        # types first: of these alone the rest is known to be what it says
+        if list(map(type, named.tensors)) != self._known[0] or _glance(named.tensors) != self._known:
             return None
-        if len({id(tensor) for _, tensor in named}) != len(named) - len(self._tied):
+        if any(map(_is_meta, named.tensors)):
             return None
-        return [_local(named[position][1]) for position in self._positions]
+        if any(_placed(named.tensors[position]) != known for position, known in self._placed):
+            return None
+        if any(named.tensors[position] is not named.tensors[at] for position, at in self._tied):
+            return None
+        if len(set(map(id, named.tensors))) != len(named.tensors) - len(self._tied):
+            return None
+        parts = self._pick(named.tensors)
+        return list(map(_local, parts)) if self._placed else list(parts)
 
 
-def _glance(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
-    """All that a plan depends on; nothing where an extractor has to look."""
-    if type(tensor) not in (*_PLAIN, DTensor) or tensor.is_meta:
-        return ()
-    return name, type(tensor), tensor.dtype, tensor.shape, tensor.layout, _placed(tensor)
+def _glance(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
+    """All that a plan depends on besides names and placements, in loops that run in C."""
+    return list(map(type, tensors)), list(map(_dtype, tensors)), list(map(_shape, tensors)), list(map(_layout, tensors))
 
 
 def _placed(tensor: torch.Tensor) -> tuple[object, ...] | None:
@@ -116,3 +149,15 @@ def _placed(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _reshard(module: FSDPModule) -> None:
+    module.reshard()
+
+
+def _all(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return tensors
+
+
+def _nothing(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ssl
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
@@ -12,6 +13,7 @@ from weightsync.errors import (
     EngineUnreachableError,
     InvalidRequestError,
     NotRegisteredError,
+    TransferAbortedError,
     VersionError,
     WeightSyncError,
 )
@@ -20,11 +22,13 @@ from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Checksums, RangedSource
 from weightsync.transfer.tcp import TcpSource
 from weightsync.types import Deadline, Version
+from weightsync.types.layout import KnownLayouts
 from weightsync.types.publication import (
     DeltaBase,
     DeltaLink,
     FinishRequest,
     RegisterRequest,
+    RenewRequest,
     Source,
     TransferGrant,
     TransferRequest,
@@ -78,10 +82,13 @@ class Agents:
         self._stall_s = stall_s
         self._clients: dict[str, AgentClient] = {}
         self._registered: set[str] = set()
+        self._layouts = KnownLayouts()
 
-    def newest(self, endpoint: str, *, timeout_s: float) -> Version | None:
-        """An agent's newest publication; None before the first."""
-        found = self.client(endpoint).get_version(timeout_s=timeout_s)
+    def newest(
+        self, endpoint: str, *, timeout_s: float, after: Version | None = None, wait_s: float = 0.0
+    ) -> Version | None:
+        """An agent's newest publication; None before the first. See `AgentClient.get_version`."""
+        found = self.client(endpoint).get_version(after=after, wait_s=wait_s, timeout_s=timeout_s)
         if found.run_id is None or found.version is None:
             return None
         return Version(run_id=found.run_id, number=found.version)
@@ -112,7 +119,7 @@ class Agents:
                 self._registered.add(endpoint)
             try:
                 left = min(CALL_S, deadline.check("time to ask", peer=endpoint))
-                grant = client.request_transfer(request, timeout_s=left)
+                grant = client.request_transfer(request, layouts=self._layouts, timeout_s=left)
             except NotRegisteredError:  # it was started again
                 self._registered.discard(endpoint)
                 if not again:
@@ -161,6 +168,32 @@ class Agents:
             stall_s=self._stall_s,
             tls=self._tls(granted.endpoint),
         )
+
+    def renew(self, granted: Granted) -> None:
+        """This receiver is at work on a grant, though it reads nothing now.
+
+        Raises:
+            TransferAbortedError: the agent says that it is over, and why.
+            WeightSyncError: the agent could not be asked.
+        """
+        self._renew(self.client(granted.endpoint), granted.grant)
+
+    def why_over(self, granted: Mapping[int, Granted]) -> str | None:
+        """What an agent says of a transfer that has ended; None where none says so."""
+        for each in tuple(granted.values()):
+            try:
+                self._renew(self.client(each.endpoint), each.grant, timeout_s=_GIVE_UP_S)
+            except TransferAbortedError as error:
+                return error.message
+            except WeightSyncError:
+                continue
+        return None
+
+    @staticmethod
+    def _renew(client: AgentClient, grant: TransferGrant, *, timeout_s: float = _ACKNOWLEDGE_S) -> None:
+        ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta[:1]]
+        for transfer_id in ids:  # deltas that were granted together share what is renewed
+            client.renew_transfer(RenewRequest(transfer_id=transfer_id), timeout_s=timeout_s)
 
     def acknowledge(self, granted: dict[int, Granted]) -> None:
         """The bytes are here and right: from now on it does not matter what becomes of the source. Forgets them."""

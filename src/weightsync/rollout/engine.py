@@ -52,6 +52,7 @@ from weightsync.types import (
     Version,
 )
 from weightsync.types.deadline import MAX_WAIT_S
+from weightsync.types.process import of_one_process
 
 _T = TypeVar("_T")
 _DESCRIBE_TIMEOUT_S = 3.0
@@ -78,6 +79,7 @@ class Worker(Protocol):
     def close(self) -> None: ...
 
 
+@of_one_process
 class EmbeddedEngine:
     """An `EngineHandle` whose workers hold torch modules.
 

@@ -39,6 +39,7 @@ from weightsync.rollout.sender import Ticket, Wish
 from weightsync.rollout.settings import RolloutConfig
 from weightsync.rollout.staging import Staging
 from weightsync.rollout.version_path import VersionPath
+from weightsync.rollout.watcher import Watcher
 from weightsync.rollout.wishes import Wishes
 from weightsync.types import Deadline, EngineHandle, SyncReport, Version
 from weightsync.types.publication import AgentVersion, ModelStatus
@@ -98,6 +99,10 @@ class Follower:
             answering=self._engines.answering, taken_over=self._taken_over, told=self._heard,
             patience_s=config.patience_s, timeout_s=config.pull_timeout_s, poll_s=config.poll_s,
         )  # fmt: skip
+        self._watcher = None
+        if config.poll_s is not None:
+            name = f"weightsync-watch-{model_id}"
+            self._watcher = Watcher(self._agent_at, self._wishes.look_at, pause_s=config.poll_s, name=name)
         self._num_done = 0
         self._num_failed = 0
         self._status = ModelStatus(since_s=now_s())
@@ -124,6 +129,8 @@ class Follower:
             self._closed = True
             puller = self._puller
         self._wishes.close()
+        if self._watcher is not None:
+            self._watcher.close()
         self._tell_listeners()
         if puller is not None:
             puller.cancel()
@@ -141,6 +148,8 @@ class Follower:
         with self._changed:
             self._senders.add(endpoint)
             self._wishes.know(endpoint)
+        if self._watcher is not None:
+            self._watcher.watch(endpoint)
 
     def may_call(self, endpoint: str) -> bool:
         """Whether that agent was registered for this model."""
@@ -376,8 +385,11 @@ class Follower:
         """Whether each engine serves, as it says itself. Asks all at once."""
         return self._engines.available()
 
+    def _agent_at(self, endpoint: str) -> AgentClient:
+        return AgentClient(endpoint, token=self._config.sender_token, verify=self._config.sender_verify)
+
     def _newest_at(self, endpoint: str) -> AgentVersion:
-        client = AgentClient(endpoint, token=self._config.sender_token, verify=self._config.sender_verify)
+        client = self._agent_at(endpoint)
         try:
             found = client.get_version(timeout_s=_ASK_S)
         finally:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Mapping
 
+from weightsync.errors import SharedMemoryError
 from weightsync.memory import ServingLease, boot_s
 from weightsync.rollout.follower import Follower
 
@@ -34,6 +35,7 @@ class LocalLease:
         self._lease = lease
         self._lease_s = lease_s
         self._stop = threading.Event()
+        self._failed = False
         self._thread = threading.Thread(target=self._run, name="weightsync-local-lease", daemon=True)
 
     def start(self) -> None:
@@ -56,6 +58,15 @@ class LocalLease:
         while True:
             seen_s = min(model.loaded_s for model in self._models.values())
             if seen_s > 0:
-                self._lease.renew(boot_s() + self._lease_s, seen_s=seen_s)
+                self._renew(boot_s() + self._lease_s, seen_s)
             if self._stop.wait(_EVERY_S):
                 return
+
+    def _renew(self, until_s: float, seen_s: float) -> None:
+        try:
+            self._lease.renew(until_s, seen_s=seen_s)
+            self._failed = False
+        except SharedMemoryError as error:
+            if not self._failed:
+                _logger.warning("no lease can be lent, engines refuse when it is over: %s", error)
+            self._failed = True

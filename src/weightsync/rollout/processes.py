@@ -41,6 +41,7 @@ from weightsync.types import (
     Version,
 )
 from weightsync.types.deadline import MAX_WAIT_S
+from weightsync.types.process import of_one_process
 
 Asks = Mapping[str, Callable[[Any], Any]]
 """What else a worker can be asked (e.g. "generate"), from JSON-able to JSON-able."""
@@ -48,6 +49,7 @@ WorkerFactory = Callable[..., tuple[WeightLoader, Asks]]
 """A module-level function that builds a worker's loader in the worker's process."""
 
 
+@of_one_process
 class ProcessWorker:
     """Starts a child process that runs an `EngineWorker`, and forwards to it. Thread-safe.
 

@@ -13,7 +13,8 @@ from weightsync.plan.boxes import check_partition, whole_box
 from weightsync.rollout.agents import Granted
 from weightsync.tensors import tensor_from_bytes
 from weightsync.types import Box, Manifest, TensorSpec, Version
-from weightsync.types.publication import Transport
+from weightsync.types.publication import Publication, Transport
+from weightsync.types.table import DIGEST_BYTES, SpecTable, TensorTable, packed_digest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,14 +92,28 @@ class Pulled:
         self.release()
 
 
-def check_whole(manifest: Manifest, parts: tuple[TensorSpec, ...]) -> None:
-    """Parts make up every tensor exactly once, before a byte is allocated for them."""
-    boxes: dict[str, list[Box]] = {spec.name: [] for spec in manifest.tensors}
+def check_whole(publication: Publication) -> None:
+    """Parts make up every tensor exactly once, before a byte is allocated for them. Once a layout.
+
+    Raises:
+        ManifestMismatchError: they do not.
+    """
+    publication.table.derive(_check_whole, publication.manifest.table)
+
+
+def _check_whole(parts: SpecTable, tensors: TensorTable) -> bool:
+    boxes: dict[str, list[Box]] = {}  # of tensors that do not lie somewhere once and whole
+    whole: set[str] = set()
     for part in parts:
-        boxes[part.name].append(part.box or whole_box(part.shape))
-    for spec in manifest.tensors:
-        if spec.nbytes:
-            check_partition(spec.shape, boxes[spec.name], parameter=spec.name)
+        if part.box is None and part.name not in whole and part.name not in boxes:
+            whole.add(part.name)
+        else:
+            before = [whole_box(part.shape)] if part.name in whole else []
+            boxes.setdefault(part.name, before).append(part.box or whole_box(part.shape))
+    for spec in tensors:
+        if spec.nbytes and (spec.name not in whole or spec.name in boxes):
+            check_partition(spec.shape, boxes.get(spec.name, []), parameter=spec.name)
+    return True
 
 
 def proved_manifest(granted: Mapping[int, Granted], tensor_of: Callable[[TensorSpec], torch.Tensor] | None) -> Manifest:
@@ -107,19 +122,44 @@ def proved_manifest(granted: Mapping[int, Granted], tensor_of: Callable[[TensorS
     The latter is no circle: each of their blocks was compared with its agent's checksum.
     """
     publication = next(iter(granted.values())).grant.publication
-    digests: dict[str, str] = {}
     total = ShardSum.zero()
-    for index, each in sorted(granted.items()):
-        proof = each.grant.proof
-        total += ShardSum(lane_a=proof.lane_a, lane_b=proof.lane_b)
-        for part, digest in zip(publication.parts_of(index), proof.part_digests, strict=True):
-            if part.box is None:
-                digests[part.name] = digest
-    for spec in publication.manifest.tensors:
-        if spec.name not in digests:
-            if tensor_of is None:
+    for each in granted.values():
+        total += ShardSum(lane_a=each.grant.proof.lane_a, lane_b=each.grant.proof.lane_b)
+    table = publication.manifest.table
+    if publication.table.derive(_is_the_table, table):
+        digests = granted[0].grant.proof.part_digests
+    else:
+        where = publication.table.derive(_whole_parts, table)
+        found: list[bytes] = []
+        for spec, place in zip(table, where, strict=True):
+            if place is not None:
+                source, index = place
+                said = granted[source].grant.proof.part_digests
+                found.append(said[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
+            elif tensor_of is None:
                 empty = tensor_from_bytes(torch.empty(0, dtype=torch.uint8), dtype=spec.dtype, shape=spec.shape)
-                digests[spec.name] = tensor_digest(empty)
+                found.append(packed_digest(tensor_digest(empty)))
             else:
-                digests[spec.name] = tensor_digest(tensor_of(spec))
-    return publication.manifest.with_digests(digests, model_digest(publication.manifest.tensors, total))
+                found.append(packed_digest(tensor_digest(tensor_of(spec))))
+        digests = b"".join(found)
+    return publication.manifest.with_packed_digests(digests, model_digest(table, total))
+
+
+def _is_the_table(parts: SpecTable, tensors: TensorTable) -> bool:
+    """Whether all tensors lie whole in one source, in their order, as most publications do."""
+    return len(parts) == len(tensors) and all(
+        part.box is None and part.source == 0 and part.name == spec.name
+        for part, spec in zip(parts, tensors, strict=True)
+    )
+
+
+def _whole_parts(parts: SpecTable, tensors: TensorTable) -> list[tuple[int, int] | None]:
+    """Of each tensor the source that has all of it, and its place among that source's parts; None where none has."""
+    found: dict[str, tuple[int, int]] = {}
+    counts: dict[int, int] = {}
+    for part in parts:
+        index = counts.get(part.source, 0)
+        counts[part.source] = index + 1
+        if part.box is None:
+            found[part.name] = (part.source, index)
+    return [found.get(spec.name) for spec in tensors]

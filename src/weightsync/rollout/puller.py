@@ -38,12 +38,16 @@ from weightsync.rollout.delta_apply import Changed
 from weightsync.rollout.delta_pull import POSITION_BYTES, Read, apply_blobs, fetch_blobs, lay_out_patch, num_bytes
 from weightsync.rollout.pulled import Pulled, PulledPatch, check_whole, proved_manifest
 from weightsync.rollout.reading import Progress, Tally, all_at_once
+from weightsync.rollout.renewal import Renewal
 from weightsync.rollout.staging import Held, Staging, Target, TargetMap
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Arrived, Destination, RangedSource
 from weightsync.types import Deadline, Manifest, Version
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import MODES, DeltaBase, TransferGrant, Transport
+from weightsync.types.table import SpecTable
 
+_SHORTEST_RETRY_S = 0.01
 _RETRY_S = 0.05
 _LONGEST_RETRY_S = 0.2
 _MARGIN_S = 2.0
@@ -61,6 +65,7 @@ def _load_codec() -> None:
         warm_up()
 
 
+@of_one_process
 class Puller:
     """Pulls versions of one model. One pull at a time.
 
@@ -127,9 +132,9 @@ class Puller:
         self._reading: set[RangedSource] = set()
         self._agents.client(self.endpoint)
 
-    def newest(self, *, timeout_s: float = CALL_S) -> Version | None:
-        """The agent's newest publication; None before the first."""
-        return self._agents.newest(self.endpoint, timeout_s=timeout_s)
+    def newest(self, *, timeout_s: float = CALL_S, after: Version | None = None, wait_s: float = 0.0) -> Version | None:
+        """The agent's newest publication; None before the first. See `AgentClient.get_version`."""
+        return self._agents.newest(self.endpoint, timeout_s=timeout_s, after=after, wait_s=wait_s)
 
     def pull(
         self,
@@ -187,6 +192,7 @@ class Puller:
                 ) from last
             attempts += 1
             wanted = None if at_least is None else at_least()
+            begun_s = now_s()
             try:
                 return self._attempt(deadline, wanted, progress, granted, attempts)
             except NoRoomError:
@@ -201,7 +207,9 @@ class Puller:
                 last = error
             if not self._stop.is_set():
                 retrying(last)
-            self._stop.wait(min(retry_s, deadline.remaining_s))
+            # from one attempt to the next: who has waited at the agent asks again at once
+            pause_s = max(_SHORTEST_RETRY_S, begun_s + retry_s - now_s())
+            self._stop.wait(min(pause_s, deadline.remaining_s))
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
         raise TransferAbortedError("this pull was cancelled", state_left="nothing was changed")
 
@@ -237,7 +245,7 @@ class Puller:
     ) -> Pulled:
         with contextlib.ExitStack() as stack:
             if at_least is not None and attempts > 1:  # who waits for a version takes no grant of the one before it
-                newest = self.newest(timeout_s=min(CALL_S, deadline.check("time to ask", peer=self.endpoint)))
+                newest = self._wait_for(at_least, deadline)
                 if newest is None:
                     raise StateError(f"nothing is published there yet, {at_least} was announced")
                 self._check_wanted(newest, at_least)
@@ -246,10 +254,13 @@ class Puller:
             # by source: whom we asked, which is not always what the publication calls it, and what it answered
             granted = {first.source: Granted(endpoint=self.endpoint, grant=first)}
             stack.callback(self._agents.give_up, granted)
+            renewal = Renewal(self._agents, granted)
+            stack.callback(renewal.close)
+            renewal.start()
             publication = first.publication
             version = publication.manifest.version
             self._check_wanted(version, at_least)
-            check_whole(publication.manifest, publication.parts)
+            check_whole(publication)
             for index, source in enumerate(publication.sources):
                 if index not in granted:
                     if not self._may_call(source.endpoint):
@@ -268,9 +279,10 @@ class Puller:
                 if each.grant.delta is None:
                     sources[index] = self._agents.source(each)
                     stack.callback(sources[index].close)
-            whole = all(part.box is None for part in publication.parts)
+            whole = publication.table.derive(_all_whole)
             mapped = sources.get(0)
             if len(granted) == 1 and isinstance(mapped, ShmSource) and whole and self._mode != "delta":
+                renewal.close()
                 with self.recorder.phase("pull", detail=f"{version}, mapped"):
                     return self._mapped(granted, mapped, stack, attempts)
             if not self._asked_for_codec and self._mode != "full":  # beside the bytes, which come in full at first
@@ -278,7 +290,18 @@ class Puller:
                 in_thread(_load_codec, name="weightsync-delta-codec")
             how = "delta" if any(each.grant.delta is not None for each in granted.values()) else "full"
             with self.recorder.phase("pull", detail=f"{version}, {how}"):
-                return self._copied(granted, sources, deadline, progress, stack, attempts)
+                try:
+                    return self._copied(granted, sources, deadline, _told_both(renewal, progress), stack, attempts)
+                except TransferAbortedError as error:
+                    if not self._stop.is_set() and (why := self._agents.why_over(granted)) is not None:
+                        raise TransferAbortedError(why, peer=error.peer, version=str(version)) from error
+                    raise
+
+    def _wait_for(self, at_least: Version, deadline: Deadline) -> Version | None:
+        """What is there: as soon as it is at least that version or of another run, else after a moment."""
+        before = None if at_least.number == 0 else Version(run_id=at_least.run_id, number=at_least.number - 1)
+        left_s = deadline.check("time to ask", peer=self.endpoint)
+        return self.newest(timeout_s=min(CALL_S, left_s), after=before, wait_s=min(_LONGEST_RETRY_S, left_s))
 
     def _grant(self, endpoint: str, version: Version | None, source: int | None, deadline: Deadline) -> TransferGrant:
         """A grant, for a delta where the staging holds what one can build on."""
@@ -299,7 +322,7 @@ class Puller:
         self, granted: dict[int, Granted], source: ShmSource, stack: contextlib.ExitStack, attempts: int
     ) -> Pulled:
         """The publisher's own segment is the staging; the lease holds it until the end."""
-        parts = granted[0].grant.publication.parts
+        publication = granted[0].grant.publication
         manifest = proved_manifest(granted, None)
         life = granted[0].grant.life
         self._agents.acknowledge(granted)
@@ -307,7 +330,7 @@ class Puller:
         return Pulled(
             manifest=manifest,
             segment=source.segment,
-            offsets={part.name: part.offset for part in parts},
+            offsets=publication.table.derive(_offsets),
             transport=Transport.SHM,
             num_attempts=attempts,
             release=lease.close,
@@ -319,7 +342,7 @@ class Puller:
         granted: dict[int, Granted],
         sources: Mapping[int, RangedSource],
         deadline: Deadline,
-        progress: Progress | None,
+        progress: Progress,
         stack: contextlib.ExitStack,
         attempts: int,
     ) -> Pulled:
@@ -444,6 +467,23 @@ class Puller:
             source.read(wanted, into, arrived, deadline=deadline)
         finally:
             self._reading.discard(source)
+
+
+def _told_both(renewal: Renewal, progress: Progress | None) -> Progress:
+    def moved(done: int, total: int) -> None:
+        renewal.moved()
+        if progress is not None:
+            progress(done, total)
+
+    return moved
+
+
+def _all_whole(parts: SpecTable) -> bool:
+    return all(part.box is None for part in parts)
+
+
+def _offsets(parts: SpecTable) -> dict[str, int]:
+    return {part.name: part.offset for part in parts}
 
 
 def _release(staging: Staging, patch: Segment | None) -> None:

@@ -7,20 +7,37 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import FastAPI, Request, Response
 
+from weightsync.clients.compact import (
+    COMPACT_HEADER,
+    COMPACT_TYPES,
+    KnownLayouts,
+    Layout,
+    expanded,
+    layout_named_in,
+)
 from weightsync.clients.http import ENGINE_API, TIMEOUT_HEADER
 from weightsync.errors import InvalidRequestError
+from weightsync.net.guard import LIST_BODY_BYTES, MANIFEST_BODY_BYTES
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, TlsFiles, api_app
-from weightsync.types import REQUEST_TYPES, EngineHandle, EngineOp
+from weightsync.types import REQUEST_TYPES, BeginRequest, EngineHandle, EngineOp, EngineRequest
 from weightsync.types.deadline import check_wait_s
+from weightsync.types.process import of_one_process
 
 _MAX_CALLS = 64
 """Calls under way at once; a sync of one trainer has at most five."""
 _URGENT = frozenset({EngineOp.DESCRIBE, EngineOp.ABORT, EngineOp.RESUME})
 """Steps that never wait behind chunks: they have threads of their own."""
 _DEFAULT_TIMEOUT_S = 300.0
+_BODY_LIMITS = {
+    EngineOp.BEGIN: MANIFEST_BODY_BYTES,
+    EngineOp.UPDATE_WEIGHTS: MANIFEST_BODY_BYTES,  # a chunk may be the whole model
+    EngineOp.STAGE: MANIFEST_BODY_BYTES,
+    EngineOp.ABORT: LIST_BODY_BYTES,  # its reason names what failed on every engine
+}
 
 
+@of_one_process
 class EngineServer:
     """Serves one engine's steps: POST /weightsync/v1/{describe,init,begin,update_weights,stage,...}.
 
@@ -47,11 +64,19 @@ class EngineServer:
         tls: TlsFiles | None = None,
     ) -> None:
         self._engine = engine
+        self._layouts = KnownLayouts()
         self._pool = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="weightsync-engine")
         self._urgent = ThreadPoolExecutor(_MAX_CALLS // 4, thread_name_prefix="weightsync-engine-urgent")
         self.app: FastAPI = api_app("weightsync engine")
         self.app.add_api_route(f"{ENGINE_API}/{{op}}", self._handle, methods=["POST"])
-        self._server = ServerThread(self.app, host=host, port=port, token=token, tls=tls)
+        self._server = ServerThread(
+            self.app,
+            host=host,
+            port=port,
+            token=token,
+            tls=tls,
+            body_limits={f"{ENGINE_API}/{op}": num_bytes for op, num_bytes in _BODY_LIMITS.items()},
+        )
 
     def start(self) -> str:
         """Starts to listen in a thread and returns the URL. Routes added to `app` before are served too."""
@@ -73,13 +98,31 @@ class EngineServer:
         except ValueError:
             raise InvalidRequestError(f"there is no step {op!r}; there are {', '.join(EngineOp)}") from None
         body = await request.body()
-        message = decode(body or b"{}", REQUEST_TYPES[step], what=f"the body of {op}")
         timeout_s = _timeout_s(request.headers.get(TIMEOUT_HEADER))
-        reply = await asyncio.get_running_loop().run_in_executor(
-            self._urgent if step in _URGENT else self._pool,
-            lambda: self._engine.call(step, message, timeout_s=timeout_s),
+        layout = request.headers.get(COMPACT_HEADER)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._urgent if step in _URGENT else self._pool, self._answer, step, body or b"{}", layout, timeout_s
         )
-        return Response(encode(reply), media_type="application/json")
+
+    def _answer(self, step: EngineOp, body: bytes, layout: str | None, timeout_s: float) -> Response:
+        """Reads, calls and writes, in a thread: a manifest of 100,000 tensors takes its time to read."""
+        message = self._read(step, body, layout)
+        reply = self._engine.call(step, message, timeout_s=timeout_s)
+        headers = {}
+        if layout is None and isinstance(message, BeginRequest):
+            headers[COMPACT_HEADER] = self._layouts.keep(Layout(message.manifest.tensors))
+        return Response(encode(reply), media_type="application/json", headers=headers)
+
+    def _read(self, step: EngineOp, body: bytes, layout: str | None) -> EngineRequest:
+        if layout is None:
+            return decode(body, REQUEST_TYPES[step], what=f"the body of {step}")
+        if step not in COMPACT_TYPES:
+            raise InvalidRequestError(f"{step} has no compact form")
+        known = self._layouts.named(layout)
+        message = decode(body, COMPACT_TYPES[step], what=f"the compact body of {step}")
+        if layout_named_in(message) != layout:
+            raise InvalidRequestError("header and body name different layouts")
+        return expanded(message, known)
 
 
 def _timeout_s(header: str | None) -> float:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 
@@ -25,8 +26,9 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory import reclaim_dead
+from weightsync.net.guard import LIST_BODY_BYTES
 from weightsync.net.messages import decode, encode
-from weightsync.net.server import ServerThread, api_app, json_body
+from weightsync.net.server import ServerThread, api_app
 from weightsync.observe import LONG_RUN_BYTES, Metrics, Recorder
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.rollout.engine import EmbeddedEngine
@@ -37,13 +39,16 @@ from weightsync.rollout.sender import Ticket
 from weightsync.rollout.settings import RolloutConfig
 from weightsync.types import Deadline, EngineHandle, Version
 from weightsync.types.fleet import CommitVersionsRequest, PrepareRequest, ReleaseRequest
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import ModelStatus, NotifyRequest, RegisterSenderRequest, ServiceStatus
 
 _RECLAIM_EVERY_S = 2.0
+_SETS = ("/check_versions", "/prepare_versions", "/commit_versions", "/release_versions")
 
 _logger = logging.getLogger(__name__)
 
 
+@of_one_process
 class RolloutService:
     """Serves `/notify_version`, `/status`, `/availability`, `/register_sender`, `/metrics`, `/healthz`.
 
@@ -121,7 +126,16 @@ class RolloutService:
             ("GET", "/metrics", self._get_metrics),
         ):
             self.app.add_api_route(path, handler, methods=[method])
-        self._server = ServerThread(self.app, host=config.host, port=config.port, token=config.token, tls=config.tls)
+        advertised = urlsplit(config.advertise or "").hostname
+        self._server = ServerThread(
+            self.app,
+            host=config.host,
+            port=config.port,
+            token=config.token,
+            tls=config.tls,
+            hosts=(advertised,) if advertised else (),
+            body_limits=dict.fromkeys(_SETS, LIST_BODY_BYTES),
+        )
 
     def start(self) -> str:
         """Starts to listen; the URL."""
@@ -224,7 +238,7 @@ class RolloutService:
                 reclaim_dead()
 
     async def _notify(self, request: Request) -> Response:
-        asked = decode(await json_body(request), NotifyRequest, what="a notification")
+        asked = decode(await request.body(), NotifyRequest, what="a notification")
         model, ticket = self._noted(asked)
         if asked.wait_s is not None:
             deadline = Deadline(asked.wait_s)
@@ -241,7 +255,7 @@ class RolloutService:
 
     async def _check(self, request: Request) -> Response:
         """Answers when the agents have these versions; what they have not is an error."""
-        asked = decode(await json_body(request), PrepareRequest, what="versions to ask about")
+        asked = decode(await request.body(), PrepareRequest, what="versions to ask about")
         self._fleet()
         deadline = Deadline(asked.wait_s)
         self._know_senders(asked)
@@ -261,7 +275,7 @@ class RolloutService:
         return _json({})
 
     async def _prepare(self, request: Request) -> Response:
-        asked = decode(await json_body(request), PrepareRequest, what="a set to prepare")
+        asked = decode(await request.body(), PrepareRequest, what="a set to prepare")
         member, deadline = self._fleet(), Deadline(asked.wait_s)
         self._know_senders(asked)
         tickets = member.begin_prepare(asked)
@@ -274,14 +288,14 @@ class RolloutService:
         return _json(reply)
 
     async def _commit(self, request: Request) -> Response:
-        asked = decode(await json_body(request), CommitVersionsRequest, what="a set to commit")
+        asked = decode(await request.body(), CommitVersionsRequest, what="a set to commit")
         member = self._fleet()
         models = {each.model_id: self._model(each.model_id) for each in asked.versions}
         await asyncio.to_thread(member.commit, asked)
         return _json(ServiceStatus(models={model_id: model.status() for model_id, model in models.items()}))
 
     async def _release(self, request: Request) -> Response:
-        asked = decode(await json_body(request), ReleaseRequest, what="a release")
+        asked = decode(await request.body(), ReleaseRequest, what="a release")
         for model_id in asked.model_ids:
             self._model(model_id)
         self._fleet().release(asked.model_ids, asked.why)
@@ -293,7 +307,7 @@ class RolloutService:
         return self._member
 
     async def _register_sender(self, request: Request) -> Response:
-        asked = decode(await json_body(request), RegisterSenderRequest, what="a registration")
+        asked = decode(await request.body(), RegisterSenderRequest, what="a registration")
         self._check_stranger(asked.sender_endpoint)
         self.register_sender(asked.model_id, asked.sender_endpoint)
         return _json({})

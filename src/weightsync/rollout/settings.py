@@ -6,6 +6,7 @@ import dataclasses
 
 from weightsync.errors import ConfigError
 from weightsync.memory import ServingLease
+from weightsync.net.auth import checked_token
 from weightsync.net.server import TlsFiles
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.publication import MODES, Transport
@@ -27,8 +28,9 @@ class RolloutConfig:
         pause_timeout_s: how long an engine may take to finish running generations.
         patience_s: after so long without the version that was announced, the newest that the agent has is taken.
         poll_s: None: senders are asked until each has told a version once, and from then on the service goes by
-            notifications. A number: they are asked every so many seconds, and what they publish is followed though
-            nobody notifies, as with `weightsync agent`.
+            notifications. A number: what they publish is followed though nobody notifies, as with `weightsync agent`.
+            A request waits at each until there is something newer; where that fails, it is asked every so many
+            seconds.
         transport: "tcp" or "shm" alone; chosen by itself where not given.
         mode: "full"; "delta" for deltas wherever the agent has them, on the same host too; "auto" for deltas over TCP,
             and for the publisher's own memory on the same host.
@@ -48,16 +50,16 @@ class RolloutConfig:
         lease_s: without a controller: for how long engines answer after their service was last alive.
 
     Raises:
-        ConfigError: a time makes no sense.
+        ConfigError: a time makes no sense, or a token can't be one.
     """
 
     service_id: str = "rollout"
     host: str = "127.0.0.1"
     port: int = 0
-    token: str | None = None
+    token: str | None = dataclasses.field(default=None, repr=False)
     tls: TlsFiles | None = None
     senders: tuple[str, ...] = ()
-    sender_token: str | None = None
+    sender_token: str | None = dataclasses.field(default=None, repr=False)
     sender_verify: bool | str = True
     pull_timeout_s: float = 120.0
     load_timeout_s: float = 120.0
@@ -70,13 +72,15 @@ class RolloutConfig:
     num_streams: int = 6
     path_root: str | None = None
     controller: str | None = None
-    controller_token: str | None = None
+    controller_token: str | None = dataclasses.field(default=None, repr=False)
     controller_verify: bool | str = True
     advertise: str | None = None
     lease: ServingLease | None = None
     lease_s: float = 60.0
 
     def __post_init__(self) -> None:
+        for name in ("token", "sender_token", "controller_token"):
+            object.__setattr__(self, name, checked_token(getattr(self, name)))
         if isinstance(self.senders, str):
             raise ConfigError(f"senders is a tuple of URLs; write senders=({self.senders!r},)")
         if self.controller is not None and self.lease is None:

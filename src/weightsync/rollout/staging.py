@@ -20,7 +20,9 @@ from weightsync.plan.boxes import box_runs, whole_box
 from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.tensors import tensor_from_bytes
 from weightsync.types import Manifest, TensorSpec, Version
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import Source
+from weightsync.types.table import SpecTable
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -50,8 +52,8 @@ class Target:
     def __init__(self, layout: Layout, segment: Segment) -> None:
         self.layout = layout
         self.segment = segment
-        self.offsets: Mapping[str, int] = {part.name: part.offset for part in layout.parts}
         self._places = {part.name: part for part in layout.parts}
+        self.offsets: Mapping[str, int] = {part.name: part.offset for part in layout.parts}
         self._version: Version | None = None
         self._proof = ""
         self._there: set[tuple[int, int]] = set()
@@ -89,6 +91,7 @@ class Target:
         return tensor_from_bytes(flat, dtype=place.dtype, shape=place.shape)
 
 
+@of_one_process
 class Staging:
     """Holds one segment from pull to pull. One pull at a time; closed by its owner."""
 
@@ -116,9 +119,9 @@ class Staging:
         """
         if self._in_use:
             raise StateError("the staging is in use: engines load from it", state_left="nothing was changed")
-        layout = plan_layout(manifest.tensors)
+        layout = manifest.table.derive(plan_layout)
         target = self._target
-        if target is None or target.layout != layout:
+        if target is None or (target.layout is not layout and target.layout != layout):
             self.close()
             try:
                 target = self._target = Target(layout, Segment(max(1, layout.total_bytes)))
@@ -162,6 +165,31 @@ class Staging:
         target.segment.memory[: len(header)] = header
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """A source's parts against a target's; found out once for as long as both layouts stay the same.
+
+    Attributes:
+        parts: those that have any bytes, as they lie.
+        starts: first byte of each.
+        shifts: how far parts lie from where the target has them; None among them where one is not whole.
+    """
+
+    parts: Sequence[TensorSpec]
+    starts: npt.NDArray[np.int64]
+    shifts: frozenset[int | None]
+
+
+def _placed(parts: SpecTable, there: SpecTable) -> _Placed:
+    ordered = sorted((part for part in parts if part.nbytes), key=lambda part: part.offset)
+    place = {part.name: part.offset for part in there}
+    return _Placed(
+        parts=ordered,
+        starts=np.array([part.offset for part in ordered], dtype=np.int64),
+        shifts=frozenset(None if part.box is not None else place[part.name] - part.offset for part in ordered),
+    )
+
+
 class TargetMap:
     """From a source's blocks to their places in the target.
 
@@ -172,15 +200,12 @@ class TargetMap:
     def __init__(self, target: Target, source: Source, parts: Sequence[TensorSpec]) -> None:
         self._target = target
         self._source = source
-        self._parts = sorted((part for part in parts if part.nbytes), key=lambda part: part.offset)
-        self._starts = [part.offset for part in self._parts]
+        table = parts if isinstance(parts, SpecTable) else SpecTable(parts)
+        placed = table.derive(_placed, target.layout.parts)
+        self._parts, self._starts = placed.parts, placed.starts
         shift = target.layout.data_start - source.data_start
-        self._shift = (
-            shift
-            if target.layout.total_bytes - source.data_end == shift
-            and all(part.box is None and target.place(part.name).offset - part.offset == shift for part in self._parts)
-            else None
-        )
+        alike = target.layout.total_bytes - source.data_end == shift and placed.shifts <= {shift}
+        self._shift = shift if alike else None
 
     def into(self, offset: int, length: int) -> memoryview:
         """See `transfer.source.Destination`."""

@@ -499,7 +499,8 @@ class EngineWorker:
     def _prove(self, manifest: Manifest) -> tuple[str | None, str | None]:
         """(digest of the memory that will serve, None) or (None, why it can't be had)."""
         try:
-            digest = digest_of(self.loader.live_tensors(), manifest.tensors)
+            held = self.loader.live_tensors()
+            digest = digest_of(list(held) if self.loader.live_stays else held, manifest.tensors)
         except UnsupportedError as error:
             return None, error.message
         if manifest.model_digest is None:

@@ -17,6 +17,9 @@ from weightsync.observe import now_s
 from weightsync.types import Version
 from weightsync.types.publication import Source
 
+RENEWABLE_S = 1800.0
+"""From the grant on a receiver may say for so long that it is at work, without reading: terabytes need room."""
+
 
 class IdleClock:
     """Since when nobody reads any of the transfers that one receiver was granted together: it reads them in turns."""
@@ -25,6 +28,16 @@ class IdleClock:
         self._lock = threading.Lock()
         self._num_reading = 0
         self._since_s = time.monotonic()
+        self._renewable_until_s = self._since_s + RENEWABLE_S
+
+    def renew(self) -> bool:
+        """The receiver is at work, though it does not read; False where it has said so for too long."""
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s > self._renewable_until_s:
+                return False
+            self._since_s = now_s
+            return True
 
     def count(self, step: int) -> None:
         """One connection more reads, or one less."""
@@ -80,6 +93,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._over = False
+        self.why_over = ""
         self._num_reading = 0
         self.idle = idle or IdleClock()
         self._lease_ends_s = None if lease_s is None else time.monotonic() + lease_s
@@ -95,13 +109,15 @@ class Transfer:
         """Whether it has ended."""
         return self._over
 
-    def expired(self, at_s: float) -> bool:
-        """Whether nobody has read it for too long, or its lease is over, at a time of the monotonic clock. Whoever has
-        granted it asks again and again, and ends it.
+    def expired(self, at_s: float) -> str | None:
+        """Why it is over at a time of the monotonic clock: nobody has read it for too long, or its lease is over. None:
+        it is not. Whoever has granted it asks again and again, and ends it.
         """
         if self._lease_ends_s is not None and at_s > self._lease_ends_s:
-            return True
-        return self.idle.seconds(at_s) > self._take_up_s
+            return "its lease on the version is over: the receiver is too slow for the trainer's pace"
+        if self.idle.seconds(at_s) > self._take_up_s:
+            return f"its receiver has neither read nor renewed it for {self._take_up_s:g} s"
+        return None
 
     @property
     def idle_s(self) -> float:
@@ -127,12 +143,18 @@ class Transfer:
                 os.close(self.fd)
         self.idle.count(-1)
 
-    def end(self, *, ok: bool) -> None:
-        """Cuts its connections, discards what they have not delivered, and gives the segment back. Idempotent."""
+    def end(self, *, ok: bool, why: str = "") -> None:
+        """Cuts its connections, discards what they have not delivered, and gives the segment back. Idempotent.
+
+        Args:
+            ok: whether the receiver has everything.
+            why: it is over, for the receiver.
+        """
         with self._lock:
             if self._over:
                 return
             self._over = True
+            self.why_over = why
             for connection in self._connections:
                 with contextlib.suppress(OSError):
                     # A reset. What lies in the socket's buffer is pages, whose content may change now: some of it may

@@ -6,14 +6,18 @@ Why not torch's `copy_`: its threads meet at a barrier after every tensor, so th
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.copying import SMALL_BYTES, pack
+from weightsync.many import Int64s, copy_runs
 from weightsync.tensors import byte_array
 
 _PIECE_BYTES = 8 << 20
@@ -39,7 +43,12 @@ class Copier:
         target = bucket.numpy()
         batches: list[list[_Copy]] = []
         room = 0
-        for tensor, offset in zip(tensors, offsets, strict=True):
+        large = [index for index, tensor in enumerate(tensors) if tensor.nbytes > SMALL_BYTES]
+        if len(large) < len(tensors):
+            small = [index for index, tensor in enumerate(tensors) if tensor.nbytes <= SMALL_BYTES]
+            pack([tensors[index] for index in small], [offsets[index] for index in small], bucket)
+        for index in large:
+            tensor, offset = tensors[index], offsets[index]
             source = byte_array(tensor.detach().contiguous())
             for start in range(0, source.size, _PIECE_BYTES):
                 piece = source[start : start + _PIECE_BYTES]
@@ -48,13 +57,24 @@ class Copier:
                     room = _PIECE_BYTES
                 batches[-1].append((target[offset + start : offset + start + piece.size], piece))
                 room -= piece.size
+        self._each(_run, batches)
+
+    def copy_runs(self, targets: Int64s, sources: Int64s, num_bytes: Int64s) -> None:
+        """Copies many runs of bytes from address to address; all are there when this returns. See `many.copy_runs`."""
+        ends = np.cumsum(num_bytes)
+        total_bytes = int(ends[-1]) if len(ends) else 0
+        cuts = np.searchsorted(ends, np.arange(_PIECE_BYTES, total_bytes, _PIECE_BYTES)).tolist()
+        pieces = [slice(start, end) for start, end in itertools.pairwise([0, *cuts, len(ends)]) if start < end]
+        self._each(lambda piece: copy_runs(targets[piece], sources[piece], num_bytes[piece]), pieces)
+
+    def _each(self, function: Callable[[Any], None], batches: Sequence[Any]) -> None:
         if len(batches) > 1:
             if self._pool is None:
                 cores = len(os.sched_getaffinity(0))
                 self._pool = ThreadPoolExecutor(min(cores, _MAX_THREADS), thread_name_prefix="weightsync-share")
-            list(self._pool.map(_run, batches))
+            list(self._pool.map(function, batches))
         elif batches:
-            _run(batches[0])
+            function(batches[0])
 
     def close(self) -> None:
         """Ends the threads. Idempotent; it works again afterwards."""

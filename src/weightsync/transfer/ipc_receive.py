@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from weightsync.errors import InvalidRequestError, TransferAbortedError, UnsupportedError
-from weightsync.tensors import tensor_from_bytes
+from weightsync.tensors import PackedUpdates, tensor_from_bytes
 from weightsync.transfer.base import WeightTransferReceiver
 from weightsync.transfer.ipc_cuda import CudaBorrower
 from weightsync.transfer.ipc_handles import MemoryBorrower, ShmBorrower
@@ -81,6 +81,15 @@ class IpcTransferReceiver(WeightTransferReceiver):
         except BaseException:
             self.release(request)
             raise
+        if isinstance(request, PackedCudaIpcWeightUpdateRequest):
+            return PackedUpdates(
+                names=request.names,
+                dtypes=request.dtypes,
+                shapes=request.shapes,
+                offsets=request.offsets,
+                sizes=request.sizes,
+                bucket=parts[0],
+            )
         return _updates(request, parts)
 
     def release(self, request: WeightUpdateRequest) -> None:
@@ -140,8 +149,8 @@ class IpcTransferReceiver(WeightTransferReceiver):
         handles: Sequence[MemoryHandle],
         opened: list[MemoryHandle],
     ) -> list[torch.Tensor]:
-        """Opens a chunk's tensors (of a patch: all positions, then all values). Adds to `opened` what has to be let go
-        of with the chunk, also when it fails."""
+        """Opens a chunk's tensors (of a patch: all positions, then all values; of a packed chunk its bucket alone).
+        Adds to `opened` what has to be let go of with the chunk, also when it fails."""
         if isinstance(request, PatchWeightUpdateRequest):
             return [borrower.open(handle, keep=True) for handle in handles]
         if isinstance(request, PackedCudaIpcWeightUpdateRequest):
@@ -157,8 +166,7 @@ class IpcTransferReceiver(WeightTransferReceiver):
                 parts.append(borrower.open(handle, keep=False))
                 opened.append(handle)
             return parts
-        (bucket,) = (borrower.open(handle, keep=True) for handle in handles)
-        return [bucket[offset : offset + size] for offset, size in zip(request.offsets, request.sizes, strict=True)]
+        return [borrower.open(handle, keep=True) for handle in handles]
 
 
 def borrowers() -> list[MemoryBorrower]:

@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from weightsync.errors import ConfigError, StateError, VersionError
+from weightsync.errors import ConfigError, StateError, TransferAbortedError, VersionError
 from weightsync.transfer.blocks import ASK, HELLO, MAGIC, Answer, Code, answer_bytes, parse_ask
-from weightsync.transfer.granted import Transfer
+from weightsync.transfer.granted import RENEWABLE_S, Transfer
 from weightsync.types import Version
 from weightsync.types.publication import Source
 
@@ -34,6 +34,8 @@ _MAX_STREAMS = 6 * _MAX_TRANSFERS
 _SWEEP_EVERY_S = 0.05
 _CUTS_UNTIL_LEASE = 2
 _MAX_CUT = 10_000
+_MAX_OVER = 4096
+_SUPERSEDED = "it is superseded: the trainer needs its memory for a newer version"
 
 _logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class BlockServer:
         self._granted = threading.Event()
         self._floor: Version | None = None  # older ones of its run are about to be written over
         self._cut: dict[str, int] = {}  # by receiver, how often in a row; who was cut longest ago first
+        self._why_over: dict[str, str] = {}  # by id, of the last transfers; the oldest first
         self._lock = threading.Lock()
         self._silent: dict[socket.socket, None] = {}  # the oldest first
         self._num_streams = 0
@@ -130,6 +133,9 @@ class BlockServer:
         def ended(transfer: Transfer, ok: bool) -> None:
             with self._lock:
                 self._transfers.pop(transfer.id, None)
+                self._why_over[transfer.id] = transfer.why_over
+                while len(self._why_over) > _MAX_OVER:
+                    del self._why_over[next(iter(self._why_over))]
                 if ok:
                     self._cut.pop(transfer.receiver_id, None)
                 if ok and transfer.leased:  # which says nothing of its speed: cut once more it has another
@@ -160,7 +166,7 @@ class BlockServer:
             raise VersionError("the segment is being written again: ask for the newest", version=str(version)) from None
         finally:
             for each in earlier:
-                each.end(ok=False)
+                each.end(ok=False, why="its receiver was granted another one since")
         self._granted.set()
         return transfer
 
@@ -175,8 +181,29 @@ class BlockServer:
             transfer = self._transfers.get(transfer_id)
         if transfer is None:
             return False
-        transfer.end(ok=ok)
+        transfer.end(ok=ok, why="its receiver has finished it")
         return True
+
+    def renew(self, transfer_id: str) -> None:
+        """The receiver is at work on it, though it does not read yet. What ends transfers of superseded versions, and
+        leases, ends it all the same.
+
+        Raises:
+            TransferAbortedError: it is over, in words why; or it was renewed for too long.
+        """
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.over:
+            raise TransferAbortedError(f"this transfer is over: {self.why_over(transfer_id)}")
+        if not transfer.idle.renew():
+            raise TransferAbortedError(
+                f"nothing was read of this transfer for {RENEWABLE_S:g} s, for which it may be renewed: ask for another"
+            )
+
+    def why_over(self, transfer_id: str) -> str:
+        """Why a transfer has ended, as far as that is known still."""
+        with self._lock:
+            return self._why_over.get(transfer_id) or "the agent does not know it (any more)"
 
     def reset(self, *, keep: Version | None) -> int:
         """Ends all transfers but those of one version, those whose bytes stay, and those whose lease is read; says how
@@ -194,7 +221,7 @@ class BlockServer:
             while len(self._cut) > _MAX_CUT:
                 del self._cut[next(iter(self._cut))]
         for transfer in old:
-            transfer.end(ok=False)
+            transfer.end(ok=False, why=_SUPERSEDED)
         return len(old)
 
     def end_all_of(self, segment: str) -> None:
@@ -202,7 +229,7 @@ class BlockServer:
         with self._lock:
             found = [each for each in self._transfers.values() if each.source.segment == segment]
         for transfer in found:
-            transfer.end(ok=False)
+            transfer.end(ok=False, why="its delta was given up")
 
     def close(self) -> None:
         """Stops listening and ends every transfer. Idempotent."""
@@ -214,7 +241,7 @@ class BlockServer:
         with self._lock:
             left = list(self._transfers.values())
         for transfer in left:
-            transfer.end(ok=False)
+            transfer.end(ok=False, why="the agent ends")
 
     def _sweep(self) -> None:
         """Ends what nobody reads, and leases that have lasted too long."""
@@ -226,13 +253,13 @@ class BlockServer:
                 if not self._transfers and not self._closed:
                     self._granted.clear()
                 at_s = time.monotonic()
-                over = [each for each in self._transfers.values() if each.expired(at_s)]
-                for transfer in over:
+                over = [(each, why) for each in self._transfers.values() if (why := each.expired(at_s)) is not None]
+                for transfer, _ in over:
                     if transfer.leased:  # it had its time: others may want the lease
                         self._cut.pop(transfer.receiver_id, None)
-            for transfer in over:
+            for transfer, why in over:
                 try:
-                    transfer.end(ok=False)
+                    transfer.end(ok=False, why=why)
                 except Exception as error:  # of whoever is told; the segment is given back
                     _logger.warning("the end of transfer %s was not told: %r", transfer.id, error)
 

@@ -42,6 +42,7 @@ from weightsync.types.requests import (
     WeightUpdateRequest,
 )
 from weightsync.types.spec import Box, HeldTensor, TensorSpec
+from weightsync.types.table import TensorTable
 from weightsync.types.updates import Full, Patch, Update
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "SyncMethod",
     "SyncReport",
     "TensorSpec",
+    "TensorTable",
     "TorchDistributedWeightSyncInitInfo",
     "Update",
     "UpdateRequest",

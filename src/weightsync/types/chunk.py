@@ -49,14 +49,13 @@ class WeightChunk:
             raise InvalidRequestError(f"a chunk names every parameter once: {list(self.names)}")
         if len(self.names) != len(self.tensors):
             raise InvalidRequestError(f"a chunk has {len(self.names)} names and {len(self.tensors)} tensors")
-        dtypes = tuple(dtype_name(tensor.dtype) for tensor in self.tensors)
-        shapes = tuple(tuple(int(extent) for extent in tensor.shape) for tensor in self.tensors)
+        dtypes = tuple([dtype_name(tensor.dtype) for tensor in self.tensors])
+        shapes = tuple([tuple(tensor.shape) for tensor in self.tensors])
         self._settle("dtypes", tuple(self.dtypes), dtypes)
-        self._settle("shapes", tuple(tuple(shape) for shape in self.shapes), shapes)
-        total = sum(
-            check_shape(shape, dtype=dtype, name=name)
-            for name, dtype, shape in zip(self.names, dtypes, shapes, strict=True)
-        )
+        self._settle("shapes", tuple(map(tuple, self.shapes)), shapes)
+        total = 0
+        for name, dtype, shape in zip(self.names, dtypes, shapes, strict=True):
+            total += check_shape(shape, dtype=dtype, name=name)
         if self.total_size_bytes not in (-1, total):
             raise InvalidRequestError(f"total_size_bytes says {self.total_size_bytes}, the tensors have {total}")
         object.__setattr__(self, "total_size_bytes", total)

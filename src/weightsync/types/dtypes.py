@@ -5,6 +5,8 @@ The names are torch's own without the prefix ("bfloat16", "float8_e4m3fn").
 
 from __future__ import annotations
 
+import functools
+
 from weightsync.errors import InvalidRequestError
 
 ITEMSIZE_BYTES: dict[str, int] = {
@@ -47,6 +49,7 @@ def itemsize_bytes(dtype: str) -> int:
         raise InvalidRequestError(f"unknown dtype {dtype!r}; known are {', '.join(ITEMSIZE_BYTES)}") from None
 
 
+@functools.lru_cache(maxsize=256)  # asked of each of 100,000 tensors; what names none is not kept
 def dtype_name(dtype: object) -> str:
     """`torch.bfloat16`, "torch.bfloat16" or "bfloat16" as "bfloat16"; unknown ones are refused."""
     name = str(dtype).removeprefix("torch.")

@@ -30,7 +30,7 @@ from weightsync.types.init_info import (
     TorchDistributedWeightSyncInitInfo,
     check_world_size,
 )
-from weightsync.types.manifest import Manifest, Version
+from weightsync.types.manifest import Manifest, Version, check_model_digest
 from weightsync.types.requests import AnyUpdateRequest
 
 
@@ -73,6 +73,9 @@ class PatchBase(_Message, frozen=True, kw_only=True):
 
     version: Version
     model_digest: str
+
+    def __post_init__(self) -> None:
+        check_model_digest(self.model_digest, version=str(self.version))
 
 
 class BeginRequest(_Message, frozen=True, kw_only=True):

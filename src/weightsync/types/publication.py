@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import cast
 
 import msgspec
 
@@ -14,10 +15,12 @@ from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.manifest import Manifest
 from weightsync.types.spec import MAX_NBYTES, TensorSpec
+from weightsync.types.table import DIGEST_BYTES, SpecTable, TensorTable, written_digest
 
 MAX_SOURCES = 4096
 _MAX_ID = 256
 MODES = ("auto", "full", "delta")
+MAX_LAYOUTS = 16
 _CHECKSUM_DIGITS = 16
 _MAX_DELTAS = 256
 
@@ -79,27 +82,55 @@ class Publication(_Message, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= MAX_SOURCES:
             raise InvalidRequestError(f"a publication has 1 to {MAX_SOURCES} sources, not {len(self.sources)}")
-        specs = self.manifest.by_name()
-        for part in self.parts:
-            spec = specs.get(part.name)
-            if spec is None or (spec.dtype, spec.shape) != (part.dtype, part.shape):
-                raise InvalidRequestError("a part is not of the manifest's tensor", parameter=part.name)
-            if part.source >= len(self.sources):
-                raise InvalidRequestError(f"there is no source {part.source}", parameter=part.name)
-            source = self.sources[part.source]
-            if part.offset < source.data_start or part.offset + part.nbytes > source.data_end:
-                raise InvalidRequestError("a part lies outside its source", parameter=part.name)
-        ends = [source.data_start for source in self.sources]
-        for part in sorted(self.parts, key=lambda part: (part.offset, part.nbytes)):
-            if part.offset != ends[part.source]:
-                raise InvalidRequestError("a source's parts overlap, or leave a hole", parameter=part.name)
-            ends[part.source] += part.nbytes
-        if any(end != source.data_end for end, source in zip(ends, self.sources, strict=True)):
-            raise InvalidRequestError("a source has more bytes than its parts")
+        if type(self.parts) is not SpecTable:
+            msgspec.structs.force_setattr(self, "parts", SpecTable(self.parts))
+        extents = tuple((source.data_start, source.data_end) for source in self.sources)
+        self.table.derive(check_parts, self.manifest.table, extents)
+
+    @property
+    def table(self) -> SpecTable:
+        """`parts`, with what follows from them."""
+        return cast(SpecTable, self.parts)
 
     def parts_of(self, source: int) -> tuple[TensorSpec, ...]:
         """The parts that lie in one source, in order."""
-        return tuple(part for part in self.parts if part.source == source)
+        return self.table.derive(_parts_of, source)
+
+
+def check_parts(parts: SpecTable, tensors: TensorTable, extents: tuple[tuple[int, int], ...]) -> bool:
+    """Checks that parts are of these tensors, and that each source has its parts one behind the other and nothing else.
+
+    Args:
+        parts, tensors: of a publication.
+        extents: first byte of tensors and size of each source.
+
+    Raises:
+        InvalidRequestError: they are not.
+    """
+    specs = tensors.by_name
+    for part in parts:
+        spec = specs.get(part.name)
+        if spec is None or (spec.dtype, spec.shape) != (part.dtype, part.shape):
+            raise InvalidRequestError("a part is not of the manifest's tensor", parameter=part.name)
+        if part.source >= len(extents):
+            raise InvalidRequestError(f"there is no source {part.source}", parameter=part.name)
+        start, end = extents[part.source]
+        if part.offset < start or part.offset + part.nbytes > end:
+            raise InvalidRequestError("a part lies outside its source", parameter=part.name)
+    ends = [start for start, _ in extents]
+    for part in sorted(parts, key=lambda part: (part.offset, part.nbytes)):
+        if part.offset != ends[part.source]:
+            raise InvalidRequestError("a source's parts overlap, or leave a hole", parameter=part.name)
+        ends[part.source] += part.nbytes
+    if any(found != end for found, (_, end) in zip(ends, extents, strict=True)):
+        raise InvalidRequestError("a source has more bytes than its parts")
+    return True
+
+
+def _parts_of(parts: SpecTable, source: int) -> tuple[TensorSpec, ...]:
+    if all(part.source == source for part in parts):
+        return parts
+    return SpecTable(part for part in parts if part.source == source)
 
 
 class SourceProof(_Message, frozen=True, kw_only=True):
@@ -107,12 +138,13 @@ class SourceProof(_Message, frozen=True, kw_only=True):
 
     Attributes:
         block_checksums: xxh3-64 of each block, 16 hex digits each, one behind the other.
-        part_digests: `codec.digest.tensor_digest` of each part of this source, in the order of `Publication.parts_of`.
+        part_digests: XXH3-128 of each part of this source (`codec.digest.tensor_digest`), 16 bytes each, in the order of
+            `Publication.parts_of`.
         lane_a, lane_b: the sum of this source's parts towards the model's digest (`codec.digest.ShardSum`).
     """
 
     block_checksums: str
-    part_digests: tuple[str, ...]
+    part_digests: bytes
     lane_a: int
     lane_b: int
 
@@ -120,8 +152,12 @@ class SourceProof(_Message, frozen=True, kw_only=True):
         """Raises InvalidRequestError where it is not of that source."""
         if len(self.block_checksums) != _CHECKSUM_DIGITS * publication.sources[source].num_blocks:
             raise InvalidRequestError("there is not one checksum a block")
-        if len(self.part_digests) != len(publication.parts_of(source)):
+        if len(self.part_digests) != DIGEST_BYTES * len(publication.parts_of(source)):
             raise InvalidRequestError("there is not one digest a part")
+
+    def digest_of(self, index: int) -> str:
+        """Digest of one part, as `codec.digest.tensor_digest` writes it."""
+        return written_digest(self.part_digests, index)
 
     @property
     def digest(self) -> str:
@@ -213,6 +249,8 @@ class TransferRequest(_Message, frozen=True, kw_only=True):
             be mapped. None asks for TCP.
         mode: "full"; "delta" where there is one from `base`, else full; "auto" for what is cheapest.
         base: what the caller holds of this agent's source; None: nothing.
+        layouts: digests of the layouts that the caller holds (`types.layout`): a grant names one of these and leaves it
+            out. None: the caller knows no layouts, and every grant has its publication whole.
     """
 
     receiver_id: str
@@ -222,24 +260,26 @@ class TransferRequest(_Message, frozen=True, kw_only=True):
     host_nonce: str | None = None
     mode: str = "auto"
     base: DeltaBase | None = None
+    layouts: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_id("receiver_id", self.receiver_id)
+        if self.layouts is not None and len(self.layouts) > MAX_LAYOUTS:
+            raise InvalidRequestError(f"a receiver names at most {MAX_LAYOUTS} layouts")
         if self.mode not in MODES:
             raise InvalidRequestError(f"mode is one of {', '.join(MODES)}, not {self.mode!r}")
 
 
-class TransferGrant(_Message, frozen=True, kw_only=True):
-    """What an agent answers: one version, proved, and how to get it.
+class GrantFacts(_Message, frozen=True, kw_only=True):
+    """What a grant says besides its publication.
 
     Attributes:
         transfer_id: 32 hex digits: the right to read this publication's bytes, until it is finished.
-        publication: the whole, with all its sources.
         source: which of them this agent is.
         proof: what this agent has computed over its own source.
         transport: "shm" where the caller may map the segment.
         host, port: of the block server, for "tcp".
-        take_up_s: a transfer that nothing is read of for so long is over.
+        take_up_s: a transfer that is neither read nor renewed for so long is over.
         life: see `AgentVersion`.
         base: what `delta` builds on, as it was asked.
         delta: blobs that lead from `base` to this version, in order; none where `base` is this version. None: there is
@@ -247,7 +287,6 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
     """
 
     transfer_id: str
-    publication: Publication
     source: int
     proof: SourceProof
     transport: Transport
@@ -257,6 +296,16 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
     life: str | None = None
     base: DeltaBase | None = None
     delta: tuple[DeltaLink, ...] | None = None
+
+
+class TransferGrant(GrantFacts, frozen=True, kw_only=True):
+    """What an agent answers: one version, proved, and how to get it.
+
+    Attributes:
+        publication: the whole, with all its sources.
+    """
+
+    publication: Publication
 
     def __post_init__(self) -> None:
         _check_transfer_id(self.transfer_id)
@@ -280,6 +329,19 @@ class TransferGrant(_Message, frozen=True, kw_only=True):
 def _check_transfer_id(transfer_id: str) -> None:
     if len(transfer_id) != 32 or set(transfer_id) - set("0123456789abcdef"):
         raise InvalidRequestError("a transfer_id has 32 hex digits")
+
+
+class RenewRequest(_Message, frozen=True, kw_only=True):
+    """The receiver is at work on a transfer, though it reads nothing yet.
+
+    Attributes:
+        transfer_id: as granted; of deltas that were granted together, one of them.
+    """
+
+    transfer_id: str
+
+    def __post_init__(self) -> None:
+        _check_transfer_id(self.transfer_id)
 
 
 class FinishRequest(_Message, frozen=True, kw_only=True):
@@ -309,6 +371,35 @@ class AgentVersion(_Message, frozen=True, kw_only=True):
     life: str | None = None
     coming_run_id: str | None = None
     coming: int | None = None
+
+
+class EndedTransfer(_Message, frozen=True, kw_only=True):
+    """A transfer that an agent granted and that is over.
+
+    Attributes:
+        number: they rise by 1, from 1 on, for one agent process.
+        run_id, version: what was granted.
+        receiver_id: to whom.
+        ok: whether the receiver has said that it has everything.
+    """
+
+    number: int
+    run_id: str
+    version: int
+    receiver_id: str
+    ok: bool
+
+
+class EndedTransfers(_Message, frozen=True, kw_only=True):
+    """What `/get_transfers` answers.
+
+    Attributes:
+        ended: the last ones after the number that was asked for, in order.
+        newest: number of the last one that has ended; 0: none has.
+    """
+
+    ended: tuple[EndedTransfer, ...]
+    newest: int
 
 
 class NotifyRequest(_Message, frozen=True, kw_only=True):
@@ -412,6 +503,6 @@ def check_id(what: str, value: str) -> None:
 # See types.engine: msgspec has to learn its types before threads use them.
 for _kind in (
     RegisterRequest, TransferRequest, TransferGrant, FinishRequest, AgentVersion, NotifyRequest, RegisterSenderRequest,
-    ServiceStatus, Publication,
+    ServiceStatus, Publication, EndedTransfers, RenewRequest,
 ):  # fmt: skip
     msgspec.json.Decoder(_kind)

@@ -53,14 +53,23 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             raise InvalidRequestError("a request names every tensor once")
         for name in self.names:
             check_name(name)
-        self.tensor_bytes()
+        self.check_parts(self.tensor_bytes())
 
     def tensor_bytes(self) -> tuple[int, ...]:
         """Bytes of each tensor."""
         return tuple(
-            check_shape(shape, dtype=dtype, name=name)
-            for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
+            [
+                check_shape(shape, dtype=dtype, name=name)
+                for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
+            ]
         )
+
+    def check_parts(self, sizes: tuple[int, ...]) -> None:
+        """Checks what a strategy's own request has besides.
+
+        Args:
+            sizes: `tensor_bytes`.
+        """
 
 
 class BroadcastWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=True, tag="broadcast"):
@@ -74,9 +83,9 @@ class BroadcastWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=Tru
     offsets: tuple[int, ...]
     bucket_bytes: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_layout(self.offsets, self.tensor_bytes(), self.bucket_bytes)
+    def check_parts(self, sizes: tuple[int, ...]) -> None:
+        """See the base class."""
+        _check_layout(self.offsets, sizes, self.bucket_bytes)
         _check_alignment(self.offsets, self.dtypes)
 
 
@@ -136,14 +145,14 @@ class CudaIpcWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=True,
 
     handles: tuple[tuple[MemoryHandle, ...], ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_parts(self, sizes: tuple[int, ...]) -> None:
+        """See the base class."""
         if not self.handles:
             raise InvalidRequestError("a cuda_ipc request has the handles of at least one device")
         for per_device in self.handles:
             if len(per_device) != len(self.names):
                 raise InvalidRequestError(f"{len(self.names)} names have {len(per_device)} handles")
-            for name, handle, nbytes in zip(self.names, per_device, self.tensor_bytes(), strict=True):
+            for name, handle, nbytes in zip(self.names, per_device, sizes, strict=True):
                 if handle.size_bytes != nbytes:
                     raise InvalidRequestError(
                         f"the handle has {handle.size_bytes} bytes, the tensor {nbytes}", parameter=name
@@ -163,10 +172,10 @@ class PackedCudaIpcWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only
     offsets: tuple[int, ...]
     handles: tuple[MemoryHandle, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sizes != self.tensor_bytes():
-            raise InvalidRequestError(f"sizes {self.sizes} are not the tensors' bytes {self.tensor_bytes()}")
+    def check_parts(self, sizes: tuple[int, ...]) -> None:
+        """See the base class."""
+        if self.sizes != sizes:
+            raise InvalidRequestError(f"sizes {self.sizes} are not the tensors' bytes {sizes}")
         if not self.handles:
             raise InvalidRequestError("a packed_cuda_ipc request has at least one handle")
         for handle in self.handles:
@@ -189,15 +198,15 @@ class PatchWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=True, t
     positions: tuple[SharedMemoryHandle, ...]
     values: tuple[SharedMemoryHandle, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_parts(self, sizes: tuple[int, ...]) -> None:
+        """See the base class."""
         if not len(self.names) == len(self.counts) == len(self.positions) == len(self.values):
             raise InvalidRequestError(
                 f"{len(self.names)} names have {len(self.counts)} counts, {len(self.positions)} handles of positions "
                 f"and {len(self.values)} of values"
             )
         for name, dtype, nbytes, count, positions, values in zip(
-            self.names, self.dtypes, self.tensor_bytes(), self.counts, self.positions, self.values, strict=True
+            self.names, self.dtypes, sizes, self.counts, self.positions, self.values, strict=True
         ):
             each = itemsize_bytes(dtype)
             if not 0 <= count <= nbytes // each <= MAX_PATCHED_ELEMENTS:
@@ -230,8 +239,9 @@ def _check_extent(offset_bytes: int, size_bytes: int) -> None:
 
 
 def _check_alignment(offsets: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    each = {dtype: itemsize_bytes(dtype) for dtype in set(dtypes)}
     for offset, dtype in zip(offsets, dtypes, strict=True):
-        if offset % itemsize_bytes(dtype):
+        if offset % each[dtype]:
             raise InvalidRequestError(f"a {dtype} at byte {offset} is not aligned: no view of it can be made")
 
 
@@ -241,7 +251,7 @@ def _check_layout(offsets: tuple[int, ...], sizes: tuple[int, ...], bucket_bytes
     if not 0 <= bucket_bytes <= MAX_NBYTES:
         raise InvalidRequestError(f"a bucket of {bucket_bytes} bytes can't be")
     end = 0
-    for offset, size in sorted(zip(offsets, sizes, strict=True)):
+    for offset, size in sorted(zip(offsets, sizes, strict=True)):  # no work to speak of where they rise already
         if offset < end:
             raise InvalidRequestError(f"tensors overlap in the bucket, or lie before it: offset {offset} < {end}")
         end = offset + size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -49,7 +50,7 @@ class Box(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.shape == shape and not any(self.offset)
 
 
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One entry of a manifest.
 
     Attributes:
@@ -59,7 +60,6 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         box: the part held by `source`; None means the whole tensor.
         source: index of the source (one agent a trainer host); 0 where there is one.
         offset: first byte of the held part within the source, in bytes.
-        digest: digest of the held part's bytes (`codec.digest.tensor_digest`), None where not known yet.
     """
 
     name: str
@@ -68,7 +68,6 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     box: Box | None = None
     source: int = 0
     offset: int = 0
-    digest: str | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -97,13 +96,20 @@ def check_shape(shape: tuple[int, ...], *, dtype: str, name: str) -> int:
     Raises:
         InvalidRequestError: a negative or absurd extent, or an unknown dtype. Nothing was allocated.
     """
+    try:
+        return _nbytes(tuple(shape), dtype)  # of a model's many tensors few differ in these
+    except InvalidRequestError as error:
+        error.parameter = error.parameter or name
+        raise
+
+
+@functools.lru_cache(maxsize=4096)
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
     if len(shape) > MAX_DIMS or not all(0 <= extent <= MAX_NBYTES for extent in shape):
-        raise InvalidRequestError(
-            f"shape {shape} has an extent that can't be, or over {MAX_DIMS} dimensions", parameter=name
-        )
+        raise InvalidRequestError(f"shape {shape} has an extent that can't be, or over {MAX_DIMS} dimensions")
     nbytes = math.prod(shape) * itemsize_bytes(dtype)
     if nbytes > MAX_NBYTES:
-        raise InvalidRequestError(f"shape {shape} of {dtype} would take {nbytes} bytes", parameter=name)
+        raise InvalidRequestError(f"shape {shape} of {dtype} would take {nbytes} bytes")
     return nbytes
 
 

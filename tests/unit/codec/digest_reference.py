@@ -12,27 +12,37 @@ import torch
 import xxhash
 
 MASK = (1 << 64) - 1
+STEP = 0x9E3779B97F4A7C15
 
 
 def seeds(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, int, int, int]:
-    text = f"wsd1\n{dtype}\n{','.join(map(str, shape))}\n{name}".encode()
+    text = f"wsd2\n{dtype}\n{','.join(map(str, shape))}\n{name}".encode()
     keys, term = xxhash.xxh3_128_intdigest(text, seed=0), xxhash.xxh3_128_intdigest(text, seed=1)
     return keys & MASK, keys >> 64, term & MASK, term >> 64
 
 
-def swap_halves(value: int) -> int:
-    return (value >> 32) | ((value << 32) & MASK)
-
-
-def keys_of_word(index: int, key_1: int, key_2: int) -> tuple[int, int, int, int]:
-    x = (key_1 + index * 0x9E3779B97F4A7C15) & MASK
+def mixed(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    p = x ^ (x >> 31)
-    y = (p + key_2) & MASK
-    y = ((y ^ (y >> 29)) * 0xD6E8FEB86659FD93) & MASK
-    q = y ^ (y >> 32)
-    return p, q, (swap_halves(p) + q) & MASK, swap_halves(q) ^ p
+    return x ^ (x >> 31)
+
+
+def word_key(number: int) -> int:
+    """Output `number` of splitmix64 started at 0, both halves odd."""
+    return mixed(((number + 1) * STEP) & MASK) | 0x1_0000_0001
+
+
+def block_key(block: int, seed: int) -> int:
+    return mixed((seed + block * STEP) & MASK) | 1
+
+
+def keys_of_digit(digit: int, key_1: int, key_2: int) -> tuple[int, int]:
+    """The factors (lane A, lane B) of 32-bit digit number `digit` of a tensor."""
+    block, inside = divmod(digit, 512)
+    low = inside % 2 == 0
+    a, b = word_key(inside // 2), word_key(256 + inside // 2)
+    small_a, small_b = (a & 0xFFFFFFFF, b & 0xFFFFFFFF) if low else (a >> 32, b >> 32)
+    return block_key(block, key_1) * small_a & MASK, block_key(block, key_2) * small_b & MASK
 
 
 def element_bytes(tensor: torch.Tensor) -> list[bytes]:
@@ -51,10 +61,10 @@ def sum_of_elements(
     for position, value in elements:
         for step, byte in enumerate(value):
             at = position * len(value) + step
-            a_lo, a_hi, b_lo, b_hi = keys_of_word(at // 8, key_1, key_2)
+            key_a, key_b = keys_of_digit(at // 4, key_1, key_2)
             digit = byte << (8 * (at % 4))
-            a += (a_lo if at % 8 < 4 else a_hi) * digit
-            b += (b_lo if at % 8 < 4 else b_hi) * digit
+            a += key_a * digit
+            b += key_b * digit
     return a & MASK, b & MASK
 
 
@@ -78,4 +88,4 @@ def digest_of_model(tensors: dict[str, tuple[str, torch.Tensor]]) -> str:
         part = sum_of_part(name, dtype, tensor.shape, [0] * tensor.dim(), tensor)
         _, _, term_a, term_b = seeds(name, dtype, tensor.shape)
         a, b = a + part[0] + term_a, b + part[1] + term_b
-    return f"wsd1:{a & MASK:016x}{b & MASK:016x}"
+    return f"wsd2:{a & MASK:016x}{b & MASK:016x}"

@@ -127,29 +127,29 @@ VECTORS = [
         "model.embed_tokens.weight",
         "bfloat16",
         (3, 5),
-        "wsd1:a62bdd1a56186a3c6e047c199f671a26",
+        "wsd2:a53ae009061c66253db474ae2fdf044b",
         "xxh3:3aff095d8101ed257acbb0a0182c3b1a",
     ),
-    ("lm_head.bias", "float32", (), "wsd1:fa419af25d368689c598b0734e6b952c", "xxh3:eb70bf5fc779e9e6a6111d53e80a3db5"),
-    ("empty", "float16", (0, 4), "wsd1:c3154c7a5642a79a35e9557179a43001", "xxh3:99aa06d3014798d86001c324468d497f"),
+    ("lm_head.bias", "float32", (), "wsd2:f59537fe35ec1bccb373bdbaaee0d259", "xxh3:eb70bf5fc779e9e6a6111d53e80a3db5"),
+    ("empty", "float16", (0, 4), "wsd2:30605667fca11ab29af67b73733e9e1e", "xxh3:99aa06d3014798d86001c324468d497f"),
     (
         "rotary.inv_freq",
         "float64",
         (3,),
-        "wsd1:3a1ebbd7af461a635aaba36f69fdb037",
+        "wsd2:fed5e719637ed0375a392f50d974b2f2",
         "xxh3:bcb7bbf24fcbfc6148f9b79ee9ca6dac",
     ),
-    ("codes", "uint8", (2, 11), "wsd1:31be899e8234b2fb559f6a6638df6a7e", "xxh3:0e6de6e1703db8ed8c8390c8c8802fd4"),
-    ("fft", "complex128", (2,), "wsd1:a88b3d2ce66f034c124fbc15020120e3", "xxh3:25e7c9b3424ceed2457d9566b6fcd697"),
-    ("größe", "int64", (2, 2), "wsd1:25d599006c297b019b72bd2402e50782", "xxh3:25e7c9b3424ceed2457d9566b6fcd697"),
+    ("codes", "uint8", (2, 11), "wsd2:6f2621b6dc1412752247279b4d5760eb", "xxh3:0e6de6e1703db8ed8c8390c8c8802fd4"),
+    ("fft", "complex128", (2,), "wsd2:79563b45d13ba6c52e6e0b52f927a843", "xxh3:25e7c9b3424ceed2457d9566b6fcd697"),
+    ("größe", "int64", (2, 2), "wsd2:5580e73586e8427c4ebcd4e44f772b28", "xxh3:25e7c9b3424ceed2457d9566b6fcd697"),
     (
         "scales",
         "float8_e4m3fn",
         (1, 7),
-        "wsd1:899563d3b887eaf8e8387acfcc2fb702",
+        "wsd2:6c3e308aac9df2d58b0aa5b785fa772a",
         "xxh3:61ce291bc3a4357ddbb207821e6d5efe",
     ),
-    ("half", "complex64", (3,), "wsd1:ca5884b9fc10538b4c85c33e0e957e62", "xxh3:bcb7bbf24fcbfc6148f9b79ee9ca6dac"),
+    ("half", "complex64", (3,), "wsd2:995ec6165c89ffb3ce8e2ba90a03b21d", "xxh3:bcb7bbf24fcbfc6148f9b79ee9ca6dac"),
 ]
 
 
@@ -162,7 +162,7 @@ def test_fixed_vectors(name: str, dtype: str, shape: tuple[int, ...], model: str
 
 def test_fixed_vector_of_a_model() -> None:
     model = {name: counting(dtype, shape) for name, dtype, shape, _, _ in VECTORS}
-    assert digest_of_tensors(model) == "wsd1:f1aec8b8423d228dfc52471ae9ff57d1"
+    assert digest_of_tensors(model) == "wsd2:0da0905bd9885b18df62b66051678551"
 
 
 # --- shards -----------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_patches_of_the_wrong_kind_are_refused() -> None:
     ):
         with pytest.raises(InvalidRequestError):
             patch_sum(spec, positions, old, new)
-    for text in ("", "wsd1:12", "wsd2:" + "0" * 32, "wsd1:" + "G" * 32, "wsd1:" + "-" + "0" * 31):
+    for text in ("", "wsd2:12", "wsd:" + "0" * 32, "wsd2:" + "G" * 32, "wsd2:" + "-" + "0" * 31):
         with pytest.raises(InvalidRequestError, match="no model digest"):
             patched_digest(text, ShardSum.zero())
 

@@ -45,7 +45,7 @@ EVERY_NAME = [
 
 
 def test_parameters_and_persistent_buffers_with_tied_ones_once() -> None:
-    extractor = ModuleWeightExtractor(Model())
+    extractor = ModuleWeightExtractor(Model(), chunk_bytes=None)
     assert [spec.name for spec in extractor.metadata()] == EVERY_NAME
     chunks = list(extractor.extract_weights())
     assert [chunk.names for chunk in chunks] == [(name,) for name in EVERY_NAME]
@@ -69,8 +69,14 @@ def test_the_metadata_is_what_the_stream_brings(
     ]
 
 
+def test_chunks_are_large_where_nothing_is_said() -> None:
+    """Each chunk is a request to every engine: 100,000 of them would take minutes."""
+    model = nn.ParameterList(nn.Parameter(torch.zeros(1 << 20)) for _ in range(40))
+    assert [len(chunk.specs) for chunk in ModuleWeightExtractor(model).chunk_plan()] == [16, 16, 8]
+
+
 def test_grouping_brings_q_k_v_and_the_experts_together() -> None:
-    chunks = list(ModuleWeightExtractor(Model(), group_by_module=True).extract_weights())
+    chunks = list(ModuleWeightExtractor(Model(), group_by_module=True, chunk_bytes=None).extract_weights())
     by_module = {chunk.module_name: chunk.names for chunk in chunks}
     assert [chunk.module_name for chunk in chunks] == ["embed", "attn", "attn.norm", "experts", "norm"]
     assert by_module["attn"] == tuple(f"attn.{part}" for part in (
@@ -106,7 +112,7 @@ class Zoo(nn.Module):
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
 def test_every_kind_of_tensor_passes_and_only_plain_floats_convert(dtype: str | None) -> None:
     model = Zoo()
-    extractor = ModuleWeightExtractor(model)
+    extractor = ModuleWeightExtractor(model, chunk_bytes=None)
     seen = {}
     for chunk in extractor.extract_weights(dtype):
         seen[chunk.names[0]] = chunk.tensors[0]
@@ -130,7 +136,9 @@ def test_every_kind_of_tensor_passes_and_only_plain_floats_convert(dtype: str | 
 
 def test_nothing_is_copied_where_nothing_has_to_be() -> None:
     model = nn.Linear(4, 4)
-    (weight, _) = [chunk.tensors[0] for chunk in ModuleWeightExtractor(model).extract_weights("float32")]
+    (weight, _) = [
+        chunk.tensors[0] for chunk in ModuleWeightExtractor(model, chunk_bytes=None).extract_weights("float32")
+    ]
     assert weight.data_ptr() == model.weight.data_ptr()
     with torch.no_grad():
         model.weight.fill_(2.0)
@@ -142,6 +150,7 @@ def test_overrides_win_by_the_engines_name_and_the_first_match_counts() -> None:
         Model(),
         name_map=lambda name: f"model.{name}",
         dtype_overrides={"model.attn.norm.*": "float32", "*.norm.*": "float16", "*num_batches*": "float32"},
+        chunk_bytes=None,
     )
     dtypes = {spec.name: spec.dtype for spec in extractor.metadata("bfloat16")}
     assert dtypes["model.embed.weight"] == "bfloat16"
@@ -260,3 +269,67 @@ def test_the_consumers_grad_mode_is_its_own() -> None:
         assert torch.is_grad_enabled()
     for _ in ModuleWeightExtractor(Model()).local_shards("bfloat16"):
         assert torch.is_grad_enabled()
+
+
+def streamed(extractor: ModuleWeightExtractor) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for chunk in extractor.extract_weights()
+        for name, tensor in zip(chunk.names, chunk.tensors, strict=True)
+    }
+
+
+def test_what_replaced_a_tensor_is_what_is_streamed() -> None:
+    """A stream that is checked at a glance reads the model anew all the same."""
+    extractor = ModuleWeightExtractor(model := Model())
+    before = streamed(extractor)
+    model.attn.q_proj.weight = nn.Parameter(torch.full((4, 4), 7.0))
+    model.attn.v_proj.weight.data = torch.full((4, 4), 8.0)
+    model.experts[1] = nn.Linear(4, 3, bias=False)
+    model.norm.running_mean = torch.full((4,), 9.0)
+    after = streamed(extractor)
+    assert after.keys() == before.keys()
+    expected = {
+        "attn.q_proj.weight": torch.full((4, 4), 7.0),
+        "attn.v_proj.weight": torch.full((4, 4), 8.0),
+        "experts.1.weight": model.experts[1].weight.detach(),
+        "norm.running_mean": torch.full((4,), 9.0),
+    }
+    for name, tensor in after.items():
+        assert torch.equal(tensor, expected.get(name, before[name])), name
+    assert {held.spec.name for held in extractor.local_shards()} == after.keys()
+
+
+def test_what_no_glance_can_see_is_looked_at() -> None:
+    def changed(model: Model, tensor: torch.Tensor | None, **attributes: object) -> None:
+        if tensor is not None:
+            model.norm.running_var = tensor
+        for name, value in attributes.items():
+            setattr(model.norm.running_var, name, value)
+
+    for tensor, attributes, error in (
+        (torch.zeros(4).to_sparse(), {}, UnsupportedError),
+        (torch.zeros(4, device="meta"), {}, ExtractError),
+        (torch.zeros(4, dtype=torch.float64), {}, ExtractError),
+        (torch.zeros(5), {}, ExtractError),
+        (None, {"ds_shape": (8,)}, UnsupportedError),
+    ):
+        extractor = ModuleWeightExtractor(model := Model())
+        streamed(extractor)
+        changed(model, tensor, **attributes)
+        for call in (extractor.extract_weights, extractor.local_shards):
+            with pytest.raises(error) as info:
+                call()
+            assert info.value.parameter == "norm.running_var"
+
+
+def test_a_tie_that_came_or_went_is_seen() -> None:
+    extractor = ModuleWeightExtractor(model := Model())
+    streamed(extractor)
+    model.lm_head.weight = nn.Parameter(torch.ones(7, 4))
+    with pytest.raises(ExtractError, match="new tensor"):
+        extractor.extract_weights()
+    model.lm_head.weight = model.embed.weight
+    model.attn.q_proj.weight = model.attn.v_proj.weight
+    with pytest.raises(ExtractError, match="has changed"):
+        extractor.extract_weights()

@@ -283,17 +283,31 @@ def test_every_process_that_sees_the_same_folder_reads_the_same_nonce(own_folder
     elsewhere.rmdir()
 
 
-def test_a_nonce_that_somebody_planted_is_not_believed(own_folder: Path) -> None:
+def _squat(path: Path, kind: str) -> None:
+    if kind == "link":
+        path.symlink_to("/etc/hostname")
+    elif kind == "pipe":
+        os.mkfifo(path, 0o600)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text("0" * 31 + ("x" if kind == "damaged" else "0"))
+        path.chmod(0o644 if kind == "open" else 0o600)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "damaged", "open"])
+def test_what_lies_under_the_nonces_name_is_not_believed_and_does_not_stop_it(own_folder: Path, kind: str) -> None:
+    """Seen to fail: every start of this user ended with SharedMemoryError, by one file of anybody."""
     path = own_folder / f"weightsync-host-{os.geteuid()}"
-    path.write_text("0" * 31 + "x")
-    path.chmod(0o600)
-    with pytest.raises(SharedMemoryError, match="nonce"):
-        host_nonce()
-    path.write_text("0" * 32)
-    path.chmod(0o644)
-    with pytest.raises(SharedMemoryError, match="alone"):
-        host_nonce()
-    path.unlink()
-    path.symlink_to("/etc/hostname")
-    with pytest.raises(SharedMemoryError):
-        host_nonce()
+    _squat(path, kind)
+    before = path.lstat()
+    if kind == "link":
+        with children() as start:
+            said = {child.result(20) for child in [start(_nonce, str(own_folder)) for _ in range(6)]}
+        assert said == {host_nonce()}, "all of this user agree"
+    assert len(host_nonce()) == 32
+    assert os.path.samestat(path.lstat(), before), "it is left alone"
+    assert len(list(own_folder.iterdir())) == 2
+    one = host_nonce()
+    path.rmdir() if kind == "folder" else path.unlink()
+    assert host_nonce() == one, "a name that gets free changes nothing"

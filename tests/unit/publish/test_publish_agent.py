@@ -15,7 +15,6 @@ import torch
 
 from weightsync.clients.agent import AgentClient
 from weightsync.memory import Segment
-from weightsync.net.auth import announcements_password
 from weightsync.plan.safetensors import plan_layout
 from weightsync.publish import agent as agent_module
 from weightsync.publish import prover
@@ -31,9 +30,9 @@ TOKEN = "a-token-for-tests-only"
 class Beside:
     """An agent, and what it tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.agent = TransferAgent(AgentConfig(model_id="m", token=TOKEN), self.events.put)
+        self.agent = TransferAgent(AgentConfig(model_id="m", token=TOKEN, **options), self.events.put)
         self.agent.start()
         self.segments: list[Segment] = []
 
@@ -157,10 +156,3 @@ def test_each_version_is_logged_in_one_line(beside: Beside, caplog: pytest.LogCa
     assert beside.told() == ("published", 3)
     (line,) = [record.getMessage() for record in caplog.records if "published" in record.getMessage()]
     assert line.startswith("version run/3 is published: 1120 bytes, proved in ")
-
-
-def test_the_password_of_announcements_is_not_the_token() -> None:
-    password = announcements_password(TOKEN)
-    assert len(password) == 64
-    assert TOKEN not in password
-    assert password != announcements_password(TOKEN + "x")

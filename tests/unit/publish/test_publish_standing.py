@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError
 from weightsync.extract.base import WeightExtractor
 from weightsync.publish.manager import WeightManager
-from weightsync.publish.standing import StandingWeights, listed
+from weightsync.publish.standing import StandingWeights
 from weightsync.types import Box, TensorSpec
 
 Named = list[tuple[str, torch.Tensor]]
@@ -210,11 +210,14 @@ def test_what_an_extractor_has_to_look_at_is_looked_at_each_time() -> None:
 
     standing = StandingWeights()
     for tensor, known in ((torch.ones(2), True), (torch.ones(2).as_subclass(Odd), False)):
-        named = [("a", tensor)]
+        named = standing.listed([("a", tensor)])
+        assert named is not None
         spec = TensorSpec(name="a", dtype="float32", shape=(2,))
         standing.remember(named, [spec], [(0, Box(offset=(0,), shape=(2,)))])
         assert (standing.tensors(named) is not None) is known
-    assert listed(iter([])) == []
+    nothing = standing.listed(iter([]))
+    assert nothing is not None
+    assert list(nothing) == []
 
 
 def test_many_small_tensors_cost_little_more_than_their_copies(manager: WeightManager) -> None:

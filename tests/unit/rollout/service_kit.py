@@ -137,7 +137,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         def __init__(self, endpoint: str, **_: Any) -> None:
             self._agent = made.agents[endpoint]
 
-        def get_version(self, *, timeout_s: float) -> AgentVersion:
+        def get_version(self, *, timeout_s: float, **_: Any) -> AgentVersion:
             newest = self._agent.newest()
             return with_life(
                 AgentVersion, self._agent.life, model_id=MODEL, run_id=newest.run_id, version=newest.number

@@ -203,7 +203,7 @@ def test_a_patch_on_another_base_is_refused_and_loaded_in_full(trainer: Trainer,
     pulled = trainer.pulled()
     base: dict[str, Any] = {
         "version": {"version": version(7)},
-        "digest": {"model_digest": "wsd1:" + "0" * 32},
+        "digest": {"model_digest": "wsd2:" + "0" * 32},
         "run": {"version": version(1, "other")},
         "nothing served": {},
     }[wrong]
@@ -583,7 +583,7 @@ def test_a_begin_that_is_refused_does_not_end_an_audit(trainer: Trainer, monkeyp
     assert reading.wait(5)
     trainer.step()
     with pytest.raises(VersionError):
-        Session(rig, trainer.pulled(), "wrong", model_digest="wsd1:" + "0" * 32).begin()
+        Session(rig, trainer.pulled(), "wrong", model_digest="wsd2:" + "0" * 32).begin()
     go.set()
     until(lambda: described(rig).unhealthy, "the audit")
 

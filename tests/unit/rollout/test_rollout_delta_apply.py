@@ -31,7 +31,7 @@ from weightsync.types import HeldTensor, Manifest, TensorSpec, Version, itemsize
 from weightsync.types.publication import DeltaLink, Source
 
 _V1 = Version(run_id="run", number=1)
-_HELD = Held(version=_V1, model_digest="wsd1:" + "0" * 32, digests=("0" * 32,))
+_HELD = Held(version=_V1, model_digest="wsd2:" + "0" * 32, digests=("0" * 32,))
 _UNIT_BYTES = 64
 """Small, so that units cut through parts."""
 

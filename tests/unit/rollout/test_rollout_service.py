@@ -230,7 +230,7 @@ def test_engines_are_looked_at_while_another_is_dead(world: World) -> None:
     wait_until(lambda: world.status.state == "waiting", "b is missed")
     world.engines["a"].renew()
     wait_until(lambda: world.serves("a", "r1/1"), "a is brought back")
-    assert world.status.engines == {"a": "r1/1", "b": None}
+    wait_until(lambda: world.status.engines == {"a": "r1/1", "b": None}, "that is known")
     world.agents[OLD].number = 2
     with pytest.raises(SyncFailedError, match="b: "):
         world.notify(OLD, "r1", 2)

@@ -25,7 +25,7 @@ from weightsync.types import Box, Manifest, TensorSpec, Version, itemsize_bytes
 from weightsync.types.publication import Source
 
 _V1, _V2 = Version(run_id="run", number=1), Version(run_id="run", number=2)
-HELD = Held(version=_V1, model_digest="wsd1:" + "0" * 32, digests=("0" * 32,))
+HELD = Held(version=_V1, model_digest="wsd2:" + "0" * 32, digests=("0" * 32,))
 
 
 @pytest.fixture(autouse=True)

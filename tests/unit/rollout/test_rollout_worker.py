@@ -483,9 +483,8 @@ def with_other_digest(field: str) -> Any:
         return msgspec.structs.replace(good, model_digest=manifest(seed=2).model_digest)
     if field == "none":
         return manifest()
-    tensors = list(good.tensors)
-    tensors[2] = msgspec.structs.replace(tensors[2], digest=tensors[0].digest)
-    return msgspec.structs.replace(good, tensors=tuple(tensors))
+    digests = good.digests
+    return msgspec.structs.replace(good, digests=digests[:32] + digests[:16] + digests[48:])
 
 
 @pytest.mark.parametrize(
@@ -503,11 +502,12 @@ def test_bytes_that_are_not_the_published_ones_are_never_staged(field: str, kind
 
 def other_manifests() -> Iterator[Any]:
     good = manifest(seed=1)
+    assert good.digests is not None
     yield manifest(2, seed=1)
     yield manifest(1, seed=1, run_id="other")
-    yield msgspec.structs.replace(good, tensors=good.tensors[:-1])
-    extra = TensorSpec(name="extra", dtype="uint8", shape=(1,), digest="0")
-    yield msgspec.structs.replace(good, tensors=(*good.tensors, extra))
+    yield msgspec.structs.replace(good, tensors=good.tensors[:-1], digests=good.digests[:-16])
+    extra = TensorSpec(name="extra", dtype="uint8", shape=(1,))
+    yield msgspec.structs.replace(good, tensors=(*good.tensors, extra), digests=good.digests + bytes(16))
     shape = msgspec.structs.replace(good.tensors[0], shape=(4, 3))
     yield msgspec.structs.replace(good, tensors=(shape, *good.tensors[1:]))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.errors import StateError, VersionError
+from weightsync.errors import StateError, TransferAbortedError, VersionError
 from weightsync.memory import Lock, Reader, Segment, folder, is_read
 from weightsync.transfer import granted, tcp_server
 from weightsync.transfer.granted import Transfer
@@ -335,3 +335,38 @@ def test_a_crowd_of_transfers_is_refused_and_a_receivers_own_counts_once(
     with pytest.raises(StateError, match="under way"):
         served.grant(0, "c")
     assert served.server.num_transfers == 2
+
+
+# --- renewals ---
+
+
+def test_what_was_granted_together_is_renewed_together(served: Served) -> None:
+    first = served.grant(0, take_up_s=0.3)
+    second = served.grant(1, take_up_s=0.3, beside=(first,))
+    for _ in range(8):
+        served.server.renew(first.id)
+        time.sleep(0.1)
+    assert not first.over
+    assert not second.over
+    wait_until(lambda: first.over and second.over)
+    assert "neither read nor renewed" in served.server.why_over(second.id)
+
+
+def test_a_lease_ends_though_it_is_renewed(served: Served) -> None:
+    """Seen as an attack: a receiver that reads nothing holds a trainer's third segment for ever."""
+    for number in (0, 1):
+        served.grant(number)
+        assert served.server.reset(keep=version(number + 1)) == 1
+    leased = served.grant(2, take_up_s=0.2, lease_s=0.5)
+    assert leased.leased
+
+    def over() -> bool:
+        with contextlib.suppress(TransferAbortedError):
+            served.server.renew(leased.id)
+        return leased.over
+
+    begun_s = time.monotonic()
+    wait_until(over)
+    assert 0.3 < time.monotonic() - begun_s < 5.0
+    assert "its lease on the version is over" in served.server.why_over(leased.id)
+    assert not served.read_for(2)

@@ -60,7 +60,6 @@ def specs(draw: Any) -> TensorSpec:
         box=box,
         source=draw(st.integers(0, 9)),
         offset=draw(st.integers(0, 2**40)),
-        digest=draw(st.none() | text),
     )
 
 

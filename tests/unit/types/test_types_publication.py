@@ -45,7 +45,7 @@ def grant() -> TransferGrant:
         transfer_id="ab" * 16,
         publication=Publication(manifest=manifest, parts=layout.parts, sources=(source,)),
         source=0,
-        proof=SourceProof(block_checksums="0" * 16 * source.num_blocks, part_digests=("", "", ""), lane_a=1, lane_b=2),
+        proof=SourceProof(block_checksums="0" * 16 * source.num_blocks, part_digests=bytes(48), lane_a=1, lane_b=2),
         transport=Transport.TCP, host="127.0.0.1", port=1, take_up_s=10.0,
     )  # fmt: skip
 
@@ -137,7 +137,7 @@ _PART = ("publication", "parts", 0)
         _set("source", to=1),
         _set("source", to=-1),
         _set("proof", "block_checksums", to="0" * 16),
-        _set("proof", "part_digests", to=[]),
+        _set("proof", "part_digests", to=""),
         _set("transfer_id", to="x" * 32),
         _set("transfer_id", to="ab"),
         _set("transport", to="carrier pigeon"),

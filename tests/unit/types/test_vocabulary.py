@@ -117,11 +117,13 @@ def test_a_manifest_names_every_tensor_once() -> None:
 
 def test_digests_are_filled_in_for_all_or_none() -> None:
     manifest = Manifest(version=V, model_id="m", tensors=(spec("a"), spec("b")))
-    filled = manifest.with_digests({"a": "1", "b": "2"}, "3")
-    assert [s.digest for s in filled.tensors] == ["1", "2"]
+    one, two = (f"xxh3:{number:032x}" for number in (1, 2))
+    filled = manifest.with_digests({"b": two, "a": one}, "3")
+    assert [filled.digest(name) for name in ("a", "b")] == [one, two]
     assert filled.model_digest == "3"
-    assert manifest.tensors[0].digest is None, "the other one is as it was"
-    for wrong in ({"a": "1"}, {"a": "1", "b": "2", "c": "3"}, {}):
+    assert manifest.digest("a") is None, "the other one is as it was"
+    wrongs: list[dict[str, str]] = [{"a": one}, {"a": one, "b": two, "c": one}, {}, {"a": one, "b": "xxh3:1"}]
+    for wrong in [*wrongs, {"a": one, "b": two.removeprefix("xxh3:")}, {"a": one, "b": f"xxh3: {two[6:]}"}]:
         with pytest.raises(InvalidRequestError):
             manifest.with_digests(wrong, "3")
 

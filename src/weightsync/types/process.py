@@ -1,0 +1,92 @@
+"""What belongs to one process: objects that own memory, sockets, threads or other processes.
+
+A forked child has a copy of each. Its copy has no threads, and what it writes, sends or unlinks is its parent's. So it
+is refused there, and closing it does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from weightsync.errors import StateError
+
+_T = TypeVar("_T")
+_CLOSES = frozenset({"close", "remove", "__exit__"})
+
+_forgotten: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+
+
+def of_one_process(kind: type[_T]) -> type[_T]:
+    """Class decorator: in a forked child every public method and property raises `StateError`, and changes nothing.
+
+    `close`, `remove` and `__exit__` do nothing there, so that a child may leave the blocks that it was forked in.
+    """
+    for name, what in list(vars(kind).items()):
+        if name == "__init__":
+            setattr(kind, name, _owned(what))
+        elif name in _CLOSES:
+            setattr(kind, name, _forgetting(what))
+        elif name.startswith("_") and name != "__enter__":
+            continue
+        elif inspect.isfunction(what):
+            setattr(kind, name, _refusing(what))
+        elif isinstance(what, property) and what.fget is not None:
+            setattr(kind, name, property(_refusing(what.fget), what.fset, what.fdel, what.__doc__))
+    return kind
+
+
+def closed_in_children(owner: _T, close: Callable[[_T], None]) -> _T:
+    """A forked child calls `close` with its copy, as soon as it is there: a descriptor whose lock or port would go on
+    with the child. Only while the owner lives; returns it."""
+    _forgotten[owner] = close
+    return owner
+
+
+def _owned(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        self._owner_pid = os.getpid()
+        init(self, *args, **options)
+
+    return checked
+
+
+def _forgetting(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **options: Any) -> Any:
+        return method(self, *args, **options) if _is_owner(self) else None
+
+    return checked
+
+
+def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **options: Any) -> Any:
+        if not _is_owner(self):
+            name = type(self).__name__
+            raise StateError(
+                f"this {name} belongs to process {self._owner_pid}, and this is a forked child of it, {os.getpid()}: "
+                f"call {method.__name__} there, or make a {name} of its own here",
+                state_left="nothing was changed",
+            )
+        return method(self, *args, **options)
+
+    return checked
+
+
+def _is_owner(this: Any) -> bool:
+    return getattr(this, "_owner_pid", None) in (None, os.getpid())
+
+
+def _after_fork() -> None:
+    for owner, close in list(_forgotten.items()):
+        close(owner)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

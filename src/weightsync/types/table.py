@@ -1,0 +1,113 @@
+"""TensorTable: the tensors of a manifest, checked once, with everything that follows from them alone.
+
+A mixture of experts has 100,000 tensors, and publishes the same list of them at every step. Whoever needs an index, a
+sum or a plan of that list asks the list for it: it is made once, and lives as long as the list does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+from weightsync.errors import InvalidRequestError
+from weightsync.types.spec import TensorSpec
+
+Derived = TypeVar("Derived")
+
+DIGEST_BYTES = 16
+"""Of one tensor, packed: XXH3-128, which `codec.digest` writes as "xxh3:" and 32 hex digits."""
+
+_PREFIX = "xxh3:"
+_MAX_DERIVED = 256
+
+
+class SpecTable(tuple[TensorSpec, ...]):
+    """A tuple of specs that is never changed, and what was made of it."""
+
+    _derived: dict[Any, Any]
+
+    def derive(self, make: Callable[..., Derived], *others: Any) -> Derived:
+        """`make(self, *others)`, made at the first call and kept with the table. Not to be changed by anybody.
+
+        Args:
+            make: a function that depends on nothing but its arguments; the function itself is the key, so a module's own.
+            others: further arguments, hashable; tables among them count by their identity, and are kept.
+        """
+        try:
+            kept = self._derived
+        except AttributeError:
+            kept = self._derived = {}
+        key = (make, *(id(other) if isinstance(other, SpecTable) else other for other in others))
+        if len(kept) > _MAX_DERIVED:
+            kept.clear()
+        if key not in kept:  # made twice where two threads ask at once, which is no harm
+            made = make(self, *others)
+            kept[key] = made, others
+            return made
+        return cast(Derived, kept[key][0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+class TensorTable(SpecTable):
+    """Specs with unique names; `of` makes one."""
+
+    @classmethod
+    def of(cls, specs: Iterable[TensorSpec]) -> TensorTable:
+        """The table of these specs; itself where it is one already.
+
+        Raises:
+            InvalidRequestError: two have one name.
+        """
+        if type(specs) is cls:
+            return specs
+        table = cls(specs)
+        if len(table.by_name) != len(table):
+            seen: set[str] = set()
+            for spec in table:
+                if spec.name in seen:
+                    raise InvalidRequestError("a manifest names every tensor once", parameter=spec.name)
+                seen.add(spec.name)
+        return table
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorSpec]:
+        """The specs by their names, in order. Not to be changed."""
+        return {spec.name: spec for spec in self}
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Where each name stands. Not to be changed."""
+        return {spec.name: index for index, spec in enumerate(self)}
+
+    @cached_property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        """Bytes of each part held."""
+        return tuple(spec.nbytes for spec in self)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all parts held."""
+        return sum(self.sizes_bytes)
+
+
+def packed_digest(digest: str) -> bytes:
+    """The 16 bytes of a digest as `codec.digest.tensor_digest` writes it.
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
+    try:
+        found = bytes.fromhex(digest.removeprefix(_PREFIX))
+    except ValueError:
+        found = b""
+    if not digest.startswith(_PREFIX) or len(found) != DIGEST_BYTES or len(digest) != len(_PREFIX) + 2 * DIGEST_BYTES:
+        raise InvalidRequestError(f"{digest[:64]!r} is no digest of the form xxh3:<32 hex>")
+    return found
+
+
+def written_digest(digests: bytes, index: int) -> str:
+    """One of several packed digests, as `codec.digest.tensor_digest` writes it."""
+    return _PREFIX + digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)].hex()

@@ -1,0 +1,215 @@
+"""A forked child of a process that publishes, pulls or serves: it can use nothing of its parent's. Whatever it does,
+the parent's publication, ports and leases stay what they were."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from tests.multiproc.pull_kit import wait_until
+from tests.multiproc.test_pull_attacks import check_bytes
+from weightsync import EmbeddedEngine, ModuleWeightLoader
+from weightsync.errors import StateError
+from weightsync.memory.serving import ServingLease
+from weightsync.publish.manager import WeightManager
+from weightsync.rollout.puller import Puller
+from weightsync.rollout.server import EngineServer
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
+from weightsync.rollout.staging import Staging
+from weightsync.testing.processes import children
+from weightsync.types import Deadline
+from weightsync.types.publication import Transport
+
+SERVED = "m"
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.zeros(100_000))
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((100_000,), float(version))}
+
+
+def published(manager: WeightManager, version: int) -> None:
+    assert manager.offload(weights(version).items(), version).published
+    manager.wait_published(version, timeout_s=60)
+
+
+def is_pulled(manager: WeightManager, version: int) -> None:
+    with (
+        contextlib.closing(
+            Puller(manager.endpoint, SERVED, receiver_id="r", transport=Transport.TCP, mode="full")
+        ) as puller,
+        puller.pull(deadline=Deadline(30)) as got,
+    ):
+        assert got.version.number == version
+        check_bytes(got, weights(version))
+
+
+def in_a_fork(does: Callable[[], Any], *, ends: Callable[[], Any] = lambda: os._exit(0)) -> int:
+    """The exit status of a forked child; 13 where it raised."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(60)
+            does()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(13)
+        ends()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def shm() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("weightsync-") and "-host-" not in name}
+
+
+def refuses_everything(this: Any) -> None:
+    """Each public method and property but those that close it."""
+    names = [name for name in dir(type(this)) if not name.startswith("_")]
+    static = [name for name in names if isinstance(vars(type(this)).get(name), staticmethod | classmethod)]
+    checked = 0
+    for name in sorted(set(names) - set(static) - {"close", "remove"}):
+        try:
+            found = getattr(this, name)
+            if callable(found):
+                found()
+        except StateError as error:
+            checked += f"this {type(this).__name__} belongs to process {os.getppid()}" in str(error)
+        else:
+            raise AssertionError(f"{type(this).__name__}.{name} does as if it were its parent's")
+    assert checked == len(set(names) - set(static) - {"close", "remove"}) > 0
+
+
+def publisher_forks() -> None:
+    torch.set_num_threads(1)
+    with WeightManager(SERVED) as manager:
+        for version in (1, 2):
+            published(manager, version)
+        there, agent = shm(), manager.agent_pid
+
+        def offloads() -> None:
+            for version in (100, 200):
+                with pytest.raises(StateError, match="forked child"):
+                    manager.offload(weights(version).items(), version)
+
+        def raises_out_of_the_block() -> None:
+            with contextlib.suppress(KeyError), contextlib.ExitStack() as stack:
+                stack.push(manager)
+                raise KeyError("its own")
+
+        assert in_a_fork(offloads) == 0
+        assert in_a_fork(lambda: refuses_everything(manager)) == 0
+        assert in_a_fork(lambda: refuses_everything(manager._agent)) == 0
+        assert in_a_fork(manager.close) == 0
+        assert in_a_fork(raises_out_of_the_block) == 0
+        assert in_a_fork(gc.collect, ends=lambda: sys.exit(7)) == 7
+        assert (shm(), manager.agent_pid) == (there, agent)
+        is_pulled(manager, 2)
+        published(manager, 3)
+        is_pulled(manager, 3)
+        os.kill(agent or 0, 0)
+    assert not shm() & there
+
+
+def server_forks(lease_path: str) -> None:
+    torch.set_num_threads(1)
+    with WeightManager(SERVED) as manager, ServingLease(lease_path) as lease, contextlib.ExitStack() as stack:
+        published(manager, 1)
+        engine = EmbeddedEngine.of(ModuleWeightLoader(Model()), engine_id="e")
+        server = EngineServer(engine)
+        stack.callback(server.close)
+        server.start()
+        service = RolloutService({SERVED: engine}, RolloutConfig(senders=(manager.endpoint,)))
+        stack.callback(service.close)
+        service.start()
+        puller = Puller(manager.endpoint, SERVED, receiver_id="r", transport=Transport.TCP, mode="full")
+        stack.callback(puller.close)
+        puller.pull(deadline=Deadline(30)).release()
+        staging = Staging()
+        stack.callback(staging.close)
+        lease.renew(lease_until := 2**40)
+        wait_until(lambda: service.status().models[SERVED].version == 1, "it serves")
+        owned = (engine, server, service, puller, staging, lease)
+        there = shm()
+
+        def uses() -> None:
+            for each in owned:
+                refuses_everything(each)
+            for each in owned:
+                each.close()
+            lease.remove()
+
+        assert in_a_fork(uses) == 0
+        assert in_a_fork(gc.collect, ends=lambda: sys.exit(7)) == 7
+        assert shm() == there
+        assert lease.left_s > lease_until / 2
+        assert os.path.exists(lease_path)
+        published(manager, 2)
+        puller.pull(deadline=Deadline(30)).release()
+        service.register_sender(SERVED, manager.endpoint)
+        with engine.generation() as version:
+            assert version is not None
+
+
+def dies_and_leaves_a_fork(lease_path: str, conn: Any) -> None:
+    server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(Model())))
+    url, lease = server.start(), ServingLease(lease_path)
+    if (child := os.fork()) == 0:
+        signal.pause()
+    conn.send((url, child, lease.left_s))
+    signal.pause()
+
+
+def run(call: str) -> None:
+    """In a process of its own, which forks, and whose forks end as Python programs end."""
+    script = f"from {__name__} import *; {call}"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=110
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_forked_child_does_nothing_to_a_publication() -> None:
+    """Seen to fail: `offload` in a child wrote its parent's segment, and told its parent's agent to serve that."""
+    run("publisher_forks()")
+
+
+def test_a_forked_child_does_nothing_to_what_serves(tmp_path: Path) -> None:
+    run(f"server_forks({str(tmp_path / 'lease')!r})")
+
+
+def test_a_fork_that_outlives_its_parent_holds_no_port_and_no_lease(tmp_path: Path) -> None:
+    """Seen to fail: "another process writes the lease file", and an address in use, for a successor."""
+    path = str(tmp_path / "lease")
+    with children() as start:
+        parent = start(dies_and_leaves_a_fork, path, talk=True)
+        url, fork, _ = parent.recv(60)
+        try:
+            parent.kill()
+            os.kill(fork, 0)
+            with ServingLease(path):
+                pass
+            port = urlsplit(url).port
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", port))
+                listener.listen()
+        finally:
+            os.kill(fork, signal.SIGKILL)
