@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from weightsync.rollout.sender import Sender, Ticket
-from weightsync.types import Version
+from weightsync.rollout.sender import POLL_S, Sender, Ticket
+from weightsync.types import Deadline, Version
 from weightsync.types.publication import AgentVersion
 
 _MAX_TICKETS = 256
 _MAX_AGENTS = 1000
+_LONGEST_POLL_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +140,35 @@ def judge_served(
         if ticket.checked or ticket.refused is not None:
             sender.unchecked.remove(ticket)
     return refused
+
+
+def judge_promises(sender: Sender, *, answers: bool, patience_s: float) -> bool:
+    """Patience with some versions has ended: those that it has not give way, and are asked for by and by, until they
+    are given up. Whether there are such.
+
+    Args:
+        sender: whose promises.
+        answers: whether it has said what it has; one that is silent has more time.
+        patience_s: how much.
+    """
+    late = [number for number, until in sender.numbers.items() if until is not None and until.expired]
+    has = -1 if sender.has is None else sender.has
+    for number in late:
+        if number <= has:
+            sender.numbers[number] = None
+        elif answers:
+            del sender.numbers[number]
+            sender.doubted = max(number, sender.doubted or 0)
+            sender.poll = Deadline(POLL_S)
+        else:
+            sender.numbers[number] = Deadline(patience_s)
+    if sender.doubted is not None and has >= sender.doubted:
+        sender.doubted = None
+    if sender.doubted is not None and sender.poll.expired:
+        if sender.poll.timeout_s >= _LONGEST_POLL_S:
+            sender.doubted = None
+        sender.poll = Deadline(min(2 * sender.poll.timeout_s, _LONGEST_POLL_S))
+    return any(number > has for number in late)
 
 
 def _newest(said: AgentVersion, run_id: str) -> int:

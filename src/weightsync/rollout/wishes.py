@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from weightsync.errors import NotPublishedError, StateError, TransferAbortedError, VersionError
 from weightsync.rollout.asker import Asker
-from weightsync.rollout.denials import Denials, judge_served
-from weightsync.rollout.sender import POLL_S, OtherRun, Sender, Ticket, Wish
+from weightsync.rollout.denials import Denials, judge_promises, judge_served
+from weightsync.rollout.sender import OtherRun, Sender, Ticket, Wish
 from weightsync.types import Deadline, Version
 from weightsync.types.publication import AgentVersion
 
@@ -28,7 +28,6 @@ _MAX_RUNS_WAITING = 8
 """Of one agent; another agent's runs never give way to them."""
 _MAX_LOOKED_AT = 8
 _LONGEST_RETRY_S = 1.0
-_LONGEST_POLL_S = 60.0
 
 _logger = logging.getLogger(__name__)
 
@@ -378,27 +377,11 @@ class Wishes:
         _logger.warning("model %s: %s was announced and is given up: %s", self._model_id, version, ticket.refused)
 
     def _check_promises(self, endpoint: str, sender: Sender, *, answers: bool) -> None:
-        """Patience with some versions has ended: those that it has not give way; who is silent gives way to others."""
-        late = [number for number, until in sender.numbers.items() if until is not None and until.expired]
-        has = -1 if sender.has is None else sender.has
-        for number in late:
-            if number <= has:
-                sender.numbers[number] = None
-            elif answers:
-                del sender.numbers[number]
-                sender.doubted = max(number, sender.doubted or 0)
-                sender.poll = Deadline(POLL_S)
-            else:
-                sender.numbers[number] = Deadline(self._patience_s)
-        if any(number > has for number in late) or (not answers and self._low() < self._pulled):
+        """Who did not keep a promise, or is silent while an engine needs something, gives way to others."""
+        broken = judge_promises(sender, answers=answers, patience_s=self._patience_s)
+        if broken or (not answers and self._low() < self._pulled):
             sender.broken = True
             self._look_at_others(endpoint)
-        if sender.doubted is not None and has >= sender.doubted:
-            sender.doubted = None
-        if sender.doubted is not None and sender.poll.expired:
-            if sender.poll.timeout_s >= _LONGEST_POLL_S:
-                sender.doubted = None
-            sender.poll = Deadline(min(2 * sender.poll.timeout_s, _LONGEST_POLL_S))
 
     def _look_at_others(self, endpoint: str) -> None:
         others = [(not each.verified, each.looked, name) for name, each in self._senders.items() if name != endpoint]
