@@ -26,7 +26,7 @@ import xxhash
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, WeightSyncError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor
 from weightsync.memory import host_nonce, reclaim_dead
-from weightsync.observe import Recorder, now_s
+from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
 from weightsync.plan.boxes import whole_box
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.agent_process import AgentProcess
@@ -117,7 +117,7 @@ class WeightManager:
         )  # fmt: skip
         check_reachable(config)
         check_deltas(config)
-        self.recorder = recorder or Recorder("trainer/offload")
+        self.recorder = recorder or Recorder("trainer/offload", max_bytes=LONG_RUN_BYTES)
         self._model_id = model_id
         self._dtype = dtype
         self._given_run_id = run_id

@@ -32,7 +32,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory import Segment
-from weightsync.observe import Recorder, now_s
+from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
 from weightsync.rollout.agents import CALL_S, Agents, Granted
 from weightsync.rollout.delta_apply import Changed
 from weightsync.rollout.delta_pull import POSITION_BYTES, Read, apply_blobs, fetch_blobs, lay_out_patch, num_bytes
@@ -106,7 +106,7 @@ class Puller:
     ) -> None:
         self.endpoint = endpoint.rstrip("/")
         self.model_id = model_id
-        self.recorder = recorder or Recorder(f"puller/{receiver_id}")
+        self.recorder = recorder or Recorder(f"puller/{receiver_id}", max_bytes=LONG_RUN_BYTES)
         if mode not in MODES:
             raise ConfigError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
         self._mode = mode

@@ -43,7 +43,7 @@ from weightsync.errors import (
 )
 from weightsync.load.base import WeightLoader
 from weightsync.load.patching import kernels as patch_kernels
-from weightsync.observe import Recorder
+from weightsync.observe import LONG_RUN_BYTES, Recorder
 from weightsync.rollout.audit import Audit
 from weightsync.rollout.session import Session
 from weightsync.transfer.base import WeightTransferReceiver, WeightTransferStrategy
@@ -116,7 +116,7 @@ class EngineWorker:
     ) -> None:
         self.loader = loader
         self.index = index
-        self.recorder = Recorder(track)
+        self.recorder = Recorder(track, max_bytes=LONG_RUN_BYTES)
         self._codec = codec or FullCodec()
         self._strategies = strategies
         self._lock = threading.RLock()

@@ -362,12 +362,15 @@ class AgentVersion(_Message, frozen=True, kw_only=True):
     Attributes:
         life: of the publisher: two of one `run_id` (a trainer that was started again under the same) differ in it, and
             their versions of one number are not the same. None: it does not say.
+        coming_run_id, coming: of the publication that it was given and has not proved yet; None: there is none.
     """
 
     model_id: str
     run_id: str | None = None
     version: int | None = None
     life: str | None = None
+    coming_run_id: str | None = None
+    coming: int | None = None
 
 
 class EndedTransfer(_Message, frozen=True, kw_only=True):
