@@ -137,7 +137,7 @@ def meets(rank: int, world_size: int, conn: Any) -> Any:
 
 @pytest.mark.parametrize("orders", [["meet"], ["meet", "agree"]], ids=" ".join)
 def test_a_rank_that_is_stopped_costs_the_time_out_and_no_more(orders: list[str]) -> None:
-    """While the ranks' group is made, and in it. Seen red with collectives in the caller's own thread."""
+    """While the ranks' group is made (seen red with one that the caller makes: torch's own error), and in it."""
     with children() as start:
         port = free_port()
         two = [start(in_gloo_world, rank, 2, port, meets, (), talk=True, name=f"rank{rank}") for rank in range(2)]
