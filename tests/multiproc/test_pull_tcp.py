@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.multiproc.pull_hostile import CuttingProxy, exactly, random_budgets
+from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.test_pull_attacks import check_bytes
 from weightsync.clients.agent import AgentClient
 from weightsync.errors import DeadlineExceededError, EngineUnreachableError, TransferAbortedError, TransferError
@@ -246,6 +247,57 @@ def test_a_superseded_transfer_ends_its_streams(served: Served) -> None:
     assert served.ended == [("r", False)]
     with pytest.raises(TransferAbortedError, match="over at its source"):
         served.reader(transfer).read()
+
+
+# --- crowds ---
+
+
+def from_address(served: Served, host: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", served.server.port), timeout=10, source_address=(host, 0))
+
+
+def test_a_crowd_of_one_address_cuts_its_own(served: Served) -> None:
+    """Not another that is slow to speak. Seen to fail: whoever was there first, so the honest one."""
+    with contextlib.ExitStack() as stack:
+        slow = stack.enter_context(from_address(served, "127.0.0.2"))
+        slow.sendall(b"WS")
+        wait_until(lambda: served.server.num_connections == 1, "it is accepted")
+        num_threads = threading.active_count()
+        for _ in range(4 * tcp_server._MAX_SILENT):
+            stack.enter_context(from_address(served, "127.0.0.1"))
+        wait_until(
+            lambda: served.server.rejected["crowd"] >= 4 * tcp_server._MAX_SILENT - tcp_server._MAX_SILENT_A_PEER,
+            "all but so many of the crowd are cut",
+        )
+        assert served.server.num_connections <= tcp_server._MAX_SILENT_A_PEER + 1
+        wait_until(lambda: threading.active_count() <= num_threads + tcp_server._MAX_SILENT_A_PEER, "threads end")
+        slow.sendall(hello_of(served.grant())[2:] + ask_bytes(3))
+        assert parse_answer(exactly(slow, ANSWER.size)).block == 3
+
+
+def test_crowds_of_many_addresses_are_bounded_together(served: Served) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in range(4):
+            for _ in range(tcp_server._MAX_SILENT_A_PEER):
+                stack.enter_context(from_address(served, f"127.0.1.{number}"))
+        wait_until(lambda: served.server.rejected["crowd"] == 2 * tcp_server._MAX_SILENT_A_PEER, "half of them are cut")
+        assert served.server.num_connections == tcp_server._MAX_SILENT
+        served.reader(served.grant()).read()
+
+
+def test_one_transfers_connections_are_bounded(served: Served) -> None:
+    """Who was granted one takes no other's. Seen to fail: all 1,536, from which nobody else had one."""
+    greedy = served.grant("greedy")
+    with contextlib.ExitStack() as stack:
+        for _ in range(tcp_server._MAX_STREAMS_A_TRANSFER):
+            each = stack.enter_context(from_address(served, "127.0.0.1"))
+            each.sendall(hello_of(greedy) + ask_bytes(0))
+            exactly(each, ANSWER.size)
+        one_more = stack.enter_context(from_address(served, "127.0.0.1"))
+        one_more.sendall(hello_of(greedy))
+        assert exactly(one_more, 1) == b""
+        assert served.server.rejected["full"] == 1
+        served.reader(served.grant("other")).read()
 
 
 # --- slow peers ---
