@@ -92,7 +92,8 @@ def speak(served: Served, transfer: Transfer, begin: bytes, said: list[bytes], c
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if end != "half":
             return
-        raw.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it was cut already
+            raw.shutdown(socket.SHUT_WR)
         if told[: HELLO.size] != hello_of(transfer):
             ended = answer_bytes(Answer(code=Code.ENDED, block=0, offset=0, length=0))
             assert exactly(raw, ANSWER.size) in (b"", ended)
