@@ -3,7 +3,7 @@
 It talks in JSON lines: over its standard input come orders, over its standard output go events. It ends when its
 standard input does, or its parent: then the trainer is gone.
 
-    {"order": "layout", "digest": ..., "layout": ...}   {"order": "publish", "head": ..., "source": 0}
+    {"order": "layout", "digest": ..., "layout": ...}   {"order": "publish", "version": 7, "head": ..., "source": 0}
     {"order": "reset"}   {"order": "ping"}   {"order": "end"}
 
 A layout comes before the first publication of it, and stands for all that follow.

@@ -20,8 +20,8 @@ import msgspec
 from weightsync.errors import EngineUnreachableError, StateError, error_from_dict
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.watchdog import Patience
-from weightsync.types.process import of_one_process
 from weightsync.types.layout import PublicationLayout
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import Publication
 
 _START_S = 30.0
@@ -273,8 +273,7 @@ class AgentProcess:
         self._started.set()
 
     def _lines_of(self, order: dict[str, Any], told: PublicationLayout | None) -> bytes:
-        """A publication as it travels, its layout before it where another one was told last; empty where it can't, which
-        is told."""
+        """A publication as it travels, its layout before it where another one was told last; empty where it can't be."""
         publication: Publication = order["publication"]
         try:
             layout, lines = PublicationLayout.of(publication), b""
