@@ -268,7 +268,7 @@ class Puller:
                             f"{version} lies at {source.endpoint} too, which was not registered here: nobody calls it"
                         )
                     grant = self._grant(source.endpoint, version, index, deadline)
-                    if grant.publication != publication or grant.source != index:
+                    if (grant.publication, grant.source, grant.life) != (publication, index, first.life):
                         self._agents.give_up({index: Granted(endpoint=source.endpoint, grant=grant)})
                         raise VersionError(f"{source.endpoint} tells another story of {version}", version=str(version))
                     granted[index] = Granted(endpoint=source.endpoint, grant=grant)
