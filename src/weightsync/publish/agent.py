@@ -361,8 +361,9 @@ class TransferAgent:
         take_up_s = self._config.take_up_s + served.said_bytes / _READ_BYTES_S
         grant = self._grants.grant(asked, served, take_up_s=take_up_s)
         # a `TransferGrant`, of which the largest fields are encoded already
+        sealed = {"proof": served.raw_proof, "seal": served.seal}
         if asked.layouts is None:
-            return _json({**grant, "publication": self._whole(served), "proof": served.raw_proof, "seal": served.seal})
+            return _json({**grant, **sealed, "publication": self._whole(served)})
         layout = None if served.layout in asked.layouts else served.raw_layout
         return _json(
             {**grant, "head": served.raw_head, "layout": layout, "proof": served.raw_proof, "seal": served.seal}
