@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.multiproc.pull_hostile import LyingAgent, check_bytes, seal_of_body
-from weightsync.errors import EngineError, InvalidRequestError, VersionError, WeightSyncError
+from weightsync.errors import DeadlineExceededError, EngineError, InvalidRequestError, VersionError, WeightSyncError
 from weightsync.rollout.agents import Agents
 from weightsync.rollout.puller import Puller
 from weightsync.types import Deadline, Version
@@ -139,3 +140,39 @@ def test_another_version_than_was_asked_for_is_not_taken(liar: LyingAgent, asked
         with pytest.raises(VersionError, match="was asked for"):
             agents.grant(liar.url, asked, Deadline(10.0), base=None)
         assert agents.grant(liar.url, Version(run_id="run", number=1), Deadline(10.0), base=None).source == 0
+
+
+def test_a_delta_that_says_it_is_a_terabyte_makes_no_room_for_it(liar: LyingAgent) -> None:
+    """Seen to fail: room for it was made before its layout was compared with what is here (MemoryError)."""
+    nbytes, block_bytes = 1 << 40, 64 << 20
+    large = {"name": "w", "dtype": "uint8", "shape": [nbytes]}
+
+    def bend(grant: dict[str, Any]) -> None:
+        publication, start = grant["publication"], grant["publication"]["sources"][0]["data_start"]
+        publication["manifest"].update(version={"run_id": "run", "number": 2}, tensors=[large])
+        publication["parts"] = [{**large, "offset": start}]
+        publication["sources"][0].update(data_end=start + nbytes, block_bytes=block_bytes)
+        grant["proof"].update(block_checksums="0" * 16 * (nbytes // block_bytes), part_digests=["xxh3:" + "0" * 32])
+        blob = {**publication["sources"][0], "data_start": 0, "data_end": nbytes}
+        grant["base"] = {"run_id": "run", "version": 1, "digest": liar.grant.proof.digest}
+        grant["delta"] = [
+            {"base": 1, "version": 2, "blob": blob, "block_checksums": "0" * 16 * (nbytes // block_bytes),
+             "transfer_id": "cd" * 16}
+        ]  # fmt: skip
+
+    with contextlib.closing(
+        Puller(liar.url, "m", receiver_id="honest", transport=Transport.TCP, num_streams=1, mode="delta")
+    ) as puller:
+        with puller.pull(deadline=Deadline(10.0)) as pulled:
+            check_bytes(pulled, liar.tensors)
+        liar.bend = bend
+        tracemalloc.start()
+        try:
+            with pytest.raises(DeadlineExceededError, match="larger model than the one that is here"):
+                puller.pull(deadline=Deadline(0.5))
+            assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        finally:
+            tracemalloc.stop()
+        liar.bend = lambda grant: None
+        with puller.pull(deadline=Deadline(10.0)) as pulled:
+            check_bytes(pulled, liar.tensors)

@@ -66,6 +66,11 @@ def open_folder(path: str) -> int:
     return os.open(path, flags)
 
 
+def link_fault(path: str) -> str | None:
+    """Why a name does not stand for itself; None where it is no link."""
+    return f"{path} is a link" if os.path.islink(path) else None
+
+
 def is_own(facts: os.stat_result) -> bool:
     """Whether it is a plain file of this user that has one name: removing it takes nothing from anybody else."""
     return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and facts.st_nlink == 1

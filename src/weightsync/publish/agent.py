@@ -365,9 +365,7 @@ class TransferAgent:
         if asked.layouts is None:
             return _json({**grant, **sealed, "publication": self._whole(served)})
         layout = None if served.layout in asked.layouts else served.raw_layout
-        return _json(
-            {**grant, "head": served.raw_head, "layout": layout, "proof": served.raw_proof, "seal": served.seal}
-        )
+        return _json({**grant, **sealed, "head": served.raw_head, "layout": layout})
 
     def _whole(self, served: _Served) -> msgspec.Raw:
         """The publication as JSON, with its layout: for those that know of none, so not before one asks."""

@@ -349,6 +349,8 @@ class Puller:
         publication = granted[0].grant.publication
         manifest = publication.manifest
         deltas = {index: each for index, each in granted.items() if each.grant.delta is not None}
+        if deltas and manifest.total_bytes > self._staging.size_bytes:  # before room is made for what an agent says
+            raise StateError("a delta to a larger model than the one that is here was granted")
         tally = Tally(num_bytes(granted), progress)
         read = functools.partial(self._read, deadline=deadline)
         blobs = self._fetched(deltas, read, tally)
