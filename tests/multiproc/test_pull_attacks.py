@@ -17,7 +17,7 @@ import httpx
 import pytest
 import torch
 
-from tests.multiproc.pull_hostile import BLOCK, LyingAgent, Nobody, exactly, tensors
+from tests.multiproc.pull_hostile import BLOCK, LyingAgent, Nobody, check_bytes, exactly, tensors
 from tests.multiproc.pull_kit import wait_until
 from weightsync import EmbeddedEngine, ModuleWeightLoader
 from weightsync.clients.agent import AgentClient
@@ -35,7 +35,6 @@ from weightsync.errors import (
     TransferError,
     WeightSyncError,
 )
-from weightsync.memory import MappedSegment
 from weightsync.plan.safetensors import read_stamp
 from weightsync.publish.folder import FolderPublisher
 from weightsync.publish.manager import WeightManager
@@ -126,14 +125,6 @@ class Published:
     def close(self) -> None:
         self.service.close()
         self.manager.close()
-
-
-def check_bytes(pulled: Pulled, expected: dict[str, torch.Tensor]) -> None:
-    with MappedSegment(pulled.segment, need_bytes=1) as mapped:
-        for spec in pulled.manifest.tensors:
-            start = pulled.offsets[spec.name]
-            held = bytes(mapped.memory[start : start + spec.nbytes])
-            assert held == expected[spec.name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), spec.name
 
 
 @pytest.fixture(scope="module")

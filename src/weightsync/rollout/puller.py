@@ -271,7 +271,7 @@ class Puller:
                             f"{version} lies at {source.endpoint} too, which was not registered here: nobody calls it"
                         )
                     grant = self._grant(source.endpoint, version, index, deadline)
-                    if grant.publication != publication or grant.source != index:
+                    if (grant.publication, grant.source, grant.life) != (publication, index, first.life):
                         self._agents.give_up({index: Granted(endpoint=source.endpoint, grant=grant)})
                         raise VersionError(f"{source.endpoint} tells another story of {version}", version=str(version))
                     granted[index] = Granted(endpoint=source.endpoint, grant=grant)
@@ -352,6 +352,8 @@ class Puller:
         publication = granted[0].grant.publication
         manifest = publication.manifest
         deltas = {index: each for index, each in granted.items() if each.grant.delta is not None}
+        if deltas and manifest.total_bytes > self._staging.size_bytes:  # before room is made for what an agent says
+            raise StateError("a delta to a larger model than the one that is here was granted")
         tally = Tally(num_bytes(granted), progress)
         read = functools.partial(self._read, deadline=deadline)
         blobs = self._fetched(deltas, read, tally)

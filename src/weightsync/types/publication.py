@@ -279,6 +279,7 @@ class GrantFacts(_Message, frozen=True, kw_only=True):
         transfer_id: 32 hex digits: the right to read this publication's bytes, until it is finished.
         source: which of them this agent is.
         proof: what this agent has computed over its own source.
+        seal: `types.seal.seal_of` these and the publication, so that damage on the way is seen.
         transport: "shm" where the caller may map the segment.
         host, port: of the block server, for "tcp".
         take_up_s: a transfer that is neither read nor renewed for so long is over.
@@ -291,6 +292,7 @@ class GrantFacts(_Message, frozen=True, kw_only=True):
     transfer_id: str
     source: int
     proof: SourceProof
+    seal: str
     transport: Transport
     host: str
     port: int
