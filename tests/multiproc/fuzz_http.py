@@ -342,6 +342,7 @@ def ask(address: tuple[str, int], case: Case, *, timeout_s: float) -> Answer:
         with contextlib.suppress(OSError):
             while more := raw.recv(1 << 16):
                 said += more
+                raw.settimeout(20)  # an answer that has begun is waited for
                 head, found, body = said.partition(b"\r\n\r\n")
                 while found and head.startswith(b"HTTP/1.1 1"):  # "continue"
                     said = body

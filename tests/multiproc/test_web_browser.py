@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
+    "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP evil.example 127.0.0.1",
 )  # fmt: skip
 TOKEN = "a-token-for-tests-only"
 WAIT_MS = 10_000
@@ -331,14 +331,12 @@ async function attack(url, rebound) {
 }</script>"""
 
 
-def test_a_page_of_somebody_else_moves_nothing_and_reads_nothing() -> None:
+def test_a_page_of_somebody_else_moves_nothing_and_reads_nothing(browser: Browser) -> None:
     """In a real browser: blind posts, a form, and a name of the page's own that leads to loopback (DNS rebinding)."""
-    from playwright.sync_api import sync_playwright
-
     from tests.multiproc.fuzz_http import face
     from weightsync.clients.controller import ControllerClient
 
-    with face("controller", None) as url, sync_playwright() as playwright:
+    with face("controller", None) as url, Tab(browser) as tab:
         port = url.rpartition(":")[2]
         path = "/trajectory_pool_notify_batch_ready"
         evil = api_app("evil")
@@ -348,11 +346,8 @@ def test_a_page_of_somebody_else_moves_nothing_and_reads_nothing() -> None:
         page_port = server.start().rpartition(":")[2]
         client = ControllerClient(url)
         before = client.status(timeout_s=WAIT_MS / 1000)
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=[*ARGUMENTS, "--host-resolver-rules=MAP evil.example 127.0.0.1"]
-        )
+        page = tab.page
         try:
-            page = browser.new_page()
             page.goto(f"http://evil.example:{page_port}/page")
             rebound = f"http://evil.example:{port}"
             told = page.evaluate("([url, rebound]) => attack(url, rebound)", [url + path, rebound])
@@ -362,7 +357,6 @@ def test_a_page_of_somebody_else_moves_nothing_and_reads_nothing() -> None:
             assert answer.status == 403
             assert "actor" not in page.content()
         finally:
-            browser.close()
             server.close()
         after = client.status(timeout_s=WAIT_MS / 1000)
         assert after.models == before.models, "no post was obeyed"
