@@ -8,6 +8,7 @@ import contextlib
 import resource
 import socket
 import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -23,7 +24,7 @@ from weightsync.clients.probe import probe
 from weightsync.clients.rollout import RolloutClient
 from weightsync.clients.sglang_api import SGLangApi, SGLangRouter
 from weightsync.clients.vllm_api import VllmHttpApi
-from weightsync.errors import ConfigError, EngineUnreachableError, WeightSyncError
+from weightsync.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.types import DescribeRequest, EngineOp
 
@@ -152,6 +153,16 @@ def test_what_a_server_sends_is_bounded(harm: str) -> None:
         assert TOKEN not in repr(error) + str(error)
         assert len(str(error)) < 20_000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (len(CALLS) * 64 + 64) << 10  # KiB
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"), [("gate", "endless body"), *((name, "endless error") for name in CALLS if name != "probe")]
+)
+def test_an_answer_is_cut_where_it_gets_too_long(monkeypatch: pytest.MonkeyPatch, name: str, harm: str) -> None:
+    """And not where its time is over."""
+    monkeypatch.setattr(sys.modules[__name__], "TIMEOUT_S", 30.0)
+    with answering(HARM[harm]) as (url, _), pytest.raises(EngineError, match=f"over {1 << 20} bytes"):
+        CALLS[name](url, TOKEN)
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
