@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 ENGINES := $(VENV)/.installed-engines
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
 
-.PHONY: help demo engines browser test check soak bench docs
+.PHONY: help demo engines browser test check soak storms bench docs
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -40,6 +40,9 @@ check: $(STAMP) ## lint, format, types, import directions
 
 soak: $(ENGINES) ## the long form of the tests
 	$(BIN)/python -m pytest -m soak
+
+storms: $(ENGINES) ## of the long tests, the storms on a busy machine, ten times each
+	$(BIN)/python -m pytest -m soak -k busy_machine
 
 bench: $(ENGINES) ## measure every row of the speed table into bench/results/latest.json
 	$(BIN)/python -m bench

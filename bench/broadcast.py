@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import statistics
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,7 +34,8 @@ from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.server import EngineServer
 from weightsync.tensors import byte_view
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
-from weightsync.transfer.group import join_group
+from weightsync.transfer.group import TransferGroup, join_group
+from weightsync.types import Deadline
 
 ROWS = {"broadcast": "packed broadcast of 300 tensors, extraction to loaded, over one broadcast a tensor"}
 _TARGET = 0.5
@@ -41,6 +43,7 @@ _MOVING = {"extract", "pack", "transfer", "load", "wait for engines"}
 _LAYERS = 27
 _HIDDEN = 128
 _CHUNK_BYTES = 8 << 20
+_TIMEOUT_S = 300.0  # of one reference
 
 
 class _Layer(torch.nn.Module):
@@ -87,14 +90,17 @@ def _measure(conn: Connection, args: BenchArgs) -> Row:
     push.initialize()
     info, store = BroadcastTransferStrategy().create_init_info({"engine": 1})
     conn.send(info)
-    group: Any = join_group(info, rank=0, store=store)._group  # type: ignore[arg-type]
+    group = join_group(info, rank=0, store=store)  # type: ignore[arg-type]
     versions = itertools.count(1)
 
     def one_broadcast_a_tensor() -> None:
         conn.send("reference")
-        for chunk in ModuleWeightExtractor(model).extract_weights("bfloat16"):
-            group.broadcast([byte_view(chunk.tensors[0])], _from_rank_0()).wait()
+        _in_group(group, send_all)
         conn.recv()
+
+    def send_all(bare: Any) -> None:
+        for chunk in ModuleWeightExtractor(model).extract_weights("bfloat16"):
+            bare.broadcast([byte_view(chunk.tensors[0])], _from_rank_0()).wait()
 
     moved_s: list[float] = []
 
@@ -125,6 +131,11 @@ def _measure(conn: Connection, args: BenchArgs) -> Row:
     )
 
 
+def _in_group(group: TransferGroup, job: Callable[[Any], None]) -> None:
+    """Runs `job` with the bare process group, in the thread that holds it."""
+    group._thread.call(lambda held: job(held["group"]), deadline=Deadline(_TIMEOUT_S))
+
+
 def _from_rank_0() -> dist.BroadcastOptions:
     options = dist.BroadcastOptions()
     options.rootRank = 0
@@ -137,13 +148,17 @@ def _engine(conn: Connection) -> None:
     model = _model(torch.bfloat16)
     server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(model)))
     conn.send(server.start())
-    group: Any = join_group(conn.recv(), rank=1)._group
+    group = join_group(conn.recv(), rank=1)
     specs = ModuleWeightExtractor(model).metadata()
-    while conn.recv() == "reference":
+
+    def receive_all(bare: Any) -> None:
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for spec in specs:
                 arrived = torch.empty(spec.shape, dtype=torch.bfloat16)
-                group.broadcast([byte_view(arrived)], _from_rank_0()).wait()
+                bare.broadcast([byte_view(arrived)], _from_rank_0()).wait()
                 parameters[spec.name].copy_(arrived)
+
+    while conn.recv() == "reference":
+        _in_group(group, receive_all)
         conn.send("done")

@@ -103,6 +103,17 @@ class VersionError(WeightSyncError):
     http_status = 409
 
 
+class NotPublishedError(VersionError):
+    """A version was announced that its agent has not, as the agent says itself. Its detail `newest` is the number that
+    the agent has of that run, or is about to have; None: it names another run."""
+
+    @property
+    def newest(self) -> int | None:
+        """See above."""
+        found = self.details.get("newest")
+        return found if type(found) is int else None
+
+
 class ManifestMismatchError(WeightSyncError):
     """The announced tensors don't fit the model: wrong shape, dtype, missing or extra name."""
 
@@ -125,6 +136,12 @@ class NotRegisteredError(AuthError):
     http_status = 403
 
 
+class ForbiddenError(AuthError):
+    """A request that a web page of somebody else's may have sent: a foreign Origin or Host. Nothing was done."""
+
+    http_status = 403
+
+
 class SyncInProgressError(WeightSyncError):
     """Another sync of this model is running. Nothing was changed; try again when it has ended."""
 
@@ -139,6 +156,12 @@ class StateError(WeightSyncError):
 
 class NotServingError(WeightSyncError):
     """The engine refuses to answer: it is paused past the caller's deadline, or fenced."""
+
+    http_status = 503
+
+
+class BusyError(WeightSyncError):
+    """A server has as much under way as it takes at once. Nothing was done; try again."""
 
     http_status = 503
 
@@ -173,6 +196,12 @@ class SharedMemoryError(WeightSyncError):
 
 class NoRoomError(SharedMemoryError):
     """There is too little shared memory for what was asked for, and waiting for it is not this caller's business."""
+
+
+class StorageError(WeightSyncError):
+    """A file or folder can't be written: its disk is full or broken, or it is not this user's. What was there stays."""
+
+    http_status = 507
 
 
 class DeltaFormatError(TransferError):

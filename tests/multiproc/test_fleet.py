@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.multiproc.busy import NUM_TURNS, busy_cores
 from tests.multiproc.fleet_kit import MODELS, Fleet, FleetService, Trainers, check_records, read_records, step
 from tests.multiproc.pull_kit import wait_until
 from weightsync.clients.fanout import in_thread
@@ -137,6 +138,14 @@ def test_a_storm(start: Start, fleet: Fleet, tmp_path: Path) -> None:
     """3 services, 2 models, 30 versions; services are killed, stopped and resumed at random."""
     done = storm(11, start, fleet, tmp_path, num_services=3, num_versions=30)
     assert {each.split()[0] for each in done} >= {"kill", "stop"}, done
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("turn", range(NUM_TURNS))
+def test_a_storm_on_a_busy_machine(turn: int, start: Start, fleet: Fleet, tmp_path: Path) -> None:
+    with busy_cores():
+        storm(20 + turn, start, fleet, tmp_path, num_services=3, num_versions=15)
 
 
 @pytest.mark.soak

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.multiproc.busy import NUM_TURNS, busy_cores
 from tests.multiproc.pull_hook import Hook
 from tests.multiproc.pull_kit import (
     BLOCK_BYTES,
@@ -297,6 +298,17 @@ def _by_deltas(done: list[Storm], num_seeds: int) -> None:
 def test_a_short_storm_of_deltas() -> None:
     """The same with versions that differ little, and receivers that take deltas."""
     _by_deltas(storms(range(SPARSE, SPARSE + 20), versions=50, kib=2048), 20)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("turn", range(NUM_TURNS))
+def test_a_storm_on_a_busy_machine(turn: int) -> None:
+    """Whole versions and deltas, each turn of other seeds."""
+    first = 200 + 10 * turn
+    with busy_cores():
+        storms(range(first, first + 5), versions=50, kib=512)
+        storms(range(SPARSE + first, SPARSE + first + 5), versions=50, kib=2048)
 
 
 @pytest.mark.soak

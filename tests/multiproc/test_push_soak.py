@@ -1,6 +1,7 @@
 """Random faults, many versions: whatever happens, an engine serves exactly a published version, or nothing.
 
-`make test` runs four short storms, `make soak` twelve long ones for each strategy.
+`make test` runs four short storms, `make soak` twelve long ones for each strategy, and short ones again and again on a
+busy machine.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from typing import Any
 
 import pytest
 
+from tests.multiproc.busy import NUM_TURNS, busy_cores
 from tests.multiproc.spine import Engine, build, cast_bytes, client_of, fingerprint_of, step
 from weightsync import ModuleWeightExtractor, PushSync
 from weightsync.errors import WeightSyncError
+from weightsync.publish.push import GRACE_S
 from weightsync.testing.processes import ChildFailedError, children, free_port
 from weightsync.transfer.base import WeightTransferStrategy
 from weightsync.transfer.registry import strategy_named
 
 DEADLINE_S = 3.0
-SLACK_S = 5.0  # describing (3 s) and aborting (2 s) come on top of a sync's deadline
 FAULTS = ["none", "none", "raise", "corrupt", "stop", "kill", "restart", "commit"]
 
 
@@ -102,7 +104,7 @@ class Storm:
             report = self.push.sync_weights(version)
         except WeightSyncError:
             report = None
-        assert time.monotonic() - began < DEADLINE_S + SLACK_S, "a sync outlived its deadline"
+        assert time.monotonic() - began < DEADLINE_S + GRACE_S, "a sync outlived its deadline"
         if report is not None:
             assert report.digests_equal is True
             self.synced += 1
@@ -172,6 +174,16 @@ def test_a_short_storm(seed: int) -> None:
 def test_a_short_storm_over_shared_memory(seed: int, strategy: str) -> None:
     """The same weather; in the end no segment of the trainer is left."""
     storm(seed, versions=6, strategy=strategy)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("turn", range(NUM_TURNS))
+@pytest.mark.parametrize(("seed", "strategy"), [(1, "broadcast"), (2, "broadcast"), (3, "cuda_ipc")])
+def test_a_storm_on_a_busy_machine(seed: int, strategy: str, turn: int) -> None:
+    """Every sync keeps its deadline. Seen red with a group that is made by the thread that waits: 20 s instead of 3."""
+    with busy_cores():
+        storm(seed, versions=8, strategy=strategy)
 
 
 @pytest.mark.soak

@@ -9,7 +9,7 @@ from typing import Literal
 import httpx
 
 from weightsync.clients.agent import JsonClient
-from weightsync.clients.http_edge import MAX_REPLY_BYTES, checked_url, told_error, typed_errors
+from weightsync.clients.http_edge import NO_ENCODING, checked_url, told_error, typed_errors
 from weightsync.errors import DeadlineExceededError, EngineError, InvalidRequestError
 from weightsync.net.auth import bearer_headers
 from weightsync.net.messages import decode, encode
@@ -28,6 +28,7 @@ from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest
 
 _RUNS = "a weightsync controller"
 _MARGIN_S = 5.0
+_MAX_ANSWER_BYTES = 1 << 20  # of a gate
 _ROUND_S = 60.0  # a wait at the gate is asked for in rounds of so many seconds, so that no proxy ends it
 
 Answer = Literal["continue", "block"]
@@ -166,7 +167,7 @@ class AsyncControllerClient:
     def __init__(self, url: str, *, token: str | None = None, verify: bool | str = True) -> None:
         self.url = checked_url(url, whose=f"{_RUNS}'s")
         self._client = httpx.AsyncClient(
-            base_url=self.url, headers=bearer_headers(token), verify=verify, trust_env=False,
+            base_url=self.url, headers={**bearer_headers(token), **NO_ENCODING}, verify=verify, trust_env=False,
             limits=httpx.Limits(max_connections=None),
         )  # fmt: skip
 
@@ -218,17 +219,32 @@ class AsyncControllerClient:
             with typed_errors(exchange, url=self.url, what="the gate", peer=self.url, runs=_RUNS):
                 try:
                     async with asyncio.timeout(timeout_s + this_s):  # httpx's own begins anew with each byte
-                        response = await self._client.post(
-                            path, content=encode(asks(this_s)), timeout=timeout_s + this_s,
-                            headers={"content-type": "application/json"},
-                        )  # fmt: skip
+                        status, body = await self._exchange(path, encode(asks(this_s)), exchange)
                 except TimeoutError as late:
                     raise DeadlineExceededError(
                         f"{self.url} did not answer {path} within {exchange.timeout_s:g} s", peer=self.url
                     ) from late
-            if len(response.content) > MAX_REPLY_BYTES or response.status_code != 200:
-                error = told_error(response.content, peer=self.url)
-                raise error or EngineError(f"it answered with status {response.status_code}", peer=self.url)
-            reply = decode(response.content, GateReply, what="the answer of a controller")
+            if status != 200:
+                error = told_error(body, peer=self.url)
+                raise error or EngineError(
+                    f"{self.url} answered {path} with status {status}; is {_RUNS} there?", peer=self.url
+                )
+            try:
+                reply = decode(body, GateReply, what="the answer of a controller")
+            except InvalidRequestError as odd:
+                raise EngineError(f"{self.url} answered {path} with what is no answer: {odd}", peer=self.url) from odd
             if reply.answer == "continue" or deadline.expired:
                 return reply.answer
+
+    async def _exchange(self, path: str, content: bytes, deadline: Deadline) -> tuple[int, bytes]:
+        """The status and the body of the answer; not more of it than an answer has."""
+        headers, timeout_s = {"content-type": "application/json"}, deadline.remaining_s
+        async with self._client.stream("POST", path, content=content, timeout=timeout_s, headers=headers) as response:
+            body = bytearray()
+            async for part in response.aiter_raw():
+                body += part
+                if len(body) > _MAX_ANSWER_BYTES:
+                    raise EngineError(
+                        f"{self.url}'s answer to {path} has over {_MAX_ANSWER_BYTES} bytes", peer=self.url
+                    )
+            return response.status_code, bytes(body)

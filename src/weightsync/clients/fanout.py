@@ -73,8 +73,9 @@ class EngineFanout:
         return {engine_id: reply.world_size for engine_id, reply in replies.items()}
 
     def init(self, requests: Mapping[str, InitRequest], *, timeout_s: float) -> Future[Mapping[str, EngineReply]]:
-        """Sends each engine its own init request; see the protocol."""
-        return self._start(EngineOp.INIT, requests, timeout_s)
+        """Sends each engine its own init request; see the protocol. The future fails at the latest after `timeout_s`:
+        whoever joins a group looks at it to know when to give up."""
+        return self._whole(EngineOp.INIT, self._each(EngineOp.INIT, requests, timeout_s), timeout_s, settles=True)
 
     def begin(self, request: BeginRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
         """See the protocol."""
@@ -130,9 +131,10 @@ class EngineFanout:
         return self._whole(op, self._each(op, requests, timeout_s), timeout_s)
 
     def _whole(
-        self, op: EngineOp, calls: Mapping[str, Future[EngineReply]], timeout_s: float
+        self, op: EngineOp, calls: Mapping[str, Future[EngineReply]], timeout_s: float, *, settles: bool = False
     ) -> Future[Mapping[str, EngineReply]]:
-        """One future for all: done with every reply, or failed with the first failure's `SyncFailedError`."""
+        """One future for all: done with every reply, or failed with the first failure's `SyncFailedError`; where it
+        `settles`, with that of an engine that is silent for `timeout_s` too."""
         whole: Future[Mapping[str, EngineReply]] = Future()
         lock = threading.Lock()
         replies: dict[str, EngineReply] = {}
@@ -143,6 +145,12 @@ class EngineFanout:
                 if not whole.done():
                     causes = {who: error for who, error in errors.items() if not is_consequence(error)} or errors
                     whole.set_exception(SyncFailedError(f"{op} failed on {', '.join(causes)}", causes=causes))
+
+        def expire() -> None:
+            with lock:
+                for who in set(calls) - set(replies) - set(errors):
+                    errors[who] = DeadlineExceededError(f"no answer to {op} within {timeout_s:g} s", peer=who)
+            fail()
 
         def settle(engine_id: str, call: Future[EngineReply]) -> None:
             error = call.exception()
@@ -163,6 +171,11 @@ class EngineFanout:
 
         for engine_id, call in calls.items():
             call.add_done_callback(lambda done, name=engine_id: settle(name, done))  # type: ignore[misc]
+        if settles:
+            timer = threading.Timer(timeout_s, expire)
+            timer.daemon = True
+            whole.add_done_callback(lambda done: timer.cancel())
+            timer.start()
         return whole
 
     def _all_settled(

@@ -7,7 +7,7 @@ import ssl
 import httpx
 
 from weightsync.clients.compact import COMPACT_HEADER, ToldLayout, layout_named_in
-from weightsync.clients.http_edge import checked_url, cut_at, read_body, told_error, typed_errors
+from weightsync.clients.http_edge import NO_ENCODING, checked_url, cut_at, read_body, told_error, typed_errors
 from weightsync.errors import EngineError, InvalidRequestError, UnknownLayoutError, WeightSyncError
 from weightsync.net.auth import bearer_headers
 from weightsync.net.messages import decode, encode
@@ -45,7 +45,7 @@ class HttpEngine:
         self._layout = ToldLayout()
         self._client = httpx.Client(
             base_url=self.url,
-            headers=bearer_headers(token),
+            headers={**bearer_headers(token), **NO_ENCODING},
             verify=ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify,
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),  # see cut_at

@@ -24,14 +24,23 @@ from weightsync.net.messages import decode
 from weightsync.types import Deadline
 
 MAX_REPLY_BYTES = 64 << 20
+MAX_ERROR_BYTES = 1 << 20
+"""The most that is read of an answer that is an error: its words are kept, in a status and in logs."""
+NO_ENCODING = {"accept-encoding": "identity"}
+"""Of every request: an answer that is compressed may unpack to any size, and is not unpacked."""
 
 
 def checked_url(url: str, *, whose: str) -> str:
     """`url` without a slash at its end.
 
     Raises:
-        ConfigError: it is not http or https, or names no host.
+        ConfigError: it is not http or https, names no host, or has a user or a password in it, which is not quoted.
     """
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        raise ConfigError(
+            f"{whose} URL has an '@': a user and a password in it would stand in every log; give a token instead (the "
+            "URL is not shown here)"
+        )
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{whose} URL starts with http:// or https://, not {url!r}")
     try:
@@ -65,6 +74,10 @@ def typed_errors(deadline: Deadline, *, url: str, what: str, peer: str, runs: st
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise EngineUnreachableError(f"can't connect to {url}: {error}; does {runs} run there?", peer=peer) from error
+    except httpx.LocalProtocolError:  # its words may be a header's
+        raise EngineUnreachableError(
+            f"{url} could not be asked for {what}: no such request can be sent", peer=peer
+        ) from None
     except httpx.HTTPError as error:
         if isinstance(error, httpx.TimeoutException) or deadline.expired:
             raise DeadlineExceededError(
@@ -124,6 +137,12 @@ def told_error(body: bytes, *, peer: str) -> WeightSyncError | None:
     return None
 
 
+def reply_limit(status: int, limit_bytes: int | None) -> int:
+    """The longest answer of that status that is read."""
+    limit_bytes = MAX_REPLY_BYTES if limit_bytes is None else limit_bytes
+    return limit_bytes if status < 300 else min(limit_bytes, MAX_ERROR_BYTES)
+
+
 def read_body(
     response: httpx.Response,
     deadline: Deadline,
@@ -148,7 +167,7 @@ def read_body(
         EngineError: it is longer than that.
     """
     body = bytearray()
-    limit_bytes = MAX_REPLY_BYTES if limit_bytes is None else limit_bytes
+    limit_bytes = reply_limit(response.status_code, limit_bytes)
     for part in response.iter_raw():
         body += part
         deadline.check(f"end of {what}", peer=peer)

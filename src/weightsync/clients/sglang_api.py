@@ -141,18 +141,18 @@ class SGLangRouter(ForeignClient):
             EngineError: it names what is no URL.
         """
         told = self.call("GET", "/workers", RouterWorkers, timeout_s=timeout_s)
+        if ranks := [worker.url for worker in told.workers if "@" in worker.url]:
+            raise EngineError(
+                f"{self.url} lists {', '.join(ranks)}: parts of data-parallel servers, which load as a whole; give the "
+                "servers' own URLs, or run the router without --dp-aware",
+                peer=self.url,
+            )
         try:
             urls = tuple(dict.fromkeys(checked_url(worker.url, whose="a worker's") for worker in told.workers))
         except ConfigError as error:
             raise EngineError(
                 f"{self.url} lists a worker that can't be called: {error.message}", peer=self.url
             ) from error
-        if ranks := [url for url in urls if "@" in url]:
-            raise EngineError(
-                f"{self.url} lists {', '.join(ranks)}: parts of data-parallel servers, which load as a whole; give the "
-                "servers' own URLs, or run the router without --dp-aware",
-                peer=self.url,
-            )
         if not urls:
             raise NoEnginesError(f"the router {self.url} has no workers: nothing would be synced", peer=self.url)
         return urls

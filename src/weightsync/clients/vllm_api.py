@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from weightsync.clients.fanout import in_thread
-from weightsync.clients.http_edge import checked_url, cut_at, read_body, typed_errors
+from weightsync.clients.http_edge import NO_ENCODING, checked_url, cut_at, read_body, typed_errors
 from weightsync.clients.vllm_messages import BACKEND, error_in_text
 from weightsync.errors import (
     AuthError,
@@ -84,7 +84,7 @@ class VllmHttpApi:
         self._connect_timeout_s = connect_timeout_s
         self._client = httpx.Client(
             base_url=self.name,
-            headers={**bearer_headers(token), "accept-encoding": "identity"},
+            headers={**bearer_headers(token), **NO_ENCODING},
             trust_env=False,
             # after an error vLLM's server drops the connection, and a call that comes on it then is lost
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),

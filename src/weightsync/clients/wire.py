@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from weightsync.clients.http_edge import reply_limit
 from weightsync.errors import (
     DeadlineExceededError,
     EngineError,
@@ -90,10 +91,10 @@ class Wire:
         with self._typed(deadline, path), self._connected(deadline, path) as timed:
             connection = http.client.HTTPConnection(self._host, self._port)
             connection.sock = timed
-            connection.request(method, self._prefix + path, body=content, headers={**self._headers, **headers})
-            answer = connection.getresponse()
+            answer = _answer(connection, method, self._prefix + path, content, {**self._headers, **headers})
             if timed.at_end:
                 raise http.client.RemoteDisconnected("its headers were cut off")
+            limit_bytes = reply_limit(answer.status, limit_bytes)
             body = bytearray()
             while part := answer.read(min(_PART_BYTES, limit_bytes + 1)):
                 body += part
@@ -158,6 +159,23 @@ class Wire:
             broke = isinstance(error, OSError | http.client.HTTPException)
             what = f"the connection to {self._url} broke during" if broke else f"{self._url} could not be asked for"
             raise EngineUnreachableError(f"{what} {path}: {type(error).__name__}: {error}", peer=self._url) from error
+
+
+def _answer(
+    connection: http.client.HTTPConnection, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
+) -> http.client.HTTPResponse:
+    """Sends it all, and reads the answer's head. A server that refuses a request answers before it has read its body,
+    and closes: what it said is what counts, not that the rest of the body could not be sent."""
+    try:
+        connection.request(method, path, body=content, headers=dict(headers))
+    except ValueError:  # its words may be a header's
+        raise ValueError("no such request can be sent: its path or a header has characters that can't be") from None
+    except (BrokenPipeError, ConnectionResetError) as broke:
+        try:
+            return connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            raise broke from None
+    return connection.getresponse()
 
 
 class _Timed:

@@ -10,6 +10,7 @@ from weightsync.cluster.placement import Spread
 from weightsync.config import WeightSyncConfig
 from weightsync.control.policy import CommitPolicy
 from weightsync.errors import ConfigError
+from weightsync.net.auth import checked_token
 from weightsync.rollout.settings import RolloutConfig
 
 _OF_THE_FLEET = frozenset(
@@ -46,9 +47,10 @@ class FleetConfig:
     method: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     service: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     port: int = 0
-    token: str | None = None
+    token: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "token", checked_token(self.token))
         WeightSyncConfig.load(self.sync)
         CommitPolicy.parse(self.commit_policy)
         known = {field.name for field in dataclasses.fields(RolloutConfig)}

@@ -122,9 +122,9 @@ class TrainerActor:
     def open_store(self, address: str, timeout_s: float) -> bytes:
         """Rank 0: opens the store that the ranks meet at; answers its port, which the system chose."""
         try:
-            from weightsync.transfer.group import open_store
+            from weightsync.transfer.group import new_store
 
-            self._store, port = open_store(address, timeout_s=timeout_s)
+            self._store, port = new_store(address, timeout_s=timeout_s)
             return answer(port)
         except Exception as error:
             return refusal(error, "can't open the training ranks' store", rank=self._rank)

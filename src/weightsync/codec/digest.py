@@ -24,7 +24,7 @@ from weightsync.codec.threads import map_all, num_workers
 from weightsync.errors import InvalidRequestError, ManifestMismatchError, MissingDependencyError
 from weightsync.many import Int64s, addresses, are_plain, copy_runs, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
-from weightsync.tensors import byte_array, torch_dtype
+from weightsync.tensors import byte_array, byte_view, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
 from weightsync.types.manifest import MODEL_DIGEST_PREFIX, check_model_digest
 from weightsync.types.table import DIGEST_BYTES, TensorTable, packed_digest, written_digest
@@ -152,7 +152,7 @@ def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def shard_sum(held: HeldTensor) -> ShardSum:
-    """What one held part adds to the model's digest, on all cores.
+    """What one held part adds to the model's digest, on all cores; of a GPU's tensor on that GPU, where it can be.
 
     Any box, any strides, any device; bytes that are not contiguous host memory are copied in pieces of at
     most `PIECE_BYTES` a thread. The tensor must not be written until this returns.
@@ -173,6 +173,10 @@ def shard_sum(held: HeldTensor) -> ShardSum:
 
     def one(block: Box) -> tuple[int, int]:
         run_elements, offsets = box_runs(spec.shape, block)
+        if tensor.is_cuda and len(offsets) == 1:
+            there = byte_view(_cut(tensor, block, origin=box.offset).resolve_conj().resolve_neg().contiguous())
+            place = int(offsets[0]) * size_bytes
+            return _on_device(there, place, seeds.key_1, seeds.key_2)
         data = _host_bytes(_cut(tensor, block, origin=box.offset))
         lanes = _kernels().runs_sum(data, run_elements * size_bytes, offsets * size_bytes, seeds.key_1, seeds.key_2)
         return cast(tuple[int, int], lanes)
@@ -384,7 +388,8 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
             yield part
 
     together = isinstance(held, Sequence)
-    total = shard_sums(checked()) if together else sum(map(shard_sum, checked()), ShardSum.zero())
+    table = specs if isinstance(specs, TensorTable) else None
+    total = shard_sums(checked(), table) if together else sum(map(shard_sum, checked()), ShardSum.zero())
     for name, spec in by_name.items():
         if name in whole and name not in boxes:
             continue
@@ -430,6 +435,13 @@ def _seeds(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
     return _Seeds(key_1=keys & _MASK, key_2=keys >> 64, term_a=terms & _MASK, term_b=terms >> 64)
 
 
+def _on_device(data: torch.Tensor, place: int, key_1: int, key_2: int) -> tuple[int, int]:
+    from weightsync.codec.device_digest import run_sum  # with numba, as `_kernels`
+
+    with torch.cuda.device(data.device):
+        return run_sum(data, place, key_1, key_2)
+
+
 @functools.cache
 def _kernels() -> Any:
     """`codec.kernels`, imported at first use: numba takes a second that most processes need not pay."""
@@ -439,6 +451,14 @@ def _kernels() -> Any:
         raise MissingDependencyError(
             f"the model digest needs numba: pip install 'weightsync[torch]' ({error})"
         ) from error
+
+
+def lanes_of_whole(
+    addresses: Int64s, sizes: Int64s, keys_1: npt.NDArray[np.uint64], keys_2: npt.NDArray[np.uint64]
+) -> tuple[int, int]:
+    """As `sum_of_runs` of whole tensors, on the caller's thread alone, without the GIL."""
+    lanes = _many_kernels().runs_of_many(addresses, sizes, np.zeros(len(sizes), np.int64), keys_1, keys_2)
+    return cast(tuple[int, int], lanes)
 
 
 @functools.cache

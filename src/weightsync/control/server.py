@@ -20,8 +20,9 @@ from weightsync.control.metrics import ControllerMetrics
 from weightsync.control.pool import RolloutPool
 from weightsync.control.web.page import OPEN_PATHS, add_page
 from weightsync.errors import StateError
+from weightsync.net.guard import LIST_BODY_BYTES
 from weightsync.net.messages import decode, encode
-from weightsync.net.server import ServerThread, TlsFiles, api_app, json_body
+from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.types import Deadline
 from weightsync.types.control import (
@@ -87,7 +88,14 @@ class ControllerServer:
         add_page(self.app, controller.status)
         self._metrics = ControllerMetrics(controller.status)
         self._server = ServerThread(
-            self.app, host=host, port=port, token=token, tls=tls, open_paths=OPEN_PATHS, name="weightsync-controller"
+            self.app,
+            host=host,
+            port=port,
+            token=token,
+            tls=tls,
+            open_paths=OPEN_PATHS,
+            body_limits={"/heartbeat": LIST_BODY_BYTES, "/end_validate": LIST_BODY_BYTES},
+            name="weightsync-controller",
         )
 
     def start(self) -> str:
@@ -125,13 +133,13 @@ class ControllerServer:
             event.set()
 
     async def _check(self, request: Request) -> Response:
-        asked = decode(await json_body(request), ModelRequest, what="a check")
+        asked = decode(await request.body(), ModelRequest, what="a check")
         return await self._gate(
             asked, lambda: self._controller.check_rollout_service_status(asked.model_tag) == "continue"
         )
 
     async def _wait_version(self, request: Request) -> Response:
-        asked = decode(await json_body(request), WaitVersionRequest, what="a wait for a version")
+        asked = decode(await request.body(), WaitVersionRequest, what="a wait for a version")
         return await self._gate(asked, lambda: self._controller.serves(asked.run_id, asked.model_tag, asked.version))
 
     async def _gate(self, asked: ModelRequest, opened: Callable[[], bool]) -> Response:
@@ -155,12 +163,12 @@ class ControllerServer:
         )  # fmt: skip
 
     async def _batch_ready(self, request: Request) -> Response:
-        asked = decode(await json_body(request), ModelRequest, what="a notification")
+        asked = decode(await request.body(), ModelRequest, what="a notification")
         await asyncio.to_thread(self._controller.trajectory_pool_notify_batch_ready, asked.model_tag)
         return await self._of(asked)
 
     async def _trained(self, request: Request) -> Response:
-        asked = decode(await json_body(request), TrainedRequest, what="a notification")
+        asked = decode(await request.body(), TrainedRequest, what="a notification")
         await self._in_a_thread_of_its_own(
             asked,
             lambda: self._controller.train_worker_notify_weight_update(
@@ -171,7 +179,7 @@ class ControllerServer:
         return await self._of(asked)
 
     async def _sync(self, request: Request) -> Response:
-        asked = decode(await json_body(request), ModelRequest, what="a request")
+        asked = decode(await request.body(), ModelRequest, what="a request")
         done = await self._in_a_thread_of_its_own(
             asked,
             lambda: self._controller.sync_weight_to_rollout_service(asked.model_tag, timeout_s=asked.wait_s or 0.0),
@@ -197,12 +205,12 @@ class ControllerServer:
             self._num_waiting -= waits
 
     async def _end_validate(self, request: Request) -> Response:
-        asked = decode(await json_body(request), EndValidateRequest, what="a notification")
+        asked = decode(await request.body(), EndValidateRequest, what="a notification")
         await asyncio.to_thread(self._controller.end_validate, asked.model_tag, asked.result)
         return await self._of(asked)
 
     async def _heartbeat(self, request: Request) -> Response:
-        asked = decode(await json_body(request), HeartbeatRequest, what="a heartbeat")
+        asked = decode(await request.body(), HeartbeatRequest, what="a heartbeat")
         if self._pool is None:
             raise StateError("this controller has no pool: its method calls services that it was given")
         return _json(self._pool.heartbeat(asked))

@@ -19,21 +19,25 @@ class Patience:
     Args:
         timeout_s: of one step.
         say: gets the words: after 5 s, 10 s, 20 s and so on.
+        clock: in seconds.
     """
 
-    def __init__(self, timeout_s: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, timeout_s: float, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.timeout_s = timeout_s
         self._say = say
+        self._clock = clock
         self.renew()
 
     def renew(self) -> None:
         """A step was done; the next one has all the time again."""
-        self._began_s = time.monotonic()
+        self._began_s = self._clock()
         self._next_word_s = _FIRST_WORD_S
 
     def wait(self, waiting_for: str) -> bool:
         """Says, where it is time to, what is waited for and for how long; whether that was too long."""
-        waited_s = time.monotonic() - self._began_s
+        waited_s = self._clock() - self._began_s
         if waited_s >= self._next_word_s:
             self._next_word_s *= 2
             self._say(f"waiting for {waiting_for}: {waited_s:.0f} s so far {here()}")

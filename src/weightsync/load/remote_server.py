@@ -30,6 +30,7 @@ from weightsync.errors import (
 from weightsync.load.base import WeightLoader
 from weightsync.load.remote_session import LoadSession
 from weightsync.load.remote_wire import (
+    CHUNK_TYPE,
     LENGTH,
     LOAD_API,
     MAX_HEAD_BYTES,
@@ -45,6 +46,7 @@ from weightsync.load.remote_wire import (
     bytes_of,
     digest_of_bytes,
 )
+from weightsync.net.guard import LIST_BODY_BYTES, MANIFEST_BODY_BYTES
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.types import HeldTensor, Version
@@ -102,7 +104,21 @@ class RemoteLoadServer:
             ("read", self._read_live),
         ):
             self.app.add_api_route(f"{LOAD_API}/{path}", handler, methods=["POST"])
-        self._server = ServerThread(self.app, host=host, port=port, token=token, tls=tls, name="weightsync-load-http")
+        chunk = f"{LOAD_API}/chunk"
+        self._server = ServerThread(
+            self.app,
+            host=host,
+            port=port,
+            token=token,
+            tls=tls,
+            body_limits={
+                f"{LOAD_API}/begin": MANIFEST_BODY_BYTES,
+                chunk: MANIFEST_BODY_BYTES,
+                f"{LOAD_API}/abort": LIST_BODY_BYTES,
+            },
+            streams={chunk: CHUNK_TYPE},
+            name="weightsync-load-http",
+        )
 
     def start(self) -> str:
         """Starts to listen; the URL."""

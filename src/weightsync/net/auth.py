@@ -4,12 +4,47 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from typing import overload
 
 from weightsync.errors import AuthError, ConfigError
 
+MIN_TOKEN_CHARACTERS = 16
+"""Of a server's token; a client is given what a foreign server has."""
+
+
+@overload
+def checked_token(token: str) -> str: ...
+@overload
+def checked_token(token: str | None) -> str | None: ...
+def checked_token(token: str | None) -> str | None:
+    """The token as a header can carry it: every token of ours goes through here, a client's as well as a server's.
+
+    What a file, a shell or an environment variable appends (a newline, CRLF, blanks) is taken off. No error quotes
+    the token, or any part of it.
+
+    Raises:
+        ConfigError: it is empty, or has blanks, control characters or others that no header can carry.
+    """
+    if token is None:
+        return None
+    token = token.rstrip()
+    if not token:
+        raise ConfigError("the token is empty: leave it out, or give one")
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigError(
+            "a token is printable ASCII without blanks or control characters, so that a header can carry it; this one "
+            "is not (it is not shown here)"
+        )
+    return token
+
 
 def bearer_headers(token: str | None) -> dict[str, str]:
-    """Headers that carry the token; none where there is none."""
+    """Headers that carry the token; none where there is none.
+
+    Raises:
+        ConfigError: see `checked_token`.
+    """
+    token = checked_token(token)
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
@@ -21,18 +56,21 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_exposure(host: str, token: str | None) -> None:
+def check_exposure(host: str, token: str | None) -> str | None:
     """Refuses to listen beyond loopback without a token.
+
+    Returns:
+        The token, see `checked_token`.
 
     Raises:
         ConfigError: says what to do. Nothing is listening.
     """
+    token = checked_token(token)
     if token is None and not is_loopback(host):
         raise ConfigError(f"host {host!r} is reachable from other machines: give a token, or listen on 127.0.0.1")
-    if token is not None and len(token) < 16:
-        raise ConfigError(f"a token has at least 16 characters, this one has {len(token)}")
-    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-        raise ConfigError("a token is printable ASCII without blanks: no HTTP header can carry this one")
+    if token is not None and len(token) < MIN_TOKEN_CHARACTERS:
+        raise ConfigError(f"a token has at least {MIN_TOKEN_CHARACTERS} characters, this one has {len(token)}")
+    return token
 
 
 def check_token(header: str | None, token: str | None) -> None:

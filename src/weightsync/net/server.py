@@ -1,30 +1,26 @@
-"""How every server of ours is guarded and run: an ASGI guard, and uvicorn in a thread or in the foreground."""
+"""How every server of ours is run: an app behind the guard, by uvicorn in a thread."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.exceptions import HTTPException
 
-from weightsync.errors import AuthError, ConfigError, InvalidRequestError, WeightSyncError
-from weightsync.net.auth import check_exposure, check_token
+from weightsync.errors import ConfigError, UnsupportedError, WeightSyncError
+from weightsync.net.auth import check_exposure
+from weightsync.net.door import Door, Visit
+from weightsync.net.guard import HEALTH_PATH, Guard, unexpected
+from weightsync.net.log import logger
+from weightsync.net.protocol import GuardedH11
 from weightsync.types.process import closed_in_children, of_one_process
-
-MAX_BODY_BYTES = 256 << 20
-"""No request is larger: a manifest of a million tensors fits."""
-_HEADERS_WITHIN_S = 10.0
-_OPEN_PATHS = frozenset({"/healthz"})
-"""Answered without a token; more by `open_paths`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,144 +31,67 @@ class TlsFiles:
     key: str
 
 
-class Guard:
-    """ASGI middleware: token first, then size, and typed errors as JSON with their status.
-
-    Args:
-        app: what is guarded.
-        token: None lets everybody in (loopback only, see `check_exposure`).
-        on_refused: called for each request without the token.
-        open_paths: answered without a token: files that hold no secret and change nothing.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        token: str | None,
-        on_refused: Callable[[], None] | None = None,
-        open_paths: Collection[str] = (),
-    ) -> None:
-        self._app = app
-        self._token = token
-        self._on_refused = on_refused
-        self._open_paths = _OPEN_PATHS.union(open_paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through, or answers it with an error."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # nothing here speaks anything else
-            return
-        headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > MAX_BODY_BYTES:
-                raise InvalidRequestError(f"a request body has at most {MAX_BODY_BYTES} bytes")
-            return message
-
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            if scope["path"] not in self._open_paths:
-                self._check_token(headers.get("authorization"))
-            length = headers.get("content-length", "0")
-            if not (length.isascii() and length.isdigit() and len(length) < 16) or int(length) > MAX_BODY_BYTES:
-                raise InvalidRequestError(f"a request body has at most {MAX_BODY_BYTES} bytes, not {length[:30]}")
-            await self._app(scope, limited, watched)
-        except WeightSyncError as error:
-            if started:
-                raise
-            await send_error(send, error)
-
-    def _check_token(self, header: str | None) -> None:
-        try:
-            check_token(header, self._token)
-        except AuthError:
-            if self._on_refused is not None:
-                self._on_refused()
-            raise
-
-
 def api_app(title: str) -> FastAPI:
-    """A FastAPI app that answers typed errors as JSON, with `/healthz`, and without documentation pages."""
-    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
+    """A FastAPI app that answers every error as JSON of a typed one, with `/healthz`, and without documentation pages
+    and redirects."""
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     async def typed(_request: Request, error: Exception) -> Response:
         assert isinstance(error, WeightSyncError)
         return JSONResponse(error.to_dict(), status_code=error.http_status)
 
+    async def no_route(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        asked = f"{request.method[:20]} {request.url.path[:200]}"
+        told = UnsupportedError(f"there is no {asked} here, this is a {title}", status=error.status_code)
+        return JSONResponse(told.to_dict(), status_code=error.status_code, headers=error.headers)
+
+    async def failed(_request: Request, _error: Exception) -> Response:
+        return JSONResponse(unexpected().to_dict(), status_code=unexpected().http_status)
+
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
     app.add_exception_handler(WeightSyncError, typed)
-    app.add_api_route("/healthz", healthz, methods=["GET"])
+    app.add_exception_handler(HTTPException, no_route)
+    app.add_exception_handler(Exception, failed)
+    app.add_api_route(HEALTH_PATH, healthz, methods=["GET"])
     return app
 
 
-async def json_body(request: Request) -> bytes:
-    """The body, where it calls itself JSON: a web page that somebody on this host looks at can send anything else, to
-    any port of loopback, without asking.
+class _Server(uvicorn.Server):
+    """uvicorn, with our own door.
 
-    Raises:
-        InvalidRequestError: it does not.
+    Attributes:
+        has_token: whether it asks for one.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise InvalidRequestError(f"content-type is application/json, not {kind[:100]!r}")
-    return await request.body()
+
+    has_token = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens."""
+        assert sockets is not None
+        config, loop = self.config, asyncio.get_running_loop()
+        loop.set_exception_handler(_told)
+
+        def protocol(visit: Visit) -> GuardedH11:
+            return GuardedH11(
+                config=config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                loop=loop,
+                visit=visit,
+                has_token=self.has_token,
+            )
+
+        doors: list[Any] = [Door(listener, protocol, config.ssl) for listener in sockets]
+        self.servers = doors
+        self.started = True
 
 
-async def send_error(send: Send, error: WeightSyncError) -> None:
-    """Answers with a typed error as JSON."""
-    body = json.dumps(error.to_dict()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-class _PatientH11(H11Protocol):
-    """uvicorn's own protocol, but a connection whose request is not complete after a while is closed: half-sent
-    headers cost a file descriptor each, and nobody has shown a token yet."""
-
-    _too_slow: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._too_slow is not None:
-            self._too_slow.cancel()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if answering and self._too_slow is not None:
-            self._too_slow.cancel()
-            self._too_slow = None
-        elif not answering and self._too_slow is None:
-            self._too_slow = self.loop.call_later(_HEADERS_WITHIN_S, self._give_up)
-
-    def _give_up(self) -> None:
-        self._too_slow = None
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
+def _told(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What goes wrong in the loop itself, not a traceback for each time."""
+    logger.error("the server's loop: %s", context.get("message"), exc_info=context.get("exception"))
 
 
 @of_one_process
@@ -186,11 +105,11 @@ class ServerThread:
         token: bearer token.
         tls: HTTPS where given.
         on_refused: called for each request without the token, in the server's thread.
-        open_paths: see `Guard`.
+        open_paths, hosts, body_limits, streams: see `Guard`; `host` is one of `hosts`.
         name: of the thread.
 
     Raises:
-        ConfigError: the host is reachable from elsewhere and there is no token.
+        ConfigError: the host is reachable from elsewhere and there is no token, or the token is none.
     """
 
     def __init__(
@@ -203,25 +122,33 @@ class ServerThread:
         tls: TlsFiles | None = None,
         on_refused: Callable[[], None] | None = None,
         open_paths: Collection[str] = (),
+        hosts: Collection[str] = (),
+        body_limits: Mapping[str, int] | None = None,
+        streams: Mapping[str, str] | None = None,
         name: str = "weightsync-http",
     ) -> None:
-        check_exposure(host, token)
+        token = check_exposure(host, token)
+        self.guard = Guard(
+            app, token=token, on_refused=on_refused, open_paths=open_paths, hosts=(host, *hosts),
+            body_limits=body_limits, streams=streams,
+        )  # fmt: skip
         config = uvicorn.Config(
-            Guard(app, token=token, on_refused=on_refused, open_paths=open_paths),
-            http=_PatientH11,
+            self.guard,
             ws="none",
             host=host,
             port=port,
             log_level="warning",
             access_log=False,
             lifespan="off",
+            proxy_headers=False,
             timeout_graceful_shutdown=1,
             ssl_certfile=tls.certificate if tls else None,
             ssl_keyfile=tls.key if tls else None,
         )
         self._host = host
         self._scheme = "https" if tls else "http"
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
+        self._server.has_token = token is not None
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -43,3 +43,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     delta_device: str | None = None
     load_delta_codec: bool = False
     life: str | None = None
+
+    def __repr__(self) -> str:
+        """Without the token: a configuration finds its way into logs."""
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "token")
+        return f"AgentConfig({', '.join(shown)})"

@@ -117,14 +117,14 @@ class JoinedEngines:
     def _join(
         self, client: InferenceEngineClient, world_sizes: Mapping[str, int], deadline: Deadline, run_id: str
     ) -> None:
+        limit = Deadline(min(self._join_timeout_s + 1.0, deadline.check("time to build the group")))
         info, token = self._strategy.create_init_info(world_sizes)
         requests = init_requests(info, world_sizes, run_id=run_id, model_id=self._model_id)
-        timeout_s = min(self._join_timeout_s + 1.0, deadline.check("time to build the group"))
-        joined = client.init(requests, timeout_s=timeout_s)
+        joined = client.init(requests, timeout_s=limit.check("time to build the group"))
         try:
             sender = self._strategy.create_sender(info, token, joined=joined, record=self._recorder.add)
             try:
-                joined.result(timeout_s)
+                joined.result(limit.remaining_s)
             except BaseException:
                 sender.close()
                 raise

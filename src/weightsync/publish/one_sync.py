@@ -43,7 +43,7 @@ from weightsync.types import (
 
 _logger = logging.getLogger(__name__)
 
-_ABORT_TIMEOUT_S = 2.0
+_ABORT_TIMEOUT_S = 1.5  # within the `GRACE_S` that a push promises
 _COMMIT_LEASE_S = 10.0  # how long a commit may take before paused engines go on without it
 
 

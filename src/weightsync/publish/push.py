@@ -55,8 +55,12 @@ from weightsync.transfer.registry import strategy_for
 from weightsync.types import Deadline, EngineHandle, InferenceEngineClient, SyncReport, TensorSpec, Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
+from weightsync.types.spec import check_config_id
 
 _logger = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""So long after its deadline a failed sync may still be: engines are told to abort, and the group is given up."""
 
 _AFTER_A_FAILURE = "engines serve their old version or refuse to serve; the next sync goes on with those that answer"
 _SETTLE_MARGIN_S = 5.0  # how much longer than a sync ranks wait for each other to say how it ended
@@ -76,7 +80,8 @@ class PushSync:
         dtype: the engine's dtype; None keeps the trainer's.
         run_id: name of this trainer's run; rank 0 makes one where not given.
         model_id: which model.
-        transfer_timeout_s: deadline of one whole sync.
+        transfer_timeout_s: deadline of one whole sync. A failed one returns `GRACE_S` later at the latest, unless a
+            training rank hangs.
         join_timeout_s: how long building the group may take, within that.
         pause_timeout_s: how long an engine may take to finish running generations.
         require_all_engines: fail when an engine doesn't answer before the sync; otherwise go on without it
@@ -103,6 +108,9 @@ class PushSync:
         _check_kinds(extractor, client, strategy, codec)
         for name, seconds in (("transfer", transfer_timeout_s), ("join", join_timeout_s), ("pause", pause_timeout_s)):
             check_wait_s(f"{name}_timeout_s", seconds)
+        check_config_id("model_id", model_id)
+        if run_id is not None:
+            check_config_id("run_id", run_id)
         self.run_id = run_id
         self._transfer_timeout_s = transfer_timeout_s
         self._join_timeout_s = join_timeout_s

@@ -1,19 +1,26 @@
 """Training ranks that agree: every rank learns of every other rank's failure at the same chunk.
 
 Extraction is collective. If one rank stops and the others do not, they hang in a collective for ever. So all
-ranks exchange a byte before each chunk's collectives, on a small gloo group of their own.
+ranks exchange a byte before each chunk's collectives, on a small gloo group of their own. Its collectives run in a
+thread of their own (`transfer.native`): they may come back later than their time-out.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from weightsync.errors import TrainerRankError, WeightSyncError, error_from_dict, is_consequence
+from weightsync.transfer.native import NativeThread
+from weightsync.types import Deadline
+
+_GROUP = "group"  # what the thread holds
+_T = TypeVar("_T")
 
 
 class TrainingRanks:
@@ -23,10 +30,14 @@ class TrainingRanks:
 
     Args:
         timeout_s: how long one exchange may take.
+
+    Raises:
+        TrainerRankError: a rank did not come in time.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
-        self._group: Any | None = None
+        self._timeout_s = timeout_s
+        self._thread: NativeThread | None = None
         self._lost_error: TrainerRankError | None = None
         self.agreed_error: WeightSyncError | None = None
         self.told: tuple[WeightSyncError, ...] = ()
@@ -34,7 +45,27 @@ class TrainingRanks:
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
-                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+                self._thread = NativeThread("weightsync-ranks")
+                self._native(self._make_group)
+
+    def _make_group(self, held: dict[str, Any]) -> None:
+        held[_GROUP] = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+
+    def _native(self, job: Callable[[dict[str, Any]], _T]) -> _T:
+        """What `job` returns, in time.
+
+        Raises:
+            TrainerRankError: a rank is gone, or did not answer in time. The group is given up.
+        """
+        assert self._thread is not None
+        if self._lost_error is not None:  # a group that lost a rank never works again: say so at once
+            raise self._lost_error
+        try:
+            return self._thread.call(job, deadline=Deadline(self._timeout_s))
+        except RuntimeError as error:
+            raise self._lost(str(error)) from error
+        except TimeoutError as error:
+            raise self._lost(f"no answer within {self._timeout_s:g} s") from error
 
     def agree(self, failed: bool) -> bool:
         """Whether any rank failed. One byte a rank.
@@ -42,15 +73,15 @@ class TrainingRanks:
         Raises:
             TrainerRankError: a rank is gone, or did not answer in time.
         """
-        if self._group is None:
+        if self._thread is None:
             return failed
-        self._check_lost()
-        flag = torch.tensor([1 if failed else 0], dtype=torch.uint8)
-        try:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        return bool(flag.item())
+
+        def job(held: dict[str, Any]) -> bool:
+            flag = torch.tensor([1 if failed else 0], dtype=torch.uint8)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=held[_GROUP])
+            return bool(flag.item())
+
+        return self._native(job)
 
     def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Gives every rank what every rank said, by rank, as JSON.
@@ -58,22 +89,22 @@ class TrainingRanks:
         Raises:
             TrainerRankError: a rank is gone, or did not answer in time.
         """
-        if self._group is None:
+        if self._thread is None:
             return [mine]
-        self._check_lost()
         text = json.dumps(mine).encode()
-        try:
+
+        def job(held: dict[str, Any]) -> list[bytes]:
             sizes = torch.zeros(self.world_size, dtype=torch.int64)
             sizes[self.rank] = len(text)
-            dist.all_reduce(sizes, group=self._group)
+            dist.all_reduce(sizes, group=held[_GROUP])
             longest = int(sizes.max())
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-            dist.all_gather(gathered, padded, group=self._group)
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(gathered, sizes, strict=True)]
+            dist.all_gather(gathered, padded, group=held[_GROUP])
+            return [bytes(part[: int(size)].numpy()) for part, size in zip(gathered, sizes, strict=True)]
+
+        return [json.loads(said) for said in self._native(job)]
 
     def settle(self, error: WeightSyncError | None, **mine: Any) -> list[dict[str, Any]]:
         """`exchange` that raises on every rank if any rank has an error: its own, else the first other's, typed.
@@ -106,22 +137,19 @@ class TrainingRanks:
     def give_up(self, why: str) -> None:
         """A thread is left inside an exchange: from here on every exchange fails at once instead of pairing with it."""
         if self._lost_error is None:
-            self._lost(RuntimeError(why))
+            self._lost(why)
 
     def close(self) -> None:
-        """Forgets the group; it is not destroyed, since a dead rank would hang that."""
-        self._group = None
+        """Lets go of the group; it is not destroyed, since a dead rank would hang that."""
+        if self._thread is not None:
+            self._thread.close()
+            self._lost_error = self._lost_error or TrainerRankError("the ranks' group was closed", rank=self.rank)
 
-    def _lost(self, error: RuntimeError) -> TrainerRankError:
-        words = str(error).strip().splitlines()[0][:200] if str(error).strip() else "connection lost"
+    def _lost(self, why: str) -> TrainerRankError:
+        words = why.strip().splitlines()[0][:200] if why.strip() else "connection lost"
         self._lost_error = TrainerRankError(
             f"another training rank is gone or does not answer: {words}",
             rank=self.rank,
             state_left="the trainer's process group is broken: restart the job",
         )
         return self._lost_error
-
-    def _check_lost(self) -> None:
-        """A group that lost a rank never works again: say so at once instead of waiting."""
-        if self._lost_error is not None:
-            raise self._lost_error

@@ -17,6 +17,7 @@ from weightsync.clients.compact import (
 )
 from weightsync.clients.http import ENGINE_API, TIMEOUT_HEADER
 from weightsync.errors import InvalidRequestError
+from weightsync.net.guard import LIST_BODY_BYTES, MANIFEST_BODY_BYTES
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, TlsFiles, api_app
 from weightsync.types import REQUEST_TYPES, BeginRequest, EngineHandle, EngineOp, EngineRequest
@@ -28,6 +29,12 @@ _MAX_CALLS = 64
 _URGENT = frozenset({EngineOp.DESCRIBE, EngineOp.ABORT, EngineOp.RESUME})
 """Steps that never wait behind chunks: they have threads of their own."""
 _DEFAULT_TIMEOUT_S = 300.0
+_BODY_LIMITS = {
+    EngineOp.BEGIN: MANIFEST_BODY_BYTES,
+    EngineOp.UPDATE_WEIGHTS: MANIFEST_BODY_BYTES,  # a chunk may be the whole model
+    EngineOp.STAGE: MANIFEST_BODY_BYTES,
+    EngineOp.ABORT: LIST_BODY_BYTES,  # its reason names what failed on every engine
+}
 
 
 @of_one_process
@@ -62,7 +69,14 @@ class EngineServer:
         self._urgent = ThreadPoolExecutor(_MAX_CALLS // 4, thread_name_prefix="weightsync-engine-urgent")
         self.app: FastAPI = api_app("weightsync engine")
         self.app.add_api_route(f"{ENGINE_API}/{{op}}", self._handle, methods=["POST"])
-        self._server = ServerThread(self.app, host=host, port=port, token=token, tls=tls)
+        self._server = ServerThread(
+            self.app,
+            host=host,
+            port=port,
+            token=token,
+            tls=tls,
+            body_limits={f"{ENGINE_API}/{op}": num_bytes for op, num_bytes in _BODY_LIMITS.items()},
+        )
 
     def start(self) -> str:
         """Starts to listen in a thread and returns the URL. Routes added to `app` before are served too."""

@@ -6,9 +6,11 @@ import dataclasses
 
 from weightsync.errors import ConfigError
 from weightsync.memory import ServingLease
+from weightsync.net.auth import checked_token
 from weightsync.net.server import TlsFiles
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.publication import MODES, Transport
+from weightsync.types.spec import check_config_id
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,19 +45,22 @@ class RolloutConfig:
         controller_token: the controller's bearer token.
         controller_verify: see `AgentClient`.
         advertise: URL by which the controller reaches it; its own where not given.
-        lease: in a fleet: what its engines look at before they answer, see `ServingLease`.
+        lease: what its engines look at before they answer, see `ServingLease`. In a fleet it is lent by the controller.
+            Without a controller this service lends it: an engine that has started since its service saw to it
+            refuses, and so does each before its first version.
+        lease_s: without a controller: for how long engines answer after their service was last alive.
 
     Raises:
-        ConfigError: a time makes no sense.
+        ConfigError: a time makes no sense, or a token can't be one.
     """
 
     service_id: str = "rollout"
     host: str = "127.0.0.1"
     port: int = 0
-    token: str | None = None
+    token: str | None = dataclasses.field(default=None, repr=False)
     tls: TlsFiles | None = None
     senders: tuple[str, ...] = ()
-    sender_token: str | None = None
+    sender_token: str | None = dataclasses.field(default=None, repr=False)
     sender_verify: bool | str = True
     pull_timeout_s: float = 120.0
     load_timeout_s: float = 120.0
@@ -68,15 +73,19 @@ class RolloutConfig:
     num_streams: int = 6
     path_root: str | None = None
     controller: str | None = None
-    controller_token: str | None = None
+    controller_token: str | None = dataclasses.field(default=None, repr=False)
     controller_verify: bool | str = True
     advertise: str | None = None
     lease: ServingLease | None = None
+    lease_s: float = 60.0
 
     def __post_init__(self) -> None:
+        check_config_id("service_id", self.service_id)
+        for name in ("token", "sender_token", "controller_token"):
+            object.__setattr__(self, name, checked_token(getattr(self, name)))
         if isinstance(self.senders, str):
             raise ConfigError(f"senders is a tuple of URLs; write senders=({self.senders!r},)")
-        if (self.controller is None) != (self.lease is None):
+        if self.controller is not None and self.lease is None:
             raise ConfigError(
                 "a service of a fleet has a controller and a lease: RolloutConfig(controller=URL, lease=ServingLease("
                 "PATH)), and its engines EmbeddedEngine.of(loader, lease=LeaseReader(PATH))"
@@ -85,7 +94,7 @@ class RolloutConfig:
             raise ConfigError(f"transport is tcp or shm, not {self.transport!r}")
         if self.poll_s is not None:
             check_wait_s("poll_s", self.poll_s)
-        for name in ("pull_timeout_s", "load_timeout_s", "pause_timeout_s", "patience_s"):
+        for name in ("pull_timeout_s", "load_timeout_s", "pause_timeout_s", "patience_s", "lease_s"):
             check_wait_s(name, getattr(self, name))
         if self.mode not in MODES:
             raise ConfigError(f"mode is one of {', '.join(MODES)}, not {self.mode!r}")

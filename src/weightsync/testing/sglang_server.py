@@ -103,7 +103,12 @@ class StandIn:
         self.app = FastAPI(title=title, docs_url=None, redoc_url=None)
         self.app.openapi = self._described  # type: ignore[method-assign]
         self._failures: dict[str, list[tuple[Failure, bool]]] = {}
-        self._thread = ServerThread(_Failing(self.app, self._failures), token=token, name=f"weightsync-{title}")
+        self._thread = ServerThread(
+            _Failing(self.app, self._failures),
+            token=token,
+            body_limits={"*": 64 << 20},
+            name=f"weightsync-{title}",
+        )
 
     def start(self) -> str:
         """Starts to listen; the URL."""

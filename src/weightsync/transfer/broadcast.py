@@ -11,11 +11,11 @@ the worker's own loader has. So at most two chunks are in flight, whatever the m
 
 from __future__ import annotations
 
+import functools
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
@@ -27,8 +27,6 @@ from weightsync.errors import (
     InvalidRequestError,
     SyncFailedError,
     TransferAbortedError,
-    TransferError,
-    as_weightsync_error,
 )
 from weightsync.observe import now_s
 from weightsync.plan.buckets import BucketLayout, plan_bucket
@@ -93,11 +91,11 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
 
     def create_init_info(self, world_sizes: Mapping[str, int]) -> tuple[TorchDistributedWeightSyncInitInfo, object]:
         """Opens the store that the members meet at; see the base class."""
-        store, port = open_store(self.master_addr, timeout_s=self.join_timeout_s)
+        store = open_store(self.master_addr, timeout_s=self.join_timeout_s)
         info = TorchDistributedWeightSyncInitInfo(
             strategy=self.name,
             master_addr=self.master_addr,
-            master_port=port,
+            master_port=store.port,
             world_size=1 + sum(world_sizes.values()),
             group_name=f"weightsync-{uuid.uuid4().hex[:12]}",
             backend=self.backend,
@@ -155,7 +153,6 @@ class BroadcastTransferSender(WeightTransferSender):
         self._record = record
         self._track = track
         self._buckets: list[torch.Tensor | None] = [None] * NUM_BUCKETS
-        self._mover = _Mover(group)
         self._usable = True
 
     @property
@@ -199,7 +196,8 @@ class BroadcastTransferSender(WeightTransferSender):
             del chunk
             self._phase("pack", started, seq)
             loaded = client.update_weights(request, timeout_s=deadline.check("time to announce a chunk"))
-            moved = self._mover.broadcast(bucket, deadline, lambda begun, n=seq: self._phase("transfer", begun, n))  # type: ignore[misc]
+            done = functools.partial(self._phase, "transfer", seq=seq)
+            moved = self._group.start_broadcast(bucket, deadline=deadline, done=done)
             in_flight[seq] = (loaded, moved)
             seq += 1
         started = now_s()
@@ -211,7 +209,7 @@ class BroadcastTransferSender(WeightTransferSender):
     def close(self) -> None:
         """See the base class."""
         self._usable = False
-        self._mover.close()
+        self._group.close()
         self._buckets = [None] * NUM_BUCKETS
 
     def _pack(self, chunk: WeightChunk, layout: BucketLayout, seq: int) -> torch.Tensor:
@@ -256,6 +254,7 @@ class BroadcastTransferReceiver(WeightTransferReceiver):
             bucket = _grown(self._buckets, index, request.bucket_bytes, self._group.device)
             self._group.broadcast(bucket, deadline=deadline)
         except BaseException:
+            self._buckets[index] = None  # the group may still write there, however late
             self._free[index].set()
             raise
         return PackedUpdates(
@@ -275,44 +274,6 @@ class BroadcastTransferReceiver(WeightTransferReceiver):
         """See the base class."""
         self._group.close()
         self._buckets = [None] * NUM_BUCKETS
-
-
-class _Mover:
-    """One daemon thread that runs broadcasts one after the other, so that the sender can watch the engines
-    meanwhile. It alone touches the group, so the group closes when its pending operation has ended."""
-
-    def __init__(self, group: TransferGroup) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._group = group
-        self._thread = threading.Thread(target=self._run, name="weightsync-mover", daemon=True)
-        self._thread.start()
-
-    def broadcast(self, bucket: torch.Tensor, deadline: Deadline, done: Callable[[float], None]) -> Future[None]:
-        future: Future[None] = Future()
-
-        def job() -> None:
-            begun = now_s()
-            try:
-                self._group.broadcast(bucket, deadline=deadline)
-                done(begun)
-            except BaseException as error:
-                future.set_exception(as_weightsync_error(error, TransferError, "a broadcast failed"))
-                self._group.close()
-            else:
-                future.set_result(None)
-
-        self._jobs.put(job)
-        return future
-
-    def close(self) -> None:
-        self._jobs.put(self._group.close)
-        self._jobs.put(None)
-        self._thread.join(0.5)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job
 
 
 def _grown(buckets: list[torch.Tensor | None], index: int, nbytes: int, device: torch.device) -> torch.Tensor:

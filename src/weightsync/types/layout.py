@@ -18,6 +18,7 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types.manifest import Manifest, Version
 from weightsync.types.publication import GrantFacts, Publication, Source, TransferGrant
+from weightsync.types.seal import seal_of
 from weightsync.types.spec import Box, TensorSpec
 from weightsync.types.table import SpecTable, TensorTable
 
@@ -163,13 +164,15 @@ class KnownLayouts:
 
         Raises:
             InvalidRequestError: it names a layout that it does not have and that is not held, or one that is none; or
-                it is no grant.
+                it is no grant, or was damaged on its way.
         """
         facts = {name: getattr(message, name) for name in GrantFacts.__struct_fields__}
         if message.head is None:
             if message.publication is None:
                 raise InvalidRequestError("a grant has a publication, or the head of one")
+            _check_seal(message, PublicationLayout.of(message.publication).head(message.publication))
             return TransferGrant(**facts, publication=message.publication)
+        _check_seal(message, message.head)
         return TransferGrant(**facts, publication=self._layout(message.head, message.layout).publication(message.head))
 
     def _layout(self, head: PublicationHead, said: msgspec.Raw) -> PublicationLayout:
@@ -187,6 +190,12 @@ class KnownLayouts:
             while len(self._known) > _MAX_KNOWN:
                 del self._known[next(iter(self._known))]
         return layout
+
+
+def _check_seal(message: GrantMessage, head: PublicationHead) -> None:
+    said, proof = msgspec.json.encode(head), msgspec.json.encode(message.proof)
+    if message.seal != seal_of(said, proof, source=message.source, life=message.life):
+        raise InvalidRequestError("it was damaged on the way: its seal does not fit")
 
 
 def _layout_of(parts: SpecTable, tensors: TensorTable) -> PublicationLayout:

@@ -11,6 +11,7 @@ from weightsync.clients import fanout as fanout_module
 from weightsync.clients.fanout import EngineFanout, in_thread
 from weightsync.errors import (
     ConfigError,
+    DeadlineExceededError,
     LoadError,
     NoEnginesError,
     SyncFailedError,
@@ -18,7 +19,8 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.testing.contracts import ScriptedEngine
-from weightsync.types import CommitRequest, EngineOp, EngineReply, PauseRequest, ResumeRequest
+from weightsync.transfer.base import init_requests
+from weightsync.types import CommitRequest, EmptyWeightSyncInitInfo, EngineOp, EngineReply, PauseRequest, ResumeRequest
 
 RESUME = ResumeRequest(session="s")
 LOST = TransferError("the connection broke")
@@ -128,6 +130,18 @@ def test_a_slow_engine_is_not_waited_for_twice() -> None:
         EngineFanout(engines).commit(CommitRequest(session="s"), timeout_s=0.2)
     never.set()
     assert time.monotonic() - started < 2
+
+
+def test_whoever_joins_learns_in_time_that_an_engine_is_silent() -> None:
+    """Seen red with a future that waits for the engine's own time-out, which may be late."""
+    never = threading.Event()
+    engines = [ScriptedEngine("answers"), ScriptedEngine("silent", waits={EngineOp.INIT: never})]
+    info = EmptyWeightSyncInitInfo(strategy="cuda_ipc", group_name="g")
+    requests = init_requests(info, {"answers": 1, "silent": 1}, run_id="r", model_id="m")
+    error = EngineFanout(engines).init(requests, timeout_s=0.2).exception(30)
+    assert isinstance(error, SyncFailedError)
+    assert {who: type(cause) for who, cause in error.causes.items()} == {"silent": DeadlineExceededError}
+    never.set()
 
 
 def test_late_answers_change_nothing() -> None:

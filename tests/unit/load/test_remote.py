@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ from weightsync.errors import (
 from weightsync.load.remote import RemoteWeightLoader
 from weightsync.load.remote_server import RemoteLoadServer
 from weightsync.load.remote_wire import (
+    CHUNK_TYPE,
     LENGTH,
     LOAD_API,
     MAX_HEAD_BYTES,
@@ -95,7 +97,8 @@ class Remote:
 
     def post(self, path: str, body: bytes, **options: Any) -> WeightSyncError | None:
         """What a stranger with the token is told; None: it was done."""
-        answer = httpx.post(f"{self.url}{LOAD_API}/{path}", content=body, **{"headers": HEADERS, **options})
+        headers = {"content-type": CHUNK_TYPE if path == "chunk" else "application/json", **HEADERS}
+        answer = httpx.post(f"{self.url}{LOAD_API}/{path}", content=body, **{"headers": headers, **options})
         return None if answer.status_code == 200 else error_from_dict(answer.json())
 
     def close(self) -> None:
@@ -309,6 +312,9 @@ def test_an_abort_waits_for_the_loader_and_ends_what_it_was_doing(remote: Remote
     )
     assert inside.wait(LONG_S)
     aborting = in_thread(lambda: remote.post("abort", encode({"session": session, "reason": "enough"})), name="a")
+    open_session = remote.server._session
+    while open_session is not None and not open_session.ended and not aborting.done():
+        time.sleep(0.01)  # until it has come
     with pytest.raises(TimeoutError):
         aborting.result(0.1)
     go.set()
@@ -416,7 +422,7 @@ def test_a_connection_that_is_cut_in_a_chunk_leaves_an_abort_alone(remote: Remot
     host, port = remote.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as raw:
         head = f"POST {LOAD_API}/chunk HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-        raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:-50])
+        raw.sendall(f"{head}Content-Type: {CHUNK_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body[:-50])
     session = remote.server._session
     ended = threading.Event()
     for _ in range(1000):
@@ -437,7 +443,9 @@ def test_a_body_that_stalls_is_cut_by_the_server() -> None:
         host, port = remote.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=LONG_S) as raw:
             head = f"POST {LOAD_API}/chunk HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-            raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:-50])
+            raw.sendall(
+                f"{head}Content-Type: {CHUNK_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body[:-50]
+            )
             assert b" 504 " in raw.recv(1000).split(b"\r\n")[0]
         assert remote.post("abort", encode({"session": NAME, "reason": "slow"})) is None
     finally:
@@ -486,7 +494,7 @@ def test_an_answer_to_something_else_is_not_believed(told: dict[str, Any]) -> No
         return Response(encode(reply), media_type="application/json")
 
     app.add_api_route(f"{LOAD_API}/{{step}}", answer, methods=["POST"])
-    server = ServerThread(app)
+    server = ServerThread(app, streams={f"{LOAD_API}/chunk": CHUNK_TYPE})
     client = RemoteWeightLoader(server.start(), timeout_s=LONG_S)
     new = weights(1)
     client.begin(manifest_of(new, 1))

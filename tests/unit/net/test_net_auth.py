@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
+
 import httpx
 import pytest
 
 from weightsync.errors import AuthError, ConfigError
-from weightsync.net.auth import bearer_headers, check_exposure, check_token, is_loopback
+from weightsync.net.auth import announcements_password, bearer_headers, check_exposure, check_token, is_loopback
 
 TOKEN = "0123456789abcdef"
 
@@ -35,11 +37,40 @@ def test_a_short_token_is_none(token: str) -> None:
             check_exposure(host, token)
 
 
-@pytest.mark.parametrize("token", ["ein-schlüssel-0123456789", "0123456789abcdef\n", "0123456789 abcdef\r\nx: y"])
-def test_a_token_that_no_header_can_carry_is_refused_at_once(token: str) -> None:
-    """Otherwise the server starts, and every client with the right token is turned away."""
-    with pytest.raises(ConfigError):
-        check_exposure("127.0.0.1", token)
+BAD_TOKENS = [
+    "ein-schlüssel-0123456789",
+    "0123456789 abcdef\r\nx: y",
+    "0123456789\nabcdef",
+    "\n0123456789abcdef",
+    "\0" * 20,
+]
+
+
+@pytest.mark.parametrize("token", BAD_TOKENS)
+def test_a_token_that_no_header_can_carry_is_refused_at_once_and_not_shown(token: str) -> None:
+    """Otherwise the server starts, and every client with the right token is turned away; or a client shows the header
+    that could not be sent."""
+    for refuse in (lambda: check_exposure("127.0.0.1", token), lambda: bearer_headers(token)):
+        with pytest.raises(ConfigError) as caught:
+            refuse()
+        told = "".join(traceback.format_exception(caught.value, chain=True))
+        assert not any(part in told.split("ConfigError:")[1] for part in (token, repr(token)[1:-1], "abcdef", "schl"))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", " ", "\t\n\n"])
+def test_what_a_file_appends_is_no_part_of_a_token(end: str) -> None:
+    assert check_exposure("0.0.0.0", TOKEN + end) == TOKEN
+    assert bearer_headers(TOKEN + end) == bearer_headers(TOKEN)
+    assert announcements_password(TOKEN + end) == announcements_password(TOKEN)
+
+
+def test_an_empty_token_is_none_that_counts() -> None:
+    """A variable that is set to nothing must not open a server, nor be sent."""
+    for token in ("", "\n"):
+        with pytest.raises(ConfigError, match="empty"):
+            bearer_headers(token)
+        with pytest.raises(ConfigError, match="empty"):
+            check_exposure("127.0.0.1", token)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from weightsync.errors import ConfigError, LoadError, StateError, error_from_dict
-from weightsync.net import server as server_module
-from weightsync.net.server import Guard, ServerThread, TlsFiles, api_app
+from weightsync.net.guard import Guard
+from weightsync.net.server import ServerThread, TlsFiles, api_app
 
 TOKEN = "0123456789abcdef"
 
@@ -56,7 +56,7 @@ def guarded() -> Iterator[str]:
 
 
 def client(url: str, token: str | None = TOKEN) -> httpx.Client:
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    headers = {"content-type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
     return httpx.Client(base_url=url, headers=headers, timeout=10, trust_env=False)
 
 
@@ -68,6 +68,7 @@ def address(url: str) -> tuple[str, int]:
 
 def head(length: int) -> bytes:
     fields = ["POST /echo HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKEN}", f"Content-Length: {length}"]
+    fields.append("Content-Type: application/json")
     return "\r\n".join([*fields, "\r\n"]).encode()
 
 
@@ -105,11 +106,21 @@ def test_typed_errors_cross_with_their_status(guarded: str) -> None:
     assert (error.parameter, error.version) == ("w", "r/1")
 
 
-def test_an_error_that_is_not_ours_tells_nothing_of_the_inside(guarded: str) -> None:
+def test_an_error_that_is_not_ours_is_typed_and_tells_nothing_of_the_inside(guarded: str) -> None:
     with client(guarded) as http:
         answer = http.post("/crash")
     assert answer.status_code == 500
+    assert answer.json()["error"] == "EngineError"
     assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", "/echo", 405)])
+def test_a_route_that_is_not_there_is_a_typed_error(guarded: str, method: str, path: str, status: int) -> None:
+    with client(guarded) as http:
+        answer = http.request(method, path)
+        assert http.get("/healthz/").status_code == 404, "no redirect to where the Host header says"
+    assert answer.status_code == status
+    assert answer.json()["error"] == "UnsupportedError"
 
 
 def test_a_declared_size_above_the_limit_is_refused_before_a_byte_is_read(guarded: str) -> None:
@@ -122,10 +133,9 @@ def test_a_declared_size_above_the_limit_is_refused_before_a_byte_is_read(guarde
     assert b"InvalidRequestError" in answer
 
 
-def test_a_body_of_undeclared_size_is_cut_at_the_limit(guarded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_of_undeclared_size_is_cut_at_the_limit() -> None:
     """Chunked encoding declares nothing, so the bytes are counted."""
-    monkeypatch.setattr(server_module, "MAX_BODY_BYTES", 1000)
-    with client(guarded) as http:
+    with serving(token=TOKEN, body_limits={"/echo": 1000}) as url, client(url) as http:
         assert http.post("/echo", content=iter([b"x" * 500] * 2)).content == b"x" * 1000
         answer = http.post("/echo", content=iter([b"x" * 500] * 3))
     assert answer.status_code == 422
@@ -142,7 +152,8 @@ def asgi(guard: Guard, scope: dict[str, Any], body: bytes = b"") -> list[Any]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(guard({"path": "/x", "headers": [], "type": "http", **scope}, receive, send))  # type: ignore[arg-type]
+    headers = [(b"host", b"localhost"), *scope.pop("headers", [])]
+    asyncio.run(guard({"path": "/x", "headers": headers, "type": "http", **scope}, receive, send))  # type: ignore[arg-type]
     return sent
 
 
@@ -258,7 +269,28 @@ def test_garbage_on_the_wire_ends_that_connection_alone(guarded: str, garbage: b
     with socket.create_connection(address(guarded), timeout=5) as raw:
         raw.sendall(garbage)
         raw.shutdown(socket.SHUT_WR)
-        answer = raw.recv(4000)
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+        answer = b""
+        while more := raw.recv(4000):
+            answer += more
+    assert answer == b"" or (answer.startswith(b"HTTP/1.1 4") and b'"error": ' in answer)
     with client(guarded) as http:
         assert http.post("/echo", content=b"abc").status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "HEAD", "GET"])
+def test_a_body_that_breaks_off_in_its_framing_is_a_typed_400(
+    guarded: str, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """Found by the fuzzer: the answer to a HEAD has no body, and the protocol broke at it."""
+    with socket.create_connection(address(guarded), timeout=5) as raw:
+        fields = (
+            f"{method} /echo HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nTransfer-Encoding: chunked\r\n"
+        )
+        raw.sendall(f"{fields}chunked\r\nContent-Type: application/json\r\n\r\n1\r\nx\r\nzz\r\n".encode())
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while more := raw.recv(4000):
+                answer += more
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert (b'"error": ' in answer) == (method != "HEAD")
+    assert not [record for record in caplog.records if record.exc_info]

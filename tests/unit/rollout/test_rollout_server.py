@@ -33,7 +33,9 @@ class Served:
         )
 
     def post(self, op: str, content: bytes, **options: Any) -> httpx.Response:
-        return self.http.post(f"{ENGINE_API}/{op}", content=content, **options)
+        return self.http.post(
+            f"{ENGINE_API}/{op}", content=content, headers={"content-type": "application/json"}, **options
+        )
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,17 @@ class FakeGroup:
                 torch.frombuffer(bytearray(self.data[: buffer.numel()].ljust(buffer.numel(), b"\0")), dtype=torch.uint8)
             )
 
+    def start_broadcast(self, buffer: torch.Tensor, *, deadline: Deadline, done: Any) -> Future[None]:
+        def job() -> None:
+            try:
+                self.broadcast(buffer, deadline=deadline)
+            except Exception:
+                self.close()
+                raise
+            done(0.0)
+
+        return in_thread(job, name="fake-group")
+
     def close(self) -> None:
         self.closed += 1
 
@@ -139,6 +150,24 @@ def test_a_failed_receive_gives_its_bucket_back() -> None:
             end.receive_weights(request(0), deadline=Deadline(1))
     group.error = None
     end.receive_weights(request(0), deadline=Deadline(1))
+
+
+def test_what_a_broken_group_writes_late_reaches_no_bucket_that_is_used() -> None:
+    """A native call that was given up still has its bucket. Seen red with a receiver that uses it again."""
+    end, group = receiver()
+    written_late: list[torch.Tensor] = []
+
+    def break_off(buffer: torch.Tensor, *, deadline: Deadline) -> None:
+        written_late.append(buffer)
+        raise TransferError("lost")
+
+    whole, group.broadcast = group.broadcast, break_off  # type: ignore[method-assign]
+    with pytest.raises(TransferError):
+        end.receive_weights(request(0), deadline=Deadline(1))
+    group.broadcast = whole  # type: ignore[method-assign]
+    (update,) = end.receive_weights(request(0), deadline=Deadline(1))
+    written_late[0].fill_(77)
+    assert bytes(update.tensor.numpy()) == bytes(range(8))
 
 
 def test_buckets_grow_and_stay() -> None:

@@ -85,7 +85,7 @@ class ToldService:
     model_name: str
     weights: VersionFolder | str
     weight_type: str = "full"
-    token: str | None = None
+    token: str | None = dataclasses.field(default=None, repr=False)
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
