@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
@@ -37,9 +37,6 @@ _SMALL_BYTES = 1 << 20
 
 _GATHERED = 64
 """From so many small tensors on it is worth a compiled loop to lay them side by side."""
-
-_PIECE_OF_MANY_BYTES = 4 << 20
-"""What a thread takes at a time, of a large tensor among several."""
 
 _MANY_BYTES = 256 << 10
 """Tensors of at most so many bytes are summed by the batch."""
@@ -163,11 +160,6 @@ def shard_sum(held: HeldTensor) -> ShardSum:
     Raises:
         ManifestMismatchError: the tensor is not of the spec's dtype or the box's shape.
     """
-    return _added(map_all(_call, _pieces_of(held, _SMALL_BYTES)))
-
-
-def _pieces_of(held: HeldTensor, least_bytes: int) -> list[Callable[[], tuple[int, int]]]:
-    """What sums a part: calls for threads, each for some `least_bytes` or more. The part is checked here."""
     spec, tensor = held.spec, held.tensor
     box = whole_box(spec.shape) if held.box is None else held.box
     if tuple(tensor.shape) != box.shape or dtype_name(tensor.dtype) != spec.dtype or not box.fits(spec.shape):
@@ -189,39 +181,34 @@ def _pieces_of(held: HeldTensor, least_bytes: int) -> list[Callable[[], tuple[in
         lanes = _kernels().runs_sum(data, run_elements * size_bytes, offsets * size_bytes, seeds.key_1, seeds.key_2)
         return cast(tuple[int, int], lanes)
 
-    piece_bytes = min(PIECE_BYTES, max(least_bytes, -(-box.numel * size_bytes // num_workers())))
-    return [functools.partial(one, block) for block in split_box(box, piece_bytes // size_bytes)]
+    piece_bytes = min(PIECE_BYTES, max(_SMALL_BYTES, -(-box.numel * size_bytes // num_workers())))
+    return _added(map_all(one, split_box(box, piece_bytes // size_bytes)))
 
 
-def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None, *, stay: bool = False) -> ShardSum:
+def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None) -> ShardSum:
     """The sum of `shard_sum` of each, on all cores.
 
     Args:
         held: taken one after the other; small ones are held until there are many, at most 16 MiB of them together.
         table: has the specs of all of them; what is derived from a name is then kept there.
-        stay: all of them stay as they are until this returns, so no core waits at the end of each large one.
 
     Raises:
         ManifestMismatchError: a tensor is not of its spec's dtype or its box's shape.
     """
     total = ShardSum.zero()
-    pieces: list[Callable[[], tuple[int, int]]] = []
     batch: list[HeldTensor] = []
     batch_bytes = 0
     for each in held:
         num_bytes = each.tensor.nbytes
         if each.box is not None or num_bytes > _MANY_BYTES:
-            if stay:
-                pieces += _pieces_of(each, _PIECE_OF_MANY_BYTES)
-            else:
-                total += shard_sum(each)
+            total += shard_sum(each)
             continue
         batch.append(each)
         batch_bytes += num_bytes
         if batch_bytes > _BATCH_BYTES or len(batch) == _BATCH_TENSORS:
             total += _batch_sum(batch, table)
             batch, batch_bytes = [], 0
-    return total + _batch_sum(batch, table) + _added(map_all(_call, pieces))
+    return total + _batch_sum(batch, table)
 
 
 def _batch_sum(batch: list[HeldTensor], table: TensorTable | None) -> ShardSum:
@@ -402,7 +389,7 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
 
     together = isinstance(held, Sequence)
     table = specs if isinstance(specs, TensorTable) else None
-    total = shard_sums(checked(), table, stay=True) if together else sum(map(shard_sum, checked()), ShardSum.zero())
+    total = shard_sums(checked(), table) if together else sum(map(shard_sum, checked()), ShardSum.zero())
     for name, spec in by_name.items():
         if name in whole and name not in boxes:
             continue
@@ -477,10 +464,6 @@ def lanes_of_whole(
 @functools.cache
 def _many_kernels() -> Any:
     return importlib.import_module("weightsync.codec.many_kernels")
-
-
-def _call(piece: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-    return piece()
 
 
 def _added(lanes: Iterable[tuple[int, int]]) -> ShardSum:

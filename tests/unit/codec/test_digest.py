@@ -198,21 +198,6 @@ def test_large_tensors_go_through_several_threads_and_pieces(monkeypatch: pytest
     assert shard_sum(part_of(tensor, rows[0])) + shard_sum(part_of(tensor, rows[1])) == once
 
 
-def test_a_list_is_summed_as_its_parts_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "num_workers", lambda: 3)
-    monkeypatch.setattr(module, "_PIECE_OF_MANY_BYTES", 300_001)
-    large = random_tensor("bfloat16", (1031, 1053), 1)
-    rows = [Box(offset=(0, 0), shape=(700, 1053)), Box(offset=(700, 0), shape=(331, 1053))]
-    turned = random_tensor("float32", (900, 301), 2).t()
-    held = [whole(random_tensor("int8", (7,), 3), "small"), *(part_of(large, box, "large") for box in rows)]
-    held += [whole(turned, "turned"), whole(random_tensor("uint8", (600_000,), 4), "flat")]
-    specs = [held[0].spec, *(part.spec for part in held[2:])]
-    assert digest_of(held, specs) == digest_of(iter(held), specs)
-    wrong = HeldTensor(spec=held[-1].spec, box=None, tensor=random_tensor("uint8", (599_999,), 4))
-    with pytest.raises(ManifestMismatchError, match="can't be part"):
-        digest_of([*held[:-1], wrong], specs)
-
-
 def test_views_that_share_memory_in_odd_ways() -> None:
     base = random_tensor("float32", (40,), 3)
     for view in (base[1:8].expand(3, 7), base[::3], base[5:6].reshape(()), base[3:3], base.view(5, 8).t()):
