@@ -98,6 +98,7 @@ _AGENT: Routes = {
 }
 _SERVICE: Routes = {
     **dict.fromkeys(("/status", "/availability", "/metrics")),
+    "/check_versions": _SET,
     "/prepare_versions": _SET,
     "/commit_versions": _SET,
     "/release_versions": {"model_ids": ["actor"], "why": "enough"},
