@@ -18,8 +18,8 @@ import msgspec
 
 from weightsync.errors import EngineUnreachableError, error_from_dict
 from weightsync.publish.agent_config import AgentConfig
-from weightsync.types.process import of_one_process
 from weightsync.types.layout import PublicationLayout
+from weightsync.types.process import of_one_process
 from weightsync.types.publication import Publication
 
 _START_S = 30.0

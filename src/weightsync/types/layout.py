@@ -139,12 +139,12 @@ class GrantMessage(GrantFacts, frozen=True, kw_only=True):
     Attributes:
         publication: as of `TransferGrant`, for a receiver that knows no layouts.
         head: else.
-        layout: the layout that `head` names; none where the receiver has said that it holds it.
+        layout: the layout that `head` names; null where the receiver has said that it holds it.
     """
 
     publication: Publication | None = None
     head: PublicationHead | None = None
-    layout: msgspec.Raw | None = None
+    layout: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class KnownLayouts:
@@ -175,15 +175,16 @@ class KnownLayouts:
         _check_seal(message, message.head)
         return TransferGrant(**facts, publication=self._layout(message.head, message.layout).publication(message.head))
 
-    def _layout(self, head: PublicationHead, raw: msgspec.Raw | None) -> PublicationLayout:
+    def _layout(self, head: PublicationHead, said: msgspec.Raw) -> PublicationLayout:
         with self._lock:
             layout = self._known.pop(head.layout, None)
             if layout is not None:
                 self._known[head.layout] = layout
                 return layout
-        if raw is None:
+        raw = bytes(said)
+        if raw == b"null":
             raise InvalidRequestError(f"a grant names layout {head.layout}, which was neither sent nor is held")
-        layout = PublicationLayout.read(memoryview(raw), head.layout)
+        layout = PublicationLayout.read(raw, head.layout)
         with self._lock:
             self._known[head.layout] = layout
             while len(self._known) > _MAX_KNOWN:
