@@ -103,6 +103,17 @@ class VersionError(WeightSyncError):
     http_status = 409
 
 
+class NotPublishedError(VersionError):
+    """A version was announced that its agent has not, as the agent says itself. Its detail `newest` is the number that
+    the agent has of that run, or is about to have; None: it names another run."""
+
+    @property
+    def newest(self) -> int | None:
+        """See above."""
+        found = self.details.get("newest")
+        return found if type(found) is int else None
+
+
 class ManifestMismatchError(WeightSyncError):
     """The announced tensors don't fit the model: wrong shape, dtype, missing or extra name."""
 

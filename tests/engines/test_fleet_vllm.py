@@ -35,6 +35,7 @@ from tests.engines.vllm_support import (
     vllm_is_there,
 )
 from weightsync.clients.controller import ControllerClient
+from weightsync.clients.rollout import RolloutClient
 from weightsync.clients.vllm import VllmEngine, VllmHttpApi
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
@@ -60,12 +61,13 @@ OUTLASTS = 16000
 """Tokens of a generation that goes on when a lease ends."""
 
 
-def service_main(vllm: str, controller: str, lease: str, conn: Any) -> None:
-    """The rollout service of the vLLM server's host."""
+def service_main(vllm: str, controller: str | None, lease: str, senders: tuple[str, ...], conn: Any) -> None:
+    """The rollout service of the vLLM server's host; without a controller it lends the lease itself."""
     engine = VllmEngine(VllmHttpApi(vllm), engine_id="vllm", pause_mode="abort")
     config = RolloutConfig(
-        service_id="vllm", controller=controller, lease=ServingLease(lease), transport=Transport.TCP, poll_s=None
-    )
+        service_id="vllm", controller=controller, lease=ServingLease(lease), transport=Transport.TCP, poll_s=None,
+        senders=senders,
+    )  # fmt: skip
     service = RolloutService({"m": engine}, config)
     conn.send(service.start())
     conn.recv()
@@ -142,7 +144,7 @@ def fleet(guarded: tuple[Server, str], tmp_path: Path) -> Iterator[Fleet]:
         trainer = start(publisher_main, talk=True, name="publisher")
         run_id, endpoint = trainer.recv(START_S)
         server.wait_until_ready()
-        service = start(service_main, server.url, url, lease, talk=True, name="service")
+        service = start(service_main, server.url, url, lease, (), talk=True, name="service")
         service.recv(START_S)
         beside.start()
         yield Fleet(client=client, service=service, trainer=trainer, run_id=run_id, endpoint=endpoint)
@@ -178,6 +180,49 @@ def check_refused(response: httpx.Response) -> None:
     assert response.status_code == 503, response.text
     assert response.json()["error"]["type"] == "NotServingError"
     assert int(response.headers["retry-after"]) >= 1
+
+
+def test_a_server_that_has_just_started_answers_with_nothing_but_what_its_service_has_given_it(
+    guarded: tuple[Server, str],
+    oracle: Oracle,
+    versions: Versions,
+    is_version: Callable[[list[list[float]], int], None],
+) -> None:
+    """Without a controller. From its first answer on, though it has a checkpoint; and its service may be started again
+    when the trainer has ended."""
+    server, lease = guarded
+    oracle.learn(versions.checkpoints)
+    with children() as start:
+        trainer = start(publisher_main, talk=True, name="publisher")
+        run_id, endpoint = trainer.recv(START_S)
+        trainer.conn.send((1, 1, False))
+        assert trainer.recv(60) == 1
+        service = start(service_main, server.url, None, lease, (endpoint,), talk=True, name="service")
+        service.recv(START_S)
+        refused, end = 0, time.monotonic() + START_S
+        while True:
+            assert time.monotonic() < end, server.tail()
+            with contextlib.suppress(httpx.TransportError):
+                answer = ask(server)
+                if answer.status_code == 200:
+                    break
+                check_refused(answer)
+                refused += 1
+            time.sleep(0.01)  # between two requests
+        is_version(told_by(answer), 1)
+        assert refused > 0, "it was asked before it had been given anything"
+        trainer.kill()
+        service.kill()
+        is_version(told_by(ask(server)), 1)
+        again = start(service_main, server.url, None, lease, (endpoint,), talk=True, name="service")
+        client = RolloutClient(again.recv(START_S))
+        end = time.monotonic() + SYNC_S
+        while (status := client.status().models["m"]).version != 1:
+            assert time.monotonic() < end, status
+            time.sleep(0.05)  # between two looks
+        assert (status.run_id, status.num_pulled) == (run_id, 0)
+        is_version(told_by(ask(server)), 1)
+        client.close()
 
 
 def test_a_stopped_service_is_not_answered_for(

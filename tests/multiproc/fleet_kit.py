@@ -77,11 +77,11 @@ def trainers_main(models: Sequence[str], conn: Any) -> None:
     torch.set_num_threads(1)
     managers: dict[str, WeightManager] = {}
 
-    def begin(run_id: str) -> dict[str, str]:
+    def begin(run_id: str, port: int) -> dict[str, str]:
         for manager in managers.values():
             manager.close()
         for model in models:
-            managers[model] = WeightManager(model, run_id=f"{model}-{run_id}", guard_s=0.4)
+            managers[model] = WeightManager(model, run_id=f"{model}-{run_id}", guard_s=0.4, port=port)
             managers[model].start()
         return {model: manager.endpoint for model, manager in managers.items()}
 
@@ -98,14 +98,16 @@ def trainers_main(models: Sequence[str], conn: Any) -> None:
 class Trainers(Actor):
     """A process that trains several models."""
 
-    def __init__(self, start: Callable[..., Child], run_id: str = "r1", models: Sequence[str] = MODELS) -> None:
+    def __init__(self, start: Callable[..., Child], run_id: str | None = "r1", models: Sequence[str] = MODELS) -> None:
         super().__init__(start, trainers_main, tuple(models), name="trainers")
         self.models = tuple(models)
-        self.begin(run_id)
+        if run_id is not None:
+            self.begin(run_id)
 
-    def begin(self, run_id: str) -> None:
+    def begin(self, run_id: str, port: int = 0) -> None:
+        """`port`: of the agent, where there is one model alone."""
         self.run_id = run_id
-        self.endpoints: dict[str, str] = self.ask("begin", run_id)
+        self.endpoints: dict[str, str] = self.ask("begin", run_id, port)
 
     def run_of(self, model: str) -> str:
         return f"{model}-{self.run_id}"
@@ -217,10 +219,8 @@ class Fleet:
         self, *, sets: tuple[tuple[str, ...], ...] = (MODELS,), policy: str = "each", port: int = 0, **options: object
     ) -> None:
         self.pool = RolloutPool(lease_s=LEASE_S)
-        self.method = FleetMethod(
-            self.pool, sets=sets, commit_policy=policy, barrier_timeout_s=20.0, prepare_timeout_s=8.0,
-            commit_timeout_s=5.0, **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        options = {"barrier_timeout_s": 20.0, "prepare_timeout_s": 8.0, "commit_timeout_s": 5.0} | options
+        self.method = FleetMethod(self.pool, sets=sets, commit_policy=policy, **options)  # type: ignore[arg-type]
         self.controller = WeightSyncController(
             {"sync_mode": "fully-async"}, self.method, model_tags=MODELS, retries_s=(0.2, 0.5, 1.0, 2.0)
         )

@@ -85,3 +85,17 @@ def test_what_a_pull_can_not_do_is_told_by_service(start: Start) -> None:
     trainer.publish(3)
     wait_until(lambda: service.notify(trainer.endpoint, SEED, 3).version == 3, "the newest")
     assert method.sync(MODEL, Version(run_id=run_of(SEED), number=2)) == 3, "a newer one of its run is as good"
+
+
+def test_a_number_that_is_not_there_is_given_up_and_true_ones_are_served(start: Start) -> None:
+    trainer = Trainer(start, SEED)
+    service = Service(start, ["e"], senders=(trainer.endpoint,), patience_s=0.5)
+    method = PullMethod({"a": service.client}, {MODEL: trainer.endpoint}, timeout_s=60.0)
+    controller = WeightSyncController({"sync_mode": "fully-async"}, method, model_tags=(MODEL,))
+    trainer.publish(1)
+    controller.train_worker_notify_weight_update("trainer", MODEL, run_of(SEED), 1001)
+    trainer.publish(2)
+    controller.train_worker_notify_weight_update("trainer", MODEL, run_of(SEED), 2)
+    assert controller.wait_version(run_of(SEED), MODEL, 2, timeout_s=20.0), controller.status()
+    wait_until(lambda: controller.rollout_service_state(MODEL).train_model_version == 2, "it is given up")
+    controller.close()

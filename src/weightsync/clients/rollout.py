@@ -28,11 +28,22 @@ class RolloutClient(JsonClient):
         timeout_s = timeout_s if request.wait_s is None else request.wait_s + _MARGIN_S
         return self.call("POST", "/notify_version", ModelStatus, message=request, timeout_s=timeout_s)
 
+    def check_versions(self, request: PrepareRequest) -> None:
+        """Of a fleet's service: returns when the agents have these versions, as they say; nothing is pulled.
+
+        Raises:
+            NotPublishedError: an agent has not what it was said to have.
+            StateError: the service is in no fleet.
+            DeadlineExceededError: it takes longer.
+        """
+        self.call("POST", "/check_versions", dict[str, Any], message=request, timeout_s=request.wait_s + _MARGIN_S)
+
     def prepare_versions(self, request: PrepareRequest) -> PrepareReply:
         """Of a fleet's service: returns when these versions are staged there.
 
         Raises:
             StateError: the service is in no fleet.
+            NotPublishedError: an agent has not what it was said to have; what was served is served.
             SyncFailedError: it failed; what was served is served.
             DeadlineExceededError: it takes longer. It goes on.
         """

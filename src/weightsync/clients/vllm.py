@@ -114,6 +114,7 @@ class VllmEngine:
         self._in_place = in_place
         self._session = OpenSession()
         self._state = VllmState()
+        self._digest: str | None = None  # of what the open session brings
         self._joined: str | None = None  # group of the latest init; None since a call to the engine was lost
         self._run_id: str | None = None  # of the latest init of this handle
         self._paused_by: str | None = None
@@ -176,6 +177,7 @@ class VllmEngine:
         return msgspec.structs.replace(
             self._reply(drain=False),
             serving=state.healthy and not paused,
+            intact=state.healthy,
             group=state.group if state.group == self._joined else None,
             run_id=state.run_id,
         )
@@ -211,6 +213,7 @@ class VllmEngine:
         try:
             self._send_update(VllmUpdateMessage(begin=request), deadline)
             self._believe(session=request.session)
+            self._digest = request.manifest.model_digest
         except WeightSyncError:
             with contextlib.suppress(WeightSyncError):
                 self._end_update(self._look(deadline), deadline)
@@ -264,7 +267,7 @@ class VllmEngine:
         with self._log.phase("commit"):
             self._stale_cache = self._clear
             self._send_update(VllmUpdateMessage(commit=request), deadline)
-            self._believe(version=session.version, session=None, healthy=True)
+            self._believe(version=session.version, digest=self._digest, session=None, healthy=True)
             if self._several:
                 self._name_version(self._state, deadline)
             else:
@@ -418,6 +421,7 @@ class VllmEngine:
             world_size=self._world_size,
             serving=self._state.healthy and self._paused_by is None,
             version=self._state.version,
+            model_digest=self._state.digest,
             writes_live=self._state.writes_live,
             phases=self._log.drain() if drain else (),
         )

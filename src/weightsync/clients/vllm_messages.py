@@ -43,6 +43,7 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         group: the transfer group that all are in; None where they are in none, or in different ones.
         run_id: the run that last made them join.
         version: the version whose bytes all serve; None before the first commit, and where they differ.
+        digest: model digest of what was committed as that version, as it was proved on its way in; None likewise.
         healthy: whether every worker's live weights are those of that one version.
         updating: whether vLLM holds a weight update for active, on any worker.
         session: the session that is open on any worker.
@@ -52,6 +53,7 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     group: str | None = None
     run_id: str | None = None
     version: Version | None = None
+    digest: str | None = None
     healthy: bool = True
     updating: bool = False
     session: str | None = None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from weightsync.errors import ConfigError, DeadlineExceededError, TransferAbortedError
+import msgspec
+
+from weightsync.errors import ConfigError, DeadlineExceededError, NotPublishedError, TransferAbortedError
 from weightsync.types import Deadline
 from weightsync.types.control import BarrierStatus
 from weightsync.types.fleet import ModelVersion
@@ -52,16 +54,44 @@ class VersionBarrier:
             self._published[version.model_id] = version
             self._lock.notify_all()
 
+    def deny(self, version: ModelVersion, newest: int | None) -> None:
+        """It was announced, and its agent has it not: what that agent has of the run takes its place, if anything."""
+        with self._lock:
+            known = self._published.get(version.model_id)
+            if newest is None or known is None or known.run_id != version.run_id or known.version != version.version:
+                return
+            self._published[version.model_id] = msgspec.structs.replace(known, version=newest)
+            self._lock.notify_all()
+
     def published(self) -> Mapping[str, ModelVersion]:
         """The newest of each model."""
         with self._lock:
             return dict(self._published)
 
-    def wait(self, wanted: ModelVersion, timeout_s: float) -> tuple[ModelVersion, ...]:
+    def is_ahead(self, version: ModelVersion) -> bool:
+        """Whether other models of its set have not published that number yet."""
+        with self._lock:
+            others = [self._published.get(tag) for tag in self.set_of(version.model_id) if tag != version.model_id]
+            return any(each is None or each.version < version.version for each in others)
+
+    def look(self) -> None:
+        """Whoever waits looks again."""
+        with self._lock:
+            self._lock.notify_all()
+
+    def wait(
+        self, wanted: ModelVersion, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> tuple[ModelVersion, ...]:
         """The versions that go together with this one, or with a newer one of its run.
+
+        Args:
+            wanted: what a trainer has told of.
+            timeout_s: how long to wait.
+            check: called at each look; what it raises ends the wait.
 
         Raises:
             TransferAbortedError: another run of that model took over.
+            NotPublishedError: its agent has it not, see `deny`.
             DeadlineExceededError: some models are not there; says which.
         """
         with self._lock:
@@ -74,10 +104,15 @@ class VersionBarrier:
             self._waiting.setdefault(models, []).append(since)
             try:
                 while True:
+                    check()
                     mine = self._published[wanted.model_id]
                     if mine.run_id != wanted.run_id:
                         raise TransferAbortedError(
                             f"run {mine.run_id} of model {wanted.model_id} took over", version=str(wanted.of)
+                        )
+                    if mine.version < wanted.version:
+                        raise NotPublishedError(
+                            f"its agent has it not: it has {mine.of}", version=str(wanted.of), newest=mine.version
                         )
                     versions = tuple(self._published[tag] for tag in models if tag in self._published)
                     if len(versions) == len(models) and len({each.version for each in versions}) == 1:

@@ -32,7 +32,7 @@ from weightsync.control.methods.weaver import WeaverMethod, WeaverServiceHolder
 from weightsync.control.model import Lockable, ModelControl
 from weightsync.control.state import Action, BatchReady, Policy, StartSync, Trained
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
-from weightsync.observe import Recorder
+from weightsync.observe import LONG_RUN_BYTES, Recorder
 from weightsync.types import Version
 from weightsync.types.control import MAX_VERSION, ControllerStatus, RolloutServiceState, ValidationRun
 from weightsync.types.deadline import check_wait_s
@@ -82,7 +82,7 @@ class WeightSyncController:
         recorder: Recorder | None = None,
     ) -> None:
         base = WeightSyncConfig.load(config)
-        self.recorder = recorder or Recorder("controller")
+        self.recorder = recorder or Recorder("controller", max_bytes=LONG_RUN_BYTES)
         tags = tuple(model_tags) or base.fleet.models or (base.inference_service.model_tag,)
         self.method = method or method_of(base, tags)
         self._on_validate = on_validate
@@ -200,7 +200,9 @@ class WeightSyncController:
         if not all(1 <= len(name) <= _MAX_NAME for name in (worker_name, run_id) if name is not None):
             raise InvalidRequestError(f"worker_name and run_id have 1 to {_MAX_NAME} characters")
         model = self._model(model_tag)
-        event = Trained(worker=worker_name, run_id=run_id, version=version, evaluate=evaluate)
+        event = Trained(
+            worker=worker_name, run_id=run_id, version=version, evaluate=evaluate, claimed=self.method.asks_agents
+        )
         started = self._trained(model_tag, event, sender_endpoint)
         if evaluate:
             model.wait(lambda model: model.evaluated, timeout_s)

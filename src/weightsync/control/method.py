@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import ClassVar
 
 from weightsync.types import Version
 from weightsync.types.control import BarrierStatus, InstanceStatus, SyncSpan
@@ -13,6 +14,9 @@ class ModelSync(abc.ABC):
     """One way of bringing versions to the rollout side. Thread-safe; `sync` runs in a thread of its own, never twice at
     once for one model.
     """
+
+    asks_agents: ClassVar[bool] = False
+    """Whether `sync` raises NotPublishedError for a version that was announced and is not there."""
 
     @abc.abstractmethod
     def sync(self, model_tag: str, version: Version) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -31,7 +32,7 @@ from weightsync.control.state import (
     services_blocked,
     step,
 )
-from weightsync.errors import StateError, SyncFailedError, as_weightsync_error
+from weightsync.errors import NotPublishedError, StateError, SyncFailedError, VersionError, as_weightsync_error
 from weightsync.types import Deadline, Version
 from weightsync.types.control import RolloutServiceState, SyncRecord, SyncSpan, ValidationResult, ValidationRun
 
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _NUM_RECORDS = 50
+_AGAIN_S = (1.0, 2.0, 4.0)
+"""When a version that its agent had not is tried again: a trainer may have told of it too early."""
+_MAX_DENIED = 8
+_MAX_ERROR = 4000
 
 
 class Lockable(Protocol):
@@ -69,6 +74,7 @@ class ModelControl:
         self._last_validation: ValidationResult | None = None
         self._records: collections.deque[SyncRecord] = collections.deque(maxlen=_NUM_RECORDS)
         self._began: tuple[StartSync, float, float] | None = None  # what, since the epoch, monotonic
+        self._denied: dict[tuple[str | None, int], int] = {}  # how often each was tried again
         self._since_s: dict[str, float] = {}  # monotonic: since when rollout is blocked, a retry or the trainer awaited
         self._step: tuple[Action, float, float, str] | None = None  # what it led to; since, until (monotonic); whose
 
@@ -319,12 +325,44 @@ class ModelControl:
         except BaseException as caught:  # whatever it is: a model must not stay in "syncing"
             typed = as_weightsync_error(caught, SyncFailedError, "the sync failed")
             _logger.warning("model %s: the sync of %s failed: %s", self.tag, version, typed)
-            event, error = SyncFailed(), f"{type(typed).__name__}: {typed}"
+            absent = isinstance(typed, NotPublishedError)
+            event = SyncFailed(absent=absent, newest=typed.newest if isinstance(typed, NotPublishedError) else None)
+            error = f"{type(typed).__name__}: {typed}"[:_MAX_ERROR]
         with self._changed:
             self._last_error = error
             self._records.appendleft(self._record("served" if error is None else "failed", error))
             self._began = None
         self.feed(event)
+        if isinstance(event, SyncFailed) and event.absent:
+            self._try_again_later(goal)
+
+    def _try_again_later(self, goal: StartSync) -> None:
+        """One that its agent had not; of many the lowest numbers, which a trainer comes to first."""
+        key = (goal.run_id, goal.version)
+        with self._changed:
+            current = (self.state.run_id, self.state.rollout_version)
+            self._denied = {
+                each: tries for each, tries in self._denied.items() if each[0] == current[0] and each[1] > current[1]
+            }
+            tries = self._denied.get(key, 0)
+            if tries >= len(_AGAIN_S) or self._controller._closed.is_set():
+                return
+            self._denied[key] = tries + 1
+            while len(self._denied) > _MAX_DENIED:
+                del self._denied[max(self._denied, key=lambda each: each[1])]
+            if key not in self._denied:
+                return
+        timer = threading.Timer(_AGAIN_S[tries], self._claim_again, [goal])
+        timer.daemon = True
+        timer.start()
+
+    def _claim_again(self, goal: StartSync) -> None:
+        with self._changed:
+            if self.state.run_id != goal.run_id or self.state.rollout_version >= goal.version:
+                return
+        again = Trained(worker="announced", run_id=goal.run_id, version=goal.version, claimed=True)
+        with contextlib.suppress(VersionError, StateError):  # another run has taken over, or it is closed
+            self._controller._trained(self.tag, again, None)
 
     def _too_late(self, validation: ValidationRun) -> None:
         """Nobody has ended it: rollout does not wait for a validator that is gone."""

@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
+import msgspec
+
 from weightsync.errors import ConfigError, StateError
 from weightsync.types import Deadline, Version
 from weightsync.types.control import InstanceStatus
-from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest, ModelVersion
+from weightsync.types.fleet import AbsentVersion, HeartbeatReply, HeartbeatRequest, ModelVersion
 
 State = Literal["joining", "live", "suspect", "evicted"]
 _BEATS_A_LEASE = 3.0
@@ -96,6 +98,8 @@ class RolloutPool:
         self._changed = threading.Condition()
         self._instances: dict[str, _Instance] = {}
         self._current: dict[str, ModelVersion] = {}
+        self._digests: dict[str, tuple[Version, str]] = {}  # of what is current, as instances that take part say
+        self._claimed: set[str] = set()  # models whose current version nobody has fetched yet
         self._syncs: list[dict[str, ModelVersion]] = []  # what each sync that runs brings; empty: nobody knows
         self._learns_until_s = clock() + lease_s
         self._listeners: list[Callable[[], None]] = []
@@ -136,7 +140,11 @@ class RolloutPool:
                 known = self._instances[beat.instance_id] = _Instance(beat=beat, heard_s=now)
                 _logger.info("instance %s joins from %s", beat.instance_id, beat.url)
             known.beat, known.heard_s = beat, now
+            for each in beat.absent:
+                self._absent(each)
             reply = self._answer(known, now)
+            if known.takes_part:
+                self._note_digests(known)
             self._tell()
             return reply
 
@@ -176,7 +184,11 @@ class RolloutPool:
             goals |= each
         wanted = tuple(each for tag, each in goals.items() if tag in models)
         why = known.why or behind or ("it waits until a sync has ended" if self._syncs else "it joins")
-        return HeartbeatReply(state="joining", lease_s=0.0, every_s=min(every_s, 1.0), catch_up=wanted, why=why)
+        known_of = {(tag, version): digest for tag, (version, digest) in self._digests.items()}
+        digests = {each.model_id: found for each in wanted if (found := known_of.get((each.model_id, each.of)))}
+        return HeartbeatReply(
+            state="joining", lease_s=0.0, every_s=min(every_s, 1.0), catch_up=wanted, why=why, digests=digests
+        )
 
     def _may_come_in(self, known: _Instance, now: float) -> bool:
         """Whether it serves exactly what is current, and no sync is on its way to something else."""
@@ -223,10 +235,11 @@ class RolloutPool:
             )
 
     def takes_part(self, member: Member) -> bool:
-        """Whether it still does."""
+        """Whether it still does. A sync of many asks this of each, again and again: it looks at that one alone."""
         with self._changed:
-            self._swept()
             known = self._instances.get(member.instance_id)
+            if known is not None and known.takes_part and self._clock() >= known.lease_end_s:
+                self._swept()
             return known is not None and known.takes_part and known.beat.life == member.life
 
     def now(self) -> float:
@@ -263,14 +276,22 @@ class RolloutPool:
                         each.lease_end_s = now + self.lease_s  # its next heartbeat is lent that
                 self._tell()
 
-    def decided(self, versions: Sequence[ModelVersion]) -> None:
+    def decided(self, versions: Sequence[ModelVersion], *, claimed: bool = False) -> None:
         """From now on this is what instances have to serve to come in, or to stay in once the sync has ended. Within a
-        run it never goes back."""
+        run it never goes back.
+
+        Args:
+            versions: of each model.
+            claimed: nobody has fetched them yet. Where an instance hears from the agent that there is no such version,
+                what the agent has instead takes its place.
+        """
         with self._changed:
             for each in versions:
                 before = self._current.get(each.model_id)
-                if before is None or before.run_id != each.run_id or before.version <= each.version:
+                follows = before is None or before.run_id != each.run_id or before.version <= each.version
+                if follows or each.model_id in self._claimed:
                     self._current[each.model_id] = each
+                    (self._claimed.add if claimed else self._claimed.discard)(each.model_id)
             self._tell()
 
     def current(self, model_id: str) -> ModelVersion | None:
@@ -337,6 +358,24 @@ class RolloutPool:
             return tuple(found)
 
     # --- under the lock ---
+
+    def _note_digests(self, known: _Instance) -> None:
+        for each in known.beat.serves:
+            digest, current = known.beat.digests.get(each.model_id), self._current.get(each.model_id)
+            if digest is not None and current is not None and current.of == each.of:
+                self._digests[each.model_id] = each.of, digest
+
+    def _absent(self, said: AbsentVersion) -> None:
+        """What somebody was told to serve is not there."""
+        tag, current = said.of.model_id, self._current.get(said.of.model_id)
+        if tag not in self._claimed or current is None or current.of != said.of.of:
+            return
+        _logger.warning("model %s: %s was announced and is given up: its agent has it not", tag, current.of)
+        if said.newest is None:
+            del self._current[tag]
+            self._claimed.discard(tag)
+        elif said.newest < current.version:
+            self._current[tag] = msgspec.structs.replace(current, version=said.newest)
 
     def _leave(self, known: _Instance, why: str) -> None:
         known.state, known.why = "evicted", why

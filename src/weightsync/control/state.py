@@ -87,6 +87,8 @@ class ModelState:
         told: by worker: the version that it told of last, in this run.
         evaluate_at: a version that the trainer wants validated; None: none.
         evaluated_to: the newest version of this run whose validation was started.
+        sure_version, sure_pending: what `train_version` and `num_pending` are without what was only announced, and that
+            nobody has fetched yet.
         replaced: the last runs that another took over from. None comes back, but for the last one where the run that
             took over was given up before anything of it was served.
     """
@@ -106,6 +108,8 @@ class ModelState:
     told: tuple[tuple[str, int], ...] = ()
     evaluate_at: int | None = None
     evaluated_to: int = -1
+    sure_version: int = 0
+    sure_pending: int = 0
     replaced: tuple[str, ...] = ()
 
     @property
@@ -132,6 +136,7 @@ class Trained:
         version: number of the weights; None: the worker's next one.
         evaluate: they are to be synced and validated, whatever the mode and `validate_freq` say.
         learnt: nobody has trained them now: it is what the rollout side serves. It takes over from no run.
+        claimed: the method asks an agent for them, which may not have them: see `SyncFailed.absent`.
     """
 
     worker: str
@@ -139,6 +144,7 @@ class Trained:
     version: int | None = None
     evaluate: bool = False
     learnt: bool = False
+    claimed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +156,15 @@ class Synced:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncFailed:
-    """A sync has failed."""
+    """A sync has failed.
+
+    Attributes:
+        absent: since the agent says that it has no such version.
+        newest: what it has of that run instead, or is about to have; None: it names another run, or `absent` is False.
+    """
+
+    absent: bool = False
+    newest: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,8 +244,8 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
             return _trained(state, event, policy)
         case Synced(version=version):
             return _synced(state, version, policy)
-        case SyncFailed():
-            return _failed(state, policy)
+        case SyncFailed(absent=absent, newest=newest):
+            return _absent(state, newest, policy) if absent else _failed(state, policy)
         case RetryDue():
             if state.phase != "need_sync" or not state.num_failed:
                 return state, ()  # of a run that another has taken over from meanwhile
@@ -243,7 +257,8 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
 
 
 def _batch_ready(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
-    return _with_due(dataclasses.replace(state, num_pending=state.num_pending + 1), policy), ()
+    more = dataclasses.replace(state, num_pending=state.num_pending + 1, sure_pending=state.sure_pending + 1)
+    return _with_due(more, policy), ()
 
 
 def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
@@ -274,7 +289,7 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
         )
     before = told.get(event.worker, 0)
     version = before + 1 if event.version is None else event.version
-    if version < before:
+    if version < before and not (event.claimed and version >= state.sure_version):  # else what it told of may not be
         raise VersionError(
             f"worker {event.worker} tells of version {version} of run {run_id} and has told of {before} before: a "
             "trainer that goes back has a new run_id",
@@ -287,7 +302,8 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
         )
     newer = version > state.train_version
     told[event.worker] = version
-    state = dataclasses.replace(_advanced(state, version), run_id=run_id, told=tuple(sorted(told.items())))
+    state = _advanced(state, version) if event.claimed else _confirmed(_advanced(state, version), version)
+    state = dataclasses.replace(state, run_id=run_id, told=tuple(sorted(told.items())))
     if event.evaluate and version > state.evaluated_to:  # several workers ask for it once
         state = dataclasses.replace(state, evaluate_at=max(version, state.evaluate_at or 0))
     return _go_on(state, policy) if newer or first_word or event.evaluate else (state, ())
@@ -298,6 +314,14 @@ def _advanced(state: ModelState, version: int) -> ModelState:
     newer = max(0, version - state.train_version)
     return dataclasses.replace(
         state, train_version=state.train_version + newer, num_pending=max(0, state.num_pending - newer)
+    )
+
+
+def _confirmed(state: ModelState, version: int) -> ModelState:
+    """That version was trained for certain."""
+    newer = max(0, version - state.sure_version)
+    return dataclasses.replace(
+        state, sure_version=state.sure_version + newer, sure_pending=max(0, state.sure_pending - newer)
     )
 
 
@@ -360,8 +384,33 @@ def _synced(state: ModelState, version: int, policy: Policy) -> tuple[ModelState
     if not current:  # of a run that another has taken over from meanwhile
         return _go_on(state, policy)
     state = dataclasses.replace(
-        _advanced(state, version), rollout_version=max(version, state.rollout_version), overdue=False
+        _confirmed(_advanced(state, version), version),
+        rollout_version=max(version, state.rollout_version),
+        overdue=False,
     )
+    return _go_on(state, policy)
+
+
+def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
+    """What was to be synced is not there: what the agent has of the run takes its place, and what was told of since."""
+    goal = state.syncing
+    if goal is None or goal.run_id != state.run_id:
+        return _failed(state, policy)
+    if newest is None:  # the agent names another run: where nothing of this was ever served, that may come back
+        in_vain = dataclasses.replace(state, overdue=state.overdue or state.rollout_version < 0)
+        return _failed(in_vain, dataclasses.replace(policy, after_failure="keep"))  # it is nobody's fault on this side
+    state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False)
+    newest = max(newest, state.rollout_version)
+    told = tuple((worker, number if number < goal.version else min(number, newest)) for worker, number in state.told)
+    if newest >= state.sure_version:
+        state = _confirmed(state, newest)
+    state = dataclasses.replace(state, train_version=state.sure_version, num_pending=state.sure_pending, told=told)
+    state = _advanced(state, max((number for _, number in told), default=0))
+    if policy.validate_freq:
+        reached = state.train_version // policy.validate_freq * policy.validate_freq
+        state = dataclasses.replace(state, validated_to=min(state.validated_to, reached))
+    if state.evaluate_at is not None and state.evaluate_at > state.train_version:
+        state = dataclasses.replace(state, evaluate_at=None)
     return _go_on(state, policy)
 
 

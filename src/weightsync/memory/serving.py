@@ -139,13 +139,17 @@ class ServingLease:
 
     def close(self) -> None:
         """Revokes it. Idempotent."""
+        try:
+            self.revoke()
+        except SharedMemoryError as error:
+            _logger.warning("the lease %s is not revoked, it runs out by itself: %s", self.path, error)
+        self.release()
+
+    def release(self) -> None:
+        """Writes it no more; what is lent stays lent until it is over. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                try:
-                    _write(self._file, _UNTIL, _WORD.pack(0.0))
-                except OSError as error:
-                    _logger.warning("the lease %s is not revoked, it runs out by itself: %s", self.path, error)
                 os.close(self._file)
 
     def _forget(self) -> None:

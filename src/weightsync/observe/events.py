@@ -17,6 +17,12 @@ _logger = logging.getLogger(__name__)
 # One offset a process: wall time that is stepped while we run can't make a phase end before it starts.
 _EPOCH_OFFSET_S = time.time() - time.monotonic()
 
+_RECORD_BYTES = 160
+_TEXT_BYTES = 56
+
+LONG_RUN_BYTES = 1 << 20
+"""What a process that runs for weeks keeps of its past: some thousand records."""
+
 Subscriber = Callable[[PhaseRecord], None]
 
 
@@ -28,24 +34,28 @@ def now_s() -> float:
 class Recorder:
     """Collects phase records of one process, and of the engines that report to it. Safe to use from any thread.
 
-    Memory is bounded: beyond `max_records` the oldest records go, and `num_dropped` counts them.
+    Memory is bounded: beyond `max_records`, or `max_bytes`, the oldest records go, and `num_dropped` counts them.
 
     Args:
         track: who records, e.g. "trainer/rank-0". "a/b" is thread b of process a in a trace.
         max_records: how many records are kept until `drain` takes them.
+        max_bytes: how much memory they may take, their texts included; the newest is always kept.
 
     Raises:
-        InvalidRequestError: `track` is empty or `max_records` is not positive.
+        InvalidRequestError: `track` is empty, or `max_records` or `max_bytes` is not positive.
     """
 
-    def __init__(self, track: str, *, max_records: int = 100_000) -> None:
+    def __init__(self, track: str, *, max_records: int = 100_000, max_bytes: int = 8 << 20) -> None:
         if not track:
             raise InvalidRequestError("a recorder needs a track, e.g. trainer/rank-0")
-        if max_records < 1:
-            raise InvalidRequestError(f"max_records is at least 1, got {max_records}")
+        if max_records < 1 or max_bytes < 1:
+            raise InvalidRequestError(f"max_records and max_bytes are at least 1, got {max_records} and {max_bytes}")
         self.track = track
         self._lock = threading.Lock()
-        self._records: collections.deque[PhaseRecord] = collections.deque(maxlen=max_records)
+        self._records: collections.deque[PhaseRecord] = collections.deque()
+        self._max_records = max_records
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._num_dropped = 0
         self._subscribers: dict[object, Subscriber] = {}
         self._reported: set[object] = set()
@@ -79,8 +89,13 @@ class Recorder:
         taken = tuple(records)
         with self._lock:
             for record in taken:
-                self._num_dropped += len(self._records) == self._records.maxlen
                 self._records.append(record)
+                self._num_bytes += _size_bytes(record)
+            while len(self._records) > self._max_records or (
+                self._num_bytes > self._max_bytes and len(self._records) > 1
+            ):
+                self._num_bytes -= _size_bytes(self._records.popleft())
+                self._num_dropped += 1
             subscribers = tuple(self._subscribers.items())
         for key, callback in subscribers:
             self._tell(key, callback, taken)
@@ -95,6 +110,7 @@ class Recorder:
         with self._lock:
             taken = tuple(self._records)
             self._records.clear()
+            self._num_bytes = 0
             return taken
 
     @property
@@ -135,6 +151,11 @@ class Recorder:
                         self.track,
                         exc_info=True,
                     )
+
+
+def _size_bytes(record: PhaseRecord) -> int:
+    """What a record takes, more or less: texts count as if no other record had them."""
+    return _RECORD_BYTES + sum(_TEXT_BYTES + 4 * len(text) for text in (record.name, record.track, record.detail)) // 2
 
 
 def phases_s(records: Iterable[PhaseRecord]) -> dict[str, float]:

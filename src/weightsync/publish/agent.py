@@ -273,6 +273,7 @@ class TransferAgent:
             return now is not None and (after is None or now.run_id != after.run_id or now.is_newer_than(after))
 
         await self._waiting.until(newer, request, wait_s=asked_wait_s(request))
+        coming = self._prover.newest  # looked at first: what is proved meanwhile is in one of the two
         version = newest()
         return _json(
             AgentVersion(
@@ -280,6 +281,8 @@ class TransferAgent:
                 run_id=None if version is None else version.run_id,
                 version=None if version is None else version.number,
                 life=self._config.life,
+                coming_run_id=None if coming is None else coming.run_id,
+                coming=None if coming is None else coming.number,
             )
         )
 

@@ -26,7 +26,7 @@ import xxhash
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, WeightSyncError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor
 from weightsync.memory import host_nonce, reclaim_dead
-from weightsync.observe import Recorder, now_s
+from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
 from weightsync.plan.boxes import whole_box
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.agent_process import AgentProcess
@@ -117,7 +117,7 @@ class WeightManager:
         )  # fmt: skip
         check_reachable(config)
         check_deltas(config)
-        self.recorder = recorder or Recorder("trainer/offload")
+        self.recorder = recorder or Recorder("trainer/offload", max_bytes=LONG_RUN_BYTES)
         self._model_id = model_id
         self._dtype = dtype
         self._given_run_id = run_id
@@ -298,6 +298,7 @@ class WeightManager:
         """Waits until this host's agent has proved a version and serves it, or a newer one. Only the host's first rank.
 
         Raises:
+            InvalidRequestError: the version is no number.
             StateError: it was not published, in words why; or another rank has the agent; or `start` has not come yet,
                 or `close` has.
             DeadlineExceededError: it takes longer.
@@ -308,6 +309,8 @@ class WeightManager:
             )
         if self._agent is None:
             raise StateError("the agent of this host belongs to another rank")
+        if type(version) is not int:
+            raise InvalidRequestError(f"version is a whole number, not {version!r}")
         self._proofs.wait(version, timeout_s=timeout_s)
 
     def wait_delta_ready(self, version: int | None = None, *, timeout_s: float = 60.0) -> DeltaReport | None:

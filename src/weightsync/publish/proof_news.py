@@ -8,6 +8,9 @@ from typing import Any
 from weightsync.errors import StateError
 from weightsync.types import Deadline
 
+_MAX_MISSED = 256
+_MAX_WHY = 2000
+
 
 class ProofNews:
     """Told of proofs by the agent's thread, waited for by any other."""
@@ -25,15 +28,24 @@ class ProofNews:
             if event.get("event") == "published":
                 self._published = max(self._published, event["version"])
                 self._delta = event.get("delta")
+                self._not_published = {
+                    version: why for version, why in self._not_published.items() if version > self._published
+                }
             elif event.get("event") == "not_published":
-                self._not_published[event["version"]] = event["error"].get("message", "")
+                self._missed(event["version"], event["error"].get("message", ""))
             self._changed.notify_all()
 
     def skipped(self, version: int, why: str) -> None:
         """A version that the agent was never told of."""
         with self._changed:
-            self._not_published[version] = why
+            self._missed(version, why)
             self._changed.notify_all()
+
+    def _missed(self, version: int, why: str) -> None:
+        """Under the lock. Whoever waits for one waits for a late one: of many the newest are kept."""
+        self._not_published[version] = why[:_MAX_WHY]
+        while len(self._not_published) > _MAX_MISSED:
+            del self._not_published[min(self._not_published)]
 
     def wait(self, version: int, *, timeout_s: float) -> None:
         """Waits until that version, or a newer one, is proved and served.

@@ -30,7 +30,7 @@ from weightsync.errors import (
 )
 from weightsync.load.base import WeightLoader
 from weightsync.memory import LeaseReader
-from weightsync.observe import Recorder
+from weightsync.observe import LONG_RUN_BYTES, Recorder
 from weightsync.rollout.gate import ServingGate
 from weightsync.rollout.worker import EngineWorker
 from weightsync.types import (
@@ -100,7 +100,7 @@ class EmbeddedEngine:
         self._engine_id = engine_id
         self._gate = ServingGate(lease)
         self.is_leased = lease is not None
-        self._recorder = Recorder(engine_id)
+        self._recorder = Recorder(engine_id, max_bytes=LONG_RUN_BYTES)
         self._pause_phase: tuple[str, contextlib.ExitStack] | None = None
         self._lock = threading.Lock()
         self._writes_live: bool | None = None
@@ -360,6 +360,7 @@ class EmbeddedEngine:
             run_id=replies[0].run_id,
             accepts=tuple(sorted(set.intersection(*(set(reply.accepts) for reply in replies)))),
             unhealthy=unhealthy or None,
+            intact=all(reply.serving for reply in replies) and not self._gate.fenced,
         )
 
     def _described(self) -> list[EngineReply]:

@@ -33,6 +33,8 @@ _MARGIN_S = 1.0
 _LET_GO_S = 10.0
 """An abort's own time, and some more."""
 _MAX_PROVED = 100
+_ADOPTED = "?"
+"""The life of a trainer whose version was adopted: any of its run will do."""
 
 _logger = logging.getLogger(__name__)
 
@@ -165,6 +167,65 @@ class EngineGroup:
             loading = {who for who, load in self._loads.items() if not load.done()}
         self._look([loader for loader in self._loaders if loader.engine_id not in loading])
 
+    def adopt(self, version: Version, digest: str) -> bool:
+        """Takes for served what engines serve already, though this process has not given it to them: those that say
+        that this is their version, with this digest, as they committed it. Whether all serve it then.
+
+        What an engine says is its own record, kept in the memory of the process that serves: one that was started again
+        has none.
+        """
+        for engine_id, said, began_s in self._found():
+            if said.intact and (said.version, said.model_digest) == (version, digest):
+                self._take_over(engine_id, version, digest, began_s)
+        return self.serve(version)
+
+    def adopt_any(self) -> Version | None:
+        """As `adopt`, of whatever version each says that it was given; the version, where all have one."""
+        for engine_id, said, began_s in self._found():
+            if said.intact and said.version is not None:
+                self._take_over(engine_id, said.version, said.model_digest, began_s)
+        served = set(self.served().values())
+        return served.pop() if len(served) == 1 else None
+
+    def _found(self) -> list[tuple[str, EngineReply, float]]:
+        """What those say that serve nothing as far as is known, and are not being loaded."""
+        with self._lock:
+            idle = [each for each in self._loaders if not self._served[each.engine_id] and not self._is_loading(each)]
+            begun, began_s = dict(self._num_loads), boot_s()
+        answers = self._ask(idle)
+        with self._lock:
+            return [
+                (who, said, began_s)
+                for who, said in answers.items()
+                if isinstance(said, EngineReply) and begun[who] == self._num_loads[who]
+            ]
+
+    def _take_over(self, engine_id: str, version: Version, digest: str | None, began_s: float) -> None:
+        with self._lock:
+            if self._num_loads[engine_id] % 2:
+                return
+            self._proved[version] = digest
+            self._life = _ADOPTED if self._life is None else self._life
+            self._served[engine_id], self._seen_s[engine_id] = version, began_s
+            self._mute.discard(engine_id)
+            self._silent.pop(engine_id, None)
+        _logger.info("engine %s serves %s already: it is not loaded again", engine_id, version)
+        self._tell_changed()
+
+    def _is_loading(self, loader: EngineLoader) -> bool:
+        load = self._loads.get(loader.engine_id)
+        return load is not None and not load.done()
+
+    def digest_of(self, version: Version) -> str | None:
+        """What its trainer published under that name, of versions that this process brought lately."""
+        with self._lock:
+            return self._proved.get(version)
+
+    def loaded_s(self) -> float:
+        """As `seen_s`, and 0 before each serves something that was given to it."""
+        with self._lock:
+            return min(self._seen_s.values())
+
     def all_dead(self, version: Version) -> dict[str, str]:
         """Why each engine that needs a version does not answer; empty where one does, or one has not failed before.
 
@@ -278,7 +339,9 @@ class EngineGroup:
         """What an engine says that it serves is believed of versions that it was given, by this trainer, alone."""
         with self._lock:
             run_id = pulled.version.run_id
-            if pulled.life != self._life:
+            if self._life == _ADOPTED:
+                self._life = pulled.life
+            elif pulled.life != self._life:
                 self._life = pulled.life
                 self._proved = {version: digest for version, digest in self._proved.items() if version.run_id != run_id}
                 for who, served in self._served.items():

@@ -47,6 +47,8 @@ from weightsync.types.publication import AgentVersion, ModelStatus
 _RETRY_S = 0.5
 _LONGEST_RETRY_S = 10.0
 _ASK_S = 3.0
+_GRACE_S = 1.0
+"""A trainer may tell its fleet of a version that its agent has been told of, and has not heard of yet."""
 LOOK_EVERY_S = 5.0
 _CLOSE_S = 15.0
 
@@ -154,14 +156,22 @@ class Follower:
         with self._changed:
             return endpoint.rstrip("/") in self._senders
 
-    def want(self, version: Version, endpoint: str, *, waits: bool = True) -> Ticket:
+    def want(self, version: Version, endpoint: str, *, waits: bool = True, grace_s: float | None = None) -> Ticket:
         """Notes a wish and returns; gives what `settled` asks for, if anybody waits.
+
+        Args:
+            version: which.
+            endpoint: of the agent that is said to have it.
+            waits: whether anybody does.
+            grace_s: see `Wishes.add`; where somebody waits `patience_s`, if it is not given.
 
         Raises:
             StateError: this service is closing, or has no thread left.
             TransferAbortedError: another run took over from that one.
         """
-        ticket = self._wishes.add(Wish(version=version, endpoint=endpoint), waits=waits)
+        if waits and grace_s is None:
+            grace_s = self._config.patience_s
+        ticket = self._wishes.add(Wish(version=version, endpoint=endpoint), waits=waits, grace_s=grace_s)
         self._tell_listeners()
         return ticket
 
@@ -180,6 +190,7 @@ class Follower:
             StateError: this service is closing.
             SyncFailedError: the attempt at it has failed.
             TransferAbortedError: another run took over from that one.
+            NotPublishedError: its sender says that it has it not.
             VersionError: its sender never had that run, or publishes it anew.
         """
         version = ticket.wish.version
@@ -220,7 +231,7 @@ class Follower:
     def prepare(self, version: Version, endpoint: str) -> Ticket:
         """As `want`; what is staged and older is let go."""
         self.permit.release(f"{version} is prepared instead", older_than=version)
-        return self.want(version, endpoint)
+        return self.want(version, endpoint, grace_s=min(_GRACE_S, self._config.patience_s))
 
     def prepared(self, ticket: Ticket) -> Version | None:
         """What every engine has staged, or serves, of that wish's run, from its version on; None: not yet.
@@ -234,6 +245,49 @@ class Follower:
             if staged is not None and staged.run_id == version.run_id and not version.is_newer_than(staged):
                 return staged
             return self.served if self.settled(ticket) else None
+
+    def catch_up_with(self, version: Version, endpoint: str) -> Ticket:
+        """As `want`; nobody waits, and `Ticket.absent` says whether its agent has denied it."""
+        return self.want(version, endpoint, waits=False, grace_s=min(_GRACE_S, self._config.patience_s))
+
+    def adopt(self, version: Version, endpoint: str, digest: str) -> bool:
+        """See `EngineGroup.adopt`; asks the engines, and waits for their answers. Whether every engine serves it."""
+        adopted = self._engines.adopt(version, digest)
+        if adopted:
+            self._wishes.adopted(version, endpoint)
+            self._note(run_id=version.run_id, version=version.number, served_s=now_s())
+        return adopted
+
+    def adopt_any(self) -> None:
+        """See `EngineGroup.adopt_any`."""
+        version = self._engines.adopt_any()
+        if version is not None:
+            self._note(run_id=version.run_id, version=version.number, served_s=now_s())
+
+    @property
+    def served_digest(self) -> str | None:
+        """Of what every engine serves; None where that is nothing, or not known."""
+        served = self.served
+        return None if served is None else self._engines.digest_of(served)
+
+    @property
+    def loaded_s(self) -> float:
+        """See `EngineGroup.loaded_s`."""
+        return self._engines.loaded_s()
+
+    def ask_about(self, version: Version, endpoint: str) -> Ticket:
+        """That agent is asked whether it has that version, see `is_there`; nothing is pulled for that."""
+        grace_s = min(_GRACE_S, self._config.patience_s)
+        return self._wishes.ask_about(Wish(version=version, endpoint=endpoint), grace_s=grace_s)
+
+    def is_there(self, ticket: Ticket) -> bool:
+        """Whether its agent has said that it has it.
+
+        Raises:
+            WeightSyncError: see `settled`.
+        """
+        self._wishes.check(ticket)
+        return ticket.there
 
     def waited_s(self, ticket: Ticket) -> float:
         """Seconds that its agent was asked for that wish's version, or a newer one of its run, before it had it."""

@@ -48,6 +48,12 @@ class ServingGate:
         with self._changed:
             return self._refusal() is None and self._fenced is None and not self._is_paused()
 
+    @property
+    def fenced(self) -> bool:
+        """Whether its weights are not whole, or may not be."""
+        with self._changed:
+            return self._fenced is not None or self._dead is not None
+
     @contextlib.contextmanager
     def generation(self, *, timeout_s: float = 30.0) -> Iterator[Version | None]:
         """Surrounds one generation; gives the version it runs on.

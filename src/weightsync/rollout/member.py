@@ -12,14 +12,17 @@ that it is never longer here than there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 import msgspec
 
 from weightsync.clients.controller import ControllerClient
+from weightsync.clients.fanout import in_thread
 from weightsync.errors import AuthError, StateError, SyncFailedError, WeightSyncError
 from weightsync.memory import ServingLease, boot_s
 from weightsync.rollout.follower import Follower
@@ -27,6 +30,7 @@ from weightsync.rollout.sender import Ticket
 from weightsync.rollout.settings import RolloutConfig
 from weightsync.types import Deadline, Version
 from weightsync.types.fleet import (
+    AbsentVersion,
     CommitVersionsRequest,
     HeartbeatReply,
     HeartbeatRequest,
@@ -68,6 +72,8 @@ class FleetMember:
         # models of sets that are not committed as a whole
         self._broken: frozenset[str] = frozenset(models) if torn else frozenset()
         self._num_commits = 0
+        self._catching_up: dict[str, Ticket] = {}
+        self._adopting: dict[str, tuple[Version, Future[bool]]] = {}
         self._url = ""
         self._said: HeartbeatReply | None = None
         self._stop = threading.Event()
@@ -211,13 +217,22 @@ class FleetMember:
         return self._stop.is_set()
 
     def _request(self) -> HeartbeatRequest:
-        serves, lacks, errors = [], [], []
+        serves, lacks, errors, absent = [], [], [], []
         for model_id, model in self._models.items():
             served = model.served
             status = model.status()
             errors += [f"{model_id}: {who}: {why}" for who, why in (status.errors | status.sender_errors).items()]
             if status.retrying:
                 errors.append(f"{model_id}: {status.retrying}")
+            ticket = self._catching_up.get(model_id)
+            if ticket is not None and ticket.absent:
+                version = ticket.wish.version
+                absent.append(
+                    AbsentVersion(
+                        of=ModelVersion(model_id=model_id, run_id=version.run_id, version=version.number),
+                        newest=ticket.newest,
+                    )
+                )
             if served is None:
                 lacks.append(model_id)
             else:
@@ -236,6 +251,8 @@ class FleetMember:
             whole=not self._broken,
             leased=self._lease.left_s > 0,
             error="; ".join(errors)[:2000] or None,
+            absent=tuple(absent),
+            digests={model_id: found for model_id, model in self._models.items() if (found := model.served_digest)},
         )
 
     def _heard(self, said: HeartbeatReply, sent_s: float, commits: int) -> None:
@@ -251,7 +268,7 @@ class FleetMember:
         for each in said.catch_up:
             model = self._models.get(each.model_id)
             if model is not None:
-                self._catch_up(model, each)
+                self._catch_up(model, each, said.digests.get(each.model_id))
 
     def _renew(self, until_s: float) -> None:
         self._lease.renew(until_s, seen_s=min(model.seen_s for model in self._models.values()))
@@ -266,15 +283,28 @@ class FleetMember:
             finally:
                 self._set.release()
 
-    def _catch_up(self, model: Follower, wanted: ModelVersion) -> None:
+    def _adopted(self, model: Follower, wanted: ModelVersion, digest: str | None) -> bool:
+        """Whether the engines are being asked if they serve it already, which costs no transfer, and needs no trainer.
+        A process that was started anew knows nothing of them."""
+        if digest is None:
+            return False
+        before = self._adopting.get(model.model_id)
+        if before is None or before[0] != wanted.of:
+            ask = functools.partial(model.adopt, wanted.of, wanted.sender_endpoint, digest)
+            before = self._adopting[model.model_id] = wanted.of, in_thread(ask, name="weightsync-adopt")
+        return not before[1].done()
+
+    def _catch_up(self, model: Follower, wanted: ModelVersion, digest: str | None) -> None:
         if model.serves(wanted.of):
             return
         model.add_sender(wanted.sender_endpoint)
+        if self._adopted(model, wanted, digest):
+            return
         model.permit.release("the fleet has gone on", older_than=wanted.of)
         model.permit.allow(wanted.of)
         known = model.status()
         if (known.wanted_run_id, known.wanted) != (wanted.run_id, wanted.version):
             try:
-                model.want(wanted.of, wanted.sender_endpoint, waits=False)
+                self._catching_up[model.model_id] = model.catch_up_with(wanted.of, wanted.sender_endpoint)
             except WeightSyncError as error:
                 _logger.warning("model %s: it can't catch up to %s: %s", model.model_id, wanted.of, error)

@@ -32,7 +32,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory import Segment
-from weightsync.observe import Recorder, now_s
+from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
 from weightsync.rollout.agents import CALL_S, Agents, Granted
 from weightsync.rollout.delta_apply import Changed
 from weightsync.rollout.delta_pull import POSITION_BYTES, Read, apply_blobs, fetch_blobs, lay_out_patch, num_bytes
@@ -45,6 +45,7 @@ from weightsync.transfer.source import Arrived, Destination, RangedSource
 from weightsync.types import Deadline, Manifest, Version
 from weightsync.types.process import of_one_process
 from weightsync.types.publication import MODES, DeltaBase, TransferGrant, Transport
+from weightsync.types.spec import check_config_id
 from weightsync.types.table import SpecTable
 
 _SHORTEST_RETRY_S = 0.01
@@ -104,9 +105,11 @@ class Puller:
         staging: Staging | None = None,
         recorder: Recorder | None = None,
     ) -> None:
+        check_config_id("model_id", model_id)
+        check_config_id("receiver_id", receiver_id)
         self.endpoint = endpoint.rstrip("/")
         self.model_id = model_id
-        self.recorder = recorder or Recorder(f"puller/{receiver_id}")
+        self.recorder = recorder or Recorder(f"puller/{receiver_id}", max_bytes=LONG_RUN_BYTES)
         if mode not in MODES:
             raise ConfigError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
         self._mode = mode

@@ -32,6 +32,9 @@ class Ticket:
         checked: whether what is served may count as this version. A version that was announced before has to be of the
             same life of its trainer.
         refused: why it is not taken up.
+        absent: it is not taken up since its agent says that it has it not.
+        newest: what that agent has of the run instead, or is about to have; None: it names another run.
+        there: its agent has said that it has it, or something newer of that run.
         began_s: when it came, by the monotonic clock.
     """
 
@@ -40,6 +43,9 @@ class Ticket:
     until: Deadline
     checked: bool = True
     refused: str | None = None
+    absent: bool = False
+    newest: int | None = None
+    there: bool = False
     began_s: float = dataclasses.field(default_factory=time.monotonic)
 
 

@@ -29,10 +29,11 @@ from weightsync.memory import reclaim_dead
 from weightsync.net.guard import LIST_BODY_BYTES
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, api_app
-from weightsync.observe import Metrics, Recorder
+from weightsync.observe import LONG_RUN_BYTES, Metrics, Recorder
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.follower import Follower, late
+from weightsync.rollout.local_lease import LocalLease
 from weightsync.rollout.member import FleetMember
 from weightsync.rollout.sender import Ticket
 from weightsync.rollout.settings import RolloutConfig
@@ -40,9 +41,10 @@ from weightsync.types import Deadline, EngineHandle, Version
 from weightsync.types.fleet import CommitVersionsRequest, PrepareRequest, ReleaseRequest
 from weightsync.types.process import of_one_process
 from weightsync.types.publication import ModelStatus, NotifyRequest, RegisterSenderRequest, ServiceStatus
+from weightsync.types.spec import check_config_id
 
 _RECLAIM_EVERY_S = 2.0
-_SETS = ("/prepare_versions", "/commit_versions", "/release_versions")
+_SETS = ("/check_versions", "/prepare_versions", "/commit_versions", "/release_versions")
 
 _logger = logging.getLogger(__name__)
 
@@ -51,8 +53,8 @@ _logger = logging.getLogger(__name__)
 class RolloutService:
     """Serves `/notify_version`, `/status`, `/availability`, `/register_sender`, `/metrics`, `/healthz`.
 
-    With a `controller` it is a member of that fleet, and serves `/prepare_versions`, `/commit_versions` and
-    `/release_versions` to it; see `FleetMember`.
+    With a `controller` it is a member of that fleet, and serves `/check_versions`, `/prepare_versions`,
+    `/commit_versions` and `/release_versions` to it; see `FleetMember`.
 
     Args:
         engines: of each model, by model_id: handles of the engines of this host (`EmbeddedEngine`, `HttpEngine`,
@@ -74,9 +76,11 @@ class RolloutService:
     ) -> None:
         if not engines:
             raise NoEnginesError("a rollout service has the engines of at least one model")
+        for model_id in engines:
+            check_config_id("model_id", model_id)
         config = config or RolloutConfig()
         self.config = config
-        self.recorder = Recorder(f"rollout/{config.service_id}")
+        self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)
         self._metrics = Metrics(self.recorder)
         senders = [checked_url(sender, whose="a sender's") for sender in config.senders]
         self._models = {
@@ -101,14 +105,20 @@ class RolloutService:
         ]
         if config.lease is not None and unleased:
             raise ConfigError(
-                f"engines of a fleet answer under its lease: {', '.join(unleased)} would answer without one. Give each "
-                "EmbeddedEngine.of(loader, lease=LeaseReader(PATH)), with the path of the service's ServingLease"
+                f"engines of a leased service answer under its lease: {', '.join(unleased)} would answer without one. "
+                "Give each EmbeddedEngine.of(loader, lease=LeaseReader(PATH)), with the path of the ServingLease"
             )
         self._senders = tuple(senders)
         self._closed = threading.Event()
-        self._member = None if config.lease is None else FleetMember(self._models, config, config.lease)
+        self._member: FleetMember | None = None
+        self._local: LocalLease | None = None
+        if config.lease is not None and config.controller is not None:
+            self._member = FleetMember(self._models, config, config.lease)
+        elif config.lease is not None:
+            self._local = LocalLease(self._models, config.lease, config.lease_s)
         self.app: FastAPI = api_app("weightsync rollout service")
         for method, path, handler in (
+            ("POST", "/check_versions", self._check),
             ("POST", "/prepare_versions", self._prepare),
             ("POST", "/commit_versions", self._commit),
             ("POST", "/release_versions", self._release),
@@ -137,6 +147,8 @@ class RolloutService:
             model.start()
             for sender in self._senders:
                 model.catch_up(sender)
+        if self._local is not None:
+            self._local.start()
         if self._member is not None:
             self._member.start(url)
         threading.Thread(target=self._keep_house, name="weightsync-rollout-house", daemon=True).start()
@@ -185,6 +197,8 @@ class RolloutService:
         self._closed.set()
         if self._member is not None:
             self._member.close()
+        if self._local is not None:
+            self._local.close()
         self._server.close()
         for model in self._models.values():
             model.close()
@@ -234,14 +248,39 @@ class RolloutService:
             await _until(lambda: model.settled(ticket) or None, [model], lambda: late(ticket, deadline), deadline)
         return _json(model.status())
 
-    async def _prepare(self, request: Request) -> Response:
-        asked = decode(await request.body(), PrepareRequest, what="a set to prepare")
-        member, deadline = self._fleet(), Deadline(asked.wait_s)
+    def _know_senders(self, asked: PrepareRequest) -> None:
+        """Whoever the controller names may be called."""
         for each in asked.versions:
             model, endpoint = self._model(each.model_id), checked_url(each.sender_endpoint, whose="a sender's")
             if not model.may_call(endpoint):
                 self._check_stranger(endpoint)
                 model.add_sender(endpoint)
+
+    async def _check(self, request: Request) -> Response:
+        """Answers when the agents have these versions; what they have not is an error."""
+        asked = decode(await request.body(), PrepareRequest, what="versions to ask about")
+        self._fleet()
+        deadline = Deadline(asked.wait_s)
+        self._know_senders(asked)
+        tickets = [
+            (self._model(each.model_id), self._model(each.model_id).ask_about(each.of, each.sender_endpoint))
+            for each in asked.versions
+        ]
+
+        def too_late() -> WeightSyncError:
+            return DeadlineExceededError(f"the agents have not said within {deadline.timeout_s:g} s what they have")
+
+        def all_there() -> bool | None:
+            there = [model.is_there(ticket) for model, ticket in tickets]  # each: what one has not is told at once
+            return all(there) or None
+
+        await _until(all_there, [model for model, _ in tickets], too_late, deadline)
+        return _json({})
+
+    async def _prepare(self, request: Request) -> Response:
+        asked = decode(await request.body(), PrepareRequest, what="a set to prepare")
+        member, deadline = self._fleet(), Deadline(asked.wait_s)
+        self._know_senders(asked)
         tickets = member.begin_prepare(asked)
 
         def too_late() -> WeightSyncError:

@@ -10,6 +10,7 @@ from weightsync.net.auth import checked_token
 from weightsync.net.server import TlsFiles
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.publication import MODES, Transport
+from weightsync.types.spec import check_config_id
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,10 @@ class RolloutConfig:
         controller_token: the controller's bearer token.
         controller_verify: see `AgentClient`.
         advertise: URL by which the controller reaches it; its own where not given.
-        lease: in a fleet: what its engines look at before they answer, see `ServingLease`.
+        lease: what its engines look at before they answer, see `ServingLease`. In a fleet it is lent by the controller.
+            Without a controller this service lends it: an engine that has started since its service saw to it
+            refuses, and so does each before its first version.
+        lease_s: without a controller: for how long engines answer after their service was last alive.
 
     Raises:
         ConfigError: a time makes no sense, or a token can't be one.
@@ -73,13 +77,15 @@ class RolloutConfig:
     controller_verify: bool | str = True
     advertise: str | None = None
     lease: ServingLease | None = None
+    lease_s: float = 60.0
 
     def __post_init__(self) -> None:
+        check_config_id("service_id", self.service_id)
         for name in ("token", "sender_token", "controller_token"):
             object.__setattr__(self, name, checked_token(getattr(self, name)))
         if isinstance(self.senders, str):
             raise ConfigError(f"senders is a tuple of URLs; write senders=({self.senders!r},)")
-        if (self.controller is None) != (self.lease is None):
+        if self.controller is not None and self.lease is None:
             raise ConfigError(
                 "a service of a fleet has a controller and a lease: RolloutConfig(controller=URL, lease=ServingLease("
                 "PATH)), and its engines EmbeddedEngine.of(loader, lease=LeaseReader(PATH))"
@@ -88,7 +94,7 @@ class RolloutConfig:
             raise ConfigError(f"transport is tcp or shm, not {self.transport!r}")
         if self.poll_s is not None:
             check_wait_s("poll_s", self.poll_s)
-        for name in ("pull_timeout_s", "load_timeout_s", "pause_timeout_s", "patience_s"):
+        for name in ("pull_timeout_s", "load_timeout_s", "pause_timeout_s", "patience_s", "lease_s"):
             check_wait_s(name, getattr(self, name))
         if self.mode not in MODES:
             raise ConfigError(f"mode is one of {', '.join(MODES)}, not {self.mode!r}")

@@ -238,6 +238,7 @@ class WeightSyncTransferEngine:
             group=reply.group,
             run_id=reply.run_id,
             version=reply.version,
+            digest=reply.model_digest,
             healthy=reply.serving,
             updating=self._updating,
             session=self._worker.session,
@@ -311,12 +312,15 @@ def _read(said: bytes) -> VllmState | WeightSyncError | None:
 def _merged(states: list[VllmState]) -> VllmState:
     """What all agree on; what they don't is nobody's."""
     groups = {state.group for state in states}
-    versions = {state.version for state in states}
+    versions = {(state.version, state.digest) for state in states}
+    one = len(versions) == 1
+    version, digest = versions.pop() if one else (None, None)
     return VllmState(
         group=groups.pop() if len(groups) == 1 else None,
         run_id=states[0].run_id,
-        healthy=all(state.healthy for state in states) and len(versions) == 1,
-        version=versions.pop() if len(versions) == 1 else None,
+        healthy=all(state.healthy for state in states) and one,
+        version=version,
+        digest=digest,
         updating=any(state.updating for state in states),
         session=next((state.session for state in states if state.session is not None), None),
         writes_live=any(state.writes_live for state in states),

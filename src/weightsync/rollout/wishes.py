@@ -2,20 +2,24 @@
 
 Nobody's word alone counts for longer than `patience_s`. Another run, or another agent, is asked whether it has what it
 is said to have before anything is pulled from it; a version that does not come gives way to what there is; and what was
-announced once more under a name that is served already is compared with what its agent says.
+announced once more under a name that is served already is compared with what its agent says. Whoever waits for a
+version is told as soon as its agent says that there is none.
 
-Over 400 lines: one set of rules under one lock. Threads are in `asker`, what is known of one agent in `sender`.
+One set of rules under one lock. Threads are in `asker`, what is known of one agent in `sender`, what agents deny in
+`denials`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 
-from weightsync.errors import StateError, TransferAbortedError, VersionError
+from weightsync.errors import NotPublishedError, StateError, TransferAbortedError, VersionError
 from weightsync.rollout.asker import Asker
-from weightsync.rollout.sender import POLL_S, OtherRun, Sender, Ticket, Wish
+from weightsync.rollout.denials import Denials, judge_promises, judge_served
+from weightsync.rollout.sender import OtherRun, Sender, Ticket, Wish
 from weightsync.types import Deadline, Version
 from weightsync.types.publication import AgentVersion
 
@@ -24,7 +28,6 @@ _MAX_RUNS_WAITING = 8
 """Of one agent; another agent's runs never give way to them."""
 _MAX_LOOKED_AT = 8
 _LONGEST_RETRY_S = 1.0
-_LONGEST_POLL_S = 60.0
 
 _logger = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class Wishes:
         self._pulled = -1
         self._life: str | None = None
         self._runs_over: dict[str, str] = {}
+        self._denials = Denials()
         self._closed = False
         self.count = 0
 
@@ -97,12 +101,14 @@ class Wishes:
             self._senders.setdefault(endpoint, Sender()).look = True
             self._asker.soon(endpoint)
 
-    def add(self, wish: Wish, *, waits: bool = True) -> Ticket:
+    def add(self, wish: Wish, *, waits: bool = True, grace_s: float | None = None) -> Ticket:
         """Notes a wish.
 
         Args:
             wish: what is said to be there.
             waits: whether somebody looks at the ticket later.
+            grace_s: from so many seconds on the ticket is refused when its agent says that it has no such version;
+                None: it is not refused for that.
 
         Raises:
             StateError: the service is closing, or no thread can be started.
@@ -126,6 +132,24 @@ class Wishes:
             else:
                 self._wait_for_run(sender, ticket, waits=waits)
                 self._ask_now(wish.endpoint)
+            if grace_s is not None and ticket.checked:
+                self._denials.watch(ticket, grace_s=grace_s)
+                sender.hurry()
+                self._soon(wish.endpoint, self._denials.next_look_s(wish.endpoint, self._run_id, self._pulled) or 0.0)
+            return ticket
+
+    def ask_about(self, wish: Wish, *, grace_s: float) -> Ticket:
+        """Its agent is asked whether it has it; nothing is pulled for that. See `check`, and `Ticket.there`.
+
+        Raises:
+            StateError: no thread can be started for it.
+        """
+        with self._changed:
+            ticket = Ticket(number=self.count, wish=wish, until=Deadline(self._timeout_s))
+            sender = self._senders.setdefault(wish.endpoint, Sender())
+            self._denials.watch(ticket, grace_s=grace_s)
+            sender.look = True
+            self._ask_now(wish.endpoint)
             return ticket
 
     def pulled(self, endpoint: str, version: Version, life: str | None) -> None:
@@ -140,6 +164,13 @@ class Wishes:
                 sender.doubted = None
             for each in self._senders.values():
                 each.numbers = {number: until for number, until in each.numbers.items() if number > version.number}
+
+    def adopted(self, version: Version, endpoint: str) -> None:
+        """Engines serve it already; where nothing is followed yet, that run is, from this agent."""
+        with self._changed:
+            if self._run_id is None:
+                self._senders.setdefault(endpoint, Sender())
+                self._run_id, self._current, self._pulled = version.run_id, endpoint, version.number
 
     def struggles(self, endpoint: str) -> None:
         """A pull from an agent does not get on: once patience ends, it is asked what it has."""
@@ -169,10 +200,13 @@ class Wishes:
         Raises:
             StateError: the service is closing.
             TransferAbortedError: another run took over from that one.
+            NotPublishedError: its sender says that it has it not.
             VersionError: its sender never had that run, or publishes it anew.
         """
         with self._changed:
             self._check_run(ticket.wish.version)
+            if ticket.absent:
+                raise NotPublishedError(ticket.refused or "", version=str(ticket.wish.version), newest=ticket.newest)
             if ticket.refused is not None:
                 raise VersionError(ticket.refused, version=str(ticket.wish.version))
 
@@ -237,8 +271,8 @@ class Wishes:
 
     def _turn(self, endpoint: str) -> float | None:
         with self._changed:
-            sender, began = self._senders[endpoint], self.count
-            pause_s = self._pause_s(sender)
+            sender, began, asked_s = self._senders[endpoint], self.count, time.monotonic()
+            pause_s = self._pause_s(endpoint, sender)
             if pause_s is None or pause_s > 0:
                 return pause_s
             sender.look, sender.again = False, None
@@ -260,19 +294,26 @@ class Wishes:
             sender.why, sender.error = why, error_text
             sender.known = sender.known or newest is not None
             sender.ask_again(self._poll_s)
+            had = self._run_id if sender.verified else None
             self._heard(endpoint, sender, said, newest, began)
-            pause_s = self._pause_s(sender)
+            for ticket in self._denials.judge(endpoint, said, asked_s=asked_s, had=had):
+                self._absent(sender, ticket)
+            pause_s = self._pause_s(endpoint, sender)
             if pause_s == 0:
                 pause_s, sender.retry_s = sender.retry_s, min(2 * sender.retry_s, _LONGEST_RETRY_S)
         self._told()
         return pause_s
 
-    def _pause_s(self, sender: Sender) -> float | None:
+    def _pause_s(self, endpoint: str, sender: Sender) -> float | None:
         """When it is to be asked; 0: now."""
         if sender.look or sender.runs or sender.unchecked:
             return 0.0
         low = self._low()
-        waits = [until.remaining_s for number, until in sender.numbers.items() if until is not None and number > low]
+        claims_s = self._denials.next_look_s(endpoint, self._run_id, max(low, self._pulled))
+        if claims_s == 0:
+            return 0.0
+        waits = [] if claims_s is None else [claims_s]
+        waits += [until.remaining_s for number, until in sender.numbers.items() if until is not None and number > low]
         if sender.doubted is not None:
             waits.append(sender.poll.remaining_s)
         if sender.again is not None:
@@ -303,7 +344,8 @@ class Wishes:
             if run_id in self._runs_over or other.until.expired:
                 del sender.runs[run_id]
                 self._refuse(other, f"{endpoint} did not have it within {other.until.timeout_s:g} s: {sender.why}")
-        self._check_served(sender, said, began)
+        for ticket in judge_served(sender, said, began=began, life=self._life, pulled=self._pulled):
+            _logger.warning("model %s: %s", self._model_id, ticket.refused)
         self._check_promises(endpoint, sender, answers=said is not None)
 
     def _accept(self, endpoint: str, sender: Sender, newest: Version) -> None:
@@ -325,45 +367,21 @@ class Wishes:
         sender.verified = True
         self._announce(endpoint, other.wish.version.number)
 
-    def _check_served(self, sender: Sender, said: AgentVersion | None, began: int) -> None:
-        """Versions that seem to be served: they may be those of an earlier life of the same run."""
-        for ticket in tuple(sender.unchecked):
-            if said is not None and ticket.number <= began:
-                others = said.life not in (None, self._life) and self._life is not None
-                if others and said.run_id in (None, ticket.wish.version.run_id):
-                    ticket.refused = (
-                        f"run {ticket.wish.version.run_id} is published anew, by a trainer that was started again: "
-                        f"what is served under {ticket.wish.version} or above is of the one before. Give each life "
-                        f"of a trainer a run_id of its own, or publish above {self._pulled}"
-                    )
-                    _logger.warning("model %s: %s", self._model_id, ticket.refused)
-                else:
-                    ticket.checked = True
-            elif ticket.until.expired:
-                ticket.refused = f"{ticket.wish.endpoint} does not say whether what is served is its own: {sender.why}"
-            if ticket.checked or ticket.refused is not None:
-                sender.unchecked.remove(ticket)
+    def _absent(self, sender: Sender, ticket: Ticket) -> None:
+        """Its agent denies it: it is not pulled, unless somebody else was told of it."""
+        version = ticket.wish.version
+        if version.run_id == self._run_id:
+            sender.numbers.pop(version.number, None)
+        else:
+            sender.runs.pop(version.run_id, None)
+        _logger.warning("model %s: %s was announced and is given up: %s", self._model_id, version, ticket.refused)
 
     def _check_promises(self, endpoint: str, sender: Sender, *, answers: bool) -> None:
-        """Patience with some versions has ended: those that it has not give way; who is silent gives way to others."""
-        late = [number for number, until in sender.numbers.items() if until is not None and until.expired]
-        has = -1 if sender.has is None else sender.has
-        for number in late:
-            if number <= has:
-                sender.numbers[number] = None
-            elif answers:
-                del sender.numbers[number]
-                sender.doubted = max(number, sender.doubted or 0)
-                sender.poll = Deadline(POLL_S)
-            else:
-                sender.numbers[number] = Deadline(self._patience_s)
-        if any(number > has for number in late) or (not answers and self._low() < self._pulled):
+        """Who did not keep a promise, or is silent while an engine needs something, gives way to others."""
+        broken = judge_promises(sender, answers=answers, patience_s=self._patience_s)
+        if broken or (not answers and self._low() < self._pulled):
             sender.broken = True
             self._look_at_others(endpoint)
-        if sender.doubted is not None and has >= sender.doubted:
-            sender.doubted = None
-        if sender.doubted is not None and sender.poll.expired:
-            sender.poll = Deadline(min(2 * sender.poll.timeout_s, _LONGEST_POLL_S))
 
     def _look_at_others(self, endpoint: str) -> None:
         others = [(not each.verified, each.looked, name) for name, each in self._senders.items() if name != endpoint]

@@ -230,6 +230,7 @@ class EngineReply(_Message, frozen=True, kw_only=True):
         accepts: at describe: the kinds of updates that every worker of it takes, of "full" and "patch".
         unhealthy: at describe: why it refuses to serve until the next full load, where an audit of its live weights
             has found other bytes than it committed.
+        intact: at describe: whether its live weights are those of `version`, whole, whoever may be answered now.
         phases: what the engine timed since its last reply that carried phases.
     """
 
@@ -245,6 +246,7 @@ class EngineReply(_Message, frozen=True, kw_only=True):
     unprovable: str | None = None
     accepts: tuple[str, ...] = ("full",)
     unhealthy: str | None = None
+    intact: bool = True
     phases: tuple[PhaseRecord, ...] = ()
 
     def __post_init__(self) -> None:

@@ -10,11 +10,13 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.manifest import Version
-from weightsync.types.publication import ModelStatus, check_id
+from weightsync.types.publication import ModelStatus
+from weightsync.types.spec import check_id
 
 MAX_MODELS = 256
 _MAX_URL = 2048
 _MAX_ERROR = 4000
+_MAX_DIGEST = 200
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,6 +50,22 @@ class ModelVersion(_Message, frozen=True, kw_only=True):
         return Version(run_id=self.run_id, number=self.version)
 
 
+class AbsentVersion(_Message, frozen=True, kw_only=True):
+    """A version that its agent has not, as it says itself.
+
+    Attributes:
+        of: which.
+        newest: what the agent has of that run instead, or is about to have; None: it names another run.
+    """
+
+    of: ModelVersion
+    newest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.newest is not None and self.newest < 0:
+            raise InvalidRequestError(f"a version is not negative, got {self.newest}")
+
+
 class HeartbeatRequest(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout service is there.
 
@@ -62,6 +80,8 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True, omit_defaults=True):
             anew.
         error: what failed there last.
         leaving: it ends, and answers nothing any more: its last message.
+        absent: what it was told to serve, and what is not there.
+        digests: of what it serves, by model, where it knows them.
     """
 
     instance_id: str
@@ -73,6 +93,8 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True, omit_defaults=True):
     whole: bool = True
     error: str | None = None
     leaving: bool = False
+    absent: tuple[AbsentVersion, ...] = ()
+    digests: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         check_id("instance_id", self.instance_id)
@@ -83,6 +105,9 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True, omit_defaults=True):
             check_id("model_id", each)
         if self.error is not None and len(self.error) > _MAX_ERROR:
             raise InvalidRequestError(f"an error has at most {_MAX_ERROR} characters")
+        if len(self.absent) > MAX_MODELS:
+            raise InvalidRequestError(f"at most {MAX_MODELS} versions are absent")
+        _check_digests(self.digests)
         names = [each.model_id for each in self.serves] + list(self.lacks)
         if not 1 <= len(names) <= MAX_MODELS or len(set(names)) != len(names):
             raise InvalidRequestError(f"an instance has 1 to {MAX_MODELS} models, each named once")
@@ -96,6 +121,7 @@ class HeartbeatReply(_Message, frozen=True, kw_only=True):
         lease_s: it may answer for so many seconds after it sent its heartbeat; 0: it refuses at once.
         admitted: it comes in with this answer: what held it back before is over.
         catch_up: what it has to serve before it comes in.
+        digests: of these, by model, where an instance that served them has told: who has it already may say so.
         every_s: seconds until its next heartbeat.
         why: why it has no lease.
     """
@@ -106,8 +132,10 @@ class HeartbeatReply(_Message, frozen=True, kw_only=True):
     admitted: bool = False
     catch_up: tuple[ModelVersion, ...] = ()
     why: str | None = None
+    digests: dict[str, str] = {}
 
     def __post_init__(self) -> None:
+        _check_digests(self.digests)
         if not 0 <= self.lease_s <= 3600 or not 0 < self.every_s <= 3600:
             raise InvalidRequestError(f"a lease of {self.lease_s} s, asked for every {self.every_s} s, can't be")
 
@@ -165,6 +193,11 @@ class ReleaseRequest(_Message, frozen=True, kw_only=True):
 
     model_ids: tuple[str, ...]
     why: str
+
+
+def _check_digests(digests: dict[str, str]) -> None:
+    if len(digests) > MAX_MODELS or any(not 0 < len(text) <= _MAX_DIGEST for text in digests.values()):
+        raise InvalidRequestError(f"digests are of at most {MAX_MODELS} models, each of 1 to {_MAX_DIGEST} characters")
 
 
 def _check_set(versions: tuple[ModelVersion, ...], wait_s: float) -> None:

@@ -14,11 +14,10 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.manifest import Manifest
-from weightsync.types.spec import MAX_NBYTES, TensorSpec
+from weightsync.types.spec import MAX_NBYTES, TensorSpec, check_id
 from weightsync.types.table import DIGEST_BYTES, SpecTable, TensorTable, written_digest
 
 MAX_SOURCES = 4096
-_MAX_ID = 256
 MODES = ("auto", "full", "delta")
 MAX_LAYOUTS = 16
 _CHECKSUM_DIGITS = 16
@@ -264,6 +263,9 @@ class TransferRequest(_Message, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_id("receiver_id", self.receiver_id)
+        check_id("model_id", self.model_id)
+        if self.run_id is not None:
+            check_id("run_id", self.run_id)
         if self.layouts is not None and len(self.layouts) > MAX_LAYOUTS:
             raise InvalidRequestError(f"a receiver names at most {MAX_LAYOUTS} layouts")
         if self.mode not in MODES:
@@ -364,12 +366,15 @@ class AgentVersion(_Message, frozen=True, kw_only=True):
     Attributes:
         life: of the publisher: two of one `run_id` (a trainer that was started again under the same) differ in it, and
             their versions of one number are not the same. None: it does not say.
+        coming_run_id, coming: of the publication that it was given and has not proved yet; None: there is none.
     """
 
     model_id: str
     run_id: str | None = None
     version: int | None = None
     life: str | None = None
+    coming_run_id: str | None = None
+    coming: int | None = None
 
 
 class EndedTransfer(_Message, frozen=True, kw_only=True):
@@ -491,12 +496,6 @@ class ServiceStatus(_Message, frozen=True, kw_only=True):
     """What `/status` of a rollout service answers, by model_id."""
 
     models: dict[str, ModelStatus]
-
-
-def check_id(what: str, value: str) -> None:
-    """Raises InvalidRequestError where `value` can't be an id."""
-    if not 1 <= len(value) <= _MAX_ID or not value.isprintable():
-        raise InvalidRequestError(f"{what} has 1 to {_MAX_ID} printable characters")
 
 
 # See types.engine: msgspec has to learn its types before threads use them.

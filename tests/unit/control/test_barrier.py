@@ -13,7 +13,7 @@ import pytest
 
 from weightsync.clients.fanout import in_thread
 from weightsync.control.barrier import VersionBarrier
-from weightsync.errors import ConfigError, DeadlineExceededError, TransferAbortedError
+from weightsync.errors import ConfigError, DeadlineExceededError, NotPublishedError, TransferAbortedError
 from weightsync.types.fleet import ModelVersion
 
 LONG_S = 10.0
@@ -161,3 +161,26 @@ def test_the_longest_wait_of_a_set_is_what_users_see() -> None:
     assert barrier.status()[0].timeout_s == 5.0
     barrier.arrive(at("critic", 1))
     assert first.result(LONG_S) == second.result(LONG_S)
+
+
+def test_a_number_that_was_denied_gives_way_to_what_is_there() -> None:
+    barrier = VersionBarrier([PAIR])
+    barrier.arrive(at("critic", 2))
+    barrier.arrive(at("actor", 1000))
+    assert barrier.is_ahead(at("actor", 1000))
+    ahead, other = waits(barrier, at("actor", 1000)), waits(barrier, at("critic", 2))
+    until(lambda: len(barrier._waiting[PAIR]) == 2, "both wait")
+    barrier.deny(at("actor", 1000), 2)
+    assert [each.version for each in other.result(LONG_S)] == [2, 2]
+    with pytest.raises(NotPublishedError) as caught:
+        ahead.result(LONG_S)
+    assert caught.value.newest == 2
+    assert not barrier.is_ahead(at("actor", 2))
+
+
+def test_a_denial_of_what_is_not_the_newest_any_more_changes_nothing() -> None:
+    barrier = VersionBarrier()
+    barrier.arrive(at("actor", 5))
+    for version, newest in ((at("actor", 4), 1), (at("actor", 5, "other"), 1), (at("actor", 5), None)):
+        barrier.deny(version, newest)
+        assert barrier.published()["actor"].version == 5

@@ -13,6 +13,7 @@ from weightsync.clients.fanout import in_thread
 from weightsync.control.pool import RolloutPool
 from weightsync.errors import ConfigError, StateError
 from weightsync.types import Version
+from weightsync.types.fleet import AbsentVersion
 
 
 def test_an_instance_comes_in_is_late_and_is_left_out() -> None:
@@ -308,3 +309,34 @@ def test_who_joins_comes_in_with_a_sync_where_there_is_no_time_between_two() -> 
             reply = pool.heartbeat(beat("new", goal, leased=False))
             assert (reply.lease_s, reply.admitted) == (LEASE_S, True)
     assert pool.heartbeat(beat("late", at(5))).lease_s == 0.0, "newer than what was decided"
+
+
+def test_what_nobody_could_fetch_and_is_not_there_gives_way() -> None:
+    pool, _ = made()
+    pool.decided([at(1000)], claimed=True)
+    reply = pool.heartbeat(beat("a", lacks=("m",)))
+    assert [each.version for each in reply.catch_up] == [1000]
+    pool.heartbeat(beat("a", lacks=("m",), absent=(AbsentVersion(of=at(999), newest=1),)))
+    assert pool.current("m") == at(1000), "nobody was told to serve that"
+    reply = pool.heartbeat(beat("a", lacks=("m",), absent=(AbsentVersion(of=at(1000), newest=3),)))
+    assert [each.version for each in reply.catch_up] == [3]
+    pool.heartbeat(beat("a", lacks=("m",), absent=(AbsentVersion(of=at(3)),)))
+    assert pool.current("m") is None, "its agent names another run"
+    pool.decided([at(5)])
+    pool.heartbeat(beat("b", lacks=("m",), absent=(AbsentVersion(of=at(5), newest=1),)))
+    assert pool.current("m") == at(5), "somebody has fetched that one"
+
+
+def test_who_joins_is_told_the_digest_of_what_it_may_have_already() -> None:
+    pool, _ = made()
+    pool.decided([at(1)])
+    assert pool.heartbeat(beat("b", lacks=("m",))).digests == {}
+    pool.heartbeat(beat("c", at(2), digests={"m": "of another version"}))
+    pool.heartbeat(beat("a", at(1), digests={"m": "d1"}))
+    assert pool.heartbeat(beat("b", lacks=("m",))).digests == {"m": "d1"}
+    with pool.syncing([at(2)]):
+        pool.heartbeat(beat("a", at(2), digests={"m": "d2"}))  # it has committed; the fleet's is the one before yet
+        pool.heartbeat(beat("b", lacks=("m",)))
+    assert pool._digests["m"][1] == "d1"
+    pool.decided([at(2)])
+    assert pool.heartbeat(beat("b", lacks=("m",))).digests == {}

@@ -65,7 +65,22 @@ def test_the_oldest_records_go_and_are_counted() -> None:
     assert recorder.num_dropped == 2
 
 
-@pytest.mark.parametrize("arguments", [{"track": ""}, {"track": "x", "max_records": 0}])
+def test_memory_is_bounded_by_bytes_whatever_texts_there_are() -> None:
+    recorder = Recorder("trainer", max_bytes=20_000)
+    for index in range(100):
+        recorder.extend(record("load", index, index + 1) for _ in range(10))
+        recorder.add(PhaseRecord(name="x" * 5000, start_s=index, end_s=index, track="t"))
+        kept = recorder.records()
+        assert sum(len(each.name) for each in kept) <= 20_000
+        assert kept[-1].start_s == index, "the newest is kept"
+    assert len(recorder.records()) + recorder.num_dropped == 1100
+    recorder.add(PhaseRecord(name="x" * 100_000, start_s=0, end_s=0, track="t"))
+    assert len(recorder.drain()) == 1
+    recorder.extend(record("load", 0, 1) for _ in range(20))
+    assert len(recorder.records()) == 20, "what was drained takes no room"
+
+
+@pytest.mark.parametrize("arguments", [{"track": ""}, {"track": "x", "max_records": 0}, {"track": "x", "max_bytes": 0}])
 def test_a_senseless_recorder_is_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError):
         Recorder(**arguments)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from weightsync.control.server import ControllerServer
 from weightsync.errors import StateError, SyncFailedError
 from weightsync.memory import LeaseReader, ServingLease
 from weightsync.rollout.member import FleetMember
+from weightsync.rollout.sender import Ticket, Wish
 from weightsync.rollout.settings import RolloutConfig
 from weightsync.types import Deadline, Version
 from weightsync.types.fleet import CommitVersionsRequest, HeartbeatReply, HeartbeatRequest, ModelVersion
@@ -45,6 +46,7 @@ class Told:
 
     current_sender = "http://agent"
     seen_s = math.inf
+    served_digest = None
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
@@ -61,7 +63,11 @@ class Told:
     def release(self, why: str, *, older_than: Version | None = None) -> None: ...
     def check_may_commit(self, version: Version) -> None: ...
     def add_sender(self, endpoint: str) -> None: ...
-    def want(self, version: Version, endpoint: str, *, waits: bool) -> None: ...
+    def adopt(self, version: Version, endpoint: str, digest: str) -> bool:
+        return False
+
+    def catch_up_with(self, version: Version, endpoint: str) -> Ticket:
+        return Ticket(number=1, wish=Wish(version=version, endpoint=endpoint), until=Deadline(LONG_S))
 
     def serves(self, version: Version) -> bool:
         return self.served is not None and self.served.number >= version.number

@@ -18,10 +18,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from weightsync.clients.fanout import in_thread
 from weightsync.clients.rollout import RolloutClient
 from weightsync.control.barrier import VersionBarrier
 from weightsync.control.method import ModelSync
+from weightsync.control.methods.claims import Once, asking_about
 from weightsync.control.methods.spans import Spans
 from weightsync.control.policy import CommitPolicy
 from weightsync.control.pool import Member, RolloutPool
@@ -30,7 +33,9 @@ from weightsync.errors import (
     EngineUnreachableError,
     InvalidRequestError,
     NoEnginesError,
+    NotPublishedError,
     SyncFailedError,
+    TransferAbortedError,
     VersionError,
     WeightSyncError,
     as_weightsync_error,
@@ -69,6 +74,8 @@ class FleetMethod(ModelSync):
         ConfigError: a policy or a set that can't be.
     """
 
+    asks_agents = True
+
     def __init__(
         self,
         pool: RolloutPool,
@@ -105,6 +112,7 @@ class FleetMethod(ModelSync):
         sender = sender_endpoint or self._sender_of(model_tag)
         if sender:
             self.barrier.arrive(_named(model_tag, version, sender))
+            self._wake()
 
     def sync(self, model_tag: str, version: Version) -> int:
         """See `ModelSync.sync`. Of a set, one call does the work, and the others wait for it.
@@ -112,6 +120,8 @@ class FleetMethod(ModelSync):
         Raises:
             InvalidRequestError: nobody said which agent has this model.
             NoEnginesError: no instance takes part.
+            NotPublishedError: the agent says that it has no such version. Nothing was committed.
+            TransferAbortedError: another run took over, and nothing was committed.
             SyncFailedError: nothing was committed; `causes` says why, by instance.
             DeadlineExceededError: the other models of the set were not published in time.
         """
@@ -124,8 +134,34 @@ class FleetMethod(ModelSync):
         with self._lock:
             self._failed.pop(model_tag, None)
         spans = self._spans[model_tag] = Spans()
-        with spans.of("barrier"):
-            versions = self.barrier.wait(_named(model_tag, version, sender), self._barrier_timeout_s)
+        wanted = _named(model_tag, version, sender)
+        versions: Set = (wanted,)
+        try:
+            with spans.of("barrier"), asking_about(wanted, self.barrier, self._asks, self._barrier_timeout_s) as check:
+                versions = self.barrier.wait(wanted, self._barrier_timeout_s, check)
+            return self._sync(model_tag, versions, spans)
+        except NotPublishedError as error:
+            denied = next((each for each in versions if str(each.of) == error.version), None)
+            if denied is None:
+                raise
+            self.barrier.deny(denied, error.newest)
+            if denied.model_id != model_tag:  # this model's is there: it waits for the others of its set
+                raise SyncFailedError(str(error), causes={denied.model_id: error}, version=str(version)) from error
+            newest = error.newest if len(versions) == 1 else None
+            if newest is None or newest < version.number or denied.of == version:
+                raise
+            # more was announced meanwhile than is there; what was asked for is
+            return self._sync(model_tag, (msgspec.structs.replace(wanted, version=newest),), spans)
+
+    def _asks(self, wanted: ModelVersion) -> bool:
+        """Some instance asks the agent whether it has that version; False: nobody is there to ask."""
+        members = self.pool.members([wanted.model_id])
+        if members:
+            request = PrepareRequest(versions=(wanted,), wait_s=self._prepare_timeout_s)
+            self._client(members[0].url).check_versions(request)
+        return bool(members)
+
+    def _sync(self, model_tag: str, versions: Set, spans: Spans) -> int:
         key = tuple(each.model_id for each in versions)
         with self._lock:
             before = self._running.get(key)
@@ -182,7 +218,7 @@ class FleetMethod(ModelSync):
         with self.pool.syncing(versions):
             members = self.pool.members(models)
             if not members:  # nobody serves anything: who comes in serves this, not what nobody can fetch any more
-                self.pool.decided(versions)
+                self.pool.decided(versions, claimed=True)
                 raise NoEnginesError("no rollout service takes part: see /status for why")
             if self.policy.kind == "each":
                 self._each(versions, members, spans)
@@ -192,18 +228,21 @@ class FleetMethod(ModelSync):
             self.pool.wait_fenced(self.pool.unfenced(models))
 
     def _each(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
+        decided = Once()
+
         def both(member: Member) -> None:
             self._prepare(member, versions, spans)
             if not self.pool.takes_part(member):  # it was not waited for, and the fleet may have gone on
                 raise EngineUnreachableError("it left the pool meanwhile", peer=member.instance_id)
+            if not decided.set(True):
+                raise self._superseded(versions)
             self.pool.decided(versions)  # one commits: who comes in from now on has to serve it
             self._commit(member, versions, Deadline(self._commit_timeout_s), spans)
 
-        done, failed = self._at_once(members, both)
+        done, failed = self._at_once(members, both, unless=lambda: self._is_over(versions) and decided.set(False))
         if not done:
             self._note_failed(versions, failed)
-            decided = all(self.pool.current(each.model_id) == each for each in versions)
-            if decided:  # it was let go, and nobody is left
+            if all(self.pool.current(each.model_id) == each for each in versions):  # it was let go, and nobody is left
                 self._evict(failed)
             raise _failed_error(versions, failed, len(members))
         self._evict(failed)
@@ -211,8 +250,9 @@ class FleetMethod(ModelSync):
     def _together(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
         need = self.policy.num_needed(len(members))
         staged, failed = self._at_once(
-            members, lambda member: self._prepare(member, versions, spans), enough=need, patience_s=self._straggler_s
-        )
+            members, lambda member: self._prepare(member, versions, spans), enough=need, patience_s=self._straggler_s,
+            unless=lambda: self._is_over(versions),
+        )  # fmt: skip
         staged = {who for who in staged if self.pool.takes_part(who)}
         late = {who for who in members if who not in staged and who not in failed}
         if self.policy.kind == "all":  # one that left the pool meanwhile fails alone
@@ -234,6 +274,17 @@ class FleetMethod(ModelSync):
         self._evict(outside)
         if not done:
             raise _failed_error(versions, lost, len(members))
+
+    def _is_over(self, versions: Set) -> bool:
+        """Whether another run of one of these models has taken over: nobody wants these any more."""
+        published = self.barrier.published()
+        return any(published[each.model_id].run_id != each.run_id for each in versions if each.model_id in published)
+
+    def _superseded(self, versions: Set) -> TransferAbortedError:
+        named = ", ".join(f"{each.model_id} {each.of}" for each in versions)
+        return TransferAbortedError(
+            "another run has taken over from this one", version=named, state_left="what was served is served"
+        )
 
     def _prepare(self, member: Member, versions: Set, spans: Spans) -> None:
         self._hook("prepare", member.instance_id)
@@ -296,7 +347,13 @@ class FleetMethod(ModelSync):
                 self._failed[each.model_id] = {member.instance_id for member in failed}
 
     def _at_once(
-        self, members: Sequence[Member], call: Callable[[Member], Any], *, enough: int = 0, patience_s: float = 0.0
+        self,
+        members: Sequence[Member],
+        call: Callable[[Member], Any],
+        *,
+        enough: int = 0,
+        patience_s: float = 0.0,
+        unless: Callable[[], bool] = lambda: False,
     ) -> tuple[set[Member], dict[Member, WeightSyncError]]:
         """Calls all at once; who did it, and why others did not. One that leaves the pool is not waited for.
 
@@ -305,6 +362,7 @@ class FleetMethod(ModelSync):
             call: what.
             enough: with a quorum: from so many on the rest is waited for `patience_s` only, and is in neither.
             patience_s: see there.
+            unless: whether nobody is waited for any more: who has not done it by then has failed.
         """
         calls = {member: in_thread(functools.partial(call, member), name="weightsync-fleet") for member in members}
         for future in calls.values():
@@ -331,6 +389,13 @@ class FleetMethod(ModelSync):
                     failed[member] = DeadlineExceededError("it did not answer in time", peer=member.instance_id)
             if len(done) + len(failed) == len(calls):
                 return done, self._settled(failed)
+            if unless():
+                left = "another run has taken over"
+                return done, failed | {
+                    member: TransferAbortedError(left, peer=member.instance_id)
+                    for member in calls
+                    if member not in done and member not in failed
+                }
             if self.policy.kind == "quorum" and enough and len(done) >= enough:
                 patience = patience or Deadline(patience_s)
                 if patience.expired:
@@ -363,8 +428,15 @@ def _named(model_tag: str, version: Version, sender: str) -> ModelVersion:
     return ModelVersion(model_id=model_tag, run_id=version.run_id, version=version.number, sender_endpoint=sender)
 
 
-def _failed_error(versions: Set, failed: dict[Member, WeightSyncError], num_members: int) -> SyncFailedError:
+def _failed_error(versions: Set, failed: dict[Member, WeightSyncError], num_members: int) -> WeightSyncError:
+    """What the failures of all come to: where an agent has denied a version, that is what counts."""
     causes = {member.instance_id: error for member, error in failed.items()}
+    for who, error in causes.items():
+        if isinstance(error, NotPublishedError) and any(str(each.of) == error.version for each in versions):
+            return NotPublishedError(
+                error.message, peer=who, version=error.version, newest=error.newest,
+                state_left="what was served is served",
+            )  # fmt: skip
     return SyncFailedError(
         f"{len(causes)} of {num_members} instances failed: "
         + "; ".join(f"{who}: {type(error).__name__}: {error}" for who, error in causes.items())[:2000],

@@ -15,6 +15,7 @@ from weightsync.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     NoEnginesError,
+    NotPublishedError,
     SyncFailedError,
     VersionError,
     WeightSyncError,
@@ -43,6 +44,8 @@ class PullMethod(ModelSync):
         NoEnginesError: there is no service.
     """
 
+    asks_agents = True
+
     def __init__(
         self, services: Mapping[str, RolloutClient], senders: Mapping[str, str], *, timeout_s: float = 300.0
     ) -> None:
@@ -66,6 +69,7 @@ class PullMethod(ModelSync):
         Raises:
             InvalidRequestError: nobody said which agent has this model.
             NoEnginesError: every service was evicted.
+            NotPublishedError: the agent says that it has no such version. Nothing was committed.
             SyncFailedError: some do not serve it; `causes` says why, by service.
         """
         sender = self._senders.get(model_tag)
@@ -90,6 +94,12 @@ class PullMethod(ModelSync):
                 causes[name] = as_weightsync_error(error, SyncFailedError, "it could not be told", peer=name)
         with self._lock:
             self._failed[model_tag] = set(causes)
+        denied = next((each for each in causes.values() if isinstance(each, NotPublishedError)), None)
+        if denied is not None and len(causes) == len(names):
+            raise NotPublishedError(
+                denied.message, peer=denied.peer, version=str(version), newest=denied.newest,
+                state_left="what was served is served",
+            )  # fmt: skip
         if causes:
             raise SyncFailedError(
                 f"{len(causes)} of {len(names)} rollout services do not serve it",

@@ -1,0 +1,150 @@
+"""Services that are started again beside engines that live on: what those serve is taken over, not fetched again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.multiproc.fleet_kit import Fleet, Trainers
+from tests.multiproc.pull_kit import Actor, _act, wait_until
+from weightsync.clients.http import HttpEngine
+from weightsync.clients.rollout import RolloutClient
+from weightsync.errors import NotServingError
+from weightsync.load.module import ModuleWeightLoader
+from weightsync.memory import LeaseReader, ServingLease
+from weightsync.rollout.engine import EmbeddedEngine
+from weightsync.rollout.server import EngineServer
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
+from weightsync.testing.processes import Child, children
+from weightsync.types.publication import NotifyRequest
+
+Start = Callable[..., Child]
+SOON_S = 20.0
+LOCAL_LEASE_S = 30.0
+"""Longer than the test between the end of one service and the start of the next."""
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with children() as starter:
+        yield starter
+
+
+def engine_main(lease: str, port: int, conn: Any) -> None:
+    """An engine of its own process, with the weights of a checkpoint: -1."""
+    torch.set_num_threads(1)
+    module = torch.nn.Module()
+    module.register_buffer("weight", torch.full((4096,), -1.0))
+    engine = EmbeddedEngine.of(ModuleWeightLoader(module), engine_id="e", model_id="actor", lease=LeaseReader(lease))
+    server = EngineServer(engine, port=port)
+    url = server.start()
+
+    def answer() -> float | None:
+        """What a generation is made of; None: refused."""
+        try:
+            with engine.generation(timeout_s=0.2):
+                return float(module.weight[0])
+        except NotServingError:
+            return None
+
+    _act(conn, {"url": lambda: url, "answer": answer})
+
+
+def service_main(controller: str | None, lease: str, engine: str, senders: tuple[str, ...], conn: Any) -> None:
+    """The engine's service."""
+    torch.set_num_threads(1)
+    config = RolloutConfig(
+        service_id="one", controller=controller, lease=ServingLease(lease), lease_s=LOCAL_LEASE_S, senders=senders
+    )
+    service = RolloutService({"actor": HttpEngine(engine, engine_id="e")}, config)
+    url = service.start()
+    _act(conn, {"url": lambda: url, "status": lambda: service.status().models["actor"].num_pulled})
+
+
+def make_lease(folder: Path) -> str:
+    path = str(folder / "lease")
+    ServingLease(path).close()
+    return path
+
+
+def test_a_fleet_whose_trainer_has_ended_survives_the_restart_of_its_service(start: Start, tmp_path: Path) -> None:
+    fleet, lease = Fleet(sets=()), make_lease(tmp_path)
+    trainers = Trainers(start, models=("actor",))
+    engine = Actor(start, engine_main, lease, 0, name="engine")
+    service = Actor(start, service_main, fleet.server_url, lease, engine.ask("url"), (), name="service")
+    fleet.wait_states({"one": "live"})
+    trainers.publish("actor", 1)
+    fleet.client.notify_version(trainers.run_of("actor"), "actor", 1, trainers.endpoints["actor"])
+    wait_until(lambda: engine.ask("answer") == 1.0, "it is served", SOON_S)
+    assert fleet.controller.wait_version(trainers.run_of("actor"), "actor", 1, timeout_s=SOON_S)
+    fleet.wait_states({"one": "live"})
+    wait_until(lambda: fleet.pool._digests, "the service has said what it serves")
+    trainers.child.kill()
+    service.child.kill()
+    service = Actor(start, service_main, fleet.server_url, lease, engine.ask("url"), (), name="service")
+    wait_until(lambda: engine.ask("answer") is None, "the lease of the one before is over", SOON_S)
+    wait_until(lambda: engine.ask("answer") == 1.0, "it answers again, and nobody is there to pull from", SOON_S)
+    assert service.ask("status") == 0
+    fleet.wait_states({"one": "live"})
+
+    engine.child.kill()  # one that has started anew proves nothing
+    service.child.kill()
+    other = Actor(start, engine_main, lease, 0, name="engine")
+    Actor(start, service_main, fleet.server_url, lease, other.ask("url"), (), name="service")
+    wait_until(lambda: fleet.states().get("one") == "joining", "it joins", SOON_S)
+    wait_until(lambda: "can't connect" in (fleet.client.status().instances[0].why or ""), "it tries", SOON_S)
+    assert other.ask("answer") is None
+    fleet.close()
+
+
+def test_a_service_without_a_controller_lends_what_it_has_given(start: Start, tmp_path: Path) -> None:
+    lease = make_lease(tmp_path)
+    trainers = Trainers(start, models=("actor",))
+    senders = tuple(trainers.endpoints.values())
+    engine = Actor(start, engine_main, lease, 0, name="engine")
+    url = engine.ask("url")
+    service = Actor(start, service_main, None, lease, url, senders, name="service")
+    client = RolloutClient(service.ask("url"))
+    assert engine.ask("answer") is None, "before the first version"
+    trainers.publish("actor", 1)
+    notice = NotifyRequest(
+        run_id=trainers.run_of("actor"), model_id="actor", version=1, sender_endpoint=senders[0], wait_s=SOON_S
+    )
+    assert client.notify_version(notice).version == 1
+    wait_until(lambda: engine.ask("answer") == 1.0, "it was given it", SOON_S)
+
+    seen: list[float | None] = []
+    over = threading.Event()
+    engine.child.kill()
+    port = int(url.rsplit(":", 1)[1])
+    engine = Actor(start, engine_main, lease, port, name="engine")
+
+    def watch() -> None:
+        while not over.is_set() and 1.0 not in seen:
+            seen.append(engine.ask("answer"))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    watching.join(SOON_S)
+    over.set()
+    watching.join()
+    assert seen[-1] == 1.0
+    assert set(seen) == {None, 1.0}, "never the weights that it was started with"
+
+    os.kill(trainers.pid, 9)
+    service.child.kill()
+    assert engine.ask("answer") == 1.0, "the lease goes on for a while"
+    again = RolloutClient(Actor(start, service_main, None, lease, url, senders, name="service").ask("url"))
+    status = wait_until(
+        lambda: (seen := again.status().models["actor"]).version == 1 and seen, "it is taken over", SOON_S
+    )
+    assert (engine.ask("answer"), status.num_pulled) == (1.0, 0)
+    for each in (client, again):
+        each.close()

@@ -1,0 +1,161 @@
+"""Memory in the long run: trainer, agent, rollout service and controller keep nothing of each version for ever.
+
+What Python allocates is traced. What a process keeps of its past within fixed bytes is made small here, so that it is
+full before the look begins. The long form looks at what the processes take of the machine, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.multiproc.pull_kit import wait_until
+from tests.multiproc.test_pull_memory import anonymous_bytes
+from weightsync.clients.controller import ControllerClient
+from weightsync.control import controller
+from weightsync.control.controller import WeightSyncController
+from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.pool import RolloutPool
+from weightsync.control.server import ControllerServer
+from weightsync.load.module import ModuleWeightLoader
+from weightsync.memory import LeaseReader, ServingLease
+from weightsync.observe import Recorder
+from weightsync.publish import manager
+from weightsync.publish.manager import WeightManager
+from weightsync.rollout import engine, service, worker
+from weightsync.rollout.engine import EmbeddedEngine
+from weightsync.rollout.service import RolloutService
+from weightsync.rollout.settings import RolloutConfig
+from weightsync.types.publication import NotifyRequest
+
+MIB = 1 << 20
+PER_VERSION = 64
+"""Bytes: less than one string, dict entry or record of each version."""
+CONSTANT = 16 << 10
+"""Bytes that come and go: a table that doubles, a thread that ends later."""
+SERVED_S = 30.0
+PAST_BYTES = 16 << 10
+WARM = 130
+"""Versions until histories with a number of entries are full."""
+
+Step = Callable[[int], None]
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(1024))
+
+
+class World:
+    """All of one model, in this process but for the agent."""
+
+    def __init__(self, stack: contextlib.ExitStack, folder: Path, *, fleet: bool) -> None:
+        self.trained = {"weight": torch.zeros(1024)}
+        self.manager = WeightManager("actor")
+        stack.callback(self.manager.close)
+        self.manager.start()
+        self.recorders: list[Recorder] = [self.manager.recorder]
+        self.controller: WeightSyncController | None = None
+        if fleet:
+            lease, pool = ServingLease(str(folder / "lease")), RolloutPool(lease_s=3.0)
+            self.controller = WeightSyncController(
+                {"sync_mode": "fully-async"}, FleetMethod(pool), model_tags=("actor",)
+            )
+            stack.callback(self.controller.close)
+            server = ControllerServer(self.controller, pool)
+            url = server.start()
+            stack.callback(server.close)
+            self.client = ControllerClient(url)
+            stack.callback(self.client.close)
+            serves = EmbeddedEngine.of(ModuleWeightLoader(Model()), model_id="actor", lease=LeaseReader(lease.path))
+            config = RolloutConfig(controller=url, lease=lease)
+            self.recorders.append(self.controller.recorder)
+        else:
+            serves = EmbeddedEngine.of(ModuleWeightLoader(Model()), model_id="actor")
+            config = RolloutConfig(senders=(self.manager.endpoint,))
+        self.service = RolloutService({"actor": serves}, config)
+        self.service.start()
+        stack.callback(self.service.close)
+        self.recorders.append(self.service.recorder)
+        if fleet:
+            wait_until(lambda: [each.state for each in self.client.status().instances] == ["live"], "it is live")
+
+    def step(self, version: int) -> None:
+        """A version, from the trainer to the engine."""
+        self.trained["weight"].fill_(float(version))
+        if not self.manager.offload(self.trained.items(), version).published:
+            return  # a reader was late, as on a busy machine
+        self.manager.wait_published(version, timeout_s=SERVED_S)
+        run_id, endpoint = self.manager.run_id, self.manager.endpoint
+        if self.controller is None:
+            notice = NotifyRequest(
+                run_id=run_id, model_id="actor", version=version, sender_endpoint=endpoint, wait_s=SERVED_S
+            )
+            self.service.notify(notice)
+        else:
+            self.client.notify_version(run_id, "actor", version, endpoint)
+            assert self.controller.wait_version(run_id, "actor", version, timeout_s=SERVED_S)
+
+
+@pytest.fixture(params=["service", "fleet"])
+def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    for module in (controller, manager, service, engine, worker):
+        monkeypatch.setattr(module, "LONG_RUN_BYTES", PAST_BYTES)
+    with contextlib.ExitStack() as stack:
+        yield World(stack, tmp_path, fleet=request.param == "fleet")
+
+
+def left_behind(step: Step, first: int, num_versions: int, warm: int) -> int:
+    """Bytes that these versions have left in this process, of which the first `warm` may fill what is bounded."""
+    tracemalloc.start(1)
+    try:
+        for version in range(first, first + warm):
+            step(version)
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        for version in range(first + warm, first + warm + num_versions):
+            step(version)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        return after - before
+    finally:
+        tracemalloc.stop()
+
+
+def test_versions_leave_nothing_behind(world: World) -> None:
+    threads = threading.active_count()
+    left = left_behind(world.step, 1, 120, WARM)
+    assert all(recorder.num_dropped for recorder in world.recorders), "the past was full"
+    assert left <= CONSTANT + 120 * PER_VERSION, f"{left / 120:.0f} bytes a version"
+    assert threading.active_count() <= threads + 4, "nor does a version leave a thread"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_twenty_thousand_versions(world: World) -> None:
+    num_versions = 20_000 if world.controller is None else 4_000
+    pids = (os.getpid(), world.manager.agent_pid or 0)
+    before: list[int] = []
+    for version in range(1, num_versions):
+        world.step(version)
+        if version == num_versions // 4:
+            gc.collect()
+            before = [anonymous_bytes(pid) for pid in pids]
+    gc.collect()
+    after = [anonymous_bytes(pid) for pid in pids]
+    logging.getLogger(__name__).warning(
+        "%d versions: %s bytes after a quarter, %s at the end", num_versions, before, after
+    )
+    assert all(late - early <= 4 * MIB for early, late in zip(before, after, strict=True)), (before, after)
+    left = left_behind(world.step, num_versions, 500, WARM)
+    assert left <= CONSTANT + 500 * PER_VERSION, f"{left / 500:.0f} bytes a version"
