@@ -6,8 +6,8 @@ Segments and plans are there; `detail` has the first call, before they are.
 
 `proof_100k`: seconds of the agent's proof of one version: each tensor's digest, the blocks' checksums, the shard sum.
 
-`pull_100k`: seconds from the request to the version loaded and proved in an embedded engine (`ModuleWeightLoader`), over
-TCP; `detail` has the same on one host without a copy, and the first version, which brings the layout.
+`pull_100k`: seconds from the request to the version loaded and proved in an embedded engine (`ModuleWeightLoader`),
+over TCP; `detail` has the same on one host without a copy, and the first version, which brings the layout.
 
 `manifest_100k`: bytes a tensor of what an agent answers to a request for a version whose layout the receiver holds.
 """
@@ -23,13 +23,16 @@ from typing import Any
 import torch
 
 from bench.harness import BenchArgs, Row, facts
+from weightsync.clients.agent import MAX_PUBLICATION_BYTES, AgentClient
 from weightsync.load.module import ModuleWeightLoader
+from weightsync.net.messages import decode, encode
 from weightsync.publish.manager import WeightManager
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.puller import Puller
 from weightsync.rollout.staged_load import EngineLoader
 from weightsync.types import Deadline
-from weightsync.types.publication import Transport
+from weightsync.types.layout import GrantMessage
+from weightsync.types.publication import FinishRequest, RegisterRequest, TransferRequest, Transport
 
 ROWS = {
     "offload_100k": "one rank's offload of 100,000 small tensors, over a loop of copy_",
@@ -157,7 +160,6 @@ def _loop_s(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float:
 def _pull(manager: WeightManager, model: torch.nn.Module, publish: Any, args: BenchArgs) -> Iterator[Row]:
     engines = {kind: copy.deepcopy(model) for kind in (Transport.TCP, Transport.SHM)}
     found: dict[Transport, list[tuple[float, float]]] = {}
-    sizes: list[int] = []
     for kind, engine_model in engines.items():
         puller = Puller(manager.endpoint, "giant", mode="full", receiver_id=f"giant-{kind}", transport=kind)
         engine = EngineLoader(EmbeddedEngine.of(ModuleWeightLoader(engine_model), engine_id=f"giant-{kind}"), "giant")
@@ -170,7 +172,6 @@ def _pull(manager: WeightManager, model: torch.nn.Module, publish: Any, args: Be
                 report = engine.load(pulled, deadline=Deadline(_TIMEOUT_S))
             found[kind].append((time.perf_counter() - begin, pulled_s))
             assert report.unprovable is None, report
-            sizes.append(puller.said_bytes)
         puller.close()
         for one, other in zip(model.parameters(), engine_model.parameters(), strict=True):
             assert torch.equal(one, other)
@@ -189,10 +190,31 @@ def _pull(manager: WeightManager, model: torch.nn.Module, publish: Any, args: Be
         )  # fmt: skip
     if "manifest_100k" in args.rows:
         num_tensors = sum(1 for _ in model.parameters())
+        first_bytes, bytes_after = _said_bytes(manager)
         yield _row(
-            "manifest_100k", sizes[1] / num_tensors, args,
-            {"first_bytes_a_tensor": round(sizes[0] / num_tensors, 1), "num_tensors": num_tensors},
+            "manifest_100k", bytes_after / num_tensors, args,
+            {"first_bytes_a_tensor": round(first_bytes / num_tensors, 1), "num_tensors": num_tensors},
         )  # fmt: skip
+
+
+def _said_bytes(manager: WeightManager) -> tuple[int, int]:
+    """Bytes of two answers to a request for the newest version: to one who holds no layout, and to one who does."""
+    client = AgentClient(manager.endpoint)
+    client.register(RegisterRequest(receiver_id="counts"))
+    sizes: list[int] = []
+    held: tuple[str, ...] = ()
+    for _ in range(2):
+        asked = TransferRequest(receiver_id="counts", model_id="giant", layouts=held)
+        body = client.exchange(
+            "POST", "/request_transfer", content=encode(asked), timeout_s=60.0, limit_bytes=MAX_PUBLICATION_BYTES
+        )
+        sizes.append(len(body))
+        said = decode(body, GrantMessage, what="a grant")
+        assert said.head is not None
+        held = (said.head.layout,)
+        client.finish_transfer(FinishRequest(transfer_id=said.transfer_id, ok=False))
+    client.close()
+    return sizes[0], sizes[1]
 
 
 def _row(name: str, ratio: float, args: BenchArgs, detail: dict[str, Any]) -> Row:

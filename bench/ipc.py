@@ -71,6 +71,9 @@ class _NoShardSums(ModuleWeightExtractor):
     def local_shards(self, dtype: str | None = None) -> Iterator[HeldTensor]:
         return iter(())
 
+    def local_whole(self, dtype: str | None = None) -> None:
+        return None
+
 
 class _NotProved(ModuleWeightLoader):
     """Its live tensors can't be read back."""

@@ -198,6 +198,12 @@ class NoRoomError(SharedMemoryError):
     """There is too little shared memory for what was asked for, and waiting for it is not this caller's business."""
 
 
+class StorageError(WeightSyncError):
+    """A file or folder can't be written: its disk is full or broken, or it is not this user's. What was there stays."""
+
+    http_status = 507
+
+
 class DeltaFormatError(TransferError):
     """A delta's blob is damaged, of another version, or does not fit the layout or the base. Nothing was written."""
 

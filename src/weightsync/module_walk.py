@@ -95,7 +95,9 @@ class _Walk:
         index_of = {id(module): index for index, module in enumerate(modules)}
         index_of[id(None)] = len(modules)
         self._children = _Names(list(map(_children, modules)))
-        self._child_ids = _picker([index_of[id(child)] for child in self._children.values(list(map(_children, modules)))])
+        self._child_ids = _picker(
+            [index_of[id(child)] for child in self._children.values(list(map(_children, modules)))]
+        )
         self._parameters = _Names(list(map(_parameters, modules)))
         self._buffers = _Names(list(map(_buffers, modules)))
         transient = list(map(_transient, modules))

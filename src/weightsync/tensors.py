@@ -43,7 +43,10 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
         raise UnsupportedError(f"a byte view needs a contiguous tensor, got strides {tensor.stride()}")
     if tensor.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:  # one element, cut out of others: contiguous, and of any stride
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
 
 
 def byte_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -16,12 +16,16 @@ import msgspec
 import torch
 
 from weightsync.codec.digest import ShardSum, shard_sum, tensor_digest
+from weightsync.memory import MappedSegment
 from weightsync.plan.safetensors import plan_layout
+from weightsync.rollout.pulled import Pulled
 from weightsync.tensors import byte_array, spec_of
 from weightsync.transfer.blocks import ASK, HELLO, Answer, Code, answer_bytes, checksum, parse_ask
 from weightsync.types import HeldTensor, Manifest, Version
-from weightsync.types.table import packed_digest
+from weightsync.types.layout import PublicationLayout
 from weightsync.types.publication import Publication, Source, SourceProof, TransferGrant, Transport
+from weightsync.types.seal import seal_of
+from weightsync.types.table import packed_digest
 
 BLOCK = 4096
 Body = dict[str, Any]
@@ -58,11 +62,31 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+def check_bytes(pulled: Pulled, expected: dict[str, torch.Tensor]) -> None:
+    with MappedSegment(pulled.segment, need_bytes=1) as mapped:
+        for spec in pulled.manifest.tensors:
+            start = pulled.offsets[spec.name]
+            held = bytes(mapped.memory[start : start + spec.nbytes])
+            assert held == expected[spec.name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), spec.name
+
+
+def seal_of_body(grant: Body) -> str:
+    """The seal of a grant in JSON; any where its publication or proof is none."""
+    try:
+        publication = msgspec.json.decode(json.dumps(grant.get("publication")), type=Publication)
+        proof = msgspec.json.decode(json.dumps(grant.get("proof")), type=SourceProof)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return ""
+    head = msgspec.json.encode(PublicationLayout.of(publication).head(publication))
+    return seal_of(head, msgspec.json.encode(proof), source=grant.get("source", 0), life=grant.get("life"))
+
+
 class LyingAgent:
     """An agent that is honest as long as a test does not bend it.
 
     Attributes:
         bend: takes a grant as a dict, changes it.
+        breaks_the_seal: the change comes on the way, and is no lie of the agent.
         answer: (connection, block): sends what it likes for a block. True: the connection goes on.
         reply: (handler, path): answers an HTTP request in its own way, where it returns True.
         asked: every block that was asked for.
@@ -71,6 +95,7 @@ class LyingAgent:
 
     def __init__(self, *, run_id: str = "run", transport: Transport = Transport.TCP) -> None:
         self.bend: Callable[[Body], Any] = lambda grant: None
+        self.breaks_the_seal = False
         self.answer: Callable[[socket.socket, int], bool] = self.honest
         self.reply: Callable[[http.server.BaseHTTPRequestHandler, str], bool] = lambda handler, path: False
         self.asked: list[int] = []
@@ -124,7 +149,7 @@ class LyingAgent:
         grant = TransferGrant(
             transfer_id="0123456789abcdef" * 2,
             publication=Publication(manifest=manifest, parts=layout.parts, sources=(source,)),
-            source=0, proof=proof, transport=transport, host="127.0.0.1",
+            source=0, proof=proof, seal="", transport=transport, host="127.0.0.1",
             port=self._blocks.getsockname()[1], take_up_s=10.0,
         )  # fmt: skip
         return grant, view
@@ -168,6 +193,8 @@ class LyingAgent:
             if path == "/request_transfer":
                 body = json.loads(msgspec.json.encode(self.grant))
                 self.bend(body)
+                if not self.breaks_the_seal:
+                    body["seal"] = seal_of_body(body)
             elif path == "/get_version":
                 body = {"model_id": "m", "run_id": "run", "version": 1}
             raw = json.dumps(body).encode()

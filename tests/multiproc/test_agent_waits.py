@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import httpx
 import psutil
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.multiproc.pull_kit import wait_until
 from weightsync import EmbeddedEngine, ModuleWeightLoader
@@ -63,10 +65,15 @@ class Beside:
         self.manager.close()
 
 
-@pytest.fixture(scope="module")
+everybodys: list[Beside] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
 def beside() -> Iterator[Beside]:
     there = Beside()
+    everybodys.append(there)
     yield there
+    everybodys.clear()
     there.close()
 
 
@@ -120,6 +127,25 @@ def test_a_wait_that_makes_no_sense_is_refused(beside: Beside, query: str) -> No
     headers = {"authorization": f"Bearer {TOKEN}"}
     answer = httpx.get(f"{beside.manager.endpoint}/get_version?{query}", headers=headers, trust_env=False, timeout=20)
     assert (answer.status_code, answer.json()["error"]) == (422, "InvalidRequestError")
+
+
+@settings(max_examples=80, deadline=None, database=None, derandomize=True)
+@given(
+    st.sampled_from(["/get_version", "/get_transfers"]),
+    st.one_of(
+        st.none(), st.text(max_size=40), st.integers().map(str), st.from_regex(r"\w{1,9}/\d{1,25}", fullmatch=True)
+    ),
+    st.one_of(st.none(), st.text(max_size=10), st.floats(max_value=0.01).map(str)),
+)
+def test_whatever_is_asked_is_answered_or_refused(path: str, after: str | None, wait_s: str | None) -> None:
+    beside = everybodys[0]
+    query = urlencode({name: said for name, said in (("after", after), ("wait_s", wait_s)) if said is not None})
+    answer = httpx.get(
+        f"{beside.manager.endpoint}{path}?{query}", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False,
+        timeout=20,
+    )  # fmt: skip
+    assert answer.status_code in (200, 422), answer.text
+    assert isinstance(answer.json(), dict)
 
 
 def test_ended_transfers_are_told(beside: Beside) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from weightsync.cli import app
-from weightsync.cli.write_out import write_out
+from weightsync.cli.write_out import aside_name, write_out
 from weightsync.publish.manager import WeightManager
 from weightsync.rollout.puller import Puller
 from weightsync.testing.processes import free_port
@@ -170,7 +170,7 @@ def test_what_goes_wrong_is_one_line_and_an_exit_code(tmp_path: Path, monkeypatc
             ("pull", agent.url, "--out", "x"): (1, "AuthError"),
             ("pull", agent.url, "--out", "x", "--token", TOKEN, "--model-id", "another"): (1, "serves model 'model'"),
             ("pull", agent.url, "--out", "x", "--transport", "pigeon"): (2, "tcp or shm"),
-            ("pull", agent.url, "--out", str(folder / "one.safetensors"), "--token", TOKEN): (1, "FileExistsError"),
+            ("pull", agent.url, "--out", str(folder / "one.safetensors"), "--token", TOKEN): (2, "can't be the folder"),
             ("pull", "ftp://h", "--out", "x"): (2, "http:// or https://"),
             ("pull", "http://[", "--out", "x"): (2, "URL can't be read"),
             ("pull", "https://127.0.0.1:1", "--out", "x", "--verify", "no.pem"): (1, "FileNotFoundError"),
@@ -198,7 +198,7 @@ def test_two_pulls_into_one_folder_do_not_meet(tmp_path: Path) -> None:
     folder, out = tmp_path / "checkpoint", tmp_path / "out"
     tensors = checkpoint(folder, 3)
     out.mkdir()
-    (out / ".weightsync-0123456789abcdef").write_text("of a killed one")
+    (out / aside_name()).write_text("of a killed one")
     (out / "notes.txt").write_text("mine")
     with serving(folder, "--token", TOKEN) as agent:
         agent.line(r"version (\S+/1) is published")

@@ -8,13 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.multiproc.local_user import TIMEOUT_S, UID, as_another, common_folder, needs_root
 from weightsync.errors import ConfigError, SharedMemoryError
 from weightsync.memory import LeaseReader, ServingLease, boot_s, folder, host_nonce, reclaim_dead
+from weightsync.observe import write_chrome_trace
 from weightsync.rollout.lease_middleware import LeaseMiddleware
+from weightsync.rollout.version_path import VersionPath
+from weightsync.types import PhaseRecord, Version
 
 pytestmark = needs_root()
 
@@ -191,3 +196,40 @@ def test_files_of_another_user_that_look_like_segments_hold_nothing_up(shared: P
     before = sorted(os.listdir(shared))
     assert reclaim_dead() == ()
     assert sorted(os.listdir(shared)) == before
+
+
+# Folders that engines load from, and files that are written beside others'.
+
+
+def _pulled() -> Any:
+    return SimpleNamespace(version=Version(run_id="run", number=1), segment="weightsync-1-abc")
+
+
+@pytest.mark.parametrize(
+    "script",
+    ['mkdir "$1/actor"', 'mkdir "$1/else"; ln -s "$1/else" "$1/actor"', 'mkdir -m 777 "$1/actor"'],
+    ids=["folder", "link", "open folder"],
+)
+def test_a_path_root_where_another_user_made_the_models_folder_is_refused(common: Path, script: str) -> None:
+    """Seen to fail: he could put his own weights where the engine loads from."""
+    as_another(script, common)
+    with pytest.raises(ConfigError, match="name a folder of this user"):
+        VersionPath(common, "actor")
+    with VersionPath(common, "critic").held(_pulled()) as made:
+        assert made.is_dir(), "the root itself may be common to all, where it is sticky as /tmp is"
+
+
+def test_a_path_root_that_others_may_write_is_refused(common: Path) -> None:
+    common.chmod(0o777)
+    with pytest.raises(ConfigError, match="not sticky"):
+        VersionPath(common, "actor")
+
+
+def test_a_timeline_in_a_common_folder_follows_no_link(common: Path) -> None:
+    """Seen to fail: the file aside had a name that could be foreseen, and was opened as it was found."""
+    victim, target = common / "victim", common / "timeline.json"
+    victim.write_text("precious")
+    as_another('ln -s "$1" "$2"', victim, common / f".timeline.json.{os.getpid()}.partial")
+    record = PhaseRecord(name="copy", start_s=1.0, end_s=2.0, track="trainer/rank 0", detail="")
+    assert "copy" in write_chrome_trace([record], target).read_text()
+    assert victim.read_text() == "precious"

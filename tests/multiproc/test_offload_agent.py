@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import torch
 
 from tests.multiproc.pull_hook import Hook
-from tests.multiproc.pull_kit import Trainer, shm_of, wait_until
+from tests.multiproc.pull_kit import Receiver, RefusedError, Trainer, shm_of, wait_until
 from tests.multiproc.test_pull_attacks import check_bytes
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import StateError
+from weightsync.errors import EngineUnreachableError, InvalidRequestError, StateError
 from weightsync.memory import Lock, Reader
 from weightsync.publish import agent_process
 from weightsync.publish.manager import WeightManager
@@ -199,3 +202,109 @@ def test_each_grant_says_the_whole_publication() -> None:
         assert grants[0].proof == grants[1].proof == now.proof
         assert grants[0].transfer_id != grants[1].transfer_id
         now.proof.check_fits(now.publication, now.source)
+
+
+# --- an agent that gets no CPU ---
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="no way to take the CPU away from a process")
+def test_an_agent_that_gets_no_cpu_is_left_alone() -> None:
+    """Seen to fail: it was killed and started again, again and again, which took the host what CPU it had."""
+    with WeightManager("m", token=TOKEN, agent_timeout_s=0.5) as manager, contextlib.ExitStack() as stack:
+        published(manager, 1)
+        pid, watched = manager.agent_pid, manager._agent
+        assert pid is not None
+        assert watched is not None
+        one_cpu = {min(os.sched_getaffinity(0))}
+        for _ in range(3):
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(busy.kill)
+            os.sched_setaffinity(busy.pid, one_cpu)
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), one_cpu)
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+        longest_s = 0.0
+
+        def silent_for_long() -> bool:
+            nonlocal longest_s
+            longest_s = max(longest_s, watched._patience.elapsed_s)
+            return longest_s > 3 * 0.5 or manager.agent_pid != pid
+
+        wait_until(silent_for_long, "it has answered nothing for three times as long as it may", timeout_s=40)
+        stack.close()
+        assert manager.agent_pid == pid
+        pulled(manager, 1)
+        assert not any(record.name == "agent hung" for record in manager.recorder.records())
+
+
+# --- an agent that dies of what it is told ---
+
+
+def test_a_version_that_agents_die_of_is_given_up(tmp_path: Path) -> None:
+    """Seen to fail: one agent after the other, for ever. The version before is served again, and the next one, too."""
+    hooks = [
+        Hook(at="weightsync.publish.agent:TransferAgent.publish", do="kill", path=str(tmp_path / f"death-{number}"))
+        for number in range(8)
+    ]
+    with children() as start:
+        trainer = Trainer(start, 1, agent_hooks=hooks)
+        trainer.publish(0)
+        for hook in hooks:
+            hook.set()
+        with pytest.raises(RefusedError, match="given up: the agent died 4 times") as caught:
+            trainer.publish(1)
+        assert caught.value.kind == "StateError"
+        deaths = sum(not os.path.exists(hook.path) for hook in hooks)
+        assert deaths == 4
+        for hook in hooks:
+            Path(hook.path).unlink(missing_ok=True)
+        client = AgentClient(trainer.endpoint)
+        wait_until(lambda: version_of(client) == 0, "the version before is served again", timeout_s=30)
+        receiver = Receiver(start)
+        assert receiver.pull(trainer.endpoint)["version"] == "seed-1/0"
+        trainer.publish(2)
+        assert receiver.pull(trainer.endpoint)["version"] == "seed-1/2"
+
+
+def version_of(client: AgentClient) -> int | None:
+    with contextlib.suppress(EngineUnreachableError):
+        return client.get_version(timeout_s=5).version
+    return None
+
+
+def test_a_name_that_no_text_has_is_refused_before_anything_changes() -> None:
+    """Seen to fail: the agent could not be told of it, and was killed as silent, again and again."""
+    with WeightManager("m", token=TOKEN) as manager:
+        published(manager, 1)
+        pid = manager.agent_pid
+        for name in ("\ud800", "layer\udcff.weight"):
+            with pytest.raises(InvalidRequestError, match="UTF-8"):
+                manager.offload([(name, torch.ones(3))], 2)
+        pulled(manager, 1)
+        published(manager, 2)
+        pulled(manager, 2)
+        assert manager.agent_pid == pid
+
+
+def test_what_can_t_be_told_to_an_agent_is_given_up_at_once() -> None:
+    """Whatever gets past the checks: that version alone, in words, and the agent lives on."""
+    with WeightManager("m", token=TOKEN) as manager:
+        published(manager, 1)
+        watched, pid = manager._agent, manager.agent_pid
+        assert watched is not None
+        publication = watched._publication["publication"]
+        spec = msgspec.structs.replace(publication.parts[0])
+        msgspec.structs.force_setattr(spec, "name", "\ud800")
+        broken = msgspec.structs.replace(publication)
+        msgspec.structs.force_setattr(broken, "parts", (spec,))
+        version = msgspec.structs.replace(publication.manifest.version, number=2)
+        msgspec.structs.force_setattr(
+            broken, "manifest", msgspec.structs.replace(publication.manifest, version=version)
+        )
+        watched.publish(broken, 0)
+        with pytest.raises(StateError, match="can't be told to the agent"):
+            manager.wait_published(2, timeout_s=30)
+        published(manager, 3)
+        pulled(manager, 3)
+        assert manager.agent_pid == pid

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from fastapi.responses import HTMLResponse
 
 from tests.unit.control import statuses
 from tests.unit.control.statuses import ERROR, HOSTILE, StatusServer, status, sync
+from weightsync.net.server import ServerThread, api_app
 from weightsync.types.control import SPANS, ControllerStatus, SyncSpan
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
+    "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP evil.example 127.0.0.1",
 )  # fmt: skip
 TOKEN = "a-token-for-tests-only"
 WAIT_MS = 10_000
@@ -309,3 +311,55 @@ def test_the_token_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
         guarded.says("#headline", "All 3 instances serve actor 12, verifier 12")
         assert not any(TOKEN in url for url in guarded.requests)
         assert guarded.page.evaluate("localStorage.length + document.cookie.length") == 0
+
+
+EVIL_PAGE = """<!doctype html><title>evil</title><form method=post enctype=text/plain action=%s target=hole>
+<input name='{"model_tag":"actor","x":"' value='"}'></form><iframe name=hole></iframe><script>
+const told = [];
+async function attack(url, rebound) {
+  for (const type of ["text/plain", "application/x-www-form-urlencoded"])
+    await fetch(url, {method: "POST", mode: "no-cors", headers: {"content-type": type}, body: '{"model_tag":"actor"}'})
+      .catch(() => 0);
+  await fetch(url, {method: "POST", headers: {"content-type": "application/json"}, body: '{"model_tag":"actor"}'})
+    .catch(() => 0);
+  document.forms[0].submit();
+  for (const path of ["/status", "/overview"]) {
+    const said = await fetch(rebound + path).then((answer) => answer.text(), (error) => String(error));
+    told.push(said);
+  }
+  return told;
+}</script>"""
+
+
+def test_a_page_of_somebody_else_moves_nothing_and_reads_nothing(browser: Browser) -> None:
+    """In a real browser: blind posts, a form, and a name of the page's own that leads to loopback (DNS rebinding)."""
+    from tests.multiproc.fuzz_http import face
+    from weightsync.clients.controller import ControllerClient
+
+    with face("controller", None) as url, Tab(browser) as tab:
+        port = url.rpartition(":")[2]
+        path = "/trajectory_pool_notify_batch_ready"
+        evil = api_app("evil")
+        evil.add_api_route("/page", lambda: HTMLResponse(EVIL_PAGE % (url + path)), methods=["GET"])
+        # under the very name that leads to the controller: to the browser it is one origin but for the port
+        server = ServerThread(evil, hosts=("evil.example",))
+        page_port = server.start().rpartition(":")[2]
+        client = ControllerClient(url)
+        before = client.status(timeout_s=WAIT_MS / 1000)
+        page = tab.page
+        try:
+            page.goto(f"http://evil.example:{page_port}/page")
+            rebound = f"http://evil.example:{port}"
+            told = page.evaluate("([url, rebound]) => attack(url, rebound)", [url + path, rebound])
+            assert not any("actor" in said for said in told), told
+            answer = page.goto(f"{rebound}/status")  # as the page's own origin, after its name has moved
+            assert answer is not None
+            assert answer.status == 403
+            assert "actor" not in page.content()
+        finally:
+            server.close()
+        after = client.status(timeout_s=WAIT_MS / 1000)
+        assert after.models == before.models, "no post was obeyed"
+        client.trajectory_pool_notify_batch_ready("actor")
+        assert client.status(timeout_s=WAIT_MS / 1000).models != before.models, "or the posts prove nothing"
+        client.close()

@@ -49,6 +49,16 @@ def test_a_view_shares_its_tensors_memory(dtype: str) -> None:
     assert array[0] == byte_array(tensor)[0] == view[0]
 
 
+def test_one_element_cut_out_of_others_has_bytes() -> None:
+    """It is contiguous whatever its stride, and torch does not view it as another dtype."""
+    several = torch.arange(6, dtype=torch.bfloat16)
+    one = several[3::2][:1]
+    assert one.is_contiguous()
+    assert one.stride() == (2,)
+    assert byte_array(one).tobytes() == byte_array(torch.tensor([3], dtype=torch.bfloat16)).tobytes()
+    assert byte_view(one).data_ptr() == one.data_ptr()
+
+
 def test_a_view_of_a_parameter_is_no_part_of_its_graph() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     assert not byte_view(parameter).requires_grad
@@ -104,6 +114,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 def test_a_dtype_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_dtype.cache_clear()
     monkeypatch.delattr(torch, "float8_e8m0fnu")
     with pytest.raises(UnsupportedError, match="float8_e8m0fnu"):
         torch_dtype("float8_e8m0fnu")

@@ -89,12 +89,13 @@ def pull(
     """Fetches the newest version of an agent into a folder; every tensor in it is proved by its digest.
 
     The file is written aside and renamed, so the folder holds the old version or the new one, and never half of one. A
-    manifest.json beside it, where there is one, names its version and every tensor's digest.
+    manifest.json beside it, where there is one, names its version and every tensor's digest. Only what a pull has
+    written is replaced: where another model.safetensors or manifest.json lies there, nothing is fetched.
     """
     with told():
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-        from weightsync.cli.write_out import write_out
+        from weightsync.cli.write_out import prepare, write_out
         from weightsync.clients.agent import AgentClient
         from weightsync.errors import NotRegisteredError
         from weightsync.rollout.puller import Puller
@@ -110,7 +111,7 @@ def pull(
             client = AgentClient(endpoint, token=token, verify=checked)
             model_id = client.get_version().model_id
             client.close()
-        out.mkdir(parents=True, exist_ok=True)
+        prepare(out)
         puller = Puller(
             endpoint, model_id, receiver_id=_own_name(), token=token, verify=checked,
             transport=None if transport is None else Transport(transport), mode="full", num_streams=streams,

@@ -1,107 +1,268 @@
-"""write_out: a pulled version into a folder, whole or not at all."""
+"""write_out: a pulled version into a folder, whole or not at all, and nothing in it touched that a pull did not write.
+
+What a pull wrote is known by what it holds and whose it is, never by its name alone: weights by their stamp, the
+manifest by its form, and what a killed writer left by a name that has a checksum.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import mmap
 import os
 import secrets
 import shutil
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from weightsync.codec.digest import tensor_digest
-from weightsync.errors import DigestMismatchError
+from weightsync.codec.digest import digest_of, tensor_digests
+from weightsync.errors import (
+    ConfigError,
+    DigestMismatchError,
+    InvalidRequestError,
+    SharedMemoryError,
+    StorageError,
+)
 from weightsync.memory.folder import open_own
-from weightsync.net.messages import encode
+from weightsync.memory.owned import is_own, open_folder
+from weightsync.net.messages import decode, encode
+from weightsync.plan.safetensors import STAMP_WITHIN_BYTES, read_stamp
 from weightsync.rollout.pulled import Pulled
 from weightsync.tensors import tensor_from_bytes
-from weightsync.types import Deadline
+from weightsync.types import Deadline, HeldTensor, Manifest
 
+_WEIGHTS, _MANIFEST = "model.safetensors", "manifest.json"
 _ASIDE = ".weightsync-"
+_ASIDE_DIGITS = 16
 _COPY_BYTES = 16 << 20
+_MAX_MANIFEST_BYTES = 1 << 30
 _SWAP_S = 10.0
 """Two renames; whoever takes longer stands still."""
+
+
+def prepare(folder: Path) -> None:
+    """Makes the folder where it is not there, and sees that a version can go into it.
+
+    Raises:
+        ConfigError: it can't be made or written into, is another user's link, or a file lies in the way that no pull
+            of this user has written. Nothing there was changed.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _opened(folder) as fd:
+            _check_replaceable(folder, fd)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be the folder of a version: {error}") from error
 
 
 def write_out(pulled: Pulled, folder: Path) -> Path:
     """Copies a version into a folder's model.safetensors, with its manifest.json after it.
 
     Both are written aside and renamed, so that the folder has the old version or the new one. Several may write into
-    one folder at once: the last one to be done stays.
+    one folder at once: the last one to be done stays. Room for all of it is taken before the first byte.
 
     Raises:
-        DigestMismatchError: what was copied is not what was published. The folder is as it was.
-        DeadlineExceededError: another writer stands still between its two renames. The folder is as it was.
+        DigestMismatchError: what was copied is not what was published.
+        DeadlineExceededError: another writer stands still between its two renames.
+        StorageError: there is no room for it, or it can't be written.
+        ConfigError: see `prepare`.
+        After any of them the weights in the folder are what they were.
     """
-    path, manifest = folder / "model.safetensors", folder / "manifest.json"
-    _sweep(folder)
-    with _aside(folder) as (aside, weights), _aside(folder) as (described, text):
-        source = os.fdopen(open_own(pulled.segment, os.O_RDONLY), "rb")
-        with source, os.fdopen(os.dup(weights), "wb") as target:
+    try:
+        with _opened(folder) as fd:
+            _sweep(fd)
+            _check_replaceable(folder, fd)
+            with _aside(fd) as (aside, weights), _aside(fd) as (described, text):
+                _copy(pulled, weights)
+                _prove(pulled, weights)
+                _write(text, encode(pulled.manifest))
+                with _locked(folder, fd):
+                    _check_replaceable(folder, fd)
+                    with contextlib.suppress(FileNotFoundError):  # never does it stand beside weights not its own
+                        os.unlink(_MANIFEST, dir_fd=fd)
+                    os.replace(aside, _WEIGHTS, src_dir_fd=fd, dst_dir_fd=fd)
+                    os.replace(described, _MANIFEST, src_dir_fd=fd, dst_dir_fd=fd)
+    except OSError as error:
+        raise StorageError(
+            f"{folder} could not be written: {error}", state_left="its weights are the old ones"
+        ) from error
+    return folder / _WEIGHTS
+
+
+# --- what is written ---
+
+
+def _copy(pulled: Pulled, weights: int) -> None:
+    with os.fdopen(open_own(pulled.segment, os.O_RDONLY), "rb") as source:
+        _take_room(weights, os.fstat(source.fileno()).st_size)
+        with os.fdopen(os.dup(weights), "wb") as target:
             shutil.copyfileobj(source, target, _COPY_BYTES)
             target.flush()
-            os.fsync(target.fileno())
-        flat = torch.from_file(str(aside), shared=False, size=aside.stat().st_size, dtype=torch.uint8)
-        for spec in pulled.manifest.tensors:
-            start = pulled.offsets[spec.name]
-            tensor = tensor_from_bytes(flat[start : start + spec.nbytes], dtype=spec.dtype, shape=spec.shape)
-            if tensor_digest(tensor) != pulled.manifest.digest(spec.name):
-                raise DigestMismatchError("what was written is not what was published", parameter=spec.name)
-        with os.fdopen(os.dup(text), "wb") as opened:
-            opened.write(encode(pulled.manifest))
-        with _locked(folder):
-            manifest.unlink(missing_ok=True)  # at no moment does it stand beside weights that are not its own
-            aside.replace(path)
-            described.replace(manifest)
-    return path
+            os.fsync(weights)
+
+
+def _write(fd: int, data: bytes) -> None:
+    with os.fdopen(os.dup(fd), "wb") as target:
+        target.write(data)
+        target.flush()
+        os.fsync(fd)
+
+
+def _take_room(fd: int, size_bytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that takes no room in advance
+            raise
+
+
+def _prove(pulled: Pulled, weights: int) -> None:
+    """Every digest that will stand beside it is of the bytes in the file."""
+    manifest = pulled.manifest
+    mapped = mmap.mmap(weights, os.fstat(weights).st_size, access=mmap.ACCESS_COPY)  # goes with its last tensor
+    flat = torch.frombuffer(mapped, dtype=torch.uint8)
+    tensors = {
+        spec.name: tensor_from_bytes(
+            flat[pulled.offsets[spec.name] : pulled.offsets[spec.name] + spec.nbytes],
+            dtype=spec.dtype,
+            shape=spec.shape,
+        )
+        for spec in manifest.tensors
+    }
+    found = tensor_digests(tensors)
+    held = (HeldTensor(spec=spec, box=None, tensor=tensors[spec.name]) for spec in manifest.tensors)
+    whole = digest_of(held, manifest.tensors)
+    wrong = next((spec.name for spec in manifest.tensors if found[spec.name] != manifest.digest(spec.name)), None)
+    if wrong is not None or whole != manifest.model_digest:
+        raise DigestMismatchError(
+            "what was written is not what was published",
+            parameter=wrong,
+            version=str(manifest.version),
+            state_left="the folder is as it was",
+        )
+
+
+# --- whose it is ---
 
 
 @contextlib.contextmanager
-def _aside(folder: Path) -> Iterator[tuple[Path, int]]:
-    """A new file of ours alone, and its descriptor; locked while we live, and gone at the end unless it was renamed."""
-    path, descriptor = _new_file(folder)
+def _opened(folder: Path) -> Iterator[int]:
     try:
-        yield path, descriptor
+        fd = open_folder(str(folder))
+    except SharedMemoryError as error:
+        raise ConfigError(error.message) from error
+    try:
+        yield fd
     finally:
-        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _check_replaceable(folder: Path, fd: int) -> None:
+    """Raises ConfigError where something lies in the way that no pull of this user has written."""
+    for name, is_ours in ((_WEIGHTS, _has_stamp), (_MANIFEST, _is_manifest)):
+        try:
+            if is_own(os.lstat(name, dir_fd=fd)) and is_ours(name, fd):
+                continue
+        except FileNotFoundError:  # or another writer has taken it away just now
+            continue
+        raise ConfigError(
+            f"{folder / name} was not written by a pull of this user: it stays, and nothing was changed; move it away, "
+            "or name another folder"
+        )
+
+
+def _has_stamp(name: str, fd: int) -> bool:
+    try:
+        return read_stamp(memoryview(_head(name, fd, STAMP_WITHIN_BYTES))) is not None
+    except InvalidRequestError:
+        return False
+
+
+def _is_manifest(name: str, fd: int) -> bool:
+    try:
+        decode(_head(name, fd, _MAX_MANIFEST_BYTES), Manifest, what=name)
+    except InvalidRequestError:
+        return False
+    return True
+
+
+def _head(name: str, fd: int, num_bytes: int) -> bytes:
+    opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+    with os.fdopen(opened, "rb") as file:
+        return file.read(num_bytes)
+
+
+# --- files aside ---
+
+
+def aside_name() -> str:
+    """A new name for a file aside; `is_aside` knows it again, and nobody calls a file of his own so by chance."""
+    digits = secrets.token_hex(_ASIDE_DIGITS // 2)
+    return f"{_ASIDE}{digits}-{zlib.crc32(digits.encode()):08x}"
+
+
+def is_aside(name: str) -> bool:
+    """Whether `aside_name` made it."""
+    digits, _, check = name.removeprefix(_ASIDE).partition("-")
+    return (
+        name.startswith(_ASIDE)
+        and len(digits) == _ASIDE_DIGITS
+        and check == f"{zlib.crc32(digits.encode('utf-8', 'surrogateescape')):08x}"
+    )
+
+
+@contextlib.contextmanager
+def _aside(fd: int) -> Iterator[tuple[str, int]]:
+    """A new file of ours alone, and its descriptor; locked while we live, and gone at the end unless it was renamed."""
+    name, descriptor = _new_file(fd)
+    try:
+        yield name, descriptor
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=fd)
         os.close(descriptor)
 
 
-def _new_file(folder: Path) -> tuple[Path, int]:
+def _new_file(fd: int) -> tuple[str, int]:
     while True:
-        path = folder / f"{_ASIDE}{secrets.token_hex(8)}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        name = aside_name()
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(name, flags, 0o644, dir_fd=fd)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(descriptor).st_nlink:
-                return path, descriptor
+                return name, descriptor
         except BlockingIOError:
             pass
         except OSError:  # a file system without locks: nobody can sweep there either
-            return path, descriptor
+            return name, descriptor
         os.close(descriptor)  # somebody swept it before it was locked, or is about to
 
 
-def _sweep(folder: Path) -> None:
-    """Removes what a killed writer left: files aside that nobody has locked."""
-    for path in folder.glob(f"{_ASIDE}*"):
+def _sweep(fd: int) -> None:
+    """Removes what a killed writer of this user left: files aside that nobody has locked."""
+    for name in os.listdir(fd):
+        if not is_aside(name):
+            continue
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                if is_own(os.fstat(descriptor)):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(name, dir_fd=fd)
             finally:
                 os.close(descriptor)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, fd: int) -> Iterator[None]:
     """Two renames of one writer, and none of another in between."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
     try:
         deadline, pause = Deadline(_SWAP_S), threading.Event()
         while True:

@@ -406,7 +406,8 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
             yield part
 
     together = isinstance(held, Sequence)
-    total = shard_sums(checked()) if together else sum(map(shard_sum, checked()), ShardSum.zero())
+    table = specs if isinstance(specs, TensorTable) else None
+    total = shard_sums(checked(), table) if together else sum(map(shard_sum, checked()), ShardSum.zero())
     for name, spec in by_name.items():
         if name in whole and name not in boxes:
             continue
@@ -468,6 +469,14 @@ def _kernels() -> Any:
         raise MissingDependencyError(
             f"the model digest needs numba: pip install 'weightsync[torch]' ({error})"
         ) from error
+
+
+def lanes_of_whole(
+    addresses: Int64s, sizes: Int64s, keys_1: npt.NDArray[np.uint64], keys_2: npt.NDArray[np.uint64]
+) -> tuple[int, int]:
+    """As `sum_of_runs` of whole tensors, on the caller's thread alone, without the GIL."""
+    lanes = _many_kernels().runs_of_many(addresses, sizes, np.zeros(len(sizes), np.int64), keys_1, keys_2)
+    return cast(tuple[int, int], lanes)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import int64, types, uint64
 from numba.extending import intrinsic
 

@@ -235,10 +235,11 @@ class RolloutPool:
             )
 
     def takes_part(self, member: Member) -> bool:
-        """Whether it still does."""
+        """Whether it still does. A sync of many asks this of each, again and again: it looks at that one alone."""
         with self._changed:
-            self._swept()
             known = self._instances.get(member.instance_id)
+            if known is not None and known.takes_part and self._clock() >= known.lease_end_s:
+                self._swept()
             return known is not None and known.takes_part and known.beat.life == member.life
 
     def now(self) -> float:

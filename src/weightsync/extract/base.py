@@ -88,7 +88,7 @@ class WeightExtractor(abc.ABC):
 
     # What callers use.
 
-    def metadata(self, dtype: str | None = None) -> tuple[TensorSpec, ...]:
+    def metadata(self, dtype: str | None = None) -> TensorTable:
         """The tensors of the stream, in its order. Costs nothing: no communication, no copies.
 
         Args:
@@ -173,6 +173,18 @@ class WeightExtractor(abc.ABC):
         specs, live = self._shardable(dtype)
         return (part for spec in specs if (part := self._held(spec, live[spec.name])) is not None)
 
+    def local_whole(self, dtype: str | None = None) -> tuple[TensorTable, list[torch.Tensor]] | None:
+        """`metadata(dtype)` and for each of these the live tensor, in the trainer's own dtype, where this rank's parts
+        are all of every tensor. None where they are not, or where that has to be found out one by one.
+
+        Args:
+            dtype: as for `metadata`.
+
+        Raises:
+            WeightSyncError: as for `local_shards`.
+        """
+        return None
+
     def local_boxes(self) -> tuple[tuple[int, Box], ...]:
         """Which part of which tensor (by its place in `metadata`) `local_parts` would give. Reads no weights.
 
@@ -188,7 +200,7 @@ class WeightExtractor(abc.ABC):
                 found.append((index, box))
         return tuple(found)
 
-    def _shardable(self, dtype: str | None) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor]]:
+    def _shardable(self, dtype: str | None) -> tuple[TensorTable, dict[str, torch.Tensor]]:
         if not self._sharded_locally:
             raise UnsupportedError(
                 "some placement of this model has no local form: ask can_shard_locally() first, gather if not"

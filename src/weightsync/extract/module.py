@@ -13,7 +13,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor, training_rank
 from weightsync.module_walk import Held, ModuleTensors
 from weightsync.plan.boxes import whole_box
-from weightsync.types import Box
+from weightsync.types import Box, TensorTable
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path components that torch's wrappers insert (compile, activation checkpointing, FSDP)."""
@@ -66,6 +66,15 @@ class ModuleWeightExtractor(WeightExtractor):
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         whole = tensor.detach() if tensor.dtype is dtype else tensor.to(dtype)
         return whole if whole.is_contiguous() else whole.contiguous()
+
+    def local_whole(self, dtype: str | None = None) -> tuple[TensorTable, list[torch.Tensor]] | None:
+        """See the base class."""
+        if type(self)._local_part is not ModuleWeightExtractor._local_part or training_rank() != 0:
+            return None
+        specs, live = self._shardable(dtype)
+        if self._glances is None:
+            return None
+        return specs, [live[spec.name] for spec in specs]
 
     def _can_shard(self, tensor: torch.Tensor) -> bool:
         return True

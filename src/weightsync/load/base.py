@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from weightsync.errors import StateError, UnsupportedError
 from weightsync.types import HeldTensor, Manifest, Update, Version
 
 if TYPE_CHECKING:
+    import torch
+
     from weightsync.load.patching import Change
 
 
@@ -41,13 +43,10 @@ class WeightLoader(abc.ABC):
         writes_live: whether `load_weights` touches weights that are being served. Then the engine is paused
             before the first chunk, and an abort leaves it refusing to serve (`healthy` is False) until
             a later sync commits.
-        live_stays: whether all that `live_tensors` gives may be held at once: it is the memory that serves, and none
-            that is used again for the next tensor.
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"full"})
     writes_live: bool = False
-    live_stays: ClassVar[bool] = False
 
     @property
     def healthy(self) -> bool:
@@ -86,6 +85,15 @@ class WeightLoader(abc.ABC):
         Raises:
             UnsupportedError: the engine repacked or quantised them, so they are unprovable; says why.
         """
+
+    def live_whole(self) -> Mapping[str, torch.Tensor] | None:
+        """What `live_tensors` gives, all at once and by name, where every tensor lies here whole, in memory that stays.
+        None where it does not, or has to be read in another way.
+
+        Raises:
+            UnsupportedError: as for `live_tensors`.
+        """
+        return None
 
     @abc.abstractmethod
     def commit(self, version: Version) -> None:

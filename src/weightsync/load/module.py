@@ -36,7 +36,6 @@ class ModuleWeightLoader(WeightLoader):
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"full", "patch"})
-    live_stays: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -128,16 +127,25 @@ class ModuleWeightLoader(WeightLoader):
 
     def live_tensors(self) -> Iterator[HeldTensor]:
         """See the base class. In the bracket of a patch that which serves now, up to its commit."""
-        if self._ignored:
-            raise UnsupportedError(f"the loader was told to ignore {', '.join(sorted(self._ignored)[:3])}")
-        staged = self._verified and not self._in_place and self._patch is None
-        placed = self._placed or _named_tensors(list(_walked(self._module)))
-        for name, live in placed.items():
-            tensor = self._spare[name] if staged else live
+        for name, tensor in self._live().items():
             spec = self._specs.get(name)
             if spec is None or spec.dtype != dtype_name(tensor.dtype) or spec.shape != tensor.shape:
                 spec = spec_of(name, tensor)
             yield HeldTensor(spec=spec, box=None, tensor=tensor.detach())
+
+    def live_whole(self) -> Mapping[str, torch.Tensor] | None:
+        """See the base class."""
+        if type(self).live_tensors is not ModuleWeightLoader.live_tensors:
+            return None  # whoever reads them in a way of their own is heard
+        return self._live()
+
+    def _live(self) -> Mapping[str, torch.Tensor]:
+        """What serves, or between `verify` and `commit` what will."""
+        if self._ignored:
+            raise UnsupportedError(f"the loader was told to ignore {', '.join(sorted(self._ignored)[:3])}")
+        if self._verified and not self._in_place and self._patch is None:
+            return {name: self._spare[name] for name in self._placed}
+        return self._placed or _named_tensors(list(_walked(self._module)))
 
     def commit(self, version: Version) -> None:
         """See the base class."""

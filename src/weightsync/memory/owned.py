@@ -5,12 +5,14 @@ What is opened is looked at by its descriptor, so that nobody can put something 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
 from weightsync.errors import SharedMemoryError
 
 _ROOT = 0
+_LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR)
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -41,6 +43,37 @@ def open_believed(path: str, flags: int, *, also_root: bool = False) -> int:
         os.close(fd)
         raise SharedMemoryError(f"{path} is {why}: nothing in it is believed; remove it, or use another path")
     return fd
+
+
+def open_folder(path: str) -> int:
+    """Opens a folder. Where its name is a link, this user or root has made it.
+
+    Returns:
+        A descriptor, closed on exec; the caller's. It stays that folder's, whatever becomes of the name.
+
+    Raises:
+        SharedMemoryError: another user's link leads there.
+        OSError: it is not there, or is no folder.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in _LINK_ERRORS or not os.path.islink(path):
+            raise
+    if (owner := os.lstat(path).st_uid) not in (os.geteuid(), _ROOT):
+        raise SharedMemoryError(f"{path} is a link of uid {owner}, which is not followed")
+    return os.open(path, flags)
+
+
+def link_fault(path: str) -> str | None:
+    """Why a name does not stand for itself; None where it is no link."""
+    return f"{path} is a link" if os.path.islink(path) else None
+
+
+def is_own(facts: os.stat_result) -> bool:
+    """Whether it is a plain file of this user that has one name: removing it takes nothing from anybody else."""
+    return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and facts.st_nlink == 1
 
 
 def _why_not(facts: os.stat_result, owners: tuple[int, ...]) -> str | None:

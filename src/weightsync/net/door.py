@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import ipaddress
+import itertools
 import resource
 import socket
 import ssl
@@ -26,10 +28,14 @@ HANDSHAKE_WITHIN_S = 10.0
 _TLS_GOODBYE_S = 5.0
 _MAX_WAITING = 512
 _MIN_WAITING = 16
-_BATCH = 64
-"""Connections taken before what others have sent is read: who sends a whole request at once is answered in a flood."""
+_TURNS = 6
+"""What one peer may have waiting is taken in so many turns of the loop at least: between two is read what others sent,
+so who sends a whole request at once is answered in a flood."""
 _CUT_AT_ONCE = 16
 _PAUSE_S = 0.1
+_FRESH_S = 0.25
+"""Who has been here for less may have sent a request that was not read yet: a descriptor that is free for a moment must
+not go from one to the next of those."""
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -40,6 +46,7 @@ class Visit:
         self.peer = peer
         self.task: asyncio.Task[None] | None = None
         self.begun = False
+        self.since_s = asyncio.get_running_loop().time()
         self._door = door
         self._transport: asyncio.Transport | None = None
         self._known = False
@@ -73,6 +80,15 @@ class Visit:
     def ended(self) -> None:
         """It is over."""
         self._door.forget(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Room:
+    """How many connections there may be: in all, of those that wait, and of these from one peer."""
+
+    in_all: int
+    waiting: int
+    of_peer: int
 
 
 class Door:
@@ -142,7 +158,8 @@ class Door:
         self._loop.call_later(_PAUSE_S, self._go_on)
 
     def _accept(self) -> None:
-        for _ in range(_BATCH):
+        room = self._room()
+        for _ in range(max(1, room.of_peer // _TURNS)):
             try:
                 connection, address = self._listener.accept()
             except (BlockingIOError, InterruptedError):
@@ -152,28 +169,31 @@ class Door:
             except OSError as error:
                 self._out_of(error)
                 return
-            self._enter(connection, _peer(address))
+            self._enter(connection, _peer(address), room)
 
     def _out_of(self, error: OSError) -> None:
         """Who waits longest makes room; where nobody does, those that knock wait in the kernel's queue."""
-        num_cut = self._cut_oldest(_CUT_AT_ONCE) if error.errno in _NO_DESCRIPTORS else 0
+        num_cut = self._cut_oldest(_CUT_AT_ONCE, here_s=_FRESH_S) if error.errno in _NO_DESCRIPTORS else 0
         logger.warning("no connection could be taken: %s; %d that had sent no request were cut", error, num_cut)
         if not num_cut:
             self._pause()
 
-    def _enter(self, connection: socket.socket, peer: str) -> None:
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    def _room(self) -> _Room:
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # somebody may have changed it
         descriptors = 1 << 20 if soft == resource.RLIM_INFINITY else soft
-        max_waiting = max(_MIN_WAITING, min(_MAX_WAITING, descriptors // 4))
-        full = len(self._visits) >= max(2 * _MIN_WAITING, descriptors * 3 // 4)
+        waiting = max(_MIN_WAITING, min(_MAX_WAITING, descriptors // 4))
+        return _Room(in_all=max(2 * _MIN_WAITING, descriptors * 3 // 4), waiting=waiting, of_peer=waiting * 3 // 4)
+
+    def _enter(self, connection: socket.socket, peer: str, room: _Room) -> None:
+        full = len(self._visits) >= room.in_all
         if full and not self._cut_oldest(1):
             connection.close()
             logger.warning("a connection was refused: %d are being answered already", len(self._visits))
             return
         of_peer = self._waiting.get(peer, {})
-        if len(of_peer) >= max_waiting * 3 // 4:
+        if len(of_peer) >= room.of_peer:
             self._tell_of(next(iter(of_peer)).cut)
-        elif self._num_waiting >= max_waiting:
+        elif self._num_waiting >= room.waiting:
             self._tell_of(lambda: self._cut_oldest(1))
         visit = Visit(self, peer)
         self._visits.add(visit)
@@ -186,12 +206,13 @@ class Door:
         cut()
         logger.warning("too many connections without a whole request: the oldest was cut")
 
-    def _cut_oldest(self, num: int) -> int:
-        """Cuts so many of the peer that has most; how many there were."""
+    def _cut_oldest(self, num: int, *, here_s: float = 0.0) -> int:
+        """Cuts so many of the peer that has most, of those that are here for so long; how many there were."""
         if not self._waiting:
             return 0
         of_peer = max(self._waiting.values(), key=len)
-        oldest = [visit for visit, _ in zip(of_peer, range(num), strict=False)]
+        until_s = self._loop.time() - here_s
+        oldest = [visit for visit in itertools.islice(of_peer, num) if visit.since_s <= until_s]
         for visit in oldest:
             visit.cut()
         return len(oldest)

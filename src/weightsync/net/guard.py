@@ -113,12 +113,12 @@ class Guard:
         except WeightSyncError as error:
             if started:
                 raise
-            await send_error(send, error)
+            await send_error(send, error, close=body.is_late or _is_large(scope))
         except Exception as error:
             if started:
                 raise
             logger.error("a request to %s failed", scope["path"][:100], exc_info=error)
-            await send_error(send, unexpected())
+            await send_error(send, unexpected(), close=_is_large(scope))
         finally:
             self._held_bytes -= body.held_bytes
             self._trimmer.freed(body.held_bytes)
@@ -187,6 +187,7 @@ class _Body:
         self._whole = False
         self._received_bytes = 0
         self.held_bytes = 0
+        self.is_late = False
 
     async def receive(self) -> Message:
         """As ASGI's.
@@ -213,7 +214,14 @@ class _Body:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._due_s):
                 return await self._receive()
+        self.is_late = True
         raise DeadlineExceededError(f"the request's body did not come within {BODY_WITHIN_S:g} s")
+
+
+def _is_large(scope: Scope) -> bool:
+    """Whether its body may be longer than what is read and thrown away."""
+    fields = dict(scope["headers"])
+    return b"transfer-encoding" in fields or len(fields.get(b"content-length", b"")) > len(str(BODY_BYTES)) - 1
 
 
 def unexpected() -> WeightSyncError:
@@ -221,10 +229,12 @@ def unexpected() -> WeightSyncError:
     return EngineError("this server failed at this request, status 500; its log says why")
 
 
-async def send_error(send: Send, error: WeightSyncError) -> None:
-    """Answers with a typed error as JSON."""
+async def send_error(send: Send, error: WeightSyncError, *, close: bool) -> None:
+    """Answers with a typed error as JSON; the connection ends with it where a large body may still be on its way."""
     body = error_body(error)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if close:
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -29,5 +29,12 @@ def decode(body: bytes, kind: type[_T], *, what: str) -> _T:
 
 
 def encode(message: Any) -> bytes:
-    """A message as JSON."""
-    return msgspec.json.encode(message)
+    """A message as JSON.
+
+    Raises:
+        InvalidRequestError: some text in it can't be said in UTF-8 (a lone surrogate), or a number is none of JSON's.
+    """
+    try:
+        return msgspec.json.encode(message)
+    except (UnicodeEncodeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"this can't be told to another process: {error}") from error

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from weightsync.errors import InvalidRequestError
 from weightsync.net.door import Visit
-from weightsync.net.guard import VISIT, error_body
+from weightsync.net.guard import BODY_BYTES, VISIT, error_body
 from weightsync.net.log import logger
 
 REQUEST_WITHIN_S = 10.0
@@ -24,7 +24,7 @@ class GuardedH11(H11Protocol):
     """uvicorn's own protocol, and:
 
     - a connection is cut whose request does not come, or which does not take its answer;
-    - a body that nobody read is not read on: the connection ends with its answer;
+    - a body that nobody reads, and which was answered already, is not read on for long: it may have no end;
     - what is no HTTP is answered with a typed error, and written to the log once a while.
 
     Args:
@@ -49,6 +49,7 @@ class GuardedH11(H11Protocol):
         self._has_token = has_token
         self._too_slow: asyncio.TimerHandle | None = None
         self._unsent = 0
+        self._discarded_bytes = 0
         guarded = self.app
 
         async def visited(scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,6 +66,11 @@ class GuardedH11(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
+        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > BODY_BYTES:
+                self.transport.close()
+                return
         super().data_received(data)
         self._watch()
 
@@ -76,8 +82,7 @@ class GuardedH11(H11Protocol):
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
-        if self.conn.their_state is h11.SEND_BODY:  # nobody read it, and it may have no end
-            self.transport.close()
+        self._discarded_bytes = 0
         super().on_response_complete()
         self._unwatch()
         self._watch()
@@ -90,10 +95,11 @@ class GuardedH11(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True  # an app that is at work has nobody to answer
             self.cycle.message_event.set()
+        is_head = self.conn.our_state is h11.SEND_RESPONSE and self.scope["method"] == "HEAD"
         body = error_body(InvalidRequestError("this is no HTTP request that can be understood"))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         response = h11.Response(status_code=400, headers=[*headers, (b"connection", b"close")], reason=b"Bad Request")
-        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+        for event in (response, h11.Data(data=b"" if is_head else body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

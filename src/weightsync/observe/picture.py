@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.errors import MissingDependencyError
+from weightsync.observe.aside import written_whole
 from weightsync.observe.events import pauses
 from weightsync.observe.lanes import Track, layout, origin_s, usable
 from weightsync.observe.palette import PAUSED_COLOR, WAIT, Style, is_wait, label, styles
@@ -82,9 +83,9 @@ def write_timeline_png(
     # The layout stays inside this box; marks are written above it, so a first panel with marks needs more room.
     top = 0.86 if marks else 0.7
     figure.tight_layout(rect=(0, 0.42 / height, 1, 1 - top / height), h_pad=1.2)
-    target = Path(path)
-    figure.savefig(target, format="png")
-    return target
+    with written_whole(path) as file:
+        figure.savefig(file, format="png")
+    return Path(path)
 
 
 def write_heat_png(shares: Sequence[tuple[str, float]], path: str | os.PathLike[str], *, title: str) -> Path:
@@ -119,9 +120,9 @@ def write_heat_png(shares: Sequence[tuple[str, float]], path: str | os.PathLike[
     axes.set_xlabel("% of its elements")
     axes.set_title(title, fontsize=10, loc="left")
     axes.margins(y=0.01)
-    target = Path(path)
-    figure.savefig(target, format="png")
-    return target
+    with written_whole(path) as file:
+        figure.savefig(file, format="png")
+    return Path(path)
 
 
 def _short(name: str) -> str:

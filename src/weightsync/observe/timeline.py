@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from weightsync.observe.aside import written_whole
 from weightsync.observe.lanes import layout, origin_s, process_and_thread, usable
 from weightsync.types import PhaseRecord
 
@@ -59,14 +60,9 @@ def write_chrome_trace(records: Iterable[PhaseRecord], path: str | os.PathLike[s
     Raises:
         OSError: the file can't be written; an older file at `path` is left as it was.
     """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(chrome_trace(records), allow_nan=False), encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-    return target
+    with written_whole(path) as file:
+        file.write(json.dumps(chrome_trace(records), allow_nan=False).encode())
+    return Path(path)
 
 
 def _named(what: str, name: str, pid: int, tid: int) -> list[dict[str, Any]]:

@@ -52,6 +52,7 @@ from weightsync.types.publication import (
     TransferRequest,
     Transport,
 )
+from weightsync.types.seal import seal_of
 
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class _Served(Proved, frozen=True, kw_only=True):
         raw_head, raw_layout, raw_proof: the publication without its layout, the layout, and `proof`, as JSON.
         layout: digest of the layout.
         said_bytes: of all three.
+        seal: see `TransferGrant`.
     """
 
     raw_head: msgspec.Raw
@@ -79,6 +81,7 @@ class _Served(Proved, frozen=True, kw_only=True):
     layout: str
     raw_proof: msgspec.Raw
     said_bytes: int
+    seal: str
 
 
 @of_one_process
@@ -220,6 +223,7 @@ class TransferAgent:
             layout=layout.digest,
             raw_proof=msgspec.Raw(raw_proof),
             said_bytes=size_bytes,
+            seal=seal_of(raw_head, raw_proof, source=source, life=self._config.life),
         )
         end_s, track = now_s(), self.recorder.track
         self.recorder.add(
@@ -360,10 +364,11 @@ class TransferAgent:
         take_up_s = self._config.take_up_s + served.said_bytes / _READ_BYTES_S
         grant = self._grants.grant(asked, served, take_up_s=take_up_s)
         # a `TransferGrant`, of which the largest fields are encoded already
+        sealed = {"proof": served.raw_proof, "seal": served.seal}
         if asked.layouts is None:
-            return _json({**grant, "publication": self._whole(served), "proof": served.raw_proof})
+            return _json({**grant, **sealed, "publication": self._whole(served)})
         layout = None if served.layout in asked.layouts else served.raw_layout
-        return _json({**grant, "head": served.raw_head, "layout": layout, "proof": served.raw_proof})
+        return _json({**grant, **sealed, "head": served.raw_head, "layout": layout})
 
     def _whole(self, served: _Served) -> msgspec.Raw:
         """The publication as JSON, with its layout: for those that know of none, so not before one asks."""

@@ -3,7 +3,7 @@
 It talks in JSON lines: over its standard input come orders, over its standard output go events. It ends when its
 standard input does, or its parent: then the trainer is gone.
 
-    {"order": "layout", "digest": ..., "layout": ...}   {"order": "publish", "head": ..., "source": 0}
+    {"order": "layout", "digest": ..., "layout": ...}   {"order": "publish", "version": 7, "head": ..., "source": 0}
     {"order": "reset"}   {"order": "ping"}   {"order": "end"}
 
 A layout comes before the first publication of it, and stands for all that follow.
@@ -23,9 +23,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import InvalidRequestError, WeightSyncError
 from weightsync.memory import reclaim_dead
 from weightsync.memory.segment import unlink_own
+from weightsync.net.messages import decode
 from weightsync.publish.agent import TransferAgent
 from weightsync.publish.agent_config import AgentConfig
 from weightsync.types.layout import PublicationHead, PublicationLayout
@@ -39,9 +40,10 @@ class _Order(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the standard input."""
 
     order: Literal["layout", "publish", "reset", "ping", "end"]
+    version: int = -1
     digest: str = ""
     layout: msgspec.Raw = msgspec.Raw(b"")
-    head: PublicationHead | None = None
+    head: msgspec.Raw = msgspec.Raw(b"")
     source: int = 0
 
 
@@ -79,6 +81,7 @@ def main() -> None:
         os._exit(1)
     orderly = False
     layout: PublicationLayout | None = None
+    why = InvalidRequestError("no layout was told before it")
     decoder = msgspec.json.Decoder(_Order)
     for line in lines:
         order = decoder.decode(line)
@@ -88,9 +91,21 @@ def main() -> None:
         elif order.order == "reset":
             tell({"event": "reset", "num_transfers": agent.reset()})
         elif order.order == "layout":
-            layout = PublicationLayout.read(memoryview(order.layout), order.digest)
-        elif order.head is not None and layout is not None:
-            agent.publish(layout.publication(order.head), order.source)
+            layout = None
+            try:
+                layout = PublicationLayout.read(memoryview(order.layout), order.digest)
+            except InvalidRequestError as error:
+                why = error
+        elif order.order == "publish":
+            try:
+                if layout is None:
+                    raise why
+                publication = layout.publication(decode(bytes(order.head), PublicationHead, what="a version"))
+            except InvalidRequestError as error:  # the next one may be better
+                logging.getLogger(__name__).error("version %d can't be served: %s", order.version, error)
+                tell({"event": "not_published", "version": order.version, "error": error.to_dict()})
+            else:
+                agent.publish(publication, order.source)
     agent.close()
     _end(orderly=orderly)
 

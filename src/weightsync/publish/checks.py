@@ -10,6 +10,8 @@ from weightsync.publish.agent_config import AgentConfig
 from weightsync.publish.ranks import TrainingRanks
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.dtypes import dtype_name
+from weightsync.types.manifest import MAX_VERSION
+from weightsync.types.spec import check_config_id
 
 _MAX_STAMP_BYTES = 500
 
@@ -23,8 +25,7 @@ def check_settings(
             dtype_name(dtype)
         except InvalidRequestError as error:
             raise ConfigError(f"dtype: {error.message}") from None
-    if not model_id:
-        raise ConfigError("a model_id is not empty")
+    check_config_id("model_id", model_id)
     check_wait_s("timeout_s", timeout_s)
     check_wait_s("agent_timeout_s", agent_timeout_s)
     if lease_s != 0:
@@ -62,7 +63,9 @@ def check_deltas(config: AgentConfig) -> None:
 
 
 def check_names(run_id: str | None, model_id: str) -> None:
-    """Raises ConfigError where they don't fit into a segment's stamp."""
+    """Raises ConfigError where they are none, or don't fit into a segment's stamp."""
+    if run_id is not None:
+        check_config_id("run_id", run_id)
     if len(json.dumps([run_id or "", 2**63, model_id])) > _MAX_STAMP_BYTES:
         raise ConfigError("run_id and model_id are too long together to be written into a segment")
 
@@ -83,6 +86,8 @@ def check_call(version: int, *, after: int, given: tuple[int | None, int | None]
     """
     if type(version) is not int:
         raise InvalidRequestError(f"version is a whole number, not {version!r}")
+    if version > MAX_VERSION:
+        raise InvalidRequestError(f"version is at most 2**63 - 1, not {str(version)[:40]}")
     if version <= after or version < 0:
         raise VersionError(
             f"versions rise within a run: {version} comes after {after}; going back to older weights is publishing "

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from weightsync.codec.digest import ShardSum, shard_sums
+from weightsync.codec.whole import whole_sum
 from weightsync.errors import (
     DeadlineExceededError,
     ExtractError,
@@ -178,7 +179,11 @@ class LockstepExtraction:
             number += 1
         if self._extractor.can_shard_locally():
             with self._recorder.phase("digest"):
-                self._sum = shard_sums(self._extractor.local_shards(self._dtype))
+                whole = self._extractor.local_whole(self._dtype)
+                if whole is None:
+                    self._sum = shard_sums(self._extractor.local_shards(self._dtype))
+                else:
+                    self._sum = whole_sum(*whole, convert=True)
 
     def _await_slot(self, number: int) -> WeightSyncError | None:
         """Rank 0: waits until chunk `number` may take an earlier one's memory, or this is told to stop."""

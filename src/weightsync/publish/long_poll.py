@@ -12,7 +12,7 @@ from fastapi import Request
 
 from weightsync.errors import InvalidRequestError, StateError
 from weightsync.types import Version
-from weightsync.types.publication import check_id
+from weightsync.types.spec import check_id
 
 MAX_WAIT_S = 60.0
 """No request waits longer. Whoever wants more asks again."""

@@ -298,6 +298,7 @@ class WeightManager:
         """Waits until this host's agent has proved a version and serves it, or a newer one. Only the host's first rank.
 
         Raises:
+            InvalidRequestError: the version is no number.
             StateError: it was not published, in words why; or another rank has the agent; or `start` has not come yet,
                 or `close` has.
             DeadlineExceededError: it takes longer.
@@ -308,6 +309,8 @@ class WeightManager:
             )
         if self._agent is None:
             raise StateError("the agent of this host belongs to another rank")
+        if type(version) is not int:
+            raise InvalidRequestError(f"version is a whole number, not {version!r}")
         self._proofs.wait(version, timeout_s=timeout_s)
 
     def wait_delta_ready(self, version: int | None = None, *, timeout_s: float = 60.0) -> DeltaReport | None:

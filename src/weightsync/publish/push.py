@@ -55,6 +55,7 @@ from weightsync.transfer.registry import strategy_for
 from weightsync.types import Deadline, EngineHandle, InferenceEngineClient, SyncReport, TensorSpec, Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
+from weightsync.types.spec import check_config_id
 
 _logger = logging.getLogger(__name__)
 
@@ -107,6 +108,9 @@ class PushSync:
         _check_kinds(extractor, client, strategy, codec)
         for name, seconds in (("transfer", transfer_timeout_s), ("join", join_timeout_s), ("pause", pause_timeout_s)):
             check_wait_s(f"{name}_timeout_s", seconds)
+        check_config_id("model_id", model_id)
+        if run_id is not None:
+            check_config_id("run_id", run_id)
         self.run_id = run_id
         self._transfer_timeout_s = transfer_timeout_s
         self._join_timeout_s = join_timeout_s

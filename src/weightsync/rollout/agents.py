@@ -89,6 +89,8 @@ class Agents:
     ) -> Version | None:
         """An agent's newest publication; None before the first. See `AgentClient.get_version`."""
         found = self.client(endpoint).get_version(after=after, wait_s=wait_s, timeout_s=timeout_s)
+        if found.model_id != self._model_id:
+            raise InvalidRequestError(f"{endpoint} serves model {found.model_id!r}, not {self._model_id!r}")
         if found.run_id is None or found.version is None:
             return None
         return Version(run_id=found.run_id, number=found.version)
@@ -99,7 +101,9 @@ class Agents:
         """A grant; registers first where the agent does not know us (any more).
 
         Raises:
-            VersionError: it has another version, or a delta from another base than was asked for.
+            VersionError: it answered with another version, or a delta from another base, than was asked for.
+            InvalidRequestError: it serves another model.
+            EngineError: what it answered is not what it said: it was damaged on the way.
             WeightSyncError: there is none to be had.
         """
         client = self.client(endpoint)
@@ -125,14 +129,33 @@ class Agents:
                 if not again:
                     raise
                 continue
-            if grant.delta is not None and grant.base != base:
+            try:
+                self._check_answer(endpoint, grant, request)
+            except WeightSyncError:
                 self._finish(client, grant, ok=False, timeout_s=left)
-                raise VersionError(f"{endpoint} answered with a delta from another base than was asked for")
-            if self._transport is Transport.SHM and grant.transport is not Transport.SHM:
-                self._finish(client, grant, ok=False, timeout_s=left)
-                raise InvalidRequestError(f"{endpoint} is not on this host: its memory can't be mapped", peer=endpoint)
+                raise
             return grant
         raise AssertionError("unreachable")
+
+    def _check_answer(self, endpoint: str, grant: TransferGrant, asked: TransferRequest) -> None:
+        """A grant is of what was asked for. Nothing of it counts before."""
+        manifest = grant.publication.manifest
+        if manifest.model_id != asked.model_id:
+            raise InvalidRequestError(
+                f"{endpoint} granted model {manifest.model_id!r}, {asked.model_id!r} was asked for", peer=endpoint
+            )
+        if asked.version is not None and (asked.run_id, asked.version) != (
+            manifest.version.run_id,
+            manifest.version.number,
+        ):
+            raise VersionError(
+                f"{endpoint} granted {manifest.version}, {asked.run_id}/{asked.version} was asked for",
+                version=str(manifest.version),
+            )
+        if grant.delta is not None and grant.base != asked.base:
+            raise VersionError(f"{endpoint} answered with a delta from another base than was asked for")
+        if self._transport is Transport.SHM and grant.transport is not Transport.SHM:
+            raise InvalidRequestError(f"{endpoint} is not on this host: its memory can't be mapped", peer=endpoint)
 
     def source(self, granted: Granted) -> RangedSource:
         """Where the bytes of a grant's source are read from; the caller's to close.

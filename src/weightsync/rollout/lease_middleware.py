@@ -6,7 +6,7 @@
                                                                                     └ no: 503, or the stream is cut
 
 What passes without a lease is a list of routes that can't answer with what the model says; all else is guarded, what
-later releases of vLLM add included. Imports no torch.
+later releases of vLLM add included. Its control routes among them obey no web page. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from weightsync.errors import ConfigError, NotServingError, WeightSyncError
+from weightsync.errors import ConfigError, ForbiddenError, NotServingError, WeightSyncError
 from weightsync.memory import LeaseReader
 from weightsync.types import Deadline
 
@@ -95,7 +95,10 @@ class LeaseMiddleware:
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
         elif scope["type"] == "http" and _route(scope) in UNGUARDED.get(scope["method"], ()):
-            await self._app(scope, receive, send)
+            if scope["method"] == "POST" and _is_of_another_page(scope):
+                await _Answer(self._refusal, "http", receive, send).refuse(_foreign())
+            else:
+                await self._app(scope, receive, send)
         elif scope["type"] in ("http", "websocket"):
             answer = _Answer(self._refusal, scope["type"], receive, send)
             try:
@@ -183,7 +186,7 @@ class _Answer:
             raise error
         await self.refuse(error)
 
-    async def refuse(self, error: NotServingError) -> None:
+    async def refuse(self, error: WeightSyncError) -> None:
         """Answers with an error."""
         if self._kind == "websocket":
             await self._send({"type": "websocket.close", "code": _TRY_AGAIN_LATER, "reason": error.message[:100]})
@@ -192,8 +195,9 @@ class _Answer:
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            (b"retry-after", str(_RETRY_AFTER_S).encode()),
         ]
+        if isinstance(error, NotServingError):
+            headers.append((b"retry-after", str(_RETRY_AFTER_S).encode()))
         await self._send({"type": "http.response.start", "status": error.http_status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -247,11 +251,26 @@ def _route(scope: _Scope) -> str:
     return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
 
+def _is_of_another_page(scope: _Scope) -> bool:
+    """Whether a web page of another origin sent it: its browser says so. vLLM asks nobody for a token on its control
+    routes, and some of them take all they need from the address: a page needs to know the port alone."""
+    fields = dict(scope.get("headers", ()))
+    origin, host = (fields.get(name, b"").decode("latin-1").lower() for name in (b"origin", b"host"))
+    return bool(origin) and origin.partition("://")[2] != host
+
+
+def _foreign() -> ForbiddenError:
+    return ForbiddenError(
+        "a web page of another origin sent this, and this engine's control routes obey none",
+        state_left="nothing was done",
+    )
+
+
 def _fenced(why: str) -> NotServingError:
     return NotServingError(f"this engine refuses to serve: {why}", state_left="fenced")
 
 
-def _told(error: NotServingError) -> dict[str, Any]:
+def _told(error: WeightSyncError) -> dict[str, Any]:
     """The error as clients of OpenAI's interface read it, and as ours do."""
     shown = {"message": error.message, "type": type(error).__name__, "param": None, "code": error.http_status}
     return {"error": shown, "weightsync": error.to_dict()}

@@ -45,6 +45,7 @@ from weightsync.transfer.source import Arrived, Destination, RangedSource
 from weightsync.types import Deadline, Manifest, Version
 from weightsync.types.process import of_one_process
 from weightsync.types.publication import MODES, DeltaBase, TransferGrant, Transport
+from weightsync.types.spec import check_config_id
 from weightsync.types.table import SpecTable
 
 _SHORTEST_RETRY_S = 0.01
@@ -104,6 +105,8 @@ class Puller:
         staging: Staging | None = None,
         recorder: Recorder | None = None,
     ) -> None:
+        check_config_id("model_id", model_id)
+        check_config_id("receiver_id", receiver_id)
         self.endpoint = endpoint.rstrip("/")
         self.model_id = model_id
         self.recorder = recorder or Recorder(f"puller/{receiver_id}", max_bytes=LONG_RUN_BYTES)
@@ -268,7 +271,7 @@ class Puller:
                             f"{version} lies at {source.endpoint} too, which was not registered here: nobody calls it"
                         )
                     grant = self._grant(source.endpoint, version, index, deadline)
-                    if grant.publication != publication or grant.source != index:
+                    if (grant.publication, grant.source, grant.life) != (publication, index, first.life):
                         self._agents.give_up({index: Granted(endpoint=source.endpoint, grant=grant)})
                         raise VersionError(f"{source.endpoint} tells another story of {version}", version=str(version))
                     granted[index] = Granted(endpoint=source.endpoint, grant=grant)
@@ -349,6 +352,8 @@ class Puller:
         publication = granted[0].grant.publication
         manifest = publication.manifest
         deltas = {index: each for index, each in granted.items() if each.grant.delta is not None}
+        if deltas and manifest.total_bytes > self._staging.size_bytes:  # before room is made for what an agent says
+            raise StateError("a delta to a larger model than the one that is here was granted")
         tally = Tally(num_bytes(granted), progress)
         read = functools.partial(self._read, deadline=deadline)
         blobs = self._fetched(deltas, read, tally)

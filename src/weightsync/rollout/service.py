@@ -41,6 +41,7 @@ from weightsync.types import Deadline, EngineHandle, Version
 from weightsync.types.fleet import CommitVersionsRequest, PrepareRequest, ReleaseRequest
 from weightsync.types.process import of_one_process
 from weightsync.types.publication import ModelStatus, NotifyRequest, RegisterSenderRequest, ServiceStatus
+from weightsync.types.spec import check_config_id
 
 _RECLAIM_EVERY_S = 2.0
 _SETS = ("/check_versions", "/prepare_versions", "/commit_versions", "/release_versions")
@@ -75,6 +76,8 @@ class RolloutService:
     ) -> None:
         if not engines:
             raise NoEnginesError("a rollout service has the engines of at least one model")
+        for model_id in engines:
+            check_config_id("model_id", model_id)
         config = config or RolloutConfig()
         self.config = config
         self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)

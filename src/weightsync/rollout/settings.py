@@ -10,6 +10,7 @@ from weightsync.net.auth import checked_token
 from weightsync.net.server import TlsFiles
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.publication import MODES, Transport
+from weightsync.types.spec import check_config_id
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class RolloutConfig:
     lease_s: float = 60.0
 
     def __post_init__(self) -> None:
+        check_config_id("service_id", self.service_id)
         for name in ("token", "sender_token", "controller_token"):
             object.__setattr__(self, name, checked_token(getattr(self, name)))
         if isinstance(self.senders, str):

@@ -5,8 +5,8 @@
 
 In a fleet it waits for the permit to commit before it pauses.
 
-The chunks are the `cuda_ipc` strategy's requests for CPU tensors: handles into the staging, which the engine maps. So
-an engine needs nothing for the pull path that it has not for the push path, and proves its bytes in the same way.
+The chunks are the `packed_cuda_ipc` strategy's requests for CPU tensors: the staging is the bucket, which the engine maps.
+So an engine needs nothing for the pull path that it has not for the push path, and proves its bytes in the same way.
 
 An engine that takes patches and serves exactly the version before is given the change alone (`load_patch` has the
 requests). Where that can't be, or fails, it is loaded in full by the same call: the staging holds all of the version.
@@ -15,10 +15,13 @@ requests). Where that can't be, or fails, it is loaded in full by the same call:
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from weightsync.errors import (
     DigestMismatchError,
@@ -39,32 +42,33 @@ from weightsync.rollout.load_patch import patch_requests, patch_that_fits
 from weightsync.rollout.permit import Hold
 from weightsync.rollout.pulled import Pulled, PulledPatch
 from weightsync.transfer.base import init_requests
-from weightsync.transfer.ipc import CudaIpcTransferStrategy
+from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
 from weightsync.types import (
     AbortRequest,
     AnyUpdateRequest,
     BeginRequest,
     CommitRequest,
-    CudaIpcWeightUpdateRequest,
     Deadline,
     DescribeRequest,
     EngineHandle,
     EngineOp,
     EngineReply,
     EngineRequest,
+    PackedCudaIpcWeightUpdateRequest,
     PatchBase,
     PauseRequest,
     PhaseRecord,
     ResumeRequest,
     SharedMemoryHandle,
     StageRequest,
-    TensorSpec,
+    TensorTable,
     UpdateRequest,
     Version,
 )
 from weightsync.types.deadline import MAX_WAIT_S
 
 CHUNK_BYTES = 256 << 20
+_ALIGNED_BYTES = 64
 _ABORT_S = 5.0
 _COMMIT_LEASE_S = 10.0
 _DESCRIBE_S = 10.0
@@ -133,8 +137,11 @@ class EngineLoader:
         self._pause_timeout_s = pause_timeout_s
         self._chunk_bytes = chunk_bytes
         self._recorder = recorder or Recorder(f"load/{engine.engine_id}")
-        self._strategy = CudaIpcTransferStrategy(keep_mapped=False)  # a trainer may die, and its memory is needed
+        self._strategy = PackedCudaIpcTransferStrategy(keep_mapped=False)  # a trainer may die, and its memory is needed
         self._group: str | None = None
+        self._kept_chunks: (
+            tuple[TensorTable, Mapping[str, int], tuple[PackedCudaIpcWeightUpdateRequest, ...]] | None
+        ) = None
         self._run_id: str | None = None
         self.takes_patches = False
 
@@ -171,10 +178,16 @@ class EngineLoader:
 
     def _load_full(self, steps: _Steps, pulled: Pulled) -> LoadReport:
         session = _session_of(pulled.version)
-        chunks = tuple(split_specs(pulled.manifest.tensors, self._chunk_bytes))
-        return self._load(
-            steps, pulled, session, (_request(pulled, specs, session, seq) for seq, specs in enumerate(chunks)), None
-        )
+        requests = (_request(chunk, session, seq, pulled.segment) for seq, chunk in enumerate(self._chunks_of(pulled)))
+        return self._load(steps, pulled, session, requests, None)
+
+    def _chunks_of(self, pulled: Pulled) -> tuple[PackedCudaIpcWeightUpdateRequest, ...]:
+        """What a version is given in; made anew where the tensors or their places are others than the last time."""
+        table, offsets = pulled.manifest.table, pulled.offsets
+        kept = self._kept_chunks
+        if kept is None or kept[0] is not table or kept[1] is not offsets:
+            kept = self._kept_chunks = table, offsets, _chunks(table, offsets, pulled.segment, self._chunk_bytes)
+        return kept[2]
 
     def _load(
         self,
@@ -275,23 +288,46 @@ def _session_of(version: Version) -> str:
     return f"{version}#{uuid.uuid4().hex[:8]}"
 
 
-def _request(pulled: Pulled, specs: tuple[TensorSpec, ...], session: str, seq: int) -> CudaIpcWeightUpdateRequest:
+def _request(chunk: PackedCudaIpcWeightUpdateRequest, session: str, seq: int, segment: str) -> AnyUpdateRequest:
+    """A chunk of this session. All that it says of tensors was checked when the chunk was made, once a layout."""
+    made = copy.copy(chunk)
+    handle = msgspec.structs.replace(chunk.handles[0], name=segment)
+    for name, value in (("session", session), ("seq", seq), ("handles", (handle,))):
+        msgspec.structs.force_setattr(made, name, value)
+    return made
+
+
+def _chunks(
+    tensors: TensorTable, offsets: Mapping[str, int], segment: str, max_bytes: int
+) -> tuple[PackedCudaIpcWeightUpdateRequest, ...]:
+    """The chunks of a version of a layout, of no session yet: the staging is the bucket, its tensors lie where they lie.
+
+    Args:
+        tensors: of the manifest.
+        offsets: first byte of each in the staging.
+        segment: name of one that they lie in.
+        max_bytes: of a chunk, unless one tensor has more.
+    """
     nonce = host_nonce()
-    return CudaIpcWeightUpdateRequest(
-        session=session,
-        seq=seq,
-        names=tuple(spec.name for spec in specs),
-        dtypes=tuple(spec.dtype for spec in specs),
-        shapes=tuple(spec.shape for spec in specs),
-        handles=(
-            tuple(
-                SharedMemoryHandle(
-                    host_nonce=nonce,
-                    name=pulled.segment,
-                    offset_bytes=pulled.offsets[spec.name] if spec.nbytes else 0,
-                    size_bytes=spec.nbytes,
-                )
-                for spec in specs
-            ),
-        ),
-    )
+    made: list[PackedCudaIpcWeightUpdateRequest] = []
+    for specs in split_specs(tensors, max_bytes):
+        sizes = tuple([spec.nbytes for spec in specs])
+        places = [offsets[spec.name] for spec in specs]
+        held = [index for index, size in enumerate(sizes) if size]
+        start = min([places[index] for index in held], default=0) // _ALIGNED_BYTES * _ALIGNED_BYTES
+        end = max([places[index] + sizes[index] for index in held], default=start)
+        made.append(
+            PackedCudaIpcWeightUpdateRequest(
+                session="-",
+                seq=0,
+                names=tuple([spec.name for spec in specs]),
+                dtypes=tuple([spec.dtype for spec in specs]),
+                shapes=tuple([spec.shape for spec in specs]),
+                sizes=sizes,
+                offsets=tuple([place - start if size else 0 for place, size in zip(places, sizes, strict=True)]),
+                handles=(
+                    SharedMemoryHandle(host_nonce=nonce, name=segment, offset_bytes=start, size_bytes=end - start),
+                ),
+            )
+        )
+    return tuple(made)

@@ -106,6 +106,11 @@ class Staging:
         """What is there, proved; None from `open` to `verified`, and where nothing is."""
         return self._held
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that it has room for; 0 where there is none yet."""
+        return 0 if self._target is None else self._target.layout.total_bytes
+
     def open(self, manifest: Manifest, proof: str = "") -> Target:
         """The target for a version, dirty. What an earlier, broken attempt at the same version has brought is kept.
 

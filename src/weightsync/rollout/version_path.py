@@ -17,6 +17,7 @@ from pathlib import Path
 
 from weightsync.errors import ConfigError
 from weightsync.memory.folder import path_of
+from weightsync.memory.owned import folder_fault, link_fault
 from weightsync.plan.names import as_name
 from weightsync.rollout.pulled import Pulled
 
@@ -36,13 +37,17 @@ class VersionPath:
             name ends in a hash. So does a run_id.
 
     Raises:
-        ConfigError: something else lies there; nothing was touched.
+        ConfigError: something else lies there, or another user could put something there; nothing was touched.
         OSError: the folder can't be made.
     """
 
     def __init__(self, root: str | Path, model_id: str) -> None:
         self._folder = Path(root) / as_name(model_id)
         self._folder.mkdir(parents=True, exist_ok=True)
+        if why := link_fault(str(self._folder)) or folder_fault(str(root)) or folder_fault(str(self._folder)):
+            raise ConfigError(
+                f"path_root: {why}, who could put other weights there; nothing was touched: name a folder of this user"
+            )
         for left in tuple(self._folder.iterdir()):  # by a service that was killed
             ours = not left.is_symlink() and left.is_dir()
             if not ours or not ((left / _LEFT).exists() or all(map(_is_link, left.iterdir()))):

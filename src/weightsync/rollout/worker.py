@@ -27,6 +27,7 @@ from weightsync.codec.base import Codec
 from weightsync.codec.digest import ShardSum, digest_of, patch_sum, patched_digest, warm_up
 from weightsync.codec.full import FullCodec
 from weightsync.codec.patch import PatchDecoder
+from weightsync.codec.whole import whole_digest
 from weightsync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
@@ -499,8 +500,7 @@ class EngineWorker:
     def _prove(self, manifest: Manifest) -> tuple[str | None, str | None]:
         """(digest of the memory that will serve, None) or (None, why it can't be had)."""
         try:
-            held = self.loader.live_tensors()
-            digest = digest_of(list(held) if self.loader.live_stays else held, manifest.tensors)
+            digest = self._live_digest(manifest)
         except UnsupportedError as error:
             return None, error.message
         if manifest.model_digest is None:
@@ -511,6 +511,13 @@ class EngineWorker:
                 version=str(manifest.version),
             )
         return digest, None
+
+    def _live_digest(self, manifest: Manifest) -> str:
+        """From the memory that will serve."""
+        whole, table = self.loader.live_whole(), manifest.table
+        if whole is None or whole.keys() != table.by_name.keys():  # what lacks or is too much is told in words
+            return digest_of(self.loader.live_tensors(), table)
+        return whole_digest(table, [whole[spec.name] for spec in table])
 
     def _check_immutable(self, manifest: Manifest) -> None:
         served = self._served

@@ -120,6 +120,11 @@ class Transfer:
         return None
 
     @property
+    def num_reading(self) -> int:
+        """Connections that read it now."""
+        return self._num_reading
+
+    @property
     def idle_s(self) -> float:
         """For how long nobody has read it, nor what was granted with it; 0 while somebody does."""
         return self.idle.seconds(time.monotonic())

@@ -100,9 +100,7 @@ class _IpcTransferStrategy(WeightTransferStrategy):
         """Finds out what memory this process can reach; see the base class."""
         if not isinstance(info, EmptyWeightSyncInitInfo):
             raise InvalidRequestError(f"{self.name} needs an empty init info, got {type(info).__name__}")
-        return IpcTransferReceiver(
-            self.request_type, borrowers(), takes_patches=not self.packed, keep_mapped=info.keep_mapped
-        )
+        return IpcTransferReceiver(self.request_type, borrowers(), takes_patches=True, keep_mapped=info.keep_mapped)
 
     def create_sharer(self) -> IpcSharer:
         """See the base class."""

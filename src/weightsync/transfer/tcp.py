@@ -125,6 +125,8 @@ class TcpSource:
                     )
                 else:
                     pause.wait(min(_RETRY_S * 2**failures, deadline.remaining_s))
+            except _DamagedError as error:
+                run.damaged(error.block, TransferError(str(error), peer=self._source.endpoint))
             except WeightSyncError as error:
                 error.peer = error.peer or self._source.endpoint
                 run.fail(error)
@@ -159,12 +161,15 @@ class TcpSource:
         arrived: Arrived,
         deadline: Deadline,
     ) -> None:
-        answer = parse_answer(_exactly(connection, ANSWER.size))
+        try:
+            answer = parse_answer(_exactly(connection, ANSWER.size))
+        except TransferError as error:
+            raise _DamagedError(block, f"block {block}: {error.message}") from error
         if answer.code is Code.ENDED:
             raise TransferAbortedError("the transfer is over at its source: superseded, most likely")
         offset, length = self._source.block(block)
         if answer.code is not Code.OK or (answer.block, answer.offset, answer.length) != (block, offset, length):
-            raise TransferError(f"asked for block {block} ({length} bytes at {offset}), answered {answer}")
+            raise _DamagedError(block, f"asked for block {block} ({length} bytes at {offset}), answered {answer}")
         target = into(offset, length)
         view = target
         while view:
@@ -200,6 +205,14 @@ class TcpSource:
             connection.close()
 
 
+class _DamagedError(Exception):
+    """The head of an answer is not what was asked for: nothing that follows it on this connection can be trusted."""
+
+    def __init__(self, block: int, text: str) -> None:
+        super().__init__(text)
+        self.block = block
+
+
 class _Run:
     """What is left to do, shared by the streams."""
 
@@ -229,12 +242,22 @@ class _Run:
 
     def wrong(self, block: int) -> None:
         """A block whose checksum does not hold: it is asked for again, a few times."""
+        if self._may_come_again(block):
+            with self._lock:
+                self._todo.append(block)
+            return
+        self.fail(DigestMismatchError(f"block {block} came wrong {_MAX_TRIES} times"))
+
+    def damaged(self, block: int, error: TransferError) -> None:
+        """A block, put back already, whose answer began wrong: as `wrong`, on another connection."""
+        if not self._may_come_again(block):
+            error.message = f"{error.message} (wrong {_MAX_TRIES} times)"
+            self.fail(error)
+
+    def _may_come_again(self, block: int) -> bool:
         with self._lock:
             self._wrong[block] += 1
-            if self._wrong[block] < _MAX_TRIES:
-                self._todo.append(block)
-                return
-        self.fail(DigestMismatchError(f"block {block} came wrong {_MAX_TRIES} times"))
+            return self._wrong[block] < _MAX_TRIES
 
     def fail(self, error: WeightSyncError) -> None:
         with self._lock:

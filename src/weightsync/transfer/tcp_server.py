@@ -24,13 +24,15 @@ from weightsync.types import Version
 from weightsync.types.publication import Source
 
 _HELLO_WITHIN_S = 5.0
-_MAX_SILENT = 128
-"""Connections that have not shown a transfer yet: beyond it the oldest goes, since an honest one speaks at once."""
+_MAX_SILENT, _MAX_SILENT_A_PEER = 128, 64
+"""Connections that have not shown a transfer yet, in all and from one address. Beyond it the oldest goes, of that
+address or of the one that has most: an honest one speaks at once."""
 _MAX_TRANSFERS = 256
 _LEASE_IDLE_S = 1.0
 """A leased transfer that nobody reads for so long may be of a receiver that was killed: the publisher comes first."""
 _MAX_STREAMS = 6 * _MAX_TRANSFERS
 """Connections that read a granted transfer, each with a thread."""
+_MAX_STREAMS_A_TRANSFER = 128
 _SWEEP_EVERY_S = 0.05
 _CUTS_UNTIL_LEASE = 2
 _MAX_CUT = 10_000
@@ -43,8 +45,9 @@ _logger = logging.getLogger(__name__)
 class BlockServer:
     """Serves granted transfers, from `start` to `close`.
 
-    Who says nothing for 5 s is cut, and earlier where such connections are too many; those that have shown a transfer
-    are limited on their own, so that a crowd of strangers keeps nobody out.
+    Who says nothing for 5 s is cut, and earlier where such connections are too many, the most numerous address first.
+    Those that have shown a transfer are limited on their own, in all and for each transfer, so that neither a crowd of
+    strangers nor one receiver keeps others out.
 
     Args:
         host: where to listen.
@@ -70,7 +73,7 @@ class BlockServer:
         self._cut: dict[str, int] = {}  # by receiver, how often in a row; who was cut longest ago first
         self._why_over: dict[str, str] = {}  # by id, of the last transfers; the oldest first
         self._lock = threading.Lock()
-        self._silent: dict[socket.socket, None] = {}  # the oldest first
+        self._silent: dict[socket.socket, str] = {}  # with the peer's address; the oldest first
         self._num_streams = 0
         self._closed = False
         self.rejected: collections.Counter[str] = collections.Counter()
@@ -266,25 +269,33 @@ class BlockServer:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                connection, _ = self._listener.accept()
+                connection, (peer, *_) = self._listener.accept()
             except OSError:
                 if self._closed:
                     return
                 threading.Event().wait(0.05)  # out of descriptors: others may be given back
                 continue
             with self._lock:
-                if len(self._silent) >= _MAX_SILENT:
-                    oldest = next(iter(self._silent))
+                if (oldest := self._one_too_many(peer)) is not None:
                     del self._silent[oldest]
                     self.rejected["crowd"] += 1
                     with contextlib.suppress(OSError):  # its thread wakes up and closes it
                         socket.socket.shutdown(oldest, socket.SHUT_RDWR)
-                self._silent[connection] = None
+                self._silent[connection] = peer
             try:
                 threading.Thread(target=self._serve, args=(connection,), name="weightsync-stream", daemon=True).start()
             except RuntimeError:  # no thread can be had now: later ones can
                 self._heard_of(connection, rejected="no thread")
                 connection.close()
+
+    def _one_too_many(self, peer: str) -> socket.socket | None:
+        """Under the lock, before another one from that address: which of the silent ones goes; None: there is room."""
+        each_has = collections.Counter(self._silent.values())
+        if each_has[peer] < _MAX_SILENT_A_PEER:
+            if len(self._silent) < _MAX_SILENT:
+                return None
+            peer = each_has.most_common(1)[0][0]
+        return next(connection for connection, whose in self._silent.items() if whose == peer)
 
     def _heard_of(self, connection: socket.socket, *, rejected: str | None = None) -> bool:
         """A connection is silent no longer; False where it has been cut meanwhile."""
@@ -312,9 +323,9 @@ class BlockServer:
         with self._lock:
             if plain not in self._silent:
                 raise ConnectionAbortedError("cut meanwhile")
-            del self._silent[plain]
+            peer = self._silent.pop(plain)
             connection = tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
-            self._silent[connection] = None
+            self._silent[connection] = peer
         try:
             connection.do_handshake()
         except BaseException:
@@ -335,7 +346,7 @@ class BlockServer:
                 connection.sendall(answer_bytes(Answer(code=Code.ENDED, block=0, offset=0, length=0)))
             return
         with self._lock:
-            full = self._num_streams >= _MAX_STREAMS
+            full = self._num_streams >= _MAX_STREAMS or transfer.num_reading >= _MAX_STREAMS_A_TRANSFER
             self._num_streams += not full
         if full:
             self._heard_of(connection, rejected="full")

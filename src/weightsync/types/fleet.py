@@ -10,7 +10,8 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.manifest import Version
-from weightsync.types.publication import ModelStatus, check_id
+from weightsync.types.publication import ModelStatus
+from weightsync.types.spec import check_id
 
 MAX_MODELS = 256
 _MAX_URL = 2048

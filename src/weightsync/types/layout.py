@@ -18,6 +18,7 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types.manifest import Manifest, Version
 from weightsync.types.publication import GrantFacts, Publication, Source, TransferGrant
+from weightsync.types.seal import seal_of
 from weightsync.types.spec import Box, TensorSpec
 from weightsync.types.table import SpecTable, TensorTable
 
@@ -128,9 +129,7 @@ class PublicationLayout:
         """
         if head.layout != self.digest:
             raise InvalidRequestError("a version's head is of another layout")
-        manifest = Manifest(
-            version=head.version, model_id=head.model_id, artifact=head.artifact, tensors=self.tensors
-        )
+        manifest = Manifest(version=head.version, model_id=head.model_id, artifact=head.artifact, tensors=self.tensors)
         return Publication(manifest=manifest, parts=self.parts, sources=head.sources)
 
 
@@ -140,12 +139,12 @@ class GrantMessage(GrantFacts, frozen=True, kw_only=True):
     Attributes:
         publication: as of `TransferGrant`, for a receiver that knows no layouts.
         head: else.
-        layout: the layout that `head` names; none where the receiver has said that it holds it.
+        layout: the layout that `head` names; null where the receiver has said that it holds it.
     """
 
     publication: Publication | None = None
     head: PublicationHead | None = None
-    layout: msgspec.Raw | None = None
+    layout: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class KnownLayouts:
@@ -165,29 +164,38 @@ class KnownLayouts:
 
         Raises:
             InvalidRequestError: it names a layout that it does not have and that is not held, or one that is none; or
-                it is no grant.
+                it is no grant, or was damaged on its way.
         """
         facts = {name: getattr(message, name) for name in GrantFacts.__struct_fields__}
         if message.head is None:
             if message.publication is None:
                 raise InvalidRequestError("a grant has a publication, or the head of one")
+            _check_seal(message, PublicationLayout.of(message.publication).head(message.publication))
             return TransferGrant(**facts, publication=message.publication)
+        _check_seal(message, message.head)
         return TransferGrant(**facts, publication=self._layout(message.head, message.layout).publication(message.head))
 
-    def _layout(self, head: PublicationHead, raw: msgspec.Raw | None) -> PublicationLayout:
+    def _layout(self, head: PublicationHead, said: msgspec.Raw) -> PublicationLayout:
         with self._lock:
             layout = self._known.pop(head.layout, None)
             if layout is not None:
                 self._known[head.layout] = layout
                 return layout
-        if raw is None:
+        raw = bytes(said)
+        if raw == b"null":
             raise InvalidRequestError(f"a grant names layout {head.layout}, which was neither sent nor is held")
-        layout = PublicationLayout.read(memoryview(raw), head.layout)
+        layout = PublicationLayout.read(raw, head.layout)
         with self._lock:
             self._known[head.layout] = layout
             while len(self._known) > _MAX_KNOWN:
                 del self._known[next(iter(self._known))]
         return layout
+
+
+def _check_seal(message: GrantMessage, head: PublicationHead) -> None:
+    said, proof = msgspec.json.encode(head), msgspec.json.encode(message.proof)
+    if message.seal != seal_of(said, proof, source=message.source, life=message.life):
+        raise InvalidRequestError("it was damaged on the way: its seal does not fit")
 
 
 def _layout_of(parts: SpecTable, tensors: TensorTable) -> PublicationLayout:
@@ -198,5 +206,9 @@ def _spec(tensor: TensorSpec, source: int, offset: int, box: Box | None) -> Tens
     return TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, box=box, source=source, offset=offset)
 
 
-for _kind in (_Said, PublicationHead, GrantMessage):  # see types.engine: msgspec has to learn its types before threads use them
+for _kind in (
+    _Said,
+    PublicationHead,
+    GrantMessage,
+):  # see types.engine: msgspec has to learn its types before threads use them
     msgspec.json.Decoder(_kind)

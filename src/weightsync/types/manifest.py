@@ -9,8 +9,10 @@ from typing import Literal, cast
 import msgspec
 
 from weightsync.errors import InvalidRequestError, VersionError
-from weightsync.types.spec import TensorSpec
+from weightsync.types.spec import TensorSpec, check_id
 from weightsync.types.table import DIGEST_BYTES, TensorTable, packed_digest, written_digest
+
+MAX_VERSION = 2**63 - 1
 
 MODEL_DIGEST_PREFIX = "wsd2:"
 """What a model digest begins with: the number of its definition (`codec.digest`)."""
@@ -26,10 +28,9 @@ class Version(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     number: int
 
     def __post_init__(self) -> None:
-        if not self.run_id or len(self.run_id) > 256:
-            raise InvalidRequestError("a run_id has 1 to 256 characters")
-        if self.number < 0:
-            raise InvalidRequestError(f"a version is not negative, got {self.number}")
+        check_id("run_id", self.run_id)
+        if not 0 <= self.number <= MAX_VERSION:
+            raise InvalidRequestError(f"a version is a number from 0 to 2**63 - 1, not {str(self.number)[:40]}")
 
     def __str__(self) -> str:
         return f"{self.run_id}/{self.number}"
@@ -67,6 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     digests: bytes | None = None
 
     def __post_init__(self) -> None:
+        check_id("model_id", self.model_id)
         if not self.tensors:
             raise InvalidRequestError("a manifest with no tensors publishes nothing", version=str(self.version))
         if type(self.tensors) is not TensorTable:

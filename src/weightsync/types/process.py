@@ -24,8 +24,10 @@ _forgotten: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.Weak
 def of_one_process(kind: type[_T]) -> type[_T]:
     """Class decorator: in a forked child every public method and property raises `StateError`, and changes nothing.
 
-    `close`, `remove` and `__exit__` do nothing there, so that a child may leave the blocks that it was forked in.
+    `close`, `remove` and `__exit__` do nothing there, so that a child may leave the blocks that it was forked in. Nor
+    can it be copied or pickled.
     """
+    kind.__reduce_ex__ = _not_copied  # type: ignore[method-assign]
     for name, what in list(vars(kind).items()):
         if name == "__init__":
             setattr(kind, name, _owned(what))
@@ -77,6 +79,14 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, *args, **options)
 
     return checked
+
+
+def _not_copied(self: Any, _protocol: object) -> Any:
+    name = type(self).__name__
+    raise StateError(
+        f"this {name} belongs to process {os.getpid()}: it can't be copied or sent, make one where it is used",
+        state_left="nothing was changed",
+    )
 
 
 def _is_owner(this: Any) -> bool:

@@ -14,11 +14,10 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.manifest import Manifest
-from weightsync.types.spec import MAX_NBYTES, TensorSpec
+from weightsync.types.spec import MAX_NBYTES, TensorSpec, check_id
 from weightsync.types.table import DIGEST_BYTES, SpecTable, TensorTable, written_digest
 
 MAX_SOURCES = 4096
-_MAX_ID = 256
 MODES = ("auto", "full", "delta")
 MAX_LAYOUTS = 16
 _CHECKSUM_DIGITS = 16
@@ -264,6 +263,9 @@ class TransferRequest(_Message, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_id("receiver_id", self.receiver_id)
+        check_id("model_id", self.model_id)
+        if self.run_id is not None:
+            check_id("run_id", self.run_id)
         if self.layouts is not None and len(self.layouts) > MAX_LAYOUTS:
             raise InvalidRequestError(f"a receiver names at most {MAX_LAYOUTS} layouts")
         if self.mode not in MODES:
@@ -277,6 +279,7 @@ class GrantFacts(_Message, frozen=True, kw_only=True):
         transfer_id: 32 hex digits: the right to read this publication's bytes, until it is finished.
         source: which of them this agent is.
         proof: what this agent has computed over its own source.
+        seal: `types.seal.seal_of` these and the publication, so that damage on the way is seen.
         transport: "shm" where the caller may map the segment.
         host, port: of the block server, for "tcp".
         take_up_s: a transfer that is neither read nor renewed for so long is over.
@@ -289,6 +292,7 @@ class GrantFacts(_Message, frozen=True, kw_only=True):
     transfer_id: str
     source: int
     proof: SourceProof
+    seal: str
     transport: Transport
     host: str
     port: int
@@ -492,12 +496,6 @@ class ServiceStatus(_Message, frozen=True, kw_only=True):
     """What `/status` of a rollout service answers, by model_id."""
 
     models: dict[str, ModelStatus]
-
-
-def check_id(what: str, value: str) -> None:
-    """Raises InvalidRequestError where `value` can't be an id."""
-    if not 1 <= len(value) <= _MAX_ID or not value.isprintable():
-        raise InvalidRequestError(f"{what} has 1 to {_MAX_ID} printable characters")
 
 
 # See types.engine: msgspec has to learn its types before threads use them.

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from weightsync.errors import InvalidRequestError
+from weightsync.errors import ConfigError, InvalidRequestError
 from weightsync.types.dtypes import itemsize_bytes
 
 MAX_NAME_LENGTH = 1024
 MAX_DIMS = 32
+_MAX_ID = 256
 MAX_NBYTES = 1 << 50
 """Sizes that no tensor has: what claims more is refused before anything is allocated."""
 
@@ -85,9 +86,20 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidRequestError where `name` is empty or too long to be a tensor's."""
+    """Raises InvalidRequestError where `name` can't be a tensor's: empty, too long, or no text that travels."""
     if not 1 <= len(name) <= MAX_NAME_LENGTH:
         raise InvalidRequestError(f"a tensor's name has 1 to {MAX_NAME_LENGTH} characters, got {len(name)}")
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:  # a lone surrogate
+            raise InvalidRequestError(f"a tensor's name is text that UTF-8 can say, not {ascii(name)[:100]}") from None
+
+
+def check_id(what: str, value: str) -> None:
+    """Raises InvalidRequestError where `value` can't be an id."""
+    if not 1 <= len(value) <= _MAX_ID or not value.isprintable():  # nor is a lone surrogate
+        raise InvalidRequestError(f"{what} has 1 to {_MAX_ID} printable characters")
 
 
 def check_shape(shape: tuple[int, ...], *, dtype: str, name: str) -> int:
@@ -111,6 +123,14 @@ def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
     if nbytes > MAX_NBYTES:
         raise InvalidRequestError(f"shape {shape} of {dtype} would take {nbytes} bytes")
     return nbytes
+
+
+def check_config_id(what: str, value: str) -> None:
+    """Raises ConfigError where an id that somebody has configured can't be one."""
+    try:
+        check_id(what, value)
+    except InvalidRequestError as error:
+        raise ConfigError(error.message) from None
 
 
 class HeldTensor(msgspec.Struct, frozen=True, kw_only=True):

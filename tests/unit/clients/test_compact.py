@@ -53,7 +53,7 @@ def manifest(number: int = 1, *, specs: tuple[TensorSpec, ...] = SPECS, digests:
     if not digests:
         return made
     filled = bytes((index * 7 + number) % 256 for index in range(16 * len(specs)))
-    return made.with_packed_digests(filled, "wsd1:" + "ab" * 16)
+    return made.with_packed_digests(filled, "wsd2:" + "ab" * 16)
 
 
 def begin(number: int = 1, *, specs: tuple[TensorSpec, ...] = SPECS) -> BeginRequest:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from weightsync.codec import kernels
-from weightsync.codec.digest import ShardSum, patch_sum, patched_digest, shard_sum
+from weightsync.codec.digest import ShardSum, patch_sum, patched_digest, shard_sum, tensor_digest
 from weightsync.errors import InvalidRequestError
 from weightsync.types import HeldTensor, Manifest, PatchBase, TensorSpec, Version
 
@@ -202,7 +202,7 @@ def test_a_digest_of_an_older_release_is_refused_in_words() -> None:
     refusals: list[Callable[[], object]] = [
         lambda: patched_digest(old, ShardSum.zero()),
         lambda: PatchBase(version=version, model_digest=old),
-        lambda: manifest.with_digests({"w": ""}, old),
+        lambda: manifest.with_digests({"w": tensor_digest(torch.zeros(1, dtype=torch.uint8))}, old),
         lambda: msgspec.json.decode(
             msgspec.json.encode(manifest).replace(b'"model_digest":null', f'"model_digest":"{old}"'.encode()),
             type=Manifest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -311,6 +312,9 @@ def test_an_abort_waits_for_the_loader_and_ends_what_it_was_doing(remote: Remote
     )
     assert inside.wait(LONG_S)
     aborting = in_thread(lambda: remote.post("abort", encode({"session": session, "reason": "enough"})), name="a")
+    open_session = remote.server._session
+    while open_session is not None and not open_session.ended and not aborting.done():
+        time.sleep(0.01)  # until it has come
     with pytest.raises(TimeoutError):
         aborting.result(0.1)
     go.set()
@@ -490,7 +494,7 @@ def test_an_answer_to_something_else_is_not_believed(told: dict[str, Any]) -> No
         return Response(encode(reply), media_type="application/json")
 
     app.add_api_route(f"{LOAD_API}/{{step}}", answer, methods=["POST"])
-    server = ServerThread(app)
+    server = ServerThread(app, streams={f"{LOAD_API}/chunk": CHUNK_TYPE})
     client = RemoteWeightLoader(server.start(), timeout_s=LONG_S)
     new = weights(1)
     client.begin(manifest_of(new, 1))

@@ -275,3 +275,22 @@ def test_garbage_on_the_wire_ends_that_connection_alone(guarded: str, garbage: b
     assert answer == b"" or (answer.startswith(b"HTTP/1.1 4") and b'"error": ' in answer)
     with client(guarded) as http:
         assert http.post("/echo", content=b"abc").status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "HEAD", "GET"])
+def test_a_body_that_breaks_off_in_its_framing_is_a_typed_400(
+    guarded: str, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """Found by the fuzzer: the answer to a HEAD has no body, and the protocol broke at it."""
+    with socket.create_connection(address(guarded), timeout=5) as raw:
+        fields = (
+            f"{method} /echo HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nTransfer-Encoding: chunked\r\n"
+        )
+        raw.sendall(f"{fields}chunked\r\nContent-Type: application/json\r\n\r\n1\r\nx\r\nzz\r\n".encode())
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while more := raw.recv(4000):
+                answer += more
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert (b'"error": ' in answer) == (method != "HEAD")
+    assert not [record for record in caplog.records if record.exc_info]

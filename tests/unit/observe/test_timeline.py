@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -86,11 +87,10 @@ def test_the_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     before = path.read_bytes()
     assert json.loads(before)["displayTimeUnit"] == "ms"
 
-    def fail(self: Path, text: str, **_: object) -> int:
-        self.write_bytes(b"{half")
+    def fail(self: int, mode: int) -> None:  # when it has been written, in part or whole
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(os, "fchmod", fail)
     with pytest.raises(OSError, match="disk full"):
         write_chrome_trace([record("b", 0, 1, "t")], path)
     assert path.read_bytes() == before

@@ -44,6 +44,9 @@ class Extractor:
     def can_shard_locally(self) -> bool:
         return self.sums
 
+    def local_whole(self, dtype: str | None) -> None:
+        return None
+
     def local_shards(self, dtype: str | None) -> Iterator[Any]:
         raise LoadError("shards can't be read")
 

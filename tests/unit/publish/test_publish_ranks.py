@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -24,6 +25,8 @@ from weightsync.publish.ranks import TrainingRanks
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.testing.processes import children, free_port, in_gloo_world, run_ranks
 from weightsync.transfer.registry import strategy_named
+
+SCHEDULING_S = 1.0  # between a moment and the thread that waits for it, where everything else runs too
 
 
 def facts(error: BaseException) -> tuple[str, str]:
@@ -115,6 +118,39 @@ def test_a_rank_that_is_killed_is_noticed_at_once_and_not_waited_for_again() -> 
         seen, seconds = two[0].recv(20)
     assert seen == ["TrainerRankError", "TrainerRankError", "LoadError"], "one's own error stays the one that is told"
     assert seconds < 5
+
+
+def meets(rank: int, world_size: int, conn: Any) -> Any:
+    """Makes a group with the other rank, and agrees with it, each within a second."""
+    conn.send("ready")
+    while (order := conn.recv()) is not None:
+        started = time.monotonic()
+        try:
+            if order == "meet":
+                ranks = TrainingRanks(timeout_s=1)
+            ranks.agree(False)
+            conn.send(("ok", time.monotonic() - started))
+        except WeightSyncError as error:
+            conn.send((type(error).__name__, time.monotonic() - started))
+    os._exit(0)  # the default group has lost a member
+
+
+@pytest.mark.parametrize("orders", [["meet"], ["meet", "agree"]], ids=" ".join)
+def test_a_rank_that_is_stopped_costs_the_time_out_and_no_more(orders: list[str]) -> None:
+    """While the ranks' group is made (seen red with one that the caller makes: torch's own error), and in it."""
+    with children() as start:
+        port = free_port()
+        two = [start(in_gloo_world, rank, 2, port, meets, (), talk=True, name=f"rank{rank}") for rank in range(2)]
+        assert [child.recv(30) for child in two] == ["ready", "ready"]
+        for order in orders[:-1]:
+            for child in two:
+                child.conn.send(order)
+            assert [child.recv(30)[0] for child in two] == ["ok", "ok"]
+        two[1].stop()
+        two[0].conn.send(orders[-1])
+        kind, seconds = two[0].recv(30)
+    assert kind == "TrainerRankError"
+    assert seconds < 1 + SCHEDULING_S
 
 
 def push_of(rank: int, *, strategy: str = "broadcast", chunks: int = 0) -> tuple[PushSync, nn.Module]:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.rollout.fakes import manifest
 from weightsync.errors import EngineUnreachableError, StateError, TransferAbortedError, VersionError
+from weightsync.plan.safetensors import plan_layout
 from weightsync.rollout import engine_group, follower
 from weightsync.rollout.pulled import Pulled
 from weightsync.rollout.service import RolloutService
@@ -177,7 +178,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
                 whole = manifest(newest.number, run_id=newest.run_id, seed=0)
                 return with_life(
                     Pulled, agent.life, manifest=whole, segment="weightsync-1-none", transport=Transport.TCP,
-                    offsets={spec.name: 0 for spec in whole.tensors}, num_attempts=1,
+                    offsets={part.name: part.offset for part in plan_layout(whole.tensors).parts}, num_attempts=1,
                     release=functools.partial(made.held.remove, newest),
                 )  # fmt: skip
             raise TransferAbortedError("cancelled") if self._stop.is_set() else StateError("late")

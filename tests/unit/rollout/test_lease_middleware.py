@@ -370,3 +370,33 @@ def test_a_root_path_opens_nothing(lease: ServingLease) -> None:
     assert asyncio.run(status("/pause/v1/completions", "/pause")) == 503
     assert asyncio.run(status("/api/v1/completions", "/api")) == 503
     assert asyncio.run(status("/apipause", "/api")) == 503
+
+
+@pytest.mark.parametrize(
+    ("origin", "passes"),
+    [
+        (None, True), ("http://engine-0:8000", True), ("http://evil.example", False), ("null", False),
+        ("http://engine-0", False),
+    ],
+)  # fmt: skip
+def test_control_routes_obey_no_page_of_somebody_else(lease: ServingLease, origin: str | None, passes: bool) -> None:
+    """A page can send a POST without asking, and `/pause` takes all it needs from the address."""
+    came: list[str] = []
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        came.append(scope["path"])
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"engine-0:8000")] + ([] if origin is None else [(b"origin", origin.encode())])
+    middleware = LeaseMiddleware(app, path=lease.path)
+    for path in UNGUARDED["POST"]:
+        asyncio.run(middleware({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send))
+    assert came == (list(UNGUARDED["POST"]) if passes else [])
+    refused = [message["status"] for message in sent if "status" in message]
+    assert refused == ([] if passes else [403] * len(UNGUARDED["POST"]))

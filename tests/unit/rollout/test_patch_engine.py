@@ -29,7 +29,7 @@ from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.load_patch import patch_requests, patch_that_fits
 from weightsync.rollout.processes import ProcessWorker
 from weightsync.rollout.pulled import Pulled, PulledPatch
-from weightsync.rollout.staged_load import EngineLoader, _request, _Steps
+from weightsync.rollout.staged_load import EngineLoader, _chunks, _request, _Steps
 from weightsync.testing.contracts import bytes_of
 from weightsync.types import (
     BeginRequest,
@@ -318,7 +318,8 @@ def test_a_session_takes_what_it_began_as(trainer: Trainer, base: bool) -> None:
     session = Session(rig, pulled)
     if base:
         session.begin()
-        update: Any = _request(pulled, pulled.manifest.tensors, "s", 0)
+        (chunk,) = _chunks(pulled.manifest.table, pulled.offsets, pulled.segment, 1 << 20)
+        update: Any = _request(chunk, "s", 0, pulled.segment)
     else:
         session.call(EngineOp.BEGIN, BeginRequest(session="s", manifest=pulled.manifest, deadline_s=LONG_S))
         update = next(iter(patch_requests(trainer.patch, pulled.manifest, "s", max_bytes=1 << 20)))  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def grant() -> TransferGrant:
         publication=Publication(manifest=manifest, parts=layout.parts, sources=(source,)),
         source=0,
         proof=SourceProof(block_checksums="0" * 16 * source.num_blocks, part_digests=bytes(48), lane_a=1, lane_b=2),
-        transport=Transport.TCP, host="127.0.0.1", port=1, take_up_s=10.0,
+        seal="ef" * 16, transport=Transport.TCP, host="127.0.0.1", port=1, take_up_s=10.0,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -22,7 +23,14 @@ from pathlib import Path
 
 import msgspec
 
-from weightsync.errors import ConfigError, InvalidRequestError, SyncInProgressError, UnsupportedError, VersionError
+from weightsync.errors import (
+    ConfigError,
+    InvalidRequestError,
+    StorageError,
+    SyncInProgressError,
+    UnsupportedError,
+    VersionError,
+)
 from weightsync.net.messages import decode, encode
 from weightsync.plan.names import as_name
 from weightsync.types import Version
@@ -31,6 +39,8 @@ LATEST = "latest"
 _MARK = ".weightsync"
 _LOCK = ".lock"
 _MAKING, _GONE, _POINTING = ".making-", ".gone-", ".latest-"
+_LEFT = re.compile(r"\.(making|gone|latest)-[0-9a-f]{32}")
+"""What a publisher that was killed left: nobody calls a file of his own so."""
 _MAX_MARK_BYTES = 1 << 16
 
 
@@ -84,9 +94,10 @@ class VersionFolder:
             SyncInProgressError: another publisher of this model is at work.
             VersionError: it is there already, or is older than the last one of its run.
             InvalidRequestError: nothing was written, or something that is no plain file.
+            StorageError: the disk is full, or the folder can't be written.
             Exception: what `write` raised. After any of these nothing is published, and nothing is left.
         """
-        with self._publisher(model_tag, version) as (model, final):
+        with _stored(self.root), self._publisher(model_tag, version) as (model, final):
             aside = model / f"{_MAKING}{uuid.uuid4().hex}"
             aside.mkdir()
             try:
@@ -110,7 +121,7 @@ class VersionFolder:
         given = Path(directory)
         if given.is_symlink() or not given.is_dir():
             raise ConfigError(f"{given} is no folder")
-        with self._publisher(model_tag, version) as (model, final):
+        with _stored(self.root), self._publisher(model_tag, version) as (model, final):
             try:
                 return self._settle(model, given, final, model_tag, version)
             except OSError as error:
@@ -203,8 +214,9 @@ class VersionFolder:
                     f"another publisher writes a version of model {model_tag!r} into {self.root}", version=str(version)
                 ) from error
             try:
-                for left in (left for each in (_MAKING, _GONE, _POINTING) for left in model.glob(f"{each}*")):
-                    _remove(left)
+                for left in model.iterdir():
+                    if _LEFT.fullmatch(left.name):
+                        _remove(left)
                 last = self.latest(model_tag)
                 if final.exists() or (
                     last is not None and last.run_id == version.run_id and last.number >= version.number
@@ -250,7 +262,7 @@ def _read_mark(folder: Path) -> _Mark | None:
     if folder.is_symlink():
         return None
     try:
-        with _opened(folder / _MARK, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+        with _opened(folder / _MARK, os.O_RDONLY) as fd:
             return decode(os.read(fd, _MAX_MARK_BYTES), _Mark, what=f"{folder / _MARK}")
     except (OSError, InvalidRequestError):
         return None
@@ -294,9 +306,28 @@ def _remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+def _stored(root: Path) -> Iterator[None]:
+    """What a disk refuses, typed."""
     try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"a version could not be written into {root}: {error}", state_left="nothing was published"
+        ) from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """A file or folder; never through a link, and never waiting at a pipe.
+
+    Raises:
+        OSError: it can't be opened, or is something else.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    try:
+        mode = os.fstat(fd).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, "it is no plain file", str(path))
         yield fd
     finally:
         os.close(fd)

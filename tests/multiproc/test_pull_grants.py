@@ -1,0 +1,178 @@
+"""What an agent says of a version is what was asked for and what it said, or nothing of it counts."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.multiproc.pull_hostile import LyingAgent, check_bytes, seal_of_body
+from weightsync.errors import DeadlineExceededError, EngineError, InvalidRequestError, VersionError, WeightSyncError
+from weightsync.rollout.agents import Agents
+from weightsync.rollout.puller import Puller
+from weightsync.types import Deadline, Version
+from weightsync.types.publication import Transport
+
+NUM_FLIPS = 150
+
+
+@pytest.fixture
+def liar() -> Iterator[LyingAgent]:
+    with contextlib.closing(LyingAgent()) as agent:
+        yield agent
+
+
+@contextlib.contextmanager
+def puller_of(liar: LyingAgent, model_id: str = "m") -> Iterator[Puller]:
+    with contextlib.closing(
+        Puller(liar.url, model_id, receiver_id="honest", transport=Transport.TCP, num_streams=1)
+    ) as puller:
+        yield puller
+
+
+def _digest(grant: dict[str, Any]) -> None:
+    digests = bytearray(base64.b64decode(grant["proof"]["part_digests"]))
+    digests[3] ^= 1
+    grant["proof"]["part_digests"] = base64.b64encode(digests).decode()
+
+
+def _lane(grant: dict[str, Any]) -> None:
+    grant["proof"]["lane_b"] ^= 1 << 17
+
+
+def _version(grant: dict[str, Any]) -> None:
+    grant["publication"]["manifest"]["version"]["number"] = 3
+
+
+def _run(grant: dict[str, Any]) -> None:
+    grant["publication"]["manifest"]["version"]["run_id"] = "ruN"
+
+
+def _model(grant: dict[str, Any]) -> None:
+    grant["publication"]["manifest"]["model_id"] = "n"
+
+
+def _life(grant: dict[str, Any]) -> None:
+    grant["life"] = "another"
+
+
+DAMAGES = [_digest, _lane, _version, _run, _model, _life]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__[1:])
+def test_a_grant_that_was_damaged_on_the_way_is_refused(
+    liar: LyingAgent, damage: Callable[[dict[str, Any]], None]
+) -> None:
+    """Seen to fail: digests, model, run and number were taken as they came."""
+
+    def bend(grant: dict[str, Any]) -> None:
+        grant["seal"] = seal_of_body(grant)
+        damage(grant)
+
+    liar.breaks_the_seal, liar.bend = True, bend
+    with puller_of(liar) as puller:
+        with pytest.raises(EngineError, match="damaged on the way"):
+            puller.pull(deadline=Deadline(10.0))
+        assert liar.asked == [], "not a byte was asked for"
+        liar.breaks_the_seal, liar.bend = False, lambda grant: None
+        with puller.pull(deadline=Deadline(10.0)) as pulled:
+            check_bytes(pulled, liar.tensors)
+
+
+def test_a_flipped_bit_anywhere_in_a_grant_changes_nothing_or_is_refused(liar: LyingAgent) -> None:
+    """Seen to fail: one flip of ten was accepted, as another digest."""
+    chance = random.Random(7)
+    with puller_of(liar) as puller:
+        with puller.pull(deadline=Deadline(10.0)) as pulled:
+            right = pulled.manifest, pulled.life
+        grant = json.loads(msgspec.json.encode(liar.grant))
+        grant["seal"] = seal_of_body(grant)
+        body = json.dumps(grant).encode()
+
+        def reply(handler: Any, path: str) -> bool:
+            if path != "/request_transfer":
+                return False
+            flipped = bytearray(body)
+            flipped[chance.randrange(len(body))] ^= 1 << chance.randrange(8)
+            handler.send_response(200)
+            handler.send_header("content-length", str(len(flipped)))
+            handler.end_headers()
+            handler.wfile.write(flipped)
+            return True
+
+        liar.reply = reply
+        num_accepted = 0
+        for _ in range(NUM_FLIPS):
+            try:
+                with puller.pull(deadline=Deadline(0.5)) as pulled:
+                    assert (pulled.manifest, pulled.life) == right
+                    num_accepted += 1
+            except WeightSyncError:
+                pass
+        assert num_accepted < NUM_FLIPS // 4, "most flips are seen"
+
+
+def test_another_model_is_not_taken(liar: LyingAgent) -> None:
+    """Seen to fail: whatever model the agent granted was staged, and would have been loaded."""
+    liar.bend = _model
+    with puller_of(liar) as puller:
+        with pytest.raises(InvalidRequestError, match="granted model 'n', 'm' was asked for"):
+            puller.pull(deadline=Deadline(10.0))
+        assert liar.asked == []
+    with puller_of(liar, "other") as puller, pytest.raises(InvalidRequestError, match="serves model 'm', not 'other'"):
+        puller.newest()
+
+
+@pytest.mark.parametrize("asked", [Version(run_id="run", number=2), Version(run_id="other", number=1)], ids=str)
+def test_another_version_than_was_asked_for_is_not_taken(liar: LyingAgent, asked: Version) -> None:
+    """What a publication's other agents are asked for is the first one's version, and no other will do."""
+    agents = Agents(
+        receiver_id="honest", model_id="m", token=None, verify=True, transport=Transport.TCP, num_streams=1, stall_s=5.0
+    )
+    with contextlib.closing(agents):
+        with pytest.raises(VersionError, match="was asked for"):
+            agents.grant(liar.url, asked, Deadline(10.0), base=None)
+        assert agents.grant(liar.url, Version(run_id="run", number=1), Deadline(10.0), base=None).source == 0
+
+
+def test_a_delta_that_says_it_is_a_terabyte_makes_no_room_for_it(liar: LyingAgent) -> None:
+    """Seen to fail: room for it was made before its layout was compared with what is here (MemoryError)."""
+    nbytes, block_bytes = 1 << 40, 64 << 20
+    large = {"name": "w", "dtype": "uint8", "shape": [nbytes]}
+
+    def bend(grant: dict[str, Any]) -> None:
+        publication, start = grant["publication"], grant["publication"]["sources"][0]["data_start"]
+        publication["manifest"].update(version={"run_id": "run", "number": 2}, tensors=[large])
+        publication["parts"] = [{**large, "offset": start}]
+        publication["sources"][0].update(data_end=start + nbytes, block_bytes=block_bytes)
+        grant["proof"].update(block_checksums="0" * 16 * (nbytes // block_bytes), part_digests=["xxh3:" + "0" * 32])
+        blob = {**publication["sources"][0], "data_start": 0, "data_end": nbytes}
+        grant["base"] = {"run_id": "run", "version": 1, "digest": liar.grant.proof.digest}
+        grant["delta"] = [
+            {"base": 1, "version": 2, "blob": blob, "block_checksums": "0" * 16 * (nbytes // block_bytes),
+             "transfer_id": "cd" * 16}
+        ]  # fmt: skip
+
+    with contextlib.closing(
+        Puller(liar.url, "m", receiver_id="honest", transport=Transport.TCP, num_streams=1, mode="delta")
+    ) as puller:
+        with puller.pull(deadline=Deadline(10.0)) as pulled:
+            check_bytes(pulled, liar.tensors)
+        liar.bend = bend
+        tracemalloc.start()
+        try:
+            with pytest.raises(DeadlineExceededError, match="larger model than the one that is here"):
+                puller.pull(deadline=Deadline(0.5))
+            assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        finally:
+            tracemalloc.stop()
+        liar.bend = lambda grant: None
+        with puller.pull(deadline=Deadline(10.0)) as pulled:
+            check_bytes(pulled, liar.tensors)
