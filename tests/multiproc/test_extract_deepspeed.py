@@ -26,8 +26,8 @@ CASES = (("bfloat16", False), ("float32", False), ("float32", True))
 """The dtype that is trained in, and whether the consumer keeps every chunk."""
 
 WAYS: tuple[dict[str, Any], ...] = (
-    {},
-    {"group_by_module": True},
+    {"chunk_bytes": None},
+    {"group_by_module": True, "chunk_bytes": None},
     {"chunk_bytes": 300},
     {"group_by_module": True, "chunk_bytes": 900},
 )

@@ -48,7 +48,7 @@ def _moved_bytes(rank: int, world_size: int) -> tuple[int, int]:
         return gather(output, own, **options)
 
     fsdp._all_gather = counting
-    extractor = FSDPWeightExtractor(fully_shard(nn.Linear(64, 64, bias=False)))
+    extractor = FSDPWeightExtractor(fully_shard(nn.Linear(64, 64, bias=False)), chunk_bytes=None)
     for _ in extractor.extract_weights("bfloat16"):
         pass
     return moved, extractor.metadata("bfloat16")[0].nbytes
@@ -60,7 +60,7 @@ def test_shards_are_converted_before_they_travel() -> None:
 
 
 def _die_mid_extract(rank: int, world_size: int) -> tuple[str, str | None, int | None]:
-    chunks = FSDPWeightExtractor(fully_shard(nn.Linear(8, 8))).extract_weights("bfloat16")
+    chunks = FSDPWeightExtractor(fully_shard(nn.Linear(8, 8)), chunk_bytes=None).extract_weights("bfloat16")
     next(chunks)
     if rank == 1:
         os._exit(9)

@@ -140,8 +140,8 @@ def _extract_in_every_way(rank: int, world_size: int) -> list[list[Part]]:
     assert placements["embed.weight"] == (Shard(0),)
     expected = {dtype: _reference(plain, dtype) for dtype in (None, "bfloat16")}
     for settings in (
-        {},
-        {"group_by_module": True},
+        {"chunk_bytes": None},
+        {"group_by_module": True, "chunk_bytes": None},
         {"chunk_bytes": 300},
         {"group_by_module": True, "chunk_bytes": 900},
     ):

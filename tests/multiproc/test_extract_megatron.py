@@ -46,7 +46,7 @@ def _extract_one(rank: int, world_size: int, tied: bool) -> None:
     reference = hf_model(tied=tied)
     start = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
     assert ("lm_head.weight" in start) != tied
-    for settings in ({}, {"chunk_bytes": 30_000}, {"chunk_bytes": 1 << 30}):
+    for settings in ({"chunk_bytes": None}, {"chunk_bytes": 30_000}, {"chunk_bytes": 1 << 30}):
         extractor = MegatronWeightExtractor(trainer.model, bridge=MegatronCoreExporter(vocab_size=VOCAB), **settings)
         for dtype in (torch.float32, torch.bfloat16):
             wanted = cast_bytes_of(start, dtype)

@@ -158,7 +158,9 @@ def test_views_of_a_fused_tensor_are_loaded_in_place_or_not_at_all() -> None:
     for in_place in (False, True):
         served = Fused()
         engine = EmbeddedEngine.of(ModuleWeightLoader(served, in_place=in_place))
-        push = PushSync(ModuleWeightExtractor(trained), EngineFanout([engine]), transfer_timeout_s=10.0)
+        push = PushSync(
+            ModuleWeightExtractor(trained, chunk_bytes=None), EngineFanout([engine]), transfer_timeout_s=10.0
+        )
         push.initialize()
         if in_place:
             assert push.sync_weights(1).digests_equal is True
@@ -229,7 +231,7 @@ def test_initialize_tells_a_wrong_address_or_token_even_beside_a_good_engine(sta
     engine = Engine(start, "good")
     wrong = HttpEngine(engine.url, engine_id="bad", token="not-the-token-at-all")
     client = EngineFanout([HttpEngine(engine.url, engine_id="good", token=TOKEN), wrong])
-    push = PushSync(ModuleWeightExtractor(build(3)), client, dtype="bfloat16", join_timeout_s=5.0)
+    push = PushSync(ModuleWeightExtractor(build(3), chunk_bytes=None), client, dtype="bfloat16", join_timeout_s=5.0)
     with pytest.raises(SyncFailedError, match="AuthError"):
         push.initialize()
     push.initialize(require_all=False)

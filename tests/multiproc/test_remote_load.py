@@ -55,7 +55,7 @@ class Job:
         self.loader = RemoteWeightLoader(child.recv(LONG_S), token=TOKEN, request_bytes=3000, timeout_s=LONG_S)
         self.engine = EmbeddedEngine.of(self.loader)
         self.trainer = model(7)
-        self.push = PushSync(ModuleWeightExtractor(self.trainer), self.engine)
+        self.push = PushSync(ModuleWeightExtractor(self.trainer, chunk_bytes=None), self.engine)
         self.push.initialize()
 
     def there(self, asked: Any = "show") -> tuple[dict[str, bytes], bool]:

@@ -174,9 +174,40 @@ def test_a_tie_that_moves_to_a_buffer_that_counts_for_nothing_is_seen() -> None:
     root._buffers["passing"] = root.a
     tensors = ModuleTensors()
     check(tensors, root)
-    root._buffers["passing"] = torch.ones(1)
+    root._buffers["passing"] = parameter()  # of the same type
     root._parameters["b"] = root._parameters["a"]
     check(tensors, root)
+
+
+def test_a_tie_that_is_undone_is_seen() -> None:
+    root: Any = torch.nn.Module()
+    root.a = parameter()
+    root.b = root.a
+    tensors = ModuleTensors()
+    check(tensors, root)
+    root.b = parameter()
+    check(tensors, root)
+    assert len(tensors.read(root).names) == 2
+
+
+def test_buffers_that_change_places_between_kept_and_passing_are_seen() -> None:
+    """As many of each as before."""
+    root = torch.nn.Module()
+    root.register_buffer("one", torch.ones(1))
+    root.register_buffer("other", torch.ones(1), persistent=False)
+    tensors = ModuleTensors()
+    check(tensors, root)
+    root._non_persistent_buffers_set = {"one"}
+    check(tensors, root)
+
+
+def test_a_class_that_says_itself_what_it_has_is_noticed_later_too() -> None:
+    root, tensors = torch.nn.Sequential(torch.nn.Linear(2, 2)), ModuleTensors()
+    check(tensors, root)
+    root[0].__class__ = Own
+    root[0].shown = False  # type: ignore[assignment]
+    check(tensors, root)
+    assert list(tensors.read(root).names) == []
 
 
 def test_another_module_is_walked_for_itself() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -215,7 +215,7 @@ class WeightExtractor(abc.ABC):
         """Brings the model into the state in which it is read. On every rank alike, no communication."""
 
     @abc.abstractmethod
-    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+    def _named_tensors(self) -> Collection[tuple[str, torch.Tensor]]:
         """Parameters and persistent buffers under clean names, tied ones once, in a fixed order."""
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
@@ -271,9 +271,10 @@ class WeightExtractor(abc.ABC):
 
     # The rest is private.
 
-    def _live(self, named: Sequence[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], list[_Glance] | None]:
-        """The model's tensors as they are now, checked, by engine-side name; and what a glance at them tells, where it
-        tells all."""
+    def _live(
+        self, named: Collection[tuple[str, torch.Tensor]]
+    ) -> tuple[dict[str, torch.Tensor], list[_Glance] | None]:
+        """The model's tensors as they are now, checked, by engine-side name; and what a glance at them tells."""
         live: dict[str, torch.Tensor] = {}
         origin: dict[str, str] = {}
         glances: list[_Glance] | None = []
@@ -296,7 +297,7 @@ class WeightExtractor(abc.ABC):
             raise ExtractError("the model has no tensors to extract (or name_map drops all of them)")
         return live, glances
 
-    def _live_as_before(self, named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
+    def _live_as_before(self, named: Collection[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
         """As `_live`, where every tensor is of the kind that was checked last; None where one has to be looked at."""
         if self._glances is None or len(named) != len(self._glances):
             return None
@@ -391,6 +392,8 @@ class WeightExtractor(abc.ABC):
             with translated(spec.name):
                 raise
 
+
+_Named = tuple[str, torch.Tensor]
 
 _Glance = tuple[str, type, torch.dtype, torch.Size, str | None]
 """A tensor's name, type, dtype and shape, and its name for the engine."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,23 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer"
 """Types that say all of themselves."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pairs(Collection[tuple[str, torch.Tensor]]):
+    """Names and tensors. A list of 100,000 pairs at every step brings Python's collector to look at the whole model."""
+
+    names: Sequence[str]
+    tensors: Sequence[torch.Tensor]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return zip(self.names, self.tensors, strict=True)
+
+    def __contains__(self, pair: object) -> bool:
+        return any(pair == each for each in self)
+
+
 class ModuleWeightExtractor(WeightExtractor):
     """Extracts from a module whose ranks each hold all of it. Its `extract_weights` communicates nothing.
 
@@ -34,11 +52,11 @@ class ModuleWeightExtractor(WeightExtractor):
     _names_of: tuple[str, ...] | None = None
     _clean_names: Sequence[str] = ()
 
-    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+    def _named_tensors(self) -> Collection[tuple[str, torch.Tensor]]:
         held = self._read()
         if held.names is not self._names_of:
             self._names_of, self._clean_names = held.names, list(map(clean_name, held.names))
-        return list(zip(self._clean_names, held.tensors, strict=True))
+        return _Pairs(names=self._clean_names, tensors=held.tensors)
 
     def _read(self, *, kind: type | None = None, prepare: Callable[[Any], object] | None = None) -> Held:
         """What the model holds now; see `ModuleTensors.read`."""

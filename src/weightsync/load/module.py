@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -72,12 +73,7 @@ class ModuleWeightLoader(WeightLoader):
         placed = self._match_closed(manifest, modules)
         if not self._in_place:
             _refuse_aliases(modules, placed)
-            self._spare = {
-                name: spare
-                if (spare := self._spare.get(name)) is not None and _same_kind(spare, live)
-                else torch.empty_like(live, memory_format=torch.contiguous_format)
-                for name, live in placed.items()
-            }
+            self._spare = _spares(placed, self._spare)
         self._open(manifest, placed, None)
 
     def begin_patch(self, manifest: Manifest) -> None:
@@ -328,6 +324,8 @@ class ModuleWeightLoader(WeightLoader):
 _Modules = Sequence[tuple[str, torch.nn.Module]]
 """Modules by every path that leads to them, as `named_modules(remove_duplicate=False)` gives them."""
 
+_KIND = (attrgetter("dtype"), attrgetter("shape"), attrgetter("device"))
+
 _OWN = frozenset(vars(torch.nn.Module()))
 """What every module has; no tensor among them."""
 
@@ -381,6 +379,21 @@ def _refuse_aliases(modules: _Modules, placed: dict[str, torch.Tensor]) -> None:
                 "ModuleWeightLoader(..., in_place=True)",
                 parameter=name,
             )
+
+
+def _spares(placed: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A tensor of the same kind for each, of those that there are where they fit."""
+    if before.keys() == placed.keys():
+        lives, spares = list(placed.values()), [before[name] for name in placed]
+        kinds = ([list(map(fact, tensors)) for fact in _KIND] for tensors in (lives, spares))
+        if next(kinds) == next(kinds) and all(map(torch.Tensor.is_contiguous, spares)):
+            return dict(zip(placed, spares, strict=True))
+    return {
+        name: spare
+        if (spare := before.get(name)) is not None and _same_kind(spare, live)
+        else torch.empty_like(live, memory_format=torch.contiguous_format)
+        for name, live in placed.items()
+    }
 
 
 def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -6,7 +6,8 @@
 In a fleet it waits for the permit to commit before it pauses.
 
 The chunks are the `packed_cuda_ipc` strategy's requests for CPU tensors: the staging is the bucket, which the engine
-maps. So an engine needs nothing for the pull path that it has not for the push path, and proves its bytes in the same way.
+maps. So an engine needs nothing for the pull path that it has not for the push path, and proves its bytes in the same
+way.
 
 An engine that takes patches and serves exactly the version before is given the change alone (`load_patch` has the
 requests). Where that can't be, or fails, it is loaded in full by the same call: the staging holds all of the version.
