@@ -4,7 +4,7 @@
 as named tensors, the slower of both, over a loop of `copy_` over the same tensors into tensors that are there already.
 Segments and plans are there; `detail` has the first call, before they are.
 
-`proof_100k`: seconds of the agent's proof of one version: each tensor's digest, the blocks' checksums, the shard sum.
+`proof_100k`: seconds of the agent's proof of one version: each tensor's digest, blocks' checksums, the shard sum.
 
 `pull_100k`: seconds from the request to the version loaded and proved in an embedded engine (`ModuleWeightLoader`),
 over TCP; `detail` has the same on one host without a copy, and the first version, which brings the layout.

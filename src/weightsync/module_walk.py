@@ -2,8 +2,8 @@
 
 torch's own walk goes through generators as deep as the module, and makes a name for each tensor: seconds for 100,000
 parameters. Here the structure is kept: which module has which children, what its parameters and buffers are called. At
-every reading all of it is compared with the module as it is, in loops that run in C. Tensors are not kept, they are read
-from the modules each time: one that was replaced, or was given other data, is the one that is found.
+every reading all of it is compared with the module as it is, in loops that run in C. Tensors are not kept, they are
+read from the modules each time: one that was replaced, or was given other data, is the one that is found.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ class ModuleTensors:
         """
         walk = self._walk
         modules = None if walk is None else walk.modules(root)
-        if modules is None:
+        if walk is None or modules is None:
             walk, modules = _walked(root)
-            self._walk = walk
-        assert walk is not None
+        self._walk = walk
+        if walk is None:
+            return _as_it_says(root, kind, prepare)
         if kind is not None and prepare is not None:
             for index in walk.of_kind(kind):
                 prepare(modules[index])
@@ -71,11 +72,27 @@ class ModuleTensors:
         if held is None:  # the modules are the same, and what they hold is called or shared in another way
             walk, modules = _walked(root)
             self._walk = walk
+            if walk is None:
+                return _as_it_says(root, None, None)
             held = walk.held(modules)
             assert held is not None
-        if not walk.can_be_kept:
-            self._walk = None
         return held
+
+
+def _as_it_says(root: torch.nn.Module, kind: type | None, prepare: Callable[[Any], object] | None) -> Held:
+    """By the modules' own methods, some of which are not torch's."""
+    if kind is not None and prepare is not None:
+        for module in root.modules():
+            if isinstance(module, kind):
+                prepare(module)
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for path, module in root.named_modules():
+        # The one attribute that tells persistent buffers apart; state_dict() would run everybody's hooks.
+        transient = module._non_persistent_buffers_set
+        buffers = [(name, held) for name, held in module.named_buffers(recurse=False) if name not in transient]
+        for name, tensor in [*module.named_parameters(recurse=False), *buffers]:
+            found.setdefault(id(tensor), (f"{path}.{name}" if path else name, tensor))
+    return Held(names=tuple(name for name, _ in found.values()), tensors=[tensor for _, tensor in found.values()])
 
 
 class _Walk:
@@ -83,12 +100,10 @@ class _Walk:
 
     Args:
         paths: of all modules below one, each once, in `named_modules`' order.
-        can_be_kept: whether what torch's own walk finds follows from what is compared here.
     """
 
-    def __init__(self, paths: Sequence[tuple[str, torch.nn.Module]], *, can_be_kept: bool) -> None:
+    def __init__(self, paths: Sequence[tuple[str, torch.nn.Module]]) -> None:
         modules = [module for _, module in paths]
-        self.can_be_kept = can_be_kept
         self._refs = [weakref.ref(module) for module in modules]
         self._types = list(map(type, modules))
         self._kinds: dict[type, list[int]] = {}
@@ -185,16 +200,14 @@ class _Walk:
         return Held(names=self.names, tensors=tensors)
 
 
-def _walked(root: torch.nn.Module) -> tuple[_Walk, list[torch.nn.Module]]:
+def _walked(root: torch.nn.Module) -> tuple[_Walk | None, list[torch.nn.Module]]:
+    """A new walk, and the modules in its order; no walk where what a module has does not follow from what it holds."""
     paths = list(_paths(root))
     modules = [module for _, module in paths]
     ordinary = all(map(_is_ordinary, set(map(type, modules)))) and not any(
         name in vars(module) for module in modules for name in _WALKS
     )
-    if not ordinary:
-        paths = list(root.named_modules())
-        modules = [module for _, module in paths]
-    return _Walk(paths, can_be_kept=ordinary), modules
+    return (_Walk(paths) if ordinary else None), modules
 
 
 def _paths(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -154,10 +154,11 @@ def service_main(name: str, life: int, controller: str, folder: str, options: di
                     first = float(modules[model].weight[0])
                     pause.wait(_GENERATION_S[model])
                     value = first if bool((modules[model].weight == first).all()) else -2.0
+                    ended_s = time.monotonic()  # once it is given back, the other model may be served anew
                 answer = Answer(
                     instance=name, life=life, model=model, run_id="" if version is None else version.run_id,
                     version=-1 if version is None else version.number, value=value, began_s=began_s,
-                    ended_s=time.monotonic(),
+                    ended_s=ended_s,
                 )  # fmt: skip
                 output.write(msgspec.json.encode(answer) + b"\n")
             except WeightSyncError:

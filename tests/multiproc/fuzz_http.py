@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from fastapi import FastAPI
 from hypothesis import strategies as st
 
+import weightsync.codec.kernels  # noqa: F401  # an agent loads them beside its first requests, and they are large
 from weightsync.clients.http import ENGINE_API
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import ModelSync
@@ -85,14 +87,18 @@ _LOAD: Routes = {
     }.items()
 }
 _AGENT: Routes = {
-    **dict.fromkeys(("/get_version", "/get_buffer_info", "/manifest", "/get_capabilities", "/metrics")),
+    **dict.fromkeys(
+        ("/get_version", "/get_buffer_info", "/manifest", "/get_capabilities", "/get_transfers", "/metrics")
+    ),
     "/register_receiver": {"receiver_id": "r"},
     "/register_sglang_instance": {"receiver_id": "r"},
     "/request_transfer": {"receiver_id": "r", "model_id": "actor", "run_id": "r", "version": 1, "mode": "full"},
+    "/renew_transfer": {"transfer_id": "0" * 32},
     "/finish_transfer": {"transfer_id": "0" * 32, "ok": True},
 }
 _SERVICE: Routes = {
     **dict.fromkeys(("/status", "/availability", "/metrics")),
+    "/check_versions": _SET,
     "/prepare_versions": _SET,
     "/commit_versions": _SET,
     "/release_versions": {"model_ids": ["actor"], "why": "enough"},
@@ -140,24 +146,29 @@ def _with(token: str | None, kind: str) -> Iterator[str]:
         if kind == "engine":
             engine = EngineServer(_engine(), token=token)
             stack.callback(engine.close)
+            _check_routes(kind, engine.app)
             yield engine.start()
         elif kind == "load":
             load = RemoteLoadServer(ModuleWeightLoader(_module()), token=token)
             stack.callback(load.close)
+            _check_routes(kind, load.app)
             yield load.start()
         elif kind == "agent":
             agent = TransferAgent(AgentConfig(model_id="actor", token=token), lambda event: None)
             stack.callback(agent.close)
+            _check_routes(kind, agent.app)
             yield str(agent.start()["endpoint"])
         elif kind == "service":
             service = RolloutService({"actor": _engine()}, RolloutConfig(token=token))
             stack.callback(service.close)
+            _check_routes(kind, service.app)
             yield service.start()
         else:
             controller = WeightSyncController({}, _Known(), model_tags=("actor",))
             stack.callback(controller.close)
             server = ControllerServer(controller, RolloutPool(lease_s=1.0), token=token)
             stack.callback(server.close)
+            _check_routes(kind, server.app)
             yield server.start()
 
 
@@ -169,6 +180,12 @@ FACES: Mapping[str, Routes] = {
 def face(kind: str, token: str | None) -> contextlib.AbstractContextManager[str]:
     """That server, as a URL."""
     return _with(token, kind)
+
+
+def _check_routes(kind: str, app: FastAPI) -> None:
+    """A route that is new is to be sent something, too."""
+    routes = {getattr(route, "path", "") for route in app.routes} - {"/healthz", f"{ENGINE_API}/{{op}}"}
+    assert routes <= set(FACES[kind]), f"the fuzzer does not know {routes - set(FACES[kind])}"
 
 
 # --- what is sent ---

@@ -21,7 +21,7 @@ import torch
 from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.test_pull_memory import anonymous_bytes
 from weightsync.clients.controller import ControllerClient
-from weightsync.control import controller
+from weightsync.control import controller, model
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
@@ -31,7 +31,7 @@ from weightsync.memory import LeaseReader, ServingLease
 from weightsync.observe import Recorder
 from weightsync.publish import manager
 from weightsync.publish.manager import WeightManager
-from weightsync.rollout import engine, service, worker
+from weightsync.rollout import engine, engine_group, service, worker
 from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.rollout.service import RolloutService
 from weightsync.rollout.settings import RolloutConfig
@@ -43,8 +43,10 @@ PER_VERSION = 64
 CONSTANT = 16 << 10
 """Bytes that come and go: a table that doubles, a thread that ends later."""
 SERVED_S = 30.0
-PAST_BYTES = 16 << 10
-WARM = 130
+PAST_BYTES = 8 << 10
+PAST = 16
+"""Entries of histories that have a number of them."""
+WARM = 40
 """Versions until histories with a number of entries are full."""
 
 Step = Callable[[int], None]
@@ -111,6 +113,8 @@ class World:
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     for module in (controller, manager, service, engine, worker):
         monkeypatch.setattr(module, "LONG_RUN_BYTES", PAST_BYTES)
+    for module, name in ((engine_group, "_MAX_PROVED"), (model, "_NUM_RECORDS")):
+        monkeypatch.setattr(module, name, PAST)
     with contextlib.ExitStack() as stack:
         yield World(stack, tmp_path, fleet=request.param == "fleet")
 
@@ -134,9 +138,9 @@ def left_behind(step: Step, first: int, num_versions: int, warm: int) -> int:
 
 def test_versions_leave_nothing_behind(world: World) -> None:
     threads = threading.active_count()
-    left = left_behind(world.step, 1, 120, WARM)
+    left = left_behind(world.step, 1, 60, WARM)
     assert all(recorder.num_dropped for recorder in world.recorders), "the past was full"
-    assert left <= CONSTANT + 120 * PER_VERSION, f"{left / 120:.0f} bytes a version"
+    assert left <= CONSTANT + 60 * PER_VERSION, f"{left / 60:.0f} bytes a version"
     assert threading.active_count() <= threads + 4, "nor does a version leave a thread"
 
 

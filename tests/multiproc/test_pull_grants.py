@@ -152,7 +152,9 @@ def test_a_delta_that_says_it_is_a_terabyte_makes_no_room_for_it(liar: LyingAgen
         publication["manifest"].update(version={"run_id": "run", "number": 2}, tensors=[large])
         publication["parts"] = [{**large, "offset": start}]
         publication["sources"][0].update(data_end=start + nbytes, block_bytes=block_bytes)
-        grant["proof"].update(block_checksums="0" * 16 * (nbytes // block_bytes), part_digests=["xxh3:" + "0" * 32])
+        grant["proof"].update(
+            block_checksums="0" * 16 * (nbytes // block_bytes), part_digests=base64.b64encode(bytes(16)).decode()
+        )
         blob = {**publication["sources"][0], "data_start": 0, "data_end": nbytes}
         grant["base"] = {"run_id": "run", "version": 1, "digest": liar.grant.proof.digest}
         grant["delta"] = [

@@ -158,7 +158,9 @@ def test_views_of_a_fused_tensor_are_loaded_in_place_or_not_at_all() -> None:
     for in_place in (False, True):
         served = Fused()
         engine = EmbeddedEngine.of(ModuleWeightLoader(served, in_place=in_place))
-        push = PushSync(ModuleWeightExtractor(trained, chunk_bytes=None), EngineFanout([engine]), transfer_timeout_s=10.0)
+        push = PushSync(
+            ModuleWeightExtractor(trained, chunk_bytes=None), EngineFanout([engine]), transfer_timeout_s=10.0
+        )
         push.initialize()
         if in_place:
             assert push.sync_weights(1).digests_equal is True

@@ -121,24 +121,6 @@ def packed_digests(tensors: Sequence[torch.Tensor]) -> bytes:
     return b"".join([found[index] for index in range(len(tensors))])
 
 
-def digests_of_runs(memory: memoryview, offsets: Sequence[int], sizes_bytes: Sequence[int]) -> bytes:
-    """The 16 bytes of `tensor_digest` of each run of bytes, on all cores.
-
-    Args:
-        memory: where they lie.
-        offsets, sizes_bytes: of each run.
-    """
-    total_bytes, step = sum(sizes_bytes), max(64, -(-len(offsets) // num_workers()))
-    if total_bytes < _SMALL_BYTES:
-        step = len(offsets) or 1
-
-    def some(start: int) -> bytes:
-        digest, pairs = xxhash.xxh3_128_digest, zip(offsets[start : start + step], sizes_bytes[start : start + step])
-        return b"".join([digest(memory[offset : offset + size]) for offset, size in pairs])
-
-    return b"".join(map_all(some, range(0, len(offsets), step)))
-
-
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
     """Consecutive ones, of so many bytes together that a thread is worth it."""
     batch: list[torch.Tensor] = []
@@ -161,7 +143,7 @@ def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
     ends = np.cumsum(sizes)
     gathered = np.empty(int(ends[-1]), np.uint8)
     copy_runs(gathered.ctypes.data + ends - sizes, addresses(tensors), sizes)
-    memory, digest, start = memoryview(gathered), xxhash.xxh3_128_digest, 0
+    memory, digest, start = gathered.data, xxhash.xxh3_128_digest, 0
     found = []
     for end in ends.tolist():
         found.append(digest(memory[start:end]))

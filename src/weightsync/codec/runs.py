@@ -1,4 +1,4 @@
-"""Digests and sums of many tensors that lie in one mapped memory: by place and size, without a tensor of its own each."""
+"""Digests and sums of many tensors in one mapped memory: by place and size, without a tensor of its own each."""
 
 from __future__ import annotations
 

@@ -99,10 +99,13 @@ class Guard:
 
         async def watched(message: Message) -> None:
             nonlocal started
-            started = started or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                started = True
+                if body.is_on_its_way:
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
-        body = _Body(self, scope["path"], receive)
+        body = _Body(self, scope, receive)
         try:
             headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
             self._check_caller(scope, headers)
@@ -113,12 +116,12 @@ class Guard:
         except WeightSyncError as error:
             if started:
                 raise
-            await send_error(send, error, close=body.is_late or _is_large(scope))
+            await send_error(watched, error)
         except Exception as error:
             if started:
                 raise
             logger.error("a request to %s failed", scope["path"][:100], exc_info=error)
-            await send_error(send, unexpected(), close=_is_large(scope))
+            await send_error(watched, unexpected())
         finally:
             self._held_bytes -= body.held_bytes
             self._trimmer.freed(body.held_bytes)
@@ -178,8 +181,11 @@ class Guard:
 class _Body:
     """A request's body on its way to the app: counted, and bounded in time."""
 
-    def __init__(self, guard: Guard, path: str, receive: Receive) -> None:
+    def __init__(self, guard: Guard, scope: Scope, receive: Receive) -> None:
+        path = scope["path"]
         self._guard = guard
+        self._is_large = _is_large(scope)
+        self._is_late = False
         self._limit_bytes = guard.limit_bytes(path)
         self._is_stream = guard.is_stream(path)
         self._receive = receive
@@ -187,7 +193,11 @@ class _Body:
         self._whole = False
         self._received_bytes = 0
         self.held_bytes = 0
-        self.is_late = False
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether the connection has to end with the answer: what is still to come of it is not read."""
+        return not self._whole and (self._is_late or self._is_large)
 
     async def receive(self) -> Message:
         """As ASGI's.
@@ -214,7 +224,7 @@ class _Body:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._due_s):
                 return await self._receive()
-        self.is_late = True
+        self._is_late = True
         raise DeadlineExceededError(f"the request's body did not come within {BODY_WITHIN_S:g} s")
 
 
@@ -229,12 +239,10 @@ def unexpected() -> WeightSyncError:
     return EngineError("this server failed at this request, status 500; its log says why")
 
 
-async def send_error(send: Send, error: WeightSyncError, *, close: bool) -> None:
-    """Answers with a typed error as JSON; the connection ends with it where a large body may still be on its way."""
+async def send_error(send: Send, error: WeightSyncError) -> None:
+    """Answers with a typed error as JSON."""
     body = error_body(error)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if close:
-        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

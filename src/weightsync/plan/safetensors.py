@@ -23,6 +23,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _STAMP_BYTES = 1024
 _STAMP = "weightsync"
 _METADATA = "__metadata__"
+_quoted = json.encoder.encode_basestring_ascii
 _CODES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "float8_e8m0fnu": "F8_E8M0", "uint16": "U16", "int16": "I16", "float16": "F16", "bfloat16": "BF16",
@@ -63,22 +64,31 @@ class Layout:
         return (self.data_start - 8).to_bytes(8, "little") + text.ljust(self.data_start - 8)
 
     def _json(self, stamp: str) -> bytes:
-        metadata = json.dumps({_METADATA: {"format": "pt", _STAMP: stamp}}, separators=(",", ":")).encode()
-        return metadata[:-1] + self._entries
+        return _metadata(stamp) + self._entries
 
     @functools.cached_property
     def _entries(self) -> bytes:
         """All that follows the metadata, which comes first. Made once: it is the same whatever the stamp."""
-        entries: dict[str, object] = {}
-        for part in sorted(self.parts, key=lambda part: (part.offset, part.nbytes)):
-            start = part.offset - self.data_start
-            entries[entry_name(part)] = {
-                "dtype": _CODES[part.dtype],
-                "shape": part.shape if part.box is None else part.box.shape,
-                "data_offsets": [start, start + part.nbytes],
-            }
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        return b"," + text[1:] if entries else text[1:]
+        return _entries_of(self.parts, [part.offset - self.data_start for part in self.parts])
+
+
+def _entries_of(parts: Sequence[TensorSpec], starts: Sequence[int]) -> bytes:
+    """The entries of parts whose data begins at these bytes behind the header, and the header's last brace."""
+    entries: list[str] = []
+    sizes = [part.nbytes for part in parts]
+    for index in sorted(range(len(parts)), key=lambda index: (starts[index], sizes[index])):
+        part, start = parts[index], starts[index]
+        shape = ",".join(map(str, part.shape if part.box is None else part.box.shape))
+        entries.append(
+            f'{_quoted(entry_name(part))}:{{"dtype":"{_CODES[part.dtype]}","shape":[{shape}],'
+            f'"data_offsets":[{start},{start + sizes[index]}]}}'
+        )
+    return ("".join(f",{entry}" for entry in entries) + "}").encode()
+
+
+def _metadata(stamp: str) -> bytes:
+    """The header's first entry, and its first brace."""
+    return json.dumps({_METADATA: {"format": "pt", _STAMP: stamp}}, separators=(",", ":")).encode()[:-1]
 
 
 def entry_name(part: TensorSpec) -> str:
@@ -115,14 +125,16 @@ def plan_layout(parts: Sequence[TensorSpec], *, source: int = 0) -> Layout:
         offsets[index] = end
         end += parts[index].nbytes
     # how long the header is depends on the digits of the offsets in it, which don't depend on where data starts
-    placed = Layout(parts=_placed(parts, offsets, 0, source), data_start=0, total_bytes=end)
-    room = 8 + len(placed._json("")) + _STAMP_BYTES
+    entries = _entries_of(parts, offsets)
+    room = 8 + len(_metadata("")) + len(entries) + _STAMP_BYTES
     if room > _MAX_HEADER_BYTES:
         raise UnsupportedError(f"{len(parts)} tensors are more than a safetensors header can name")
     data_start = -(-room // _PAGE) * _PAGE
-    return Layout(
+    layout = Layout(
         parts=_placed(parts, offsets, data_start, source), data_start=data_start, total_bytes=data_start + end
     )
+    layout.__dict__["_entries"] = entries
+    return layout
 
 
 def _placed(parts: Sequence[TensorSpec], offsets: Sequence[int], start: int, source: int) -> SpecTable:

@@ -273,7 +273,7 @@ class AgentProcess:
         self._started.set()
 
     def _lines_of(self, order: dict[str, Any], told: PublicationLayout | None) -> bytes:
-        """A publication as it travels, its layout before it where another one was told last; empty where it can't be."""
+        """A publication as it travels, its layout before it where another was told last; empty where it can't be."""
         publication: Publication = order["publication"]
         try:
             layout, lines = PublicationLayout.of(publication), b""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightsync.plan.boxes import check_partition, whole_box
+from weightsync.plan.boxes import check_partition
 from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.types import Box, Manifest, TensorSpec, Version
 from weightsync.types.publication import Publication, Source
@@ -92,7 +93,8 @@ def plan_hosts(specs: Sequence[TensorSpec], said: Sequence[dict[str, Any]]) -> H
             of_host[index].append(Box(offset=tuple(offset), shape=tuple(shape)))
     for index, spec in enumerate(specs):
         boxes = [box for of_host in held for box in of_host[index]]
-        check_partition(spec.shape, boxes, parameter=spec.name)
+        if len(boxes) != 1 or not boxes[0].covers(spec.shape):
+            check_partition(spec.shape, boxes, parameter=spec.name)
     kept = [number for number, of_host in enumerate(held) if any(of_host)]
     layouts = [plan_layout(_parts_of(specs, held[number]), source=source) for source, number in enumerate(kept)]
     return HostPlan(
@@ -105,7 +107,7 @@ def plan_hosts(specs: Sequence[TensorSpec], said: Sequence[dict[str, Any]]) -> H
 def _parts_of(specs: Sequence[TensorSpec], held: Sequence[Sequence[Box]]) -> list[TensorSpec]:
     parts: list[TensorSpec] = []
     for spec, boxes in zip(specs, held, strict=True):
-        if boxes and sum(box.numel for box in boxes) == whole_box(spec.shape).numel:
+        if boxes and (boxes[0].covers(spec.shape) or sum(box.numel for box in boxes) == math.prod(spec.shape)):
             parts.append(spec)
         else:
             parts += [

@@ -259,6 +259,12 @@ class WeightManager:
                 parts = None
                 extractor = extractor or self._extractor(weights, named)
                 self._replan(extractor, key, boxes)
+            if parts is None and extractor is not None and named is not None and not self._gathers:
+                try:
+                    self._standing.remember(named, self._specs, boxes)
+                    parts = self._standing.tensors(named)
+                except Exception as caught:
+                    error = as_weightsync_error(caught, StateError, "the weights can't be read")
             with self.recorder.phase("wait for a segment"):
                 wait_begun_s = now_s()
                 if self._buffer is not None:
@@ -276,9 +282,7 @@ class WeightManager:
                 self._newest = version
                 return self._skipped(version, begun_s, waited_s, next(what["why"] for what in said if what["why"]))
             with self.recorder.phase("offload", detail=str(version)):
-                copied_bytes = self._copy(extractor or parts or [], segments, turn)
-            if extractor is not None and named is not None and not self._gathers:
-                self._standing.remember(named, self._specs, boxes)
+                copied_bytes = self._copy(parts if parts is not None else extractor or [], segments, turn)
             self._newest = version
             self._publish(version, segments, turn)
             turn = None
@@ -374,13 +378,13 @@ class WeightManager:
 
     @staticmethod
     def _extractor(weights: Weights, named: Named | None) -> WeightExtractor:
-        """The extractor of the weights, of which an iterator was read already."""
-        return extractor_of(weights if named is None or isinstance(weights, torch.nn.Module) else named)
+        """The extractor of the weights, which were listed already where they can be."""
+        return extractor_of(weights if named is None else named)
 
     def _key(self, extractor: WeightExtractor) -> str:
         """What the layout depends on, in short."""
-        said = repr((extractor.metadata(self._dtype), extractor.can_shard_locally()))
-        return str(xxhash.xxh3_128_hexdigest(said.encode()))
+        said = msgspec.json.encode((extractor.metadata(self._dtype), extractor.can_shard_locally()))
+        return str(xxhash.xxh3_128_hexdigest(said))
 
     def _boxes(self, extractor: WeightExtractor) -> Boxes:
         """What this rank would write, by the tensor's place in the metadata."""

@@ -97,6 +97,9 @@ class StandingWeights:
         if any(specs[index].name not in by_name for index, _ in boxes):
             return
         positions = [by_name[specs[index].name] for index, _ in boxes]
+        for position, (_, box) in zip(positions, boxes, strict=True):
+            if _local(named.tensors[position]).shape != box.shape:  # an extractor says it in words
+                return
         if positions == list(range(len(named.tensors))):
             self._pick = _all
         elif len(positions) > 1:

@@ -5,8 +5,9 @@
 
 In a fleet it waits for the permit to commit before it pauses.
 
-The chunks are the `packed_cuda_ipc` strategy's requests for CPU tensors: the staging is the bucket, which the engine maps.
-So an engine needs nothing for the pull path that it has not for the push path, and proves its bytes in the same way.
+The chunks are the `packed_cuda_ipc` strategy's requests for CPU tensors: the staging is the bucket, which the engine
+maps. So an engine needs nothing for the pull path that it has not for the push path, and proves its bytes in the same
+way.
 
 An engine that takes patches and serves exactly the version before is given the change alone (`load_patch` has the
 requests). Where that can't be, or fails, it is loaded in full by the same call: the staging holds all of the version.
@@ -300,7 +301,7 @@ def _request(chunk: PackedCudaIpcWeightUpdateRequest, session: str, seq: int, se
 def _chunks(
     tensors: TensorTable, offsets: Mapping[str, int], segment: str, max_bytes: int
 ) -> tuple[PackedCudaIpcWeightUpdateRequest, ...]:
-    """The chunks of a version of a layout, of no session yet: the staging is the bucket, its tensors lie where they lie.
+    """The chunks of a version of a layout, of no session yet: the staging is the bucket.
 
     Args:
         tensors: of the manifest.

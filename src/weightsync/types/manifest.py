@@ -87,8 +87,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Bytes of all parts held."""
         return self.table.total_bytes
 
-    def by_name(self) -> Mapping[str, TensorSpec]:
-        """The specs by their names, in order."""
+    def by_name(self) -> dict[str, TensorSpec]:
+        """The specs by their names, in order. Not to be changed."""
         return self.table.by_name
 
     def digest(self, name: str) -> str | None:

@@ -137,8 +137,8 @@ class SourceProof(_Message, frozen=True, kw_only=True):
 
     Attributes:
         block_checksums: xxh3-64 of each block, 16 hex digits each, one behind the other.
-        part_digests: XXH3-128 of each part of this source (`codec.digest.tensor_digest`), 16 bytes each, in the order of
-            `Publication.parts_of`.
+        part_digests: XXH3-128 of each part of this source (`codec.digest.tensor_digest`), 16 bytes each, in the order
+            of `Publication.parts_of`.
         lane_a, lane_b: the sum of this source's parts towards the model's digest (`codec.digest.ShardSum`).
     """
 

@@ -31,7 +31,7 @@ class SpecTable(tuple[TensorSpec, ...]):
         """`make(self, *others)`, made at the first call and kept with the table. Not to be changed by anybody.
 
         Args:
-            make: a function that depends on nothing but its arguments; the function itself is the key, so a module's own.
+            make: a function that depends on nothing but its arguments. It is the key: one of a module, no closure.
             others: further arguments, hashable; tables among them count by their identity, and are kept.
         """
         try:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from weightsync.errors import AuthError, ConfigError
-from weightsync.net.auth import announcements_password, bearer_headers, check_exposure, check_token, is_loopback
+from weightsync.net.auth import bearer_headers, check_exposure, check_token, is_loopback
 
 TOKEN = "0123456789abcdef"
 
@@ -61,7 +61,6 @@ def test_a_token_that_no_header_can_carry_is_refused_at_once_and_not_shown(token
 def test_what_a_file_appends_is_no_part_of_a_token(end: str) -> None:
     assert check_exposure("0.0.0.0", TOKEN + end) == TOKEN
     assert bearer_headers(TOKEN + end) == bearer_headers(TOKEN)
-    assert announcements_password(TOKEN + end) == announcements_password(TOKEN)
 
 
 def test_an_empty_token_is_none_that_counts() -> None:

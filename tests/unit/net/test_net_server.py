@@ -283,10 +283,8 @@ def test_a_body_that_breaks_off_in_its_framing_is_a_typed_400(
 ) -> None:
     """Found by the fuzzer: the answer to a HEAD has no body, and the protocol broke at it."""
     with socket.create_connection(address(guarded), timeout=5) as raw:
-        fields = (
-            f"{method} /echo HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nTransfer-Encoding: chunked\r\n"
-        )
-        raw.sendall(f"{fields}chunked\r\nContent-Type: application/json\r\n\r\n1\r\nx\r\nzz\r\n".encode())
+        asked = f"{method} /echo HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nTransfer-Encoding: chunked"
+        raw.sendall(f"{asked}\r\nContent-Type: application/json\r\n\r\n1\r\nx\r\nzz\r\n".encode())
         answer = b""
         with contextlib.suppress(ConnectionError):
             while more := raw.recv(4000):

@@ -195,7 +195,7 @@ def test_a_false_number_delays_no_true_one(world: World) -> None:
 
 def test_a_version_that_comes_late_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its proof took longer than anybody's patience, and nobody announces it again."""
-    monkeypatch.setattr("weightsync.rollout.wishes.POLL_S", 0.2)
+    monkeypatch.setattr("weightsync.rollout.denials.POLL_S", 0.2)
     world.agents = {OLD: Agent("r1", 1)}
     world.serve("a", patience_s=0.2)
     world.notify(OLD, "r1", 2, wait_s=None)

@@ -18,7 +18,9 @@ def pulled(run_id: str, number: int) -> Any:
     return SimpleNamespace(version=Version(run_id=run_id, number=number), segment="weightsync-1-abc")
 
 
-@pytest.mark.parametrize("model_id", ["actor", "../up", "..", ".", "Qwen/Qwen2.5-7B", "a b"])
+@pytest.mark.parametrize(
+    "model_id", ["actor", "../up", "..", ".", "Qwen/Qwen2.5-7B", "a b", "\ud800", "a\0b"], ids=ascii
+)
 @pytest.mark.parametrize("run_id", ["run", "../../up", "."])
 def test_names_stay_below_the_root(tmp_path: Path, model_id: str, run_id: str) -> None:
     root = tmp_path / "root"

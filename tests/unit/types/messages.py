@@ -37,10 +37,12 @@ from weightsync.types import (
 from weightsync.types.dtypes import ITEMSIZE_BYTES
 
 text = st.text(min_size=1, max_size=20)
+ids = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=20)
+"""Of runs and models: printable characters."""
 seconds = st.floats(min_value=0.001, max_value=1e5)
 dtypes = st.sampled_from(sorted(ITEMSIZE_BYTES))
 shapes = st.lists(st.integers(0, 50), max_size=4).map(tuple)
-versions = st.builds(Version, run_id=text, number=st.integers(0, 2**62))
+versions = st.builds(Version, run_id=ids, number=st.integers(0, 2**62))
 
 
 @st.composite
@@ -66,7 +68,7 @@ def specs(draw: Any) -> TensorSpec:
 manifests = st.builds(
     Manifest,
     version=versions,
-    model_id=text,
+    model_id=ids,
     tensors=st.lists(specs(), min_size=1, max_size=4, unique_by=lambda spec: spec.name).map(tuple),
     model_digest=st.none() | text,
 )
@@ -187,7 +189,7 @@ replies = st.builds(
 )
 _by_type: dict[type, Any] = {
     DescribeRequest: st.just(DescribeRequest()),
-    InitRequest: st.builds(InitRequest, run_id=text, model_id=text, info=init_infos, rank_offset=st.just(1)),
+    InitRequest: st.builds(InitRequest, run_id=ids, model_id=ids, info=init_infos, rank_offset=st.just(1)),
     BeginRequest: st.builds(
         BeginRequest,
         session=text,
