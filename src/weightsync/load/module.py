@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -69,7 +69,7 @@ class ModuleWeightLoader(WeightLoader):
 
     def begin(self, manifest: Manifest) -> None:
         """See the base class."""
-        modules = list(_walked(self._module))
+        modules = _walked(self._module)
         placed = self._match_closed(manifest, modules)
         if not self._in_place:
             _refuse_aliases(modules, placed)
@@ -78,7 +78,7 @@ class ModuleWeightLoader(WeightLoader):
 
     def begin_patch(self, manifest: Manifest) -> None:
         """See the base class."""
-        placed = self._match_closed(manifest, list(_walked(self._module)))
+        placed = self._match_closed(manifest, _walked(self._module))
         if not self._healthy:
             raise StateError("what is live is half-loaded: load it in full", version=str(manifest.version))
         for name, live in placed.items():
@@ -141,7 +141,7 @@ class ModuleWeightLoader(WeightLoader):
             raise UnsupportedError(f"the loader was told to ignore {', '.join(sorted(self._ignored)[:3])}")
         if self._verified and not self._in_place and self._patch is None:
             return {name: self._spare[name] for name in self._placed}
-        return self._placed or _named_tensors(list(_walked(self._module)))
+        return self._placed or _named_tensors(_walked(self._module))
 
     def commit(self, version: Version) -> None:
         """See the base class."""
@@ -321,8 +321,9 @@ class ModuleWeightLoader(WeightLoader):
         return placed
 
 
-_Modules = Sequence[tuple[str, torch.nn.Module]]
-"""Modules by every path that leads to them, as `named_modules(remove_duplicate=False)` gives them."""
+_Modules = tuple[list[str], list[torch.nn.Module]]
+"""Modules and every path that leads to them, as `named_modules(remove_duplicate=False)` gives them. No list of pairs:
+many new objects bring Python's collector to look at the whole model, which takes longer than a begin."""
 
 _KIND = (attrgetter("dtype"), attrgetter("shape"), attrgetter("device"))
 
@@ -330,21 +331,25 @@ _OWN = frozenset(vars(torch.nn.Module()))
 """What every module has; no tensor among them."""
 
 
-def _walked(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """As `_Modules`, without a generator for each level of the model."""
+def _walked(root: torch.nn.Module) -> _Modules:
+    """As torch does, without a generator for each level of the model."""
+    paths: list[str] = []
+    modules: list[torch.nn.Module] = []
     waiting = [("", root)]
     while waiting:
         path, module = waiting.pop()
-        yield path, module
+        paths.append(path)
+        modules.append(module)
         if module._modules:
             start = f"{path}." if path else ""
             waiting += [(start + name, child) for name, child in reversed(module._modules.items()) if child is not None]
+    return paths, modules
 
 
 def _named_tensors(modules: _Modules) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by every name they have, tied ones under each."""
     found: dict[str, torch.Tensor] = {}
-    for path, child in modules:
+    for path, child in zip(*modules, strict=True):
         start = f"{path}." if path else ""
         for name, parameter in child._parameters.items():
             if parameter is not None:
@@ -361,17 +366,25 @@ def _refuse_aliases(modules: _Modules, placed: dict[str, torch.Tensor]) -> None:
 
     Looks at parameters, buffers and tensors kept as plain attributes. A view kept elsewhere is not seen.
     """
-    others: list[tuple[str, dict[str, Any]]] = []
-    for path, child in modules:
+    paths: list[str] = []
+    holders: list[dict[str, Any]] = []
+    for path, child in zip(*modules, strict=True):
         facts = vars(child)
-        others += [(path, child._parameters), (path, child._buffers)]
+        paths += path, path
+        holders += child._parameters, child._buffers
         if len(facts) > len(_OWN) or not _OWN.issuperset(facts):
-            others.append((path, {name: value for name, value in facts.items() if isinstance(value, torch.Tensor)}))
-    tensors = {id(value): value for _, held in others for value in held.values() if value is not None}
+            paths.append(path)
+            holders.append({name: value for name, value in facts.items() if isinstance(value, torch.Tensor)})
+    tensors = {id(value): value for held in holders for value in held.values() if value is not None}
     if not share_storage(tensors.values()):
         return
     swapped = {id(tensor) for tensor in placed.values()}
-    named = [(f"{path}.{name}", value) for path, held in others for name, value in held.items() if value is not None]
+    named = [
+        (f"{path}.{name}" if path else name, value)
+        for path, held in zip(paths, holders, strict=True)
+        for name, value in held.items()
+        if value is not None
+    ]
     for (name, one), (other_name, other) in overlapping(named):
         if one in swapped or other in swapped:
             raise UnsupportedError(
