@@ -162,8 +162,8 @@ def test_a_pull_resumes_where_the_last_attempt_stopped(monkeypatch: pytest.Monke
         proxies: list[CuttingProxy] = []
         request = AgentClient.request_transfer
 
-        def through_proxy(self: AgentClient, asked: TransferRequest, *, timeout_s: float = 10.0) -> TransferGrant:
-            grant = request(self, asked, timeout_s=timeout_s)
+        def through_proxy(self: AgentClient, asked: TransferRequest, **options: Any) -> TransferGrant:
+            grant = request(self, asked, **options)
             # two attempts get a fifth each and then nothing, the third is let through
             budgets = itertools.chain([2 * BLOCK] * 6, itertools.repeat(0)) if len(proxies) < 2 else None
             proxies.append(CuttingProxy(grant.port, budgets or itertools.repeat(1 << 30)))
