@@ -340,7 +340,7 @@ def _one_rank_fails(rank: int, world_size: int) -> dict[int, tuple[str, str | No
     """By failed version: the error's type and parameter here, and whether it names the rank that failed."""
     model = shard(build(1), "shard0", world_size)
     expected = wholes(list(module_tensors(model)))
-    extractors = {"shards": Failing(model), "gather": Gathering(model)}
+    extractors = {"shards": Failing(model, chunk_bytes=None), "gather": Gathering(model, chunk_bytes=None)}
     fails_on = {0: 1, 2: 1, 3: 0, 6: 1, 7: 0}
     raised = {}
     newest: Version | None = None
