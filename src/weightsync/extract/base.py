@@ -205,7 +205,7 @@ class WeightExtractor(abc.ABC):
             raise UnsupportedError(
                 "some placement of this model has no local form: ask can_shard_locally() first, gather if not"
             )
-        specs = self.metadata(dtype)
+        specs = TensorTable.of(self.metadata(dtype))  # a subclass may have its own, a plain tuple
         self._prepare()
         return specs, self._checked_live()
 

@@ -24,7 +24,7 @@ _DTYPES = ("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "uint16", "i
 dtypes = st.sampled_from(_DTYPES)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda name: name != "__metadata__")
-ids = st.text(st.sampled_from('"\\/aü\u2028😀\x7f \x00\n'), min_size=1, max_size=20)
+ids = st.text(st.sampled_from('"\\/aü😀 '), min_size=1, max_size=20)
 
 
 @st.composite
@@ -91,7 +91,10 @@ def test_the_real_library_reads_every_part_where_it_was_laid(
 
 @example(run_id="ü" * 80, model_id="m")
 @example(run_id="ü" * 86, model_id="m")
-@given(run_id=st.text(st.characters(codec="utf-8"), min_size=1, max_size=256), model_id=st.text(max_size=256))
+@given(
+    run_id=st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=256),
+    model_id=st.text(max_size=256),
+)
 def test_a_stamp_comes_back_or_is_refused_before_anything_is_written(run_id: str, model_id: str) -> None:
     layout, version = plan_layout([TensorSpec(name="w", dtype="int8", shape=(3,))]), Version(run_id=run_id, number=1)
     if len(json.dumps([run_id, 1, model_id])) > 512:

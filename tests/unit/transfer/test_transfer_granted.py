@@ -368,5 +368,5 @@ def test_a_lease_ends_though_it_is_renewed(served: Served) -> None:
     begun_s = time.monotonic()
     wait_until(over)
     assert 0.3 < time.monotonic() - begun_s < 5.0
-    assert "its lease on the version is over" in served.server.why_over(leased.id)
+    wait_until(lambda: "its lease on the version is over" in served.server.why_over(leased.id))
     assert not served.read_for(2)

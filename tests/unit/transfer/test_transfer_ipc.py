@@ -482,7 +482,7 @@ def patch() -> Iterator[PatchSegment]:
     made.segment.close()
 
 
-@pytest.mark.parametrize("ends", [False], indirect=True, ids=["each"])
+@pytest.mark.parametrize("ends", [False, True], indirect=True, ids=["each", "packed"])
 def test_a_patch_arrives_as_views_of_the_segment(ends: Ends, patch: PatchSegment) -> None:
     request = patch.request()
     updates: list[Any] = list(ends.receiver.receive_weights(request, deadline=Deadline(5)))
@@ -497,12 +497,6 @@ def test_a_patch_arrives_as_views_of_the_segment(ends: Ends, patch: PatchSegment
     patch.segment.memory[0] = 1
     assert updates[0].positions.tolist()[0] == 1, "nothing was copied"
     ends.receiver.release(request)
-
-
-@pytest.mark.parametrize("ends", [True], indirect=True, ids=["packed"])
-def test_a_receiver_of_buckets_takes_no_patch(ends: Ends, patch: PatchSegment) -> None:
-    with pytest.raises(InvalidRequestError, match="PatchWeightUpdateRequest"):
-        ends.receiver.receive_weights(patch.request(), deadline=Deadline(5))
 
 
 @pytest.mark.parametrize("ends", [False], indirect=True, ids=["each"])
