@@ -85,8 +85,8 @@ def trainers_main(models: Sequence[str], conn: Any) -> None:
             managers[model].start()
         return {model: manager.endpoint for model, manager in managers.items()}
 
-    def publish(model: str, version: int) -> bool:
-        tensor = torch.full((_NUM_ELEMENTS,), float(version))
+    def publish(model: str, version: int, value: float | None) -> bool:
+        tensor = torch.full((_NUM_ELEMENTS,), float(version) if value is None else value)
         report = managers[model].offload({"weight": tensor}.items(), version)
         if report.published:
             managers[model].wait_published(version, timeout_s=30.0)
@@ -112,8 +112,9 @@ class Trainers(Actor):
     def run_of(self, model: str) -> str:
         return f"{model}-{self.run_id}"
 
-    def publish(self, model: str, version: int) -> None:
-        assert self.ask("publish", model, version), f"version {version} of {model} was not published"
+    def publish(self, model: str, version: int, value: float | None = None) -> None:
+        """Its every element is `value`, its number where not given."""
+        assert self.ask("publish", model, version, value), f"version {version} of {model} was not published"
 
 
 # --- services ---

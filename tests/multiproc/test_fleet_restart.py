@@ -15,7 +15,7 @@ from tests.multiproc.fleet_kit import Fleet, Trainers
 from tests.multiproc.pull_kit import Actor, _act, wait_until
 from weightsync.clients.http import HttpEngine
 from weightsync.clients.rollout import RolloutClient
-from weightsync.errors import NotServingError
+from weightsync.errors import NotServingError, VersionError
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.memory import LeaseReader, ServingLease
 from weightsync.rollout.engine import EmbeddedEngine
@@ -148,3 +148,71 @@ def test_a_service_without_a_controller_lends_what_it_has_given(start: Start, tm
     assert (engine.ask("answer"), status.num_pulled) == (1.0, 0)
     for each in (client, again):
         each.close()
+
+
+def notice_of(trainers: Trainers, version: int) -> NotifyRequest:
+    return NotifyRequest(
+        run_id=trainers.run_of("actor"), model_id="actor", version=version, wait_s=SOON_S,
+        sender_endpoint=trainers.endpoints["actor"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("restarted", [True, False], ids=["service-restarts", "service-lives"])
+def test_what_another_life_of_the_trainer_has_published_is_not_served(
+    start: Start, tmp_path: Path, restarted: bool
+) -> None:
+    """Its run_id is the same, and so may be its numbers: what the engine has is no success, and is not answered with.
+    A service that was started again takes it over, and does just what the one before would do.
+    """
+    lease = make_lease(tmp_path)
+    trainers = Trainers(start, models=("actor",))
+    senders = tuple(trainers.endpoints.values())
+    port = int(senders[0].rsplit(":", 1)[1])
+    engine = Actor(start, engine_main, lease, 0, name="engine")
+    service = Actor(start, service_main, None, lease, engine.ask("url"), senders, name="service")
+    client = RolloutClient(service.ask("url"))
+    trainers.publish("actor", 5)
+    client.notify_version(notice_of(trainers, 5))
+    wait_until(lambda: engine.ask("answer") == 5.0, "it was given it", SOON_S)
+
+    trainers.begin("r1", port)
+    if restarted:
+        client.close()
+        service.child.kill()
+        service = Actor(start, service_main, None, lease, engine.ask("url"), senders, name="service")
+        client = RolloutClient(service.ask("url"))
+        assert client.status().models["actor"].engines == {"e": f"{trainers.run_of('actor')}/5"}, "it is taken over"
+    for version in (4, 5):
+        trainers.publish("actor", version, value=55.0)
+        with pytest.raises(VersionError, match="published anew"):
+            client.notify_version(notice_of(trainers, version))
+        wait_until(lambda: engine.ask("answer") is None, "the living trainer never published it", SOON_S)
+        assert "published anew" in (client.status().models["actor"].retrying or "")
+    trainers.publish("actor", 6)
+    assert client.notify_version(notice_of(trainers, 6)).version == 6
+    wait_until(lambda: engine.ask("answer") == 6.0, "above them all goes on", SOON_S)
+    assert client.status().models["actor"].retrying is None
+    client.close()
+
+
+def test_what_the_living_trainer_has_published_is_taken_over(start: Start, tmp_path: Path) -> None:
+    """Its agent says so, by the digest: nothing is moved, and the engine answers all the time."""
+    lease = make_lease(tmp_path)
+    trainers = Trainers(start, models=("actor",))
+    senders = tuple(trainers.endpoints.values())
+    engine = Actor(start, engine_main, lease, 0, name="engine")
+    service = Actor(start, service_main, None, lease, engine.ask("url"), senders, name="service")
+    client = RolloutClient(service.ask("url"))
+    trainers.publish("actor", 1)
+    client.notify_version(notice_of(trainers, 1))
+    wait_until(lambda: engine.ask("answer") == 1.0, "it was given it", SOON_S)
+    client.close()
+    service.child.kill()
+    service = Actor(start, service_main, None, lease, engine.ask("url"), senders, name="service")
+    client = RolloutClient(service.ask("url"))
+    said = client.notify_version(notice_of(trainers, 1))
+    assert (said.version, said.num_pulled, engine.ask("answer")) == (1, 0, 1.0)
+    trainers.publish("actor", 2)
+    assert client.notify_version(notice_of(trainers, 2)).version == 2
+    wait_until(lambda: engine.ask("answer") == 2.0, "it goes on", SOON_S)
+    client.close()

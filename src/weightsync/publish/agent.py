@@ -17,6 +17,7 @@ import msgspec
 from fastapi import Request, Response
 
 from weightsync.clients.agent import MAX_PUBLICATION_BYTES
+from weightsync.codec.digest import ShardSum, model_digest
 from weightsync.errors import (
     InvalidRequestError,
     NotRegisteredError,
@@ -74,6 +75,7 @@ class _Served(Proved, frozen=True, kw_only=True):
         layout: digest of the layout.
         said_bytes: of all three.
         seal: see `TransferGrant`.
+        model_digest: of the whole model, where this agent has all of it.
     """
 
     raw_head: msgspec.Raw
@@ -82,6 +84,7 @@ class _Served(Proved, frozen=True, kw_only=True):
     raw_proof: msgspec.Raw
     said_bytes: int
     seal: str
+    model_digest: str | None
 
 
 @of_one_process
@@ -224,6 +227,7 @@ class TransferAgent:
             raw_proof=msgspec.Raw(raw_proof),
             said_bytes=size_bytes,
             seal=seal_of(raw_head, raw_proof, source=source, life=self._config.life),
+            model_digest=_model_digest(publication, proof),
         )
         end_s, track = now_s(), self.recorder.track
         self.recorder.add(
@@ -274,13 +278,15 @@ class TransferAgent:
 
         await self._waiting.until(newer, request, wait_s=asked_wait_s(request))
         coming = self._prover.newest  # looked at first: what is proved meanwhile is in one of the two
-        version = newest()
+        served = self._current
+        version = None if served is None else served.publication.manifest.version
         return _json(
             AgentVersion(
                 model_id=self._config.model_id,
                 run_id=None if version is None else version.run_id,
                 version=None if version is None else version.number,
                 life=self._config.life,
+                model_digest=None if served is None else served.model_digest,
                 coming_run_id=None if coming is None else coming.run_id,
                 coming=None if coming is None else coming.number,
             )
@@ -411,6 +417,12 @@ class TransferAgent:
     def _phases(self) -> list[Any]:
         builtins: list[Any] = msgspec.to_builtins(self.recorder.drain())
         return builtins
+
+
+def _model_digest(publication: Publication, proof: SourceProof) -> str | None:
+    if len(publication.sources) > 1:
+        return None
+    return model_digest(publication.manifest.table, ShardSum(lane_a=proof.lane_a, lane_b=proof.lane_b))
 
 
 def _tls_context(files: TlsFiles) -> ssl.SSLContext:

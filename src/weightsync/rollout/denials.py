@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from weightsync.rollout.adoption import published_anew
 from weightsync.rollout.sender import POLL_S, Sender, Ticket
 from weightsync.types import Deadline, Version
 from weightsync.types.publication import AgentVersion
@@ -127,11 +128,7 @@ def judge_served(
         if said is not None and ticket.number <= began:
             other_life = said.life not in (None, life) and life is not None
             if other_life and said.run_id in (None, version.run_id):
-                ticket.refused = (
-                    f"run {version.run_id} is published anew, by a trainer that was started again: what is served "
-                    f"under {version} or above is of the one before. Give each life of a trainer a run_id of its own, "
-                    f"or publish above {pulled}"
-                )
+                ticket.refused = published_anew(version, pulled)
                 refused.append(ticket)
             else:
                 ticket.checked = True

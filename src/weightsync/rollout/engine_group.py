@@ -34,7 +34,9 @@ _LET_GO_S = 10.0
 """An abort's own time, and some more."""
 _MAX_PROVED = 100
 _ADOPTED = "?"
-"""The life of a trainer whose version was adopted: any of its run will do."""
+"""The life of a trainer whose version was adopted, and which a controller vouches for: any of its run will do."""
+_UNSURE = "??"
+"""The same, and nobody has vouched for it: no other will do."""
 
 _logger = logging.getLogger(__name__)
 
@@ -180,12 +182,30 @@ class EngineGroup:
         return self.serve(version)
 
     def adopt_any(self) -> Version | None:
-        """As `adopt`, of whatever version each says that it was given; the version, where all have one."""
-        for engine_id, said, began_s in self._found():
-            if said.intact and said.version is not None:
-                self._take_over(engine_id, said.version, said.model_digest, began_s)
-        served = set(self.served().values())
-        return served.pop() if len(served) == 1 else None
+        """As `adopt`, of the version with one digest that all say that they were given; None: there is none.
+
+        See `settle` then: it may be of another life of its trainer.
+        """
+        found = [each for each in self._found() if each[1].intact]
+        names = {(said.version, said.model_digest) for _, said, _ in found}
+        if len(found) < len(self._loaders) or len(names) > 1:
+            return None
+        version, digest = names.pop()
+        if version is None or digest is None:
+            return None
+        for engine_id, _, began_s in found:
+            self._take_over(engine_id, version, digest, began_s, life=_UNSURE)
+        return version if self.serve(version) else None
+
+    def settle(self, life: str | None) -> None:
+        """What `adopt_any` took over is of that life of its trainer; None: it is taken back."""
+        with self._lock:
+            if self._life != _UNSURE:
+                return
+            self._life = life
+            if life is None:
+                self._proved.clear()
+                self._served, self._seen_s = dict.fromkeys(self._served), dict.fromkeys(self._seen_s, 0.0)
 
     def _found(self) -> list[tuple[str, EngineReply, float]]:
         """What those say that serve nothing as far as is known, and are not being loaded."""
@@ -200,12 +220,16 @@ class EngineGroup:
                 if isinstance(said, EngineReply) and begun[who] == self._num_loads[who]
             ]
 
-    def _take_over(self, engine_id: str, version: Version, digest: str | None, began_s: float) -> None:
+    def _take_over(
+        self, engine_id: str, version: Version, digest: str, began_s: float, *, life: str = _ADOPTED
+    ) -> None:
         with self._lock:
-            if self._num_loads[engine_id] % 2:
+            if self._num_loads[engine_id] % 2 or self._proved.get(version, digest) != digest:
+                return  # its trainer lives, and published something else
+            if life == _UNSURE and self._life not in (None, _UNSURE):
                 return
             self._proved[version] = digest
-            self._life = _ADOPTED if self._life is None else self._life
+            self._life = life if self._life is None else self._life
             self._served[engine_id], self._seen_s[engine_id] = version, began_s
             self._mute.discard(engine_id)
             self._silent.pop(engine_id, None)

@@ -31,6 +31,7 @@ from weightsync.errors import (
     as_weightsync_error,
 )
 from weightsync.observe import Metrics, Recorder, now_s
+from weightsync.rollout.adoption import Adoption
 from weightsync.rollout.engine_group import EngineGroup, GroupReport
 from weightsync.rollout.permit import Permit
 from weightsync.rollout.pulled import Pulled
@@ -97,7 +98,8 @@ class Follower:
         self._wishes = Wishes(
             model_id, self._changed, ask=self._newest_at, served=self._engines.served,
             answering=self._engines.answering, taken_over=self._taken_over, told=self._heard,
-            patience_s=config.patience_s, timeout_s=config.pull_timeout_s, poll_s=config.poll_s,
+            settle=self._engines.settle, patience_s=config.patience_s, timeout_s=config.pull_timeout_s,
+            poll_s=config.poll_s,
         )  # fmt: skip
         self._watcher = None
         if config.poll_s is not None:
@@ -196,7 +198,8 @@ class Follower:
         version = ticket.wish.version
         with self._changed:
             # while it says "loading", on_served was not told yet
-            if ticket.checked and self._engines.serve(version) and self._status.state != "loading":
+            sure = ticket.checked and self._wishes.is_sure_of(version)
+            if sure and self._engines.serve(version) and self._status.state != "loading":
                 return True
             self._wishes.check(ticket)
             if self._wishes.follows(version) and self._num_done >= ticket.number and self._status.errors:
@@ -254,15 +257,22 @@ class Follower:
         """See `EngineGroup.adopt`; asks the engines, and waits for their answers. Whether every engine serves it."""
         adopted = self._engines.adopt(version, digest)
         if adopted:
-            self._wishes.adopted(version, endpoint)
+            self._wishes.adopted(Adoption(version=version, digest=digest, sure=True), endpoint)
             self._note(run_id=version.run_id, version=version.number, served_s=now_s())
         return adopted
 
     def adopt_any(self) -> None:
-        """See `EngineGroup.adopt_any`."""
+        """See `EngineGroup.adopt_any`. It is no success before an agent has said that it published just that."""
         version = self._engines.adopt_any()
-        if version is not None:
+        digest = None if version is None else self._engines.digest_of(version)
+        if version is not None and digest is not None:
+            self._wishes.adopted(Adoption(version=version, digest=digest, sure=False))
             self._note(run_id=version.run_id, version=version.number, served_s=now_s())
+
+    @property
+    def is_anew(self) -> bool:
+        """See `Wishes.is_anew`."""
+        return self._wishes.is_anew
 
     @property
     def served_digest(self) -> str | None:
@@ -561,6 +571,7 @@ class Follower:
 
     def _served(self, pulled: Pulled, loaded: GroupReport, began_s: float, loading_s: float) -> dict[str, str]:
         """Every engine has it."""
+        self._wishes.loaded()
         version, done_s, size = pulled.version, now_s(), pulled.manifest.total_bytes
         self._metrics.observe_sync(
             SyncReport(

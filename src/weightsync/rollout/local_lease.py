@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Mapping
 
+from weightsync.clients.fanout import in_thread
 from weightsync.errors import SharedMemoryError
 from weightsync.memory import ServingLease, boot_s
 from weightsync.rollout.follower import Follower
@@ -38,6 +39,13 @@ class LocalLease:
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="weightsync-local-lease", daemon=True)
 
+    def adopt(self) -> None:
+        """Takes for served what engines were given by the service before this one. Waits for their answers."""
+        asked = [in_thread(model.adopt_any, name="weightsync-adopt") for model in self._models.values()]
+        for name, each in zip(self._models, asked, strict=True):
+            if (error := each.exception()) is not None:  # a bug: whoever can't be asked now is loaded
+                _logger.error("model %s: engines could not be asked what they serve", name, exc_info=error)
+
     def start(self) -> None:
         """Starts to lend."""
         self._thread.start()
@@ -50,17 +58,21 @@ class LocalLease:
         self._lease.release()
 
     def _run(self) -> None:
-        for model in self._models.values():
-            try:
-                model.adopt_any()  # they were given it by the service before this one
-            except Exception:  # a bug: whoever can't be asked now is loaded
-                _logger.exception("model %s: engines could not be asked what they serve", model.model_id)
         while True:
             seen_s = min(model.loaded_s for model in self._models.values())
-            if seen_s > 0:
+            if any(model.is_anew for model in self._models.values()):
+                self._revoke()
+            elif seen_s > 0:
                 self._renew(boot_s() + self._lease_s, seen_s)
             if self._stop.wait(_EVERY_S):
                 return
+
+    def _revoke(self) -> None:
+        """What is served is not what the living trainer published under that name, or it never published it."""
+        try:
+            self._lease.revoke()
+        except SharedMemoryError as error:
+            _logger.warning("the lease can't be revoked, engines refuse when it is over: %s", error)
 
     def _renew(self, until_s: float, seen_s: float) -> None:
         try:

@@ -142,6 +142,8 @@ class RolloutService:
 
     def start(self) -> str:
         """Starts to listen; the URL."""
+        if self._local is not None:
+            self._local.adopt()  # before anything is pulled
         url = self._server.start()
         for model in self._models.values():
             model.start()

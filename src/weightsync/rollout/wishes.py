@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from weightsync.errors import NotPublishedError, StateError, TransferAbortedError, VersionError
+from weightsync.rollout.adoption import ANOTHER_LIFE, Adoption, Verdict, published_anew
 from weightsync.rollout.asker import Asker
 from weightsync.rollout.denials import Denials, judge_promises, judge_served
 from weightsync.rollout.sender import OtherRun, Sender, Ticket, Wish
@@ -43,6 +44,7 @@ class Wishes:
         answering: the same of those that are there.
         taken_over: called under the lock when another run took over.
         told: called without the lock after every change that did not come by `add`.
+        settle: called under the lock with the life of what was taken over, see `EngineGroup.settle`.
         patience_s: after so long a version that does not come gives way to what is there.
         timeout_s: how long an agent may take to have a run that is announced beside the one that is followed.
         poll_s: how often agents are asked what they have, though nothing is announced; None: until each has told a
@@ -59,6 +61,7 @@ class Wishes:
         answering: Callable[[], Mapping[str, Version | None]],
         taken_over: Callable[[], None],
         told: Callable[[], None],
+        settle: Callable[[str | None], None],
         patience_s: float,
         timeout_s: float,
         poll_s: float | None = None,
@@ -70,6 +73,7 @@ class Wishes:
         self._answering = answering
         self._taken_over = taken_over
         self._told = told
+        self._settle = settle
         self._patience_s = patience_s
         self._timeout_s = timeout_s
         self._poll_s = poll_s
@@ -79,6 +83,9 @@ class Wishes:
         self._current: str | None = None
         self._pulled = -1
         self._life: str | None = None
+        self._adoption: Adoption | None = None
+        self.is_anew = False
+        """The followed run is published anew under numbers that are served, by another life of its trainer."""
         self._runs_over: dict[str, str] = {}
         self._denials = Denials()
         self._closed = False
@@ -121,7 +128,7 @@ class Wishes:
             number, run_id = wish.version.number, wish.version.run_id
             sender = self._senders.setdefault(wish.endpoint, Sender())
             if self._run_id is None:
-                self._run_id, self._current = run_id, wish.endpoint
+                self._follow(run_id, wish.endpoint)
             if run_id == self._run_id and number <= self._pulled:
                 ticket.checked = False
                 if waits or not sender.unchecked:
@@ -157,7 +164,7 @@ class Wishes:
         with self._changed:
             if version.run_id != self._run_id:
                 return
-            self._pulled, self._life = version.number, life
+            self._pulled, self._life, self._adoption = version.number, life, None
             sender = self._senders.setdefault(endpoint, Sender())
             sender.verified, sender.broken, sender.has = True, False, version.number
             if sender.doubted is not None and sender.doubted <= version.number:
@@ -165,12 +172,19 @@ class Wishes:
             for each in self._senders.values():
                 each.numbers = {number: until for number, until in each.numbers.items() if number > version.number}
 
-    def adopted(self, version: Version, endpoint: str) -> None:
-        """Engines serve it already; where nothing is followed yet, that run is, from this agent."""
+    def loaded(self) -> None:
+        """Every engine serves what was pulled last."""
+        self.is_anew = False
+
+    def adopted(self, adoption: Adoption, endpoint: str | None = None) -> None:
+        """Engines serve it already; where nothing is followed yet, that run is, from this agent, or the first to name
+        it. Agents are asked whether it is theirs."""
         with self._changed:
             if self._run_id is None:
-                self._senders.setdefault(endpoint, Sender())
-                self._run_id, self._current, self._pulled = version.run_id, endpoint, version.number
+                self._adoption = adoption
+                if endpoint is not None:
+                    self._senders.setdefault(endpoint, Sender())
+                    self._follow(adoption.version.run_id, endpoint)
 
     def struggles(self, endpoint: str) -> None:
         """A pull from an agent does not get on: once patience ends, it is asked what it has."""
@@ -235,8 +249,10 @@ class Wishes:
 
     @property
     def doubts(self) -> str | None:
-        """What was announced and is not there; None where all is."""
+        """What was announced and is not there, or is there with other bytes; None where all is well."""
         with self._changed:
+            if self.is_anew and self._run_id is not None:
+                return published_anew(Version(run_id=self._run_id, number=self._pulled), self._pulled)
             for endpoint, sender in self._senders.items():
                 if sender.doubted is not None:
                     return f"{self._run_id}/{sender.doubted} was announced, and {endpoint} has it not: {sender.why}"
@@ -326,7 +342,7 @@ class Wishes:
         """What an agent said, None where it did not, and its newest version, None before its first."""
         if newest is not None:
             if self._run_id is None and newest.run_id not in self._runs_over:
-                self._run_id, self._current = newest.run_id, endpoint
+                self._follow(newest.run_id, endpoint)
                 self.count += 1
                 _logger.info("model %s: %s has %s", self._model_id, endpoint, newest)
                 sender.announce(newest.number, None)
@@ -344,8 +360,14 @@ class Wishes:
             if run_id in self._runs_over or other.until.expired:
                 del sender.runs[run_id]
                 self._refuse(other, f"{endpoint} did not have it within {other.until.timeout_s:g} s: {sender.why}")
-        for ticket in judge_served(sender, said, began=began, life=self._life, pulled=self._pulled):
+        if self._adoption is not None and said is not None:
+            self._judge(self._adoption, said)
+        ours = newest is not None and newest.run_id == self._run_id
+        self.is_anew = self.is_anew and not (ours and said is not None and said.life == self._life)
+        unsure = self._adoption is not None and not self._adoption.sure and self._life is None
+        for ticket in judge_served(sender, None if unsure else said, began=began, life=self._life, pulled=self._pulled):
             _logger.warning("model %s: %s", self._model_id, ticket.refused)
+            self.is_anew = self.is_anew or ours
         self._check_promises(endpoint, sender, answers=said is not None)
 
     def _accept(self, endpoint: str, sender: Sender, newest: Version) -> None:
@@ -362,6 +384,7 @@ class Wishes:
             for each in self._senders.values():
                 each.begin_anew()
             self._run_id, self._current, self._pulled, self._life = newest.run_id, endpoint, -1, None
+            self._adoption, self.is_anew = None, False
             _logger.info("model %s: run %s takes over from %s", self._model_id, newest.run_id, before)
             self._taken_over()
         sender.verified = True
@@ -391,7 +414,32 @@ class Wishes:
                 sender.look, sender.looked = True, sender.looked + 1
                 self._soon(name)
 
+    def is_sure_of(self, version: Version) -> bool:
+        """Whether what is served under that name may be a success: nobody vouches for what was taken over before an
+        agent, or a controller, has said so."""
+        with self._changed:
+            known = self._adoption
+            return known is None or known.sure or known.version.run_id != version.run_id
+
     # --- helpers, under the lock ---
+
+    def _follow(self, run_id: str, endpoint: str) -> None:
+        self._run_id, self._current = run_id, endpoint
+        if self._adoption is not None and self._adoption.version.run_id == run_id:
+            self._pulled = self._adoption.version.number
+
+    def _judge(self, adoption: Adoption, said: AgentVersion) -> None:
+        verdict = adoption.judge(said)
+        if verdict is Verdict.ANEW:
+            if not self.is_anew:
+                _logger.warning("model %s: the run of %s is published anew", self._model_id, adoption.version)
+            self._life, self.is_anew = ANOTHER_LIFE, True
+        elif verdict is Verdict.OURS:
+            self._life, self._adoption = said.life, None
+            self._settle(said.life)
+        elif verdict is Verdict.UNPROVED and not adoption.sure:
+            self._pulled, self._life, self._adoption = -1, None, None
+            self._settle(None)
 
     def _check_run(self, version: Version) -> None:
         if self._closed:

@@ -366,6 +366,7 @@ class AgentVersion(_Message, frozen=True, kw_only=True):
     Attributes:
         life: of the publisher: two of one `run_id` (a trainer that was started again under the same) differ in it, and
             their versions of one number are not the same. None: it does not say.
+        model_digest: of that version; None: its publisher has more than one host, and no agent knows all of it.
         coming_run_id, coming: of the publication that it was given and has not proved yet; None: there is none.
     """
 
@@ -373,6 +374,7 @@ class AgentVersion(_Message, frozen=True, kw_only=True):
     run_id: str | None = None
     version: int | None = None
     life: str | None = None
+    model_digest: str | None = None
     coming_run_id: str | None = None
     coming: int | None = None
 
