@@ -85,7 +85,7 @@ def trainers_main(models: Sequence[str], conn: Any) -> None:
             managers[model].start()
         return {model: manager.endpoint for model, manager in managers.items()}
 
-    def publish(model: str, version: int, value: float | None) -> bool:
+    def publish(model: str, version: int, value: float | None = None) -> bool:
         tensor = torch.full((_NUM_ELEMENTS,), float(version) if value is None else value)
         report = managers[model].offload({"weight": tensor}.items(), version)
         if report.published:
