@@ -1,6 +1,4 @@
-"""Copies and sums by address touch only tensors that lie where they say. A mistake here ends the process: each runs in a
-child.
-"""
+"""Copies and sums by address touch only tensors that lie where they say; a mistake ends the process, here a child."""
 
 from __future__ import annotations
 
