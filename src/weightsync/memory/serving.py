@@ -210,7 +210,8 @@ class LeaseReader:
             self._file = open_believed(path, os.O_RDONLY, also_root=True)
         except OSError as error:
             raise SharedMemoryError(
-                f"the lease file {path} can't be read: {error}; start its service first, or make it: ServingLease(path).close()"
+                f"the lease file {path} can't be read: {error}; start its service first, or make it: "
+                "ServingLease(path).close()"
             ) from error
         weakref.finalize(self, os.close, self._file)
         if _read(self._file) is None:
