@@ -20,9 +20,9 @@ from typing import Any
 
 NEEDED = (
     "torch", "numpy", "numba", "xxhash", "zstandard", "msgspec", "pydantic", "yaml", "fastapi", "starlette", "uvicorn",
-    "httpx", "prometheus_client", "rich", "typer", "zmq",
+    "httpx", "prometheus_client", "rich", "typer",
 )  # fmt: skip
-DISTRIBUTIONS = {"yaml": "pyyaml", "prometheus_client": "prometheus-client", "zmq": "pyzmq"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}
 PARTS = {
     "device": "this machine, and what a copy on the device and over the bus takes",
     "ipc": "cuda_ipc and packed_cuda_ipc between two processes: every bit, and the rate",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
+import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -48,6 +50,9 @@ PAST = 16
 """Entries of histories that have a number of them."""
 WARM = 40
 """Versions until histories with a number of entries are full."""
+LOOK = 30
+BETWEEN = 5
+"""Versions between two moments of a look."""
 
 Step = Callable[[int], None]
 
@@ -120,20 +125,40 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def left_behind(step: Step, first: int, num_versions: int, warm: int) -> int:
-    """Bytes that these versions have left in this process, of which the first `warm` may fill what is bounded."""
+    """Bytes that `num_versions` versions have left in this process, after `warm` that fill what is bounded.
+
+    Compares the least of two looks, each over `LOOK` versions and as many versions apart: a thread or a connection that
+    lives during one of a look's moments does not count, and what versions leave is in each of them.
+    """
+    versions = itertools.count(first)
+
+    def advance(num: int) -> None:
+        for version in itertools.islice(versions, num):
+            step(version)
+
+    def look() -> int:
+        """The least that was traced at some moments in `LOOK` versions from now."""
+        least = traced_bytes()
+        for _ in range(LOOK // BETWEEN):
+            advance(BETWEEN)
+            least = min(least, traced_bytes())
+        return least
+
     tracemalloc.start(1)
     try:
-        for version in range(first, first + warm):
-            step(version)
-        gc.collect()
-        before, _ = tracemalloc.get_traced_memory()
-        for version in range(first + warm, first + warm + num_versions):
-            step(version)
-        gc.collect()
-        after, _ = tracemalloc.get_traced_memory()
-        return after - before
+        advance(warm)
+        before = look()
+        advance(num_versions - LOOK)
+        return look() - before
     finally:
         tracemalloc.stop()
+
+
+def traced_bytes() -> int:
+    """What is held now, without what Python's cache of attributes holds: up to 4,096 names, some more each version."""
+    gc.collect()
+    sys._clear_type_cache()
+    return tracemalloc.get_traced_memory()[0]
 
 
 def test_versions_leave_nothing_behind(world: World) -> None:

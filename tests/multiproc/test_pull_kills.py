@@ -44,7 +44,7 @@ TRAINER = {
         after=True,
     ),
     "has copied, and not stamped": Hook(
-        at="weightsync.publish.segment_writer:SegmentWriter.write_places", do="kill", path="", after=True
+        at="weightsync.publish.segment_writer:SegmentWriter.write_places", do="kill", path="", nth=2, after=True
     ),
     "has stamped": Hook(
         at="weightsync.publish.buffer:PublicationBuffer.written", do="kill", path="", nth=2, after=True

@@ -15,7 +15,9 @@ TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
 
 Token = Annotated[
     str | None,
-    typer.Option(envvar=TOKEN_VARIABLE, help="Bearer token, at least 16 characters; better by the variable."),
+    typer.Option(
+        envvar=TOKEN_VARIABLE, help="Bearer token; a server's has at least 16 characters. Better by the variable."
+    ),
 ]
 
 

@@ -163,7 +163,14 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _check_replaceable(folder: Path, fd: int) -> None:
-    """Raises ConfigError where something lies in the way that no pull of this user has written."""
+    """Raises ConfigError where something lies in the way that no pull of this user has written; weights of another name
+    too, since who loads the folder could take those, or mix them."""
+    others = [name for name in os.listdir(fd) if name.endswith((".safetensors", ".safetensors.index.json"))]
+    if strange := sorted(name for name in others if name != _WEIGHTS and not name.startswith(_ASIDE)):
+        raise ConfigError(
+            f"{folder / strange[0]} is part of a checkpoint that is there: beside it nobody could tell which weights "
+            "count; nothing was changed. Name another folder"
+        )
     for name, is_ours in ((_WEIGHTS, _has_stamp), (_MANIFEST, _is_manifest)):
         try:
             if is_own(os.lstat(name, dir_fd=fd)) and is_ours(name, fd):

@@ -22,7 +22,7 @@ import xxhash
 
 from weightsync.codec.threads import map_all, num_workers
 from weightsync.errors import InvalidRequestError, ManifestMismatchError, MissingDependencyError
-from weightsync.many import Int64s, addresses, are_plain, copy_runs, sizes_bytes
+from weightsync.many import Int64s, addresses, are_plain, check_addresses, copy_runs, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
 from weightsync.tensors import byte_array, byte_view, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
@@ -247,7 +247,11 @@ def sum_of_runs(
         addresses, sizes: first byte and bytes of each, in memory that the caller keeps.
         places: where each run lies in its whole tensor, in bytes.
         keys_1, keys_2: of its tensor, see `keys_of`.
+
+    Raises:
+        UnsupportedError: as for `check_addresses`.
     """
+    check_addresses(addresses, sizes)
 
     def run(cut: slice) -> tuple[int, int]:
         lanes = _many_kernels().runs_of_many(addresses[cut], sizes[cut], places[cut], keys_1[cut], keys_2[cut])
@@ -457,6 +461,7 @@ def lanes_of_whole(
     addresses: Int64s, sizes: Int64s, keys_1: npt.NDArray[np.uint64], keys_2: npt.NDArray[np.uint64]
 ) -> tuple[int, int]:
     """As `sum_of_runs` of whole tensors, on the caller's thread alone, without the GIL."""
+    check_addresses(addresses, sizes)
     lanes = _many_kernels().runs_of_many(addresses, sizes, np.zeros(len(sizes), np.int64), keys_1, keys_2)
     return cast(tuple[int, int], lanes)
 

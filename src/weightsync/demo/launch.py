@@ -210,8 +210,10 @@ class _Job(Processes):
             arguments += [word for name in engines for word in ("--engine", told[name])]
             self.start(f"trainer-{rank}", "weightsync.demo.trainer", arguments)
         trainers = {f"trainer-{rank}" for rank in range(options.ranks)}
+        waits_for = "the trainers' start and first step (kernels are compiled once an installation)"
         while trainers:
-            name, message = self.next("the trainer's next step")
+            name, message = self.next(waits_for)
+            waits_for = "the trainer's next step"
             if "ended" in message:
                 trainers.discard(name)
             elif "error" in message:

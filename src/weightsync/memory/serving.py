@@ -81,7 +81,9 @@ class ServingLease:
                 os.close(self._file)
                 raise
         except OSError as error:
-            raise SharedMemoryError(f"the lease file {path} can't be made: {error}") from error
+            folder = os.path.dirname(path) or "."
+            why = str(error) if os.path.isdir(folder) else f"its folder {folder} does not exist"
+            raise SharedMemoryError(f"the lease file {path} can't be made: {why}") from error
 
     def _take_over(self) -> None:
         try:
@@ -207,7 +209,10 @@ class LeaseReader:
         try:
             self._file = open_believed(path, os.O_RDONLY, also_root=True)
         except OSError as error:
-            raise SharedMemoryError(f"the lease file {path} can't be read: {error}; start its service first") from error
+            raise SharedMemoryError(
+                f"the lease file {path} can't be read: {error}; start its service first, or make it: "
+                "ServingLease(path).close()"
+            ) from error
         weakref.finalize(self, os.close, self._file)
         if _read(self._file) is None:
             raise SharedMemoryError(f"{path} is not a lease file of this release")
@@ -222,7 +227,7 @@ class LeaseReader:
         now = boot_s()
         _, until, hold, seen, boot = found
         if until <= now or boot != self._mark:
-            return "it holds no lease of its fleet, and may be behind: it answers again when it has caught up"
+            return "it holds no lease of its rollout service, and may be behind: it answers again when it has caught up"
         if seen < self._started_s:
             return "it has started anew, and was given no weights since: it answers when its service has seen to it"
         if hold and hold <= now:

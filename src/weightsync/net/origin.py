@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
-from weightsync.errors import ForbiddenError
+from weightsync.errors import ConfigError, ForbiddenError
 from weightsync.net.auth import is_loopback
 
 ALLOWED_HOSTS_VARIABLE = "WEIGHTSYNC_ALLOWED_HOSTS"
@@ -20,8 +20,19 @@ ALLOWED_HOSTS_VARIABLE = "WEIGHTSYNC_ALLOWED_HOSTS"
 
 
 def host_names(names: Iterable[str]) -> frozenset[str]:
-    """These names and those of the environment, as they are compared."""
-    given = [*names, *os.environ.get(ALLOWED_HOSTS_VARIABLE, "").split(",")]
+    """These names and those of the environment, as they are compared.
+
+    Raises:
+        ConfigError: one of the environment's is no name.
+    """
+    allowed = [name.strip() for name in os.environ.get(ALLOWED_HOSTS_VARIABLE, "").split(",") if name.strip()]
+    for name in allowed:
+        if set(name) & set("/*;?#@ ") or name.rpartition("]")[2].count(":") == 1:
+            raise ConfigError(
+                f"{ALLOWED_HOSTS_VARIABLE} has host names, separated by commas, without scheme, port or pattern: "
+                f"{name[:100]!r} is none"
+            )
+    given = [*names, *allowed]
     return frozenset(name.strip().strip("[]").rstrip(".").lower() for name in given if name.strip())
 
 
@@ -39,8 +50,8 @@ def check_page(headers: Mapping[str, str], names: frozenset[str]) -> None:
     host = _name_of(called)
     if host is None or not (is_loopback(host) or host in names):
         raise ForbiddenError(
-            f"this server is not called {called[:100]!r}: without a token it answers to localhost and to the host that "
-            f"it listens on alone, so that no web page reaches it by a name of its own; name others in "
+            f"this server is not called {(host or called)[:100]!r}: without a token it answers to localhost and to the "
+            f"host that it listens on alone, so that no web page reaches it by a name of its own; name others in "
             f"{ALLOWED_HOSTS_VARIABLE}, or give it a token",
             state_left="nothing was done",
         )
@@ -48,7 +59,7 @@ def check_page(headers: Mapping[str, str], names: frozenset[str]) -> None:
     if origin is not None and origin.lower().partition("://")[2] != called.lower():
         raise ForbiddenError(
             f"a web page of {origin[:100]!r} sent this: a server without a token obeys its own pages alone; give it a "
-            "token",
+            "token, or have the proxy in front of it pass the Host header on",
             state_left="nothing was done",
         )
 

@@ -47,7 +47,7 @@ def test_with_a_lease_it_generates(served: Served) -> None:
 def test_without_one_it_refuses_at_once(served: Served) -> None:
     served.lease.revoke()
     began_s = time.monotonic()
-    with pytest.raises(NotServingError, match="refuses to serve: it holds no lease of its fleet") as caught:
+    with pytest.raises(NotServingError, match="refuses to serve: it holds no lease of its rollout service") as caught:
         served.generates(LONG_S)
     assert caught.value.state_left == "fenced"
     assert time.monotonic() - began_s < 1.0, "nothing is waited for"
