@@ -127,8 +127,8 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def left_behind(step: Step, first: int, num_versions: int, warm: int) -> int:
     """Bytes that `num_versions` versions have left in this process, after `warm` that fill what is bounded.
 
-    Compares the least of two looks, each over `LOOK` versions and as many versions apart: a thread or a connection that
-    lives during one of a look's moments does not count, and what versions leave is in each of them.
+    Compares the least that was traced in two looks of `LOOK` versions, which begin `num_versions` apart. A thread or a
+    connection that lives at one moment of a look does not count. What versions leave is there at each moment.
     """
     versions = itertools.count(first)
 
