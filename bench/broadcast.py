@@ -99,7 +99,7 @@ def _measure(conn: Connection, args: BenchArgs) -> Row:
         conn.recv()
 
     def send_all(bare: Any) -> None:
-        for chunk in ModuleWeightExtractor(model).extract_weights("bfloat16"):
+        for chunk in ModuleWeightExtractor(model, chunk_bytes=None).extract_weights("bfloat16"):
             bare.broadcast([byte_view(chunk.tensors[0])], _from_rank_0()).wait()
 
     moved_s: list[float] = []
