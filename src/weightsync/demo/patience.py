@@ -59,7 +59,7 @@ def patiently(waiting_for: str, say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join()
+        thread.join(5)
 
 
 def here() -> str:

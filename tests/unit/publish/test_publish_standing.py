@@ -247,7 +247,7 @@ def test_many_small_tensors_cost_little_more_than_their_copies(manager: WeightMa
 
 
 def test_a_module_of_many_tensors_costs_little_more_than_their_copies(manager: WeightManager) -> None:
-    """In seconds of CPU, which other processes don't stretch. Seen to fail: 5 times the loop, walked anew each time."""
+    """In seconds of CPU, which other processes don't stretch."""
 
     def layer() -> torch.nn.Module:
         module = torch.nn.Module()
