@@ -3,25 +3,39 @@
 # PYTHON           the interpreter that makes .venv: 3.11 or newer.
 # EXTRA_INDEX_URL  one more package index for pip, empty by default. Set it to an index that has CPU builds
 #                  of torch where pip would otherwise choose a CUDA build of several gigabytes.
+# WORKERS          how many of `make test`'s tests run at the same time: most of their time they wait.
 PYTHON ?= python3
 EXTRA_INDEX_URL ?=
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ENGINES := $(VENV)/.installed-engines
-PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
+SGLANG := .venv-sglang
+SGLANG_STAMP := $(SGLANG)/.installed
+SGLANG_LISTS := tests/engines/sglang_cpu
+PIP_OPTIONS = --disable-pip-version-check $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
+PIP_INSTALL = $(BIN)/python -m pip install $(PIP_OPTIONS)
 
-.PHONY: help demo engines browser test check soak storms bench docs
+# Tests start hundreds of processes: each would compile the library anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+PYTHON_IS_NEW = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "weightsync needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
+
+.PHONY: help demo engines engines-sglang browser test check soak storms bench docs
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
 
 demo: $(STAMP) ## train a small model and serve its new weights after every step
 	$(BIN)/weightsync demo
 
 engines: $(ENGINES) ## vLLM, Ray, DeepSpeed and Megatron for the demo and the tests (3 GB)
+
+engines-sglang: $(SGLANG_STAMP) ## a real SGLang for CPUs, for the demo and the tests, in an environment of its own (2.6 GB)
 
 browser: ## Chromium for the test of the controller's page: by apt, where this is root and there is none
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
@@ -29,8 +43,11 @@ browser: ## Chromium for the test of the controller's page: by apt, where this i
 	       && apt-get install -y -qq --no-install-recommends chromium; } \
 	  || echo "there is no Chromium: the test of the controller's page is skipped"
 
-test: $(ENGINES) browser check docs ## the checks, then every test but the long ones
-	$(BIN)/python -m pytest -m "not soak"
+test: $(ENGINES) $(SGLANG_STAMP) browser check docs ## the checks, then every test but the long ones
+	@failed=0; set -x; \
+	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) || failed=1; \
+	$(BIN)/python -m pytest -m "not soak and alone" || failed=1; \
+	exit $$failed
 
 check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/ruff check .
@@ -38,7 +55,7 @@ check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-soak: $(ENGINES) ## the long form of the tests
+soak: $(ENGINES) $(SGLANG_STAMP) ## the long form of the tests
 	$(BIN)/python -m pytest -m soak
 
 storms: $(ENGINES) ## of the long tests, the storms on a busy machine, ten times each
@@ -51,8 +68,7 @@ docs: $(STAMP) ## links resolve, examples compile, generated tables are current
 	$(BIN)/python docs/check.py
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "weightsync needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON_IS_NEW)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@
@@ -62,4 +78,12 @@ $(STAMP): pyproject.toml constraints.txt
 $(ENGINES): $(STAMP)
 	$(PIP_INSTALL) -c constraints.txt -e '.[dev,engines-cpu]'
 	$(BIN)/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+# SGLang asks for CUDA builds of its own: what its server needs on a CPU is listed here, two stand-ins do for the rest.
+$(SGLANG_STAMP): $(SGLANG_LISTS)/requirements.txt $(SGLANG_LISTS)/no-deps.txt constraints-sglang.txt
+	@$(PYTHON_IS_NEW)
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install $(PIP_OPTIONS) -c constraints-sglang.txt -r $(SGLANG_LISTS)/requirements.txt
+	$(SGLANG)/bin/python -m pip install $(PIP_OPTIONS) --no-deps -r $(SGLANG_LISTS)/no-deps.txt
 	@touch $@

@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import BenchArgs, Row, facts, medians_s
-from weightsync.clients.fanout import EngineFanout
-from weightsync.clients.http import HttpEngine
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
 from weightsync.load.module import ModuleWeightLoader
-from weightsync.publish.push import PushSync
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.server import EngineServer
 from weightsync.tensors import byte_view
+from weightsync.trainer.push import PushSync
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
 from weightsync.transfer.group import TransferGroup, join_group
 from weightsync.types import Deadline

@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.harness import BenchArgs, Row, facts
 from weightsync.control.controller import WeightSyncController
-from weightsync.control.method import ModelSync
+from weightsync.control.method import SyncMethod
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
@@ -34,7 +34,7 @@ from weightsync.net.server import ServerThread
 from weightsync.types import Version
 from weightsync.types.control import GateReply, WaitVersionRequest
 from weightsync.types.fleet import CommitVersionsRequest, HeartbeatRequest, PrepareReply, PrepareRequest
-from weightsync.types.publication import ModelStatus, ServiceStatus
+from weightsync.types.service import ModelStatus, ServiceStatus
 
 ROWS = {
     "notify_fanout": "a version prepared and committed on 100 instances of 50 ms a call, over the same on one",
@@ -51,6 +51,9 @@ _LEASE_S = 3600.0
 _QUIET_S = 1.0
 """For how long the server's CPU time is looked at."""
 _MODEL, _RUN, _SENDER = "bench", "run", "http://127.0.0.1:1"
+_TOKEN = "a-token-of-the-bench-alone"
+_CONNECT_AT_ONCE = 100
+"""A server keeps a few hundred connections of one address that have not shown the token yet."""
 
 
 def run(args: BenchArgs) -> list[Row]:
@@ -129,7 +132,9 @@ class _Fleet:
         self._ahead_s = _LEASE_S  # a new pool lends nothing for one lease
         self._method = FleetMethod(self._pool)
         for number in range(num_instances):
-            beat = HeartbeatRequest(instance_id=f"i{number}", life="one", url=f"{url}/i{number}", lacks=(_MODEL,))
+            beat = HeartbeatRequest(
+                instance_id=f"i{number}", incarnation="one", url=f"{url}/i{number}", lacks=(_MODEL,)
+            )
             assert self._pool.heartbeat(beat).state == "live"
         self._versions = itertools.count(1)
 
@@ -138,7 +143,7 @@ class _Fleet:
         version = Version(run_id=_RUN, number=next(self._versions))
         begin = time.perf_counter()
         self._method.trained(_MODEL, version, _SENDER)
-        assert self._method.sync(_MODEL, version) == version.number
+        assert self._method.sync_weights(_MODEL, version) == version.number
         return time.perf_counter() - begin
 
 
@@ -175,7 +180,7 @@ def _instances_main(conn: Connection) -> None:
 # --- gate_wakes ---
 
 
-class _Told(ModelSync):
+class _Told(SyncMethod):
     """Serves whatever it is asked to, at once.
 
     Args:
@@ -188,7 +193,7 @@ class _Told(ModelSync):
     def subscribe(self, changed: Callable[[], None]) -> None:
         self._pool.subscribe(changed)
 
-    def sync(self, model_tag: str, version: Version) -> int:
+    def sync_weights(self, model_tag: str, version: Version) -> int:
         return version.number
 
     def evict_failed(self, model_tag: str) -> Sequence[str]:
@@ -217,12 +222,14 @@ def _controller_main(conn: Connection) -> None:
             beating.wait()
             instance = number % _NUM_INSTANCES
             pool.heartbeat(
-                HeartbeatRequest(instance_id=f"i{instance}", life="one", url="http://127.0.0.1:1", lacks=(_MODEL,))
+                HeartbeatRequest(
+                    instance_id=f"i{instance}", incarnation="one", url="http://127.0.0.1:1", lacks=(_MODEL,)
+                )
             )
             time.sleep(_BEAT_S / _NUM_INSTANCES)
 
     threading.Thread(target=beat, daemon=True).start()
-    server = ControllerServer(controller)
+    server = ControllerServer(controller, token=_TOKEN)
     conn.send(server.start())
     while True:
         order = conn.recv()
@@ -246,16 +253,21 @@ class _Waiter:
         self.answered_s = 0.0
 
     @classmethod
-    async def connect(cls, url: str) -> _Waiter:
+    async def connect(cls, url: str, served: int) -> _Waiter:
+        """Waits for a version that is served already, which shows the token, and asks for the next one."""
         host, _, port = url.removeprefix("http://").rpartition(":")
-        return cls(*await asyncio.open_connection(host, int(port)))
+        waiter = cls(*await asyncio.open_connection(host, int(port)))
+        waiter.ask(served)
+        await waiter.answer()
+        waiter.ask(served + 1)  # a connection that asks for nothing is closed soon
+        return waiter
 
     def ask(self, version: int) -> None:
         """Sends the one request."""
         body = encode(WaitVersionRequest(model_tag=_MODEL, run_id=_RUN, version=version, wait_s=_WAIT_S))
         head = (
             "POST /wait_version HTTP/1.1\r\nHost: gate\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"Authorization: Bearer {_TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         self._writer.write(head.encode() + body)
         self.num_requests += 1
@@ -278,12 +290,20 @@ async def _gate_wakes(args: BenchArgs) -> Row:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the process that is started has it, too
     with _process(_controller_main) as conn:
         url = await asyncio.to_thread(conn.recv)
-        waiters = await asyncio.gather(*(_Waiter.connect(url) for _ in range(_NUM_WAITERS)))
-        rounds = [await _round(conn, waiters, version) for version in range(1, args.repeats + 2)][1:]
+        conn.send(1)
+        await asyncio.to_thread(conn.recv)
+        waiters: list[_Waiter] = []
+        while len(waiters) < _NUM_WAITERS:
+            waiters += await asyncio.gather(*(_Waiter.connect(url, 1) for _ in range(_CONNECT_AT_ONCE)))
+        asked, rounds = 2 * _NUM_WAITERS, []  # one look at the open gate, one at the closed one
+        for version in range(2, args.repeats + 3):
+            times, asked = await _round(conn, waiters, version, asked)
+            rounds.append(times)
+        del rounds[0]
         num_requests = {each.num_requests for each in waiters}
         for each in waiters:
             each.close()
-    assert num_requests == {2 * (args.repeats + 1)}, "a waiter asked more than once"
+    assert num_requests == {2 + 2 * (args.repeats + 1)}, "a waiter asked more than once"
     median = {name: round(statistics.median(each[name] for each in rounds), 5) for name in rounds[0]}
     return _row(
         "gate_wakes", median["last_s"], median["open_s"], args,
@@ -299,13 +319,16 @@ async def _gate_wakes(args: BenchArgs) -> Row:
     )  # fmt: skip
 
 
-async def _round(conn: Connection, waiters: Sequence[_Waiter], version: int) -> dict[str, float]:
-    """All wait for a version, it is served, and then all ask for it once more."""
-    before, _ = await _looks(conn)
-    for each in waiters:
-        each.ask(version)
+async def _round(
+    conn: Connection, waiters: Sequence[_Waiter], version: int, asked: int
+) -> tuple[dict[str, float], int]:
+    """All wait for a version, which they have asked for; it is served, all ask for it once more, and for the next.
+
+    Args:
+        asked: how many looks the gate has had when all have asked; and the same for the next round comes back.
+    """
     answers = asyncio.gather(*(each.answer() for each in waiters))
-    while (await _looks(conn))[0] < before + len(waiters):
+    while (await _looks(conn))[0] < asked:
         if answers.done():  # one was refused
             await answers
         await asyncio.sleep(0.02)
@@ -325,10 +348,13 @@ async def _round(conn: Connection, waiters: Sequence[_Waiter], version: int) -> 
         each.ask(version)
     await asyncio.gather(*(each.answer() for each in waiters))
     open_s = max(each.answered_s for each in waiters) - start
+    looks, _ = await _looks(conn)
+    for each in waiters:
+        each.ask(version + 1)
     return {
         "first_s": min(answered), "last_s": max(answered), "open_s": open_s, "quiet_cpu": quiet_cpu,
         "beating_cpu": beating_cpu, "looks": done - before,
-    }  # fmt: skip
+    }, looks + len(waiters)  # fmt: skip
 
 
 async def _cpu_share(conn: Connection) -> float:

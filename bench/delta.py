@@ -1,19 +1,14 @@
-"""How large and how fast are deltas of real AdamW updates? Rows `delta_encode`, `delta_bytes`, `delta_bytes_small`
-and `delta_decode`.
+"""How large and how fast are deltas of real AdamW updates? Rows `delta_encode`, `delta_bytes` and
+`delta_decode`.
 
 The data is `bench.delta_data`'s: bf16 weights before and after one update of a training run. Reported are those of
 learning rate 1e-6 in the late phase, tiled to `--gib`; a table over all learning rates and phases, of one copy of the
 trained model each, is in the detail of `delta_bytes`.
 
-Bounds, all of them empirical and of the whole model at once:
-
-- *order 0*: entropy of the gaps between changed elements plus entropy of the zigzag differences of ranks (one step in
-  the order of the reals is 1 or 2), each as if its symbols were drawn independently.
-- *exponent*: the same, of a coder that knows the old element's exponent: for each class of exponents with N elements of
-  which n changed, N h(n / N) bits for which ones, and n times the entropy of the differences in this class.
-
-Neither counts the model (the frequencies) that a coder has to send. Neither is a floor for a coder that adapts to
-places: `order0_by_unit` in the detail is the first one, taken in each unit by itself.
+The bound, empirical and of the whole model at once, is *order 0*: entropy of the gaps between changed elements plus
+entropy of the zigzag differences of ranks (one step in the order of the reals is 1 or 2), each as if its symbols were
+drawn independently. It does not count the model (the frequencies) that a coder has to send. It is no floor for a coder
+that adapts to places: `order0_by_unit` in the detail is the same, taken in each unit by itself.
 
 References (numpy and zstd, one core) are decoded and compared as well: absolute int32 indices and values, as many
 libraries send them; XOR of everything through zstd-1; 16-bit gaps and XORs through zstd-1.
@@ -36,26 +31,19 @@ import zstandard
 
 from bench.delta_data import PHASES, Bits, Trained, tiled, trained
 from bench.harness import BenchArgs, Memcpy, Row, facts
-from weightsync.codec.delta import (
-    CostModel,
-    DeltaReader,
-    EncodedDelta,
-    Mode,
-    Unit,
-    UnitChange,
-    encode_delta,
-    plan_units,
-)
+from weightsync.codec.delta import EncodedDelta, encode_delta
+from weightsync.codec.delta_cost import CostModel
+from weightsync.codec.delta_reader import DeltaReader, UnitChange
+from weightsync.codec.delta_units import Unit, plan_units
 from weightsync.codec.threads import map_all
 from weightsync.memory import Segment
 
 ROWS = {
     "delta_encode": "diff and encode one real AdamW update, all cores, over one memcpy of the model",
     "delta_bytes": "bytes of that delta over the order-0 entropy of its gaps and differences",
-    "delta_bytes_small": "bytes of its small mode over the exponent-conditioned entropy",
     "delta_decode": "decode it and write it into a staging, all cores, over one memcpy of the model",
 }
-_TARGETS = {"delta_encode": 2.0, "delta_bytes": 1.12, "delta_bytes_small": 1.12, "delta_decode": 2.0}
+_TARGETS = {"delta_encode": 2.0, "delta_bytes": 1.12, "delta_decode": 2.0}
 _REPORTED = (1e-6, "late")
 _DENSE = (0.015, 0.04)
 _BASE = bytes(16)
@@ -86,13 +74,12 @@ def _rows(args: BenchArgs, wanted: list[str], data: Trained, case: Case) -> list
     bounds = Bounds(case.old, case.new, case.units)
     rows = []
     for name in wanted:
-        mode: Mode = "exponent" if name == "delta_bytes_small" else "planes"
-        delta = case.encode(mode)
+        delta = case.encode()
         case.check(delta)
         each = delta.nbytes / max(1, bounds.num_changed)
         measured: dict[str, Any] = {}
         if name == "delta_encode":
-            measured = _times(case, {"encode": lambda: _timed(case.encode, "planes")}, args.repeats)
+            measured = _times(case, {"encode": functools.partial(_timed, case.encode)}, args.repeats)
             ratio = measured["ratios"]["encode"]
             measured["numpy_diff"] = _numpy_diff(case, args.repeats)
         elif name == "delta_decode":
@@ -100,20 +87,10 @@ def _rows(args: BenchArgs, wanted: list[str], data: Trained, case: Case) -> list
             ratio = measured["ratios"]["decode"]
             measured["target_is"] = "our own: the speed table has none for it"
             measured["is_not_in_it"] = "the sum of the change, which a receiver takes as well"
-        elif name == "delta_bytes":
+        else:
             ratio = each / bounds.order0
             measured["references"] = _references(case.old, case.new, case.memcpy, min(3, args.repeats))
             measured["table"] = list(_table(data))
-        else:
-            ratio = each / bounds.exponent
-            measured = _times(
-                case,
-                {
-                    "encode": lambda: _timed(case.encode, "exponent"),
-                    "decode": functools.partial(case.decode_s, delta),
-                },
-                args.repeats,
-            )
         detail = {
             **facts(args),
             "data": _told(data),
@@ -160,11 +137,11 @@ class Case:
             at += count
         self.units = plan_units(runs)
 
-    def encode(self, mode: Mode, costs: CostModel | None = None) -> EncodedDelta:
+    def encode(self, costs: CostModel | None = None) -> EncodedDelta:
         """The delta. Without costs no unit is written in full to spare time."""
         costs = costs or CostModel(link_bytes_per_s=_SLOW_LINK, fixed=True)
         old, new = self.old.view(np.uint8), self.new.view(np.uint8)
-        return encode_delta(old, new, self.units, costs=costs, mode=mode, base=_BASE)
+        return encode_delta(old, new, self.units, costs=costs, base=_BASE)
 
     def check(self, delta: EncodedDelta) -> None:
         """Decodes every unit, and compares it with the new bytes.
@@ -229,7 +206,6 @@ class Bounds:
         gaps: order-0 entropy of the gaps between them; `steps`: of the zigzag differences of ranks.
         order0: both.
         order0_by_unit: both, taken in each unit by itself and added up; None without units.
-        exponent: bound of a coder that knows each old element's exponent.
     """
 
     def __init__(self, old: Bits, new: Bits, units: tuple[Unit, ...] = ()) -> None:
@@ -241,14 +217,13 @@ class Bounds:
         self.gaps = entropy_bits(np.diff(positions, prepend=-1)) * bytes_each
         self.steps = entropy_bits(steps) * bytes_each
         self.order0 = self.gaps + self.steps
-        self.exponent = _exponent_bits(old, old[positions], steps) * bytes_each
         self.order0_by_unit: float | None = None
         if units:
             self.order0_by_unit = sum(_unit_bits(positions, steps, unit) for unit in units) * bytes_each
 
     def to_dict(self) -> dict[str, float]:
         """For JSON."""
-        found = {"gaps": self.gaps, "steps": self.steps, "order0": self.order0, "exponent": self.exponent}
+        found = {"gaps": self.gaps, "steps": self.steps, "order0": self.order0}
         if self.order0_by_unit is not None:
             found["order0_by_unit"] = self.order0_by_unit
         return {name: _short(value) for name, value in found.items()}
@@ -277,22 +252,6 @@ def entropy_bits(values: npt.NDArray[Any]) -> float:
     counts = np.bincount(values) if dense else np.unique(values, return_counts=True)[1]
     counts = counts[counts > 0].astype(np.float64)
     return float(len(values) * np.log2(len(values)) - (counts * np.log2(counts)).sum())
-
-
-def _exponent_bits(old: Bits, old_changed: Bits, steps: Bits) -> float:
-    totals = np.zeros(256, np.int64)
-    for at in range(0, len(old), _CHUNK):
-        totals += np.bincount((old[at : at + _CHUNK] >> 7) & 255, minlength=256)
-    classes = (old_changed >> 7) & 255
-    bits = 0.0
-    for which, number in enumerate(np.bincount(classes, minlength=256).tolist()):
-        total = int(totals[which])
-        for part in (number, total - number):
-            if 0 < part < total:
-                bits += part * np.log2(total / part)
-        if number:
-            bits += entropy_bits(steps[classes == which])
-    return float(bits)
 
 
 def _unit_bits(positions: Positions, steps: Bits, unit: Unit) -> float:
@@ -422,7 +381,7 @@ def _denser(data: Trained, case: Case, repeats: int) -> list[dict[str, Any]]:
         if which == _REPORTED or not _DENSE[0] <= density <= _DENSE[1]:
             continue
         case.fill(which)
-        taken = _times(case, {"encode": lambda: _timed(case.encode, "planes")}, min(3, repeats))
+        taken = _times(case, {"encode": functools.partial(_timed, case.encode)}, min(3, repeats))
         found.append({"learning_rate": which[0], "phase": which[1], "density": _short(density), **taken})
     return found
 
@@ -436,12 +395,11 @@ def _table(data: Trained) -> Iterator[dict[str, Any]]:
                 continue
             case = Case(data, num_bytes, (pair.learning_rate, phase))
             bounds = Bounds(case.old, case.new)
-            planes, small = case.encode("planes"), case.encode("exponent")
+            planes = case.encode()
             chosen = {
-                name: case.encode("auto", CostModel(link_bytes_per_s=speed, fixed=True))
-                for name, speed in _LINKS.items()
+                name: case.encode(CostModel(link_bytes_per_s=speed, fixed=True)) for name, speed in _LINKS.items()
             }
-            for delta in (planes, small, *chosen.values()):
+            for delta in (planes, *chosen.values()):
                 case.check(delta)
             number = max(1, bounds.num_changed)
             yield {
@@ -450,14 +408,9 @@ def _table(data: Trained) -> Iterator[dict[str, Any]]:
                 "density": _short(bounds.density),
                 "planes": _short(planes.nbytes / number),
                 "planes_over_order0": _short(planes.nbytes / number / bounds.order0),
-                "small": _short(small.nbytes / number),
-                "small_over_exponent": _short(small.nbytes / number / bounds.exponent),
                 "order0": _short(bounds.order0),
-                "exponent": _short(bounds.exponent),
                 "planes_over_model": _short(planes.nbytes / num_bytes),
-                "small_over_model": _short(small.nbytes / num_bytes),
                 "planes_forms": _forms(planes),
-                "small_forms": _forms(small),
                 "chosen_forms": {name: _forms(delta) for name, delta in chosen.items()},
                 **{
                     name: each["bytes_a_change"]

@@ -1,7 +1,7 @@
 """How long is an embedded engine paused for a delta of 1 % of its elements, undo record included? Row `delta_pause`.
 
 A bf16 model of `--gib`, random elements, new values: base, patch and proofs are as a pull leaves them, and the load is
-the library's own (`EngineLoader` over `EmbeddedEngine`, one worker in this process). The pause is what the engine's own
+the library's own (`EngineUpdate` over `EmbeddedEngine`, one worker in this process). The pause is what the engine's own
 phases say: from the start of its "pause" to the end of its "resume", everything in between included. Over one memcpy
 of the model's bytes, timed in turns with it.
 
@@ -27,19 +27,20 @@ import torch
 
 from bench.digest import _model
 from bench.harness import BenchArgs, Memcpy, Row, facts
-from weightsync.codec.digest import ShardSum, digest_of, patch_sum, patched_digest, tensor_digests
+from weightsync.codec.digest import ShardSum, digest_of, patch_sum, patched_digest
+from weightsync.codec.tensor_digest import tensor_digests
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.worker import EngineWorker
+from weightsync.host.engine_update import EngineUpdate
+from weightsync.host.staged_version import PatchedTensor, StagedPatch, StagedVersion
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.memory import MappedSegment, Segment
 from weightsync.memory.folder import path_of
 from weightsync.observe import Recorder, paused_s
 from weightsync.plan.buckets import plan_bucket
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.pulled import PatchedTensor, Pulled, PulledPatch
-from weightsync.rollout.staged_load import EngineLoader
-from weightsync.rollout.worker import EngineWorker
 from weightsync.tensors import byte_view, spec_of
 from weightsync.types import Deadline, HeldTensor, Manifest, Patch, Version
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 ROWS = {"delta_pause": "pause of an embedded engine for a 1 % delta, with undo, over one memcpy of the model"}
 _TARGET = 0.5
@@ -60,7 +61,7 @@ def run(args: BenchArgs) -> list[Row]:
     embedded = EmbeddedEngine([worker])
     audits: queue.Queue[float] = queue.Queue()
     worker.recorder.subscribe(lambda each: audits.put(each.end_s - each.start_s) if each.name == "audit" else None)
-    engine = EngineLoader(embedded, "bench", recorder=recorder)
+    engine = EngineUpdate(embedded, "bench", recorder=recorder)
     with _versions(model) as (pulled, num_changed):
         engine.load(pulled(0), deadline=Deadline(_TIMEOUT_S))
         recorder.drain()
@@ -148,9 +149,9 @@ def _versions(model: dict[str, torch.Tensor]) -> Iterator[Any]:
         memory[offset : offset + part.nbytes] = byte_view(part)
     tensor_digest_of = tensor_digests(model)
 
-    def pulled(number: int) -> Pulled:
+    def pulled(number: int) -> StagedVersion:
         manifest = Manifest(version=Version(run_id="bench", number=number), model_id="bench", tensors=specs)
-        patch = PulledPatch(
+        patch = StagedPatch(
             base=Version(run_id="bench", number=max(0, number - 1)),
             base_digest=digests[(number - 1) % 2],
             segment=segment.name,
@@ -164,7 +165,7 @@ def _versions(model: dict[str, torch.Tensor]) -> Iterator[Any]:
                 for index, spec in enumerate(specs)
             ),
         )
-        return Pulled(
+        return StagedVersion(
             manifest=manifest.with_digests(tensor_digest_of, digests[number % 2]),
             segment=staging.name,
             offsets=dict(zip(model, layout.offsets, strict=True)),
@@ -183,7 +184,7 @@ def _versions(model: dict[str, torch.Tensor]) -> Iterator[Any]:
                 each.close()
 
 
-def _undo(loader: ModuleWeightLoader, pulled: Pulled, repeats: int) -> float:
+def _undo(loader: ModuleWeightLoader, pulled: StagedVersion, repeats: int) -> float:
     """Seconds of a rollback, after a commit of the same patch."""
     assert pulled.patch is not None
     times = []

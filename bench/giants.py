@@ -24,15 +24,15 @@ import torch
 
 from bench.harness import BenchArgs, Row, facts
 from weightsync.clients.agent import MAX_PUBLICATION_BYTES, AgentClient
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.host.engine_update import EngineUpdate
+from weightsync.host.puller import Puller
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.net.messages import decode, encode
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.puller import Puller
-from weightsync.rollout.staged_load import EngineLoader
+from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline
 from weightsync.types.layout import GrantMessage
-from weightsync.types.publication import FinishRequest, RegisterRequest, TransferRequest, Transport
+from weightsync.types.transfer_messages import FinishRequest, RegisterRequest, TransferRequest, Transport
 
 ROWS = {
     "offload_100k": "one rank's offload of 100,000 small tensors, over a loop of copy_",
@@ -162,7 +162,7 @@ def _pull(manager: WeightManager, model: torch.nn.Module, publish: Any, args: Be
     found: dict[Transport, list[tuple[float, float]]] = {}
     for kind, engine_model in engines.items():
         puller = Puller(manager.endpoint, "giant", mode="full", receiver_id=f"giant-{kind}", transport=kind)
-        engine = EngineLoader(EmbeddedEngine.of(ModuleWeightLoader(engine_model), engine_id=f"giant-{kind}"), "giant")
+        engine = EngineUpdate(EmbeddedEngine.of(ModuleWeightLoader(engine_model), engine_id=f"giant-{kind}"), "giant")
         found[kind] = []
         for _ in range(args.repeats + 1):
             publish()

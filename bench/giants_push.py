@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from bench.harness import BenchArgs, Row, facts
-from weightsync.clients.fanout import EngineFanout
-from weightsync.clients.http import HttpEngine
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
 from weightsync.load.module import ModuleWeightLoader
-from weightsync.publish.push import PushSync
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.server import EngineServer
+from weightsync.trainer.push import PushSync
 from weightsync.transfer.registry import strategy_named
 
 ROWS = {"push_100k": "seconds of a push of 100,000 small tensors, over 5 s"}

@@ -22,16 +22,16 @@ from multiprocessing.connection import Connection
 import torch
 
 from bench.harness import BenchArgs, Memcpy, Row, facts
-from weightsync.clients.fanout import EngineFanout
-from weightsync.clients.http import HttpEngine
 from weightsync.codec.base import Codec, Decoder, Encoder
 from weightsync.codec.full import FullCodec
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
 from weightsync.errors import UnsupportedError
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
 from weightsync.load.module import ModuleWeightLoader
-from weightsync.publish.push import PushSync
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.server import EngineServer
+from weightsync.trainer.push import PushSync
 from weightsync.transfer.registry import strategy_named
 from weightsync.types import Full, HeldTensor, Manifest, PatchBase, Update, Version, WeightChunk
 

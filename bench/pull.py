@@ -32,16 +32,16 @@ import safetensors.torch
 import torch
 
 from bench.harness import BenchArgs, Memcpy, Row, facts
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.host.engine_update import EngineUpdate
+from weightsync.host.puller import Puller
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.memory import MappedSegment
 from weightsync.memory.folder import open_own, path_of
-from weightsync.publish.manager import BLOCK_BYTES, WeightManager
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.puller import Puller
-from weightsync.rollout.staged_load import EngineLoader
+from weightsync.trainer.publisher import BLOCK_BYTES, WeightManager
 from weightsync.transfer.blocks import checksum
 from weightsync.types import Deadline
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 ROWS = {
     "offload": "one rank's offload of a bf16 model into shared memory, over one memcpy",
@@ -294,7 +294,7 @@ def _end_to_end(
             name.replace(".", "_"), torch.nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
         )
     loader = ModuleWeightLoader(module, in_place=True, name_map=lambda name: name.replace(".", "_"))
-    engine = EngineLoader(EmbeddedEngine.of(loader), "bench")
+    engine = EngineUpdate(EmbeddedEngine.of(loader), "bench")
     ours: dict[str, list[float]] = {"tcp": [], "shm": []}
     paused: list[float] = []
     for transport in Transport:

@@ -1,32 +1,60 @@
 """Checks that the documentation is true of the tree it lies in; `--write` renews the generated tables.
 
 What is checked in README, CONTRIBUTING, CHANGELOG, docs/ and design/: relative links and their anchors
-resolve; fenced python blocks compile, and what they import from weightsync exists; generated tables are
-what the code says now.
+resolve; fenced python blocks compile, and what they import from weightsync exists; tests that are named exist;
+generated tables are what the code says now. In docs/, modules, names and keys of the library that are written of exist,
+and a page ends within two screens. Every row of docs/documents/ resolves (`documents.py`).
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
-import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from tables import TABLES
 
+import documents
 from weightsync import _config_foreign as foreign
 from weightsync import config as schema
-from weightsync.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
+HOUSE = ROOT / "src" / "weightsync"
+MOST_LINES = 130
+README_LINES = 150
+_LONG = {
+    "control-states.md": "drawn by the code",
+    "delta-format.md": "a format",
+    "extending-transport.md": "one example",
+}
+_ROOMS = {each.stem for each in HOUSE.iterdir() if not each.name.startswith("_")}
+_KEYS = {
+    *(f"{name}.{key}" for name in schema.SECTIONS for key in schema.SECTIONS[name].model_fields),
+    *(".".join(key[:2]) for key in foreign.FOREIGN_KEYS),
+    "engine.generation",  # objects of snippets
+    "engine.update_named_weights",  # and of a document
+    "fleet.controller",
+    "fleet.token",
+    "generator.weight_sync_backnd",  # what a misspelling looks like
+    "net.http",  # a logger
+}
+_SECTIONS = {*schema.SECTIONS, *foreign.FOREIGN_ROOTS} - _ROOMS
+_DOTTED = re.compile(r"`(?:weightsync\.)?([a-z_]+(?:\.\w+)+)(?:\([^`]*)?`")
+_KEY = re.compile(r"`([a-z_]+)\.(\w+)`")
+_IN_FILE = re.compile(r"`([a-z_]+/[\w/]+\.py)(?::(\w[\w.]*))?`")
+_UNTRUE = {
+    r"every tensor (?:is|was) proved before it is (?:loaded|served)": "some engines prove nothing",
+    r"before every engine has proved|when all engines have proved": "some are unprovable: say what each engine answers",
+    r"proves? (?:all )?(?:that|what) (?:the|every|each) engines? serves?": "say which engine proves what",
+}
+"""Claims of proofs that hold for some engines alone."""
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
-_QUOTE = "'"
+_TEST = re.compile(r"`((?:[\w/]*/)?test_\w+\.py)(?:::(\w+))?`|`\.\.\.::(\w+)`")
+_COMMENT = re.compile(r"<!--.*?-->\n", re.DOTALL)
 _TABLE = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -37,6 +65,7 @@ def main(arguments: list[str]) -> int:
         if "--write" in arguments:
             page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
         wrong += [f"{page.relative_to(ROOT)}: {what}" for what in problems(page)]
+    wrong += [f"docs/documents/{what}" for what in documents.problems()]
     print("\n".join(wrong) if wrong else "docs: links resolve, examples compile, tables are current")
     return 1 if wrong else 0
 
@@ -58,11 +87,23 @@ def problems(page: Path) -> Iterator[str]:
             yield f"the link {target} leads nowhere"
         elif anchor and there.suffix == ".md" and anchor not in _anchors(there):
             yield f"the link {target} names no heading of that page"
+    for claim, why in _UNTRUE.items():
+        for found in re.findall(claim, re.sub(r"\s+", " ", text), re.IGNORECASE):
+            yield f"it says {found!r}, which is untrue: {why}"
     for placeholder in re.findall(r"\b(?:R_[A-Z]+|RESULTS_DATE)\b", text):
         yield f"the placeholder {placeholder} was never filled in"
     for language, block in _FENCE.findall(text):
         if language == "python":
             yield from _python_problems(block)
+    yield from _test_problems(text)
+    if page == ROOT / "README.md" and text.count("\n") > README_LINES:
+        yield f"it has {text.count(chr(10))} lines; {README_LINES} are what a newcomer reads"
+    if page.parent == ROOT / "docs":
+        yield from _name_problems(_FENCE.sub("", text))
+        if page.name not in (*_LONG, "README.md", "methods.md") and not re.search(r"\A# .+\n\nYou ", text):
+            yield 'the page begins with what its reader wants to do: "You want to ..."'
+        if page.name not in _LONG and _num_lines(text) > MOST_LINES:
+            yield f"the page has {_num_lines(text)} lines; two screens are {MOST_LINES}: split it by what readers want"
     for _, name, found, _ in _TABLE.findall(text):
         if name not in TABLES:
             yield f"no table is called {name}; choices are {', '.join(TABLES)}"
@@ -70,102 +111,58 @@ def problems(page: Path) -> Iterator[str]:
             yield f"the table {name} is out of date: run python docs/check.py --write"
 
 
+def _name_problems(text: str) -> Iterator[str]:
+    """What is written of and is not there: modules and names (`net.guard.Guard`, `load/module.py:name`), keys."""
+    for dotted in _DOTTED.findall(text):
+        parts = dotted.split(".")
+        if parts[0] in _ROOMS and parts[-1] != "py" and ".".join(parts[:2]) not in _KEYS and not _is_there(parts):
+            yield f"the library has no {dotted}"
+    for section, key in _KEY.findall(text):
+        if section in _SECTIONS and f"{section}.{key}" not in _KEYS:
+            yield f"no configuration has the key {section}.{key}"
+    for path, name in _IN_FILE.findall(text):
+        if path.split("/")[0] in _ROOMS and not _is_there([*path.removesuffix(".py").split("/"), *name.split(".")]):
+            yield f"the library has no {name or 'such file'} in {path}"
+
+
+def _is_there(parts: list[str]) -> bool:
+    at = HOUSE
+    for number, part in enumerate(parts):
+        if (at / part).is_dir():
+            at = at / part
+            continue
+        file, names = at / f"{part}.py", parts[number + 1 :]
+        if not file.exists():
+            file, names = at / "__init__.py", parts[number:]
+        text = file.read_text(encoding="utf-8")
+        return all(re.search(rf"\b{name}\b", text) for name in names if name)
+    return True
+
+
+def _test_problems(text: str) -> Iterator[str]:
+    """Tests that are named and are not there; `...::name` is one of the file that was named before."""
+    files = {str(file.relative_to(ROOT)): file for file in ROOT.glob("tests/**/test_*.py")}
+    named: list[Path] = []
+    for file, name, further in _TEST.findall(text):
+        if file:
+            named = [there for path, there in files.items() if f"/{path}".endswith(f"/{file}")]
+            if not named:
+                yield f"there is no test file {file}"
+        wanted = name or further
+        if wanted and named and not any(f"def {wanted}(" in there.read_text(encoding="utf-8") for there in named):
+            yield f"there is no test {wanted} in {named[0].relative_to(ROOT)}"
+
+
+def _num_lines(text: str) -> int:
+    """Lines that a reader sees and somebody has written."""
+    return _COMMENT.sub("", _TABLE.sub("", text)).count("\n")
+
+
 def with_tables(text: str) -> str:
     """A page with its generated tables renewed."""
     return _TABLE.sub(
         lambda found: found[1] + (TABLES[found[2]]() if found[2] in TABLES else found[3]) + found[4], text
     )
-
-
-def keys_table(prefix: str, section: type[BaseModel]) -> str:
-    """The keys of a section with values, defaults and meanings."""
-    rows = []
-    for key, field in section.model_fields.items():
-        if key in schema.SECTIONS:
-            continue
-        choices = ", ".join(f"`{choice.strip(_QUOTE)}`" for choice in schema.choices_of(field.annotation))
-        words = schema.must_be(key, field.annotation)
-        values = f"globs, each with one of {choices}" if key == "dtype_overrides" else choices
-        rows.append(
-            (f"`{prefix}{key}`", values if _is_choice(field) else words, _default(field), str(field.description))
-        )
-    return _markdown(("key", "values", "default", "meaning"), rows)
-
-
-def strategy_table() -> str:
-    """What `select_strategy` answers for every combination."""
-    rows = []
-    for backend, colocated, use_cuda_ipc in itertools.product(
-        ("gloo", "nccl", "cuda_ipc"), (False, True), (False, True)
-    ):
-        common = {"backend": backend, "colocated": colocated, "use_cuda_ipc": use_cuda_ipc}
-        answers = [
-            _answer(common),
-            _both(_answer({**common, "pack_weights": True}), _answer({**common, "training_backend": "megatron"})),
-            *(_answer({**common, "strategy": name}) for name in ("broadcast", "cuda_ipc", "packed_cuda_ipc")),
-        ]
-        rows.append((f"`{backend}`", _yes(colocated), _yes(use_cuda_ipc), *answers))
-    named = (f"named `{name}`" for name in ("broadcast", "cuda_ipc", "packed_cuda_ipc"))
-    packed = "nothing named, `pack_weights` or `megatron`"
-    return _markdown(("backend", "colocated", "use_cuda_ipc", "nothing named", packed, *named), rows)
-
-
-def foreign_table() -> str:
-    """The names of other frameworks and what they set."""
-    notes = {
-        "use_flashrl": "groups by module; without effect where `trainer.training_backend` is `megatron`",
-        "weight_transfer_threshold_cuda_ipc_GB": f"a GB is {foreign.BYTES_A_GB} bytes",
-        "training_backend": "`fsdp2` is taken for `fsdp`",
-    }
-    rows = [
-        (f"`{'.'.join(theirs)}`", f"`{'.'.join(ours)}`", notes.get(theirs[-1], ""))
-        for theirs, ours in foreign.FOREIGN_KEYS.items()
-    ]
-    return _markdown(("their key", "our key", "note"), rows)
-
-
-TABLES = {
-    "controller-keys": lambda: keys_table("", schema.WeightSyncConfig),
-    "transfer-keys": lambda: keys_table("transfer.", schema.TransferConfig),
-    "extract-keys": lambda: keys_table("extract.", schema.ExtractConfig),
-    "fleet-keys": lambda: keys_table("fleet.", schema.FleetConfig),
-    "inference-service-keys": lambda: keys_table("inference_service.", schema.InferenceServiceConfig),
-    "foreign-keys": foreign_table,
-    "strategies": strategy_table,
-}
-
-
-def _is_choice(field: FieldInfo) -> bool:
-    return bool(set(schema.choices_of(field.annotation)) - {"null"})
-
-
-def _default(field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True)
-    if default == {}:
-        return "empty"
-    if isinstance(default, tuple):
-        return f"`{list(default)}`"
-    return f"`{yaml.safe_dump(default).splitlines()[0]}`"
-
-
-def _answer(transfer: dict[str, object]) -> str:
-    try:
-        return f"`{schema.select_strategy(schema.WeightSyncConfig.load({'transfer': transfer}))}`"
-    except ConfigError:
-        return "refused"
-
-
-def _both(first: str, second: str) -> str:
-    return first if first == second else f"{first}, {second}"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _anchors(page: Path) -> set[str]:

@@ -1,6 +1,8 @@
 """weightsync moves updated weights from a trainer to the rollout engines of RL post-training.
 
-The public names are loaded on first use: importing this package imports no torch and has no side effects.
+The three verbs, what they give and are given, the base classes of the four axes, and the errors that people catch. All
+else is imported from its room. Names are loaded on first use: importing this package imports no torch and has no side
+effects.
 """
 
 from __future__ import annotations
@@ -11,200 +13,123 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from weightsync.clients.agent import AgentClient
-    from weightsync.clients.controller import AsyncControllerClient, ControllerClient
-    from weightsync.clients.fanout import EngineFanout
-    from weightsync.clients.http import HttpEngine
-    from weightsync.clients.rollout import RolloutClient
-    from weightsync.clients.sglang import SGLangApi, SGLangEngine
-    from weightsync.clients.vllm import OfflineVllmApi, VllmEngine, VllmHttpApi
-    from weightsync.codec.changes import ChangesCodec
-    from weightsync.config import WeightSyncConfig, select_strategy
+    from weightsync.clients.controller import ControllerClient
+    from weightsync.clients.host import RolloutClient
+    from weightsync.codec.base import Codec
+    from weightsync.config import WeightSyncConfig
     from weightsync.control.build import build_controller
     from weightsync.control.controller import WeightSyncController
-    from weightsync.control.method import ModelSync
-    from weightsync.control.methods.fleet import FleetMethod
-    from weightsync.control.pool import RolloutPool
-    from weightsync.control.server import ControllerServer
-    from weightsync.errors import WeightSyncError
-    from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
-    from weightsync.extract.fsdp import FSDPWeightExtractor
-    from weightsync.extract.megatron import MegatronWeightExtractor
-    from weightsync.extract.megatron_export import MegatronCoreExporter
-    from weightsync.extract.module import ModuleWeightExtractor
-    from weightsync.extract.named import NamedTensorsExtractor
-    from weightsync.extract.registry import extractor_for
-    from weightsync.load.module import ModuleWeightLoader
-    from weightsync.load.vllm import VLLMWeightLoader
-    from weightsync.memory import LeaseReader, ServingLease
-    from weightsync.observe import Recorder
-    from weightsync.publish.manager import OffloadReport, WeightManager
-    from weightsync.publish.push import PushSync
-    from weightsync.rollout.engine import EmbeddedEngine
-    from weightsync.rollout.puller import Puller
-    from weightsync.rollout.server import EngineServer
-    from weightsync.rollout.service import RolloutService
-    from weightsync.rollout.settings import RolloutConfig
-    from weightsync.transfer.broadcast import BroadcastTransferStrategy
-    from weightsync.transfer.ipc import CudaIpcTransferStrategy, PackedCudaIpcTransferStrategy
-    from weightsync.transfer.sglang import SGLangTransferStrategy
-    from weightsync.types import (
-        BroadcastWeightUpdateRequest,
-        CudaIpcWeightUpdateRequest,
-        EmptyWeightSyncInitInfo,
-        EngineHandle,
-        Full,
-        InferenceEngineClient,
-        Manifest,
-        PackedCudaIpcWeightUpdateRequest,
-        Patch,
-        SyncMethod,
-        SyncReport,
-        TensorSpec,
-        TorchDistributedWeightSyncInitInfo,
-        Update,
-        Version,
-        WeightChunk,
-        WeightSyncInitInfo,
-        WeightUpdateRequest,
+    from weightsync.engine.embedded import EmbeddedEngine
+    from weightsync.engine.server import EngineServer
+    from weightsync.errors import (
+        ConfigError,
+        DeadlineExceededError,
+        EngineUnreachableError,
+        NotServingError,
+        StateError,
+        SyncFailedError,
+        VersionError,
+        WeightSyncError,
     )
-    from weightsync.types.publication import NotifyRequest, Publication
+    from weightsync.extract.base import WeightExtractor
+    from weightsync.extract.registry import extractor_for
+    from weightsync.handles.http import HttpEngine
+    from weightsync.handles.sglang import SGLangEngine
+    from weightsync.handles.vllm import VllmEngine
+    from weightsync.host.service import RolloutService
+    from weightsync.host.settings import RolloutConfig
+    from weightsync.load.base import WeightLoader
+    from weightsync.load.module import ModuleWeightLoader
+    from weightsync.memory import ServingLease
+    from weightsync.trainer.publisher import OffloadReport, WeightManager
+    from weightsync.trainer.push import PushSync
+    from weightsync.transfer.base import WeightTransferStrategy
+    from weightsync.types import SyncReport, Version
+    from weightsync.verbs.publishing import Publisher, publish
+    from weightsync.verbs.pushing import Pusher, push
+    from weightsync.verbs.serving import Service, serve
 
 _MODULE_OF = {
-    "AgentClient": "weightsync.clients.agent",
-    "AsyncControllerClient": "weightsync.clients.controller",
-    "BroadcastTransferStrategy": "weightsync.transfer.broadcast",
-    "BroadcastWeightUpdateRequest": "weightsync.types",
     "build_controller": "weightsync.control.build",
-    "ChangesCodec": "weightsync.codec.changes",
+    "Codec": "weightsync.codec.base",
+    "ConfigError": "weightsync.errors",
     "ControllerClient": "weightsync.clients.controller",
-    "ControllerServer": "weightsync.control.server",
-    "CudaIpcTransferStrategy": "weightsync.transfer.ipc",
-    "CudaIpcWeightUpdateRequest": "weightsync.types",
-    "DeepSpeedWeightExtractor": "weightsync.extract.deepspeed",
-    "EmbeddedEngine": "weightsync.rollout.engine",
-    "EmptyWeightSyncInitInfo": "weightsync.types",
-    "EngineFanout": "weightsync.clients.fanout",
-    "EngineHandle": "weightsync.types",
-    "EngineServer": "weightsync.rollout.server",
+    "DeadlineExceededError": "weightsync.errors",
+    "EmbeddedEngine": "weightsync.engine.embedded",
+    "EngineServer": "weightsync.engine.server",
+    "EngineUnreachableError": "weightsync.errors",
     "extractor_for": "weightsync.extract.registry",
-    "FleetMethod": "weightsync.control.methods.fleet",
-    "FSDPWeightExtractor": "weightsync.extract.fsdp",
-    "Full": "weightsync.types",
-    "HttpEngine": "weightsync.clients.http",
-    "InferenceEngineClient": "weightsync.types",
-    "LeaseReader": "weightsync.memory",
-    "Manifest": "weightsync.types",
-    "MegatronCoreExporter": "weightsync.extract.megatron_export",
-    "MegatronWeightExtractor": "weightsync.extract.megatron",
-    "ModelSync": "weightsync.control.method",
-    "ModuleWeightExtractor": "weightsync.extract.module",
+    "HttpEngine": "weightsync.handles.http",
     "ModuleWeightLoader": "weightsync.load.module",
-    "NamedTensorsExtractor": "weightsync.extract.named",
-    "NotifyRequest": "weightsync.types.publication",
-    "OfflineVllmApi": "weightsync.clients.vllm",
-    "OffloadReport": "weightsync.publish.manager",
-    "PackedCudaIpcTransferStrategy": "weightsync.transfer.ipc",
-    "PackedCudaIpcWeightUpdateRequest": "weightsync.types",
-    "Patch": "weightsync.types",
-    "Publication": "weightsync.types.publication",
-    "Puller": "weightsync.rollout.puller",
-    "PushSync": "weightsync.publish.push",
-    "Recorder": "weightsync.observe",
-    "RolloutClient": "weightsync.clients.rollout",
-    "RolloutConfig": "weightsync.rollout.settings",
-    "RolloutPool": "weightsync.control.pool",
-    "RolloutService": "weightsync.rollout.service",
-    "select_strategy": "weightsync.config",
+    "NotServingError": "weightsync.errors",
+    "OffloadReport": "weightsync.trainer.publisher",
+    "publish": "weightsync.verbs.publishing",
+    "Publisher": "weightsync.verbs.publishing",
+    "push": "weightsync.verbs.pushing",
+    "Pusher": "weightsync.verbs.pushing",
+    "PushSync": "weightsync.trainer.push",
+    "RolloutClient": "weightsync.clients.host",
+    "RolloutConfig": "weightsync.host.settings",
+    "RolloutService": "weightsync.host.service",
+    "serve": "weightsync.verbs.serving",
+    "Service": "weightsync.verbs.serving",
     "ServingLease": "weightsync.memory",
-    "SGLangApi": "weightsync.clients.sglang",
-    "SGLangEngine": "weightsync.clients.sglang",
-    "SGLangTransferStrategy": "weightsync.transfer.sglang",
-    "SyncMethod": "weightsync.types",
+    "SGLangEngine": "weightsync.handles.sglang",
+    "StateError": "weightsync.errors",
+    "SyncFailedError": "weightsync.errors",
     "SyncReport": "weightsync.types",
-    "TensorSpec": "weightsync.types",
-    "TorchDistributedWeightSyncInitInfo": "weightsync.types",
-    "Update": "weightsync.types",
     "Version": "weightsync.types",
-    "VllmEngine": "weightsync.clients.vllm",
-    "VllmHttpApi": "weightsync.clients.vllm",
-    "VLLMWeightLoader": "weightsync.load.vllm",
-    "WeightChunk": "weightsync.types",
-    "WeightManager": "weightsync.publish.manager",
+    "VersionError": "weightsync.errors",
+    "VllmEngine": "weightsync.handles.vllm",
+    "WeightExtractor": "weightsync.extract.base",
+    "WeightLoader": "weightsync.load.base",
+    "WeightManager": "weightsync.trainer.publisher",
     "WeightSyncConfig": "weightsync.config",
     "WeightSyncController": "weightsync.control.controller",
     "WeightSyncError": "weightsync.errors",
-    "WeightSyncInitInfo": "weightsync.types",
-    "WeightUpdateRequest": "weightsync.types",
+    "WeightTransferStrategy": "weightsync.transfer.base",
 }
 
 __all__ = [
-    "AgentClient",
-    "AsyncControllerClient",
-    "BroadcastTransferStrategy",
-    "BroadcastWeightUpdateRequest",
-    "ChangesCodec",
+    "Codec",
+    "ConfigError",
     "ControllerClient",
-    "ControllerServer",
-    "CudaIpcTransferStrategy",
-    "CudaIpcWeightUpdateRequest",
-    "DeepSpeedWeightExtractor",
+    "DeadlineExceededError",
     "EmbeddedEngine",
-    "EmptyWeightSyncInitInfo",
-    "EngineFanout",
-    "EngineHandle",
     "EngineServer",
-    "FSDPWeightExtractor",
-    "FleetMethod",
-    "Full",
+    "EngineUnreachableError",
     "HttpEngine",
-    "InferenceEngineClient",
-    "LeaseReader",
-    "Manifest",
-    "MegatronCoreExporter",
-    "MegatronWeightExtractor",
-    "ModelSync",
-    "ModuleWeightExtractor",
     "ModuleWeightLoader",
-    "NamedTensorsExtractor",
-    "NotifyRequest",
-    "OfflineVllmApi",
+    "NotServingError",
     "OffloadReport",
-    "PackedCudaIpcTransferStrategy",
-    "PackedCudaIpcWeightUpdateRequest",
-    "Patch",
-    "Publication",
-    "Puller",
+    "Publisher",
     "PushSync",
-    "Recorder",
+    "Pusher",
     "RolloutClient",
     "RolloutConfig",
-    "RolloutPool",
     "RolloutService",
-    "SGLangApi",
     "SGLangEngine",
-    "SGLangTransferStrategy",
+    "Service",
     "ServingLease",
-    "SyncMethod",
+    "StateError",
+    "SyncFailedError",
     "SyncReport",
-    "TensorSpec",
-    "TorchDistributedWeightSyncInitInfo",
-    "Update",
-    "VLLMWeightLoader",
     "Version",
+    "VersionError",
     "VllmEngine",
-    "VllmHttpApi",
-    "WeightChunk",
+    "WeightExtractor",
+    "WeightLoader",
     "WeightManager",
     "WeightSyncConfig",
     "WeightSyncController",
     "WeightSyncError",
-    "WeightSyncInitInfo",
-    "WeightUpdateRequest",
+    "WeightTransferStrategy",
     "__version__",
     "build_controller",
     "extractor_for",
-    "select_strategy",
+    "publish",
+    "push",
+    "serve",
 ]
 
 if not TYPE_CHECKING:  # a type checker that saw this would take every misspelt name for granted
@@ -213,8 +138,7 @@ if not TYPE_CHECKING:  # a type checker that saw this would take every misspelt 
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'weightsync' has no attribute {name!r}")
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-        globals()[name] = value
-        return value
+        return globals().setdefault(name, value)  # a package of that name, which can be called, stays
 
 
 def __dir__() -> list[str]:

@@ -29,13 +29,21 @@ FOREIGN_KEYS: dict[KeyPath, KeyPath] = {
     ("generator", "weight_transfer_threshold_cuda_ipc_GB"): ("extract", "chunk_bytes"),
     ("trainer", "placement", "colocate_all"): ("transfer", "colocated"),
     ("trainer", "training_backend"): ("transfer", "training_backend"),
+    **{
+        ("inference_service", key): ("inference_service", key)
+        for key in ("model_tag", "model", "weight_type", "backend", "base_url")
+    },
 }
 """Keys of a whole framework's configuration, and the own key that each one sets."""
 
 FOREIGN_ROOTS = tuple(dict.fromkeys(path[0] for path in FOREIGN_KEYS))
+_BOTH = "inference_service"
+"""Our own section where it stands bare, and a framework's tree beside the roots."""
 BYTES_A_GB = 1 << 30
 _SAME_WORD = 0.85  # a key this close to one of ours, in a tree that isn't ours, is a misspelling
 _MAX_SHOWN = 100
+_MAX_WHY = 400
+MAX_PROBLEMS = 20
 _ABSENT = object()
 
 
@@ -72,13 +80,16 @@ class Adapted:
 
 def short(value: object) -> str:
     """`repr` of a value, cut so that it fits a line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a number of 5000 digits, a mapping in a mapping 3000 times over
+        text = f"<{type(value).__name__} that can't be written out>"
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def close_choices(word: str, known: Iterable[str]) -> str:
     """ " did you mean 'x' or 'y'?", or nothing where no choice is close."""
-    close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
+    close = difflib.get_close_matches(word[:_MAX_SHOWN], list(known), n=2, cutoff=0.6)
     return f" did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
@@ -100,11 +111,12 @@ def adapt(source: Mapping[Any, Any], *, own_keys: Mapping[str, tuple[str, ...]])
 
     Args:
         source: own keys bare, or under `weight_sync` or `weight_sync_controller`; beside these, or alone, a
-            framework's `generator` and `trainer` trees with anything else in them.
+            framework's `generator` and `trainer` trees with anything else in them; beside any of these its
+            `inference_service`.
         own_keys: the schema's keys; each with its section's keys, or with none where it isn't a section.
     """
     merge = _Merge(own_keys)
-    if not any(root in source for root in (*OWN_ROOTS, *FOREIGN_ROOTS)):
+    if not _has_roots(source):
         merge.own_tree(source, prefix=(), typed=True)
         return merge.result()
     for key, tree in source.items():
@@ -126,7 +138,7 @@ class _Merge:
 
     def own_tree(self, tree: Mapping[Any, Any], *, prefix: KeyPath, typed: bool) -> None:
         for key, value in tree.items():
-            name = _dotted((*prefix, key))
+            name = dotted((*prefix, key))
             if key == "type" and typed:
                 if value != "weight_sync_controller":
                     self.problem(name, value, "the one choice is 'weight_sync_controller'")
@@ -136,7 +148,7 @@ class _Merge:
                 self.put((key,), value, Origin(name=name, value=value))
             else:
                 for inner, what in (value or {}).items():
-                    inner_name = f"{name}.{inner}"
+                    inner_name = dotted((name, inner))
                     if inner in self.own_keys[key]:
                         self.put((key, inner), what, Origin(name=inner_name, value=what))
                     else:
@@ -148,25 +160,27 @@ class _Merge:
             path = known.get(key)
             if path is None:
                 if isinstance(key, str) and difflib.get_close_matches(key, known, n=1, cutoff=_SAME_WORD):
-                    self.unknown(_dotted((*prefix, key)), key, value, known)
+                    self.unknown(dotted((*prefix, key)), key, value, known)
             elif len(path) > len(prefix) + 1:
-                self.foreign_tree(_tree(value, _dotted((*prefix, key))), prefix=(*prefix, key))
+                self.foreign_tree(_tree(value, dotted((*prefix, key))), prefix=(*prefix, key))
             elif value is not None:
-                self.put(FOREIGN_KEYS[path], self.translated(path, value), Origin(name=_dotted(path), value=value))
+                self.put(FOREIGN_KEYS[path], self.translated(path, value), Origin(name=dotted(path), value=value))
 
     def translated(self, path: KeyPath, value: Any) -> Any:
         if path[-1] == "weight_transfer_threshold_cuda_ipc_GB":
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not math.isfinite(value) or int(value * BYTES_A_GB) < 1:
-                self.problem(_dotted(path), value, f"must be a finite number of GB ({BYTES_A_GB} bytes) above 0")
+                self.problem(dotted(path), value, f"must be a finite number of GB ({BYTES_A_GB} bytes) above 0")
                 return _ABSENT
             return int(value * BYTES_A_GB)
+        if path[-1] == "use_flashrl" and value is False:  # a framework has it in each of its configurations
+            return _ABSENT
         return "fsdp" if path[-1] == "training_backend" and value == "fsdp2" else value
 
     def beside(self, key: object, value: object) -> None:
         """A key beside the roots: another part's, unless it looks like ours."""
         roots = (*OWN_ROOTS, *FOREIGN_ROOTS)
-        if key in self.own_keys and key != "inference_service":
+        if key in self.own_keys:
             self.problem(str(key), value, f"stands beside {_either(roots)}: put it under 'weight_sync'")
         elif isinstance(key, str) and difflib.get_close_matches(key, roots, n=1, cutoff=_SAME_WORD):
             self.unknown(key, key, value, roots)
@@ -186,17 +200,13 @@ class _Merge:
 
     def unknown(self, name: str, key: object, value: object, known: Iterable[str]) -> None:
         known = tuple(known)
-        hint = close_choices(str(key), known)
-        foreign = [_dotted(path) for path in FOREIGN_KEYS if path[-1] == key and _dotted(path) != name]
+        hint = close_choices(key if isinstance(key, str) else short(key), known)
+        foreign = [dotted(path) for path in FOREIGN_KEYS if path[-1] == key and dotted(path) != name]
         if foreign and not hint:
             hint = f" did you mean {foreign[0]!r}?"
         self.problem(name, value, f"is not a key;{hint} keys here are {', '.join(known)}")
 
     def result(self) -> Adapted:
-        if self.flat.get(("transfer", "training_backend")) == "megatron":
-            grouping = self.origins.get(("extract", "group_by_module"))
-            if grouping is not None and grouping.name in map(_dotted, FOREIGN_KEYS):
-                del self.flat["extract", "group_by_module"]  # Megatron's chunks are buckets, whatever use_flashrl says
         values: dict[str, Any] = {}
         for path, value in sorted(self.flat.items(), key=lambda item: -len(item[0])):
             if len(path) == 1:
@@ -211,10 +221,11 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
         with path.open(encoding="utf-8") as file:
             content = yaml.load(file, Loader=_UniqueKeyLoader)
     except OSError as error:
-        raise ConfigError(f"the configuration {str(path)!r} can't be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration {str(path)!r} is not YAML: {error}") from error
-    return _mapping({} if content is None else content, f"the configuration {str(path)!r}")
+        raise ConfigError(f"the configuration {short(str(path))} can't be read: {error.strerror}") from error
+    except Exception as error:  # YAMLError, and what Python says of a day 45, of 5000 brackets, of a path with a NUL
+        why = f"{type(error).__name__}: {error}" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"the configuration {short(str(path))} is not YAML: {why[:_MAX_WHY]}") from error
+    return _mapping({} if content is None else content, f"the configuration {short(str(path))}")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -224,8 +235,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = key_node.value
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, "a key is text", key_node.start_mark)
             if key in seen and key != "<<":
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {short(key)} comes twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -238,7 +253,7 @@ def _read_omegaconf(source: Any) -> Mapping[Any, Any]:
     if not OmegaConf.is_dict(source):
         raise ConfigError(f"the configuration is no mapping but a {type(source).__name__}; hand in a DictConfig")
     try:
-        if not any(root in source for root in (*OWN_ROOTS, *FOREIGN_ROOTS)):
+        if not _has_roots(source):
             return _mapping(OmegaConf.to_container(source, resolve=True, throw_on_missing=True), "the configuration")
         plain: dict[Any, Any] = {}
         for key in source:
@@ -268,6 +283,11 @@ def _foreign_omegaconf(node: Any, prefix: KeyPath) -> Any:
     return plain
 
 
+def _has_roots(source: Any) -> bool:
+    """Whether our keys are under names of trees; else they are bare."""
+    return any(root in source for root in (*OWN_ROOTS, *FOREIGN_ROOTS) if root != _BOTH)
+
+
 def _tree(value: object, name: str) -> Mapping[Any, Any]:
     return {} if value is None else _mapping(value, name)
 
@@ -278,8 +298,12 @@ def _mapping(value: object, what: str) -> Mapping[Any, Any]:
     return value
 
 
-def _dotted(path: Iterable[object]) -> str:
-    return ".".join(map(str, path))
+def dotted(path: Iterable[object]) -> str:
+    """A key in words: one that is text as it stands, where it can be shown."""
+    return ".".join(
+        each if isinstance(each, str) and len(each) <= _MAX_SHOWN and each.isprintable() else short(each)
+        for each in path
+    )
 
 
 def _either(words: Iterable[str]) -> str:

@@ -2,10 +2,17 @@
 
 Loops are compiled for given types when their module is imported, release the GIL, and are serial: `codec.threads` says
 why numba's own threads are not used.
+
+What was compiled is kept on disk. numba looks at the file of a loop alone to know whether it is still the one that was
+compiled; but a loop has in it what it calls from other files. So its name there has a digest of all of them.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import re
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -13,6 +20,8 @@ import numba
 from numba import types
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_TAKES_FROM = re.compile(rf"^(?:from|import) ({__name__.partition('.')[0]}[.\w]*)", re.MULTILINE)
 
 
 def read_only(item: Any) -> Any:
@@ -29,12 +38,33 @@ def compiled(*signatures: Any) -> Callable[[Function], Function]:
     """`numba.njit` with a type that mypy keeps, cached on disk where some place is writable."""
 
     def compile_now(function: Function) -> Function:
+        function.__qualname__ += f"_{sources_digest(function.__module__)}"  # numba's name for it on disk
         try:
             return cast(Function, numba.njit(list(signatures), nogil=True, cache=True)(function))
         except RuntimeError:  # "cannot cache function": no writable place
             return cast(Function, numba.njit(list(signatures), nogil=True)(function))
 
     return compile_now
+
+
+@functools.cache
+def sources_digest(module: str) -> str:
+    """Digest of a module's source and of all that it imports from this package, directly or not.
+
+    Args:
+        module: its full name; it is being imported, or was.
+    """
+    sources: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if name in sources or spec is None:
+            continue
+        sources[name] = getattr(spec.loader, "get_source", lambda _: None)(name) or ""
+        waiting += _TAKES_FROM.findall(sources[name])
+    said = "".join(f"{name}\n{source}\n" for name, source in sorted(sources.items()))
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def inlined(function: Function) -> Function:

@@ -1,24 +1,24 @@
 """WeightSyncConfig: everything that can be set, checked before anything starts.
 
 One clean schema of our own; `WeightSyncConfig.load` also takes the names that other frameworks use
-(docs/configuration.md has both tables). What is wrong comes out as one `ConfigError` that lists every
-problem with the key as the user wrote it, the value and the choices.
+(docs/strategies.md and docs/configuration.md have the tables). What is wrong comes out as one `ConfigError` that
+lists every problem with the key as the user wrote it, the value and the choices.
 """
 
 from __future__ import annotations
 
 import os
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import attrgetter
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from weightsync import _config_foreign as foreign
+from weightsync._config_problems import ContradictionError, config_error, problem_of, problems_of
+from weightsync._config_reads import asked, unread
 from weightsync.errors import ConfigError
+from weightsync.types.spec import check_config_id
 
 Strategy: TypeAlias = Literal["broadcast", "sglang", "cuda_ipc", "packed_cuda_ipc"]
 Backend: TypeAlias = Literal["gloo", "nccl", "cuda_ipc"]
@@ -32,31 +32,15 @@ _BROADCASTS = ("broadcast", "sglang")  # strategies with a process group
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Text: TypeAlias = Annotated[str, Field(min_length=1)]
 _Url: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
-
-_MUST = {
-    "base_url": "an http:// or https:// URL",
-    "chunk_bytes": "a whole number of bytes above 0",
-    "commit_policy": "'each', 'all' or 'quorum(n)' with n from 1 on",
-    "lease_s": "a finite number of seconds above 0",
-    "models": "a list of names",
-    "port": "a port from 0 to 65535",
-    "retries_s": "a list of seconds, 0 or more",
-    "sets": "a list of lists of names",
-    "staleness_threshold": "a whole number of versions, 1 or more",
-    "validate_freq": "a whole number of training steps, 0 (no validation) or more",
-}
+_EngineUrl: TypeAlias = Annotated[str, Field(pattern=r"^([a-z]+\+)?https?://[^\s/]+")]
 
 
-class _ContradictionError(ValueError):
-    """Settings that are right one by one and can't hold together; read by `_problems` alone.
-
-    Attributes:
-        found: for each contradiction the keys (relative to the section), their values, and what to do.
-    """
-
-    def __init__(self, found: list[tuple[tuple[str, ...], tuple[object, ...], str]]) -> None:
-        super().__init__("contradiction")
-        self.found = found
+def _run_id(value: str) -> str:
+    try:
+        check_config_id("run_id", value)
+    except ConfigError as error:
+        raise ValueError(error.message) from None
+    return value
 
 
 class _Section(BaseModel):
@@ -68,7 +52,7 @@ class _Section(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise _config_error(_problems(error, type(self), {})) from None
+            raise config_error(problems_of(error, type(self), {})) from None
 
     # As pydantic's own __init__ says of itself: nested sections are validated without calling it, so that the
     # problems of all sections come out together.
@@ -78,7 +62,7 @@ class _Section(BaseModel):
         value_of = [attrgetter(*keys) for _, keys, _ in rules]
         found = [(keys, of(self), why) for of, (broken, keys, why) in zip(value_of, rules, strict=True) if broken]
         if found:
-            raise _ContradictionError(found)
+            raise ContradictionError(found)
 
 
 class TransferConfig(_Section):
@@ -89,11 +73,17 @@ class TransferConfig(_Section):
         default=None, description="names the strategy; null: it follows from the other keys"
     )
     colocated: bool = Field(default=False, description="trainer and engines share their GPUs")
-    use_cuda_ipc: bool = Field(default=False, description="asks for CUDA IPC; false asks for nothing")
-    pack_weights: bool = Field(default=False, description="one IPC handle a chunk instead of one a tensor")
+    use_cuda_ipc: bool | None = Field(
+        default=None, description="whether bytes go by CUDA IPC; null: it follows from `backend` and `colocated`"
+    )
+    pack_weights: bool | None = Field(
+        default=None, description="one IPC handle a chunk instead of one a tensor; null: with Megatron's buckets it is"
+    )
     training_backend: TrainingBackend = Field(default="module", description="what shards the trainer's model")
-    delta: bool = Field(
-        default=False, description="a push sends what has changed since the version that every engine serves"
+    delta: bool | None = Field(
+        default=None,
+        description="what has changed is sent instead of everything; null: a push sends everything, services that pull "
+        "take deltas over TCP",
     )
     master_addr: _Text = Field(
         default="127.0.0.1", description="address of training rank 0 that the engines connect to"
@@ -101,13 +91,20 @@ class TransferConfig(_Section):
     interface: _Text | None = Field(
         default=None, description="network interface of the transfer group; null: the system's choice"
     )
-    join_timeout_s: _Seconds = Field(default=30.0, description="how long members of a group wait for each other")
-    transfer_timeout_s: _Seconds = Field(default=300.0, description="deadline of one whole sync")
-    pause_timeout_s: _Seconds = Field(default=30.0, description="how long a pause waits for running generations")
+    join_timeout_s: _Seconds = Field(
+        default=30.0, description="how long members of a group wait for each other; said, ranks that publish too"
+    )
+    transfer_timeout_s: _Seconds = Field(
+        default=300.0, description="deadline of one whole sync; said, of a service's pull, or of what a service is told"
+    )
+    pause_timeout_s: _Seconds = Field(
+        default=30.0, description="how long a pause waits for running generations; said, that of a rollout service too"
+    )
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         broadcast = self.strategy in _BROADCASTS
+        by_ipc = self.strategy is not None and not broadcast
         ipc = "choices are 'cuda_ipc', 'packed_cuda_ipc', or null to let it follow"
         self._refuse(
             (
@@ -116,7 +113,7 @@ class TransferConfig(_Section):
                 f"a broadcast needs a process group: set backend to 'gloo' or 'nccl', or strategy: {ipc}",
             ),
             (
-                broadcast and self.use_cuda_ipc,
+                broadcast and bool(self.use_cuda_ipc),
                 ("strategy", "use_cuda_ipc"),
                 f"a broadcast uses no CUDA IPC: set use_cuda_ipc to false, or strategy: {ipc}",
             ),
@@ -126,21 +123,46 @@ class TransferConfig(_Section):
                 f"NCCL refuses two ranks on one GPU: set backend to 'gloo', or strategy: {ipc}",
             ),
             (
-                self.strategy == "cuda_ipc" and self.pack_weights,
+                by_ipc and self.use_cuda_ipc is False,
+                ("strategy", "use_cuda_ipc"),
+                "this strategy is CUDA IPC: leave use_cuda_ipc out, or set strategy to 'broadcast'",
+            ),
+            (
+                self.strategy is None and self.backend == "cuda_ipc" and self.use_cuda_ipc is False,
+                ("backend", "use_cuda_ipc"),
+                "this backend is CUDA IPC: leave use_cuda_ipc out, or set backend to 'gloo' or 'nccl'",
+            ),
+            (
+                self.strategy is None and self.backend == "nccl" and self.colocated and self.use_cuda_ipc is False,
+                ("backend", "colocated", "use_cuda_ipc"),
+                "without CUDA IPC it is a broadcast, and NCCL refuses two ranks on one GPU: leave use_cuda_ipc out, or "
+                "set backend to 'gloo'",
+            ),
+            (
+                self.strategy == "cuda_ipc" and bool(self.pack_weights),
                 ("strategy", "pack_weights"),
                 "this strategy has one handle a tensor: set pack_weights to false, or strategy to 'packed_cuda_ipc'",
             ),
+            (
+                self.strategy == "packed_cuda_ipc" and self.pack_weights is False,
+                ("strategy", "pack_weights"),
+                "this strategy has one handle a chunk: leave pack_weights out, or set strategy to 'cuda_ipc'",
+            ),
             *(
                 (
-                    self.delta and chosen,
+                    bool(self.delta) and chosen,
                     ("delta", key),
                     f"CUDA IPC and SGLang take whole tensors: set delta to false, or {key} to {remedy}",
                 )
                 for key, chosen, remedy in (
                     ("strategy", self.strategy not in (None, "broadcast"), "'broadcast'"),
                     ("backend", self.strategy is None and self.backend == "cuda_ipc", "'gloo' or 'nccl'"),
-                    ("use_cuda_ipc", self.strategy is None and self.use_cuda_ipc, "false"),
-                    ("colocated", self.strategy is None and self.colocated, "false"),
+                    ("use_cuda_ipc", self.strategy is None and bool(self.use_cuda_ipc), "false"),
+                    (
+                        "colocated",
+                        self.strategy is None and self.colocated and self.use_cuda_ipc is not False,
+                        "false",
+                    ),
                 )
             ),
         )
@@ -210,6 +232,54 @@ class FleetConfig(_Section):
     port: int = Field(default=8700, ge=0, le=65535, description="its port; 0: the system's choice")
 
 
+class PublishConfig(_Section):
+    """Of `weightsync.publish`: where the trainer's agents listen, and whom they tell."""
+
+    to: tuple[_Url, ...] = Field(
+        default=(),
+        strict=False,
+        description="URLs of rollout services that are told, or of a controller; none: nobody",
+    )
+    host: _Text | None = Field(
+        default=None,
+        description="where agents listen; null: loopback, or where `to` names other machines the address towards them",
+    )
+    port: int = Field(default=8765, ge=0, le=65535, description="the agents' port; 0: the system's choice")
+    advertise: _Text | None = Field(default=None, description="host name that rollout hosts reach the agents by")
+    guard_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=1.0, description="how long a step waits at most for memory that is still read"
+    )
+    last_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=60.0, description="how long the end of the block waits at most until the last version is served"
+    )
+
+
+class PushConfig(_Section):
+    """Of `weightsync.push`: the engines, and who says when."""
+
+    engines: tuple[_EngineUrl, ...] = Field(default=(), strict=False, description="the engines' URLs")
+    controller: _Url | None = Field(
+        default=None, description="URL of the controller that orders pushes; null: each step is one"
+    )
+
+
+class ServeConfig(_Section):
+    """Of `weightsync.serve` and its command: the engines of a rollout host, and where their weights come from."""
+
+    engines: Mapping[str, Annotated[tuple[_EngineUrl, ...], Field(strict=False)]] = Field(
+        default_factory=dict, description="of each model the URLs of its engines"
+    )
+    sources: tuple[_Url, ...] = Field(
+        default=(), strict=False, description="URLs of the trainers' agents, one a trainer host"
+    )
+    host: _Text = Field(default="127.0.0.1", description="where the service listens; beyond loopback with a token")
+    port: int = Field(default=9000, ge=0, le=65535, description="its port; 0: the system's choice")
+    service_id: _Text | None = Field(default=None, description="its name, for operators; null: this host's name")
+    lease: _Text | None = Field(default=None, description="file of the serving lease that its engines look at")
+    controller: _Url | None = Field(default=None, description="URL of the controller whose fleet it is part of")
+    advertise: _Url | None = Field(default=None, description="URL by which the controller reaches it")
+
+
 class WeightSyncConfig(_Section):
     """All settings. Bare keyword arguments, or `load` for files and other frameworks' configurations.
 
@@ -217,11 +287,12 @@ class WeightSyncConfig(_Section):
         ConfigError: one or several keys, values or combinations are wrong. Nothing was started.
     """
 
+    run_id: Annotated[_Text, AfterValidator(_run_id)] | None = Field(
+        default=None, description="name of the trainer's run, a new one for each start; null: rank 0 makes one up"
+    )
     sync_mode: SyncMode = Field(default="sync", description="when the engines follow the trainer")
     staleness_threshold: int = Field(
-        default=2,
-        ge=1,
-        description="batch-async: versions behind at which rollout blocks; the other modes don't read it",
+        default=2, ge=1, description="versions behind at which rollout blocks in `batch-async`; refused elsewhere"
     )
     sync_method: SyncMethodName = Field(default="push", description="how a version reaches the engines")
     sync_weight_path: _Text | None = Field(default=None, description="folder that network and disk put the weights in")
@@ -234,6 +305,9 @@ class WeightSyncConfig(_Section):
     extract: ExtractConfig = Field(default_factory=lambda: ExtractConfig())
     inference_service: InferenceServiceConfig = Field(default_factory=lambda: InferenceServiceConfig())
     fleet: FleetConfig = Field(default_factory=lambda: FleetConfig())
+    publish: PublishConfig = Field(default_factory=lambda: PublishConfig())
+    push: PushConfig = Field(default_factory=lambda: PushConfig())
+    serve: ServeConfig = Field(default_factory=lambda: ServeConfig())
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | WeightSyncConfig) -> WeightSyncConfig:
@@ -250,16 +324,16 @@ class WeightSyncConfig(_Section):
         """
         if isinstance(source, WeightSyncConfig):
             return source
-        sections = {key: tuple(_fields(section)) for key, section in SECTIONS.items()}
-        adapted = foreign.adapt(foreign.read(source), own_keys={key: sections.get(key, ()) for key in _fields(cls)})
+        sections = {key: tuple(section.model_fields) for key, section in SECTIONS.items()}
+        adapted = foreign.adapt(foreign.read(source), own_keys={key: sections.get(key, ()) for key in cls.model_fields})
         problems = list(adapted.problems)
         config: WeightSyncConfig | None = None
         try:
             config = cls.model_validate(adapted.values)
         except ValidationError as error:
-            problems += _problems(error, cls, adapted.origins)
+            problems += problems_of(error, cls, adapted.origins)
         if config is None or problems:
-            raise _config_error(problems)
+            raise config_error(problems)
         return config
 
     @model_validator(mode="after")
@@ -286,7 +360,32 @@ class WeightSyncConfig(_Section):
                 "or training_backend to one of 'module', 'fsdp', 'deepspeed'",
             ),
         )
+        if found := unread(self, None, select_strategy(self)):
+            raise ContradictionError(found)
         return self
+
+    def asked(self) -> tuple[tuple[str, object], ...]:
+        """Keys that were said, with their sections, and their values; saying the default asks for nothing."""
+        return tuple(asked(self))
+
+    def for_method(self, method: SyncMethodName) -> Self:
+        """These settings where `method` moves versions, whether that is said or not.
+
+        Raises:
+            ConfigError: another method is said; or something is asked for that nobody reads with this one.
+        """
+        found = unread(self, method, select_strategy(self))
+        if "sync_method" in self.model_fields_set and self.sync_method != method:
+            found = [(("sync_method",), (self.sync_method,), _OTHER_METHOD.format(method=method))]
+        if found:
+            raise config_error([problem_of(*each) for each in found])
+        return self.model_copy(update={"sync_method": method})
+
+
+_OTHER_METHOD = (
+    "this is the {method} path: leave it out or set it to {method!r} (weightsync.push is the push path, publish and "
+    "serve the pull path)"
+)
 
 
 SECTIONS: dict[str, type[_Section]] = {
@@ -294,22 +393,30 @@ SECTIONS: dict[str, type[_Section]] = {
     "extract": ExtractConfig,
     "inference_service": InferenceServiceConfig,
     "fleet": FleetConfig,
+    "publish": PublishConfig,
+    "push": PushConfig,
+    "serve": ServeConfig,
 }
 
 
 def select_strategy(config: WeightSyncConfig) -> Strategy:
-    """The transfer strategy that a configuration means; docs/configuration.md has it as a table.
+    """The transfer strategy that a configuration means; docs/strategies.md has it as a table.
 
-    A strategy named explicitly wins. Otherwise backend "nccl" or "gloo", not colocated, is a broadcast;
-    colocated, backend "cuda_ipc" or `use_cuda_ipc` is CUDA IPC, packed with `pack_weights` or where the
-    chunks are buckets (Megatron).
+    A strategy named explicitly wins, then `use_cuda_ipc` and `pack_weights` where they are said, false too. Otherwise
+    backend "nccl" or "gloo", not colocated, is a broadcast; colocated or backend "cuda_ipc" is CUDA IPC, packed where
+    the chunks are buckets (Megatron).
     """
     transfer = config.transfer
     if transfer.strategy is not None:
         return transfer.strategy
-    if not (transfer.colocated or transfer.use_cuda_ipc or transfer.backend == "cuda_ipc"):
+    by_ipc, packed = transfer.use_cuda_ipc, transfer.pack_weights
+    if by_ipc is None:
+        by_ipc = transfer.colocated or transfer.backend == "cuda_ipc"
+    if packed is None:
+        packed = transfer.training_backend == "megatron"
+    if not by_ipc:
         return "broadcast"
-    return "packed_cuda_ipc" if transfer.pack_weights or transfer.training_backend == "megatron" else "cuda_ipc"
+    return "packed_cuda_ipc" if packed else "cuda_ipc"
 
 
 def select_grouping(config: WeightSyncConfig) -> bool:
@@ -320,80 +427,3 @@ def select_grouping(config: WeightSyncConfig) -> bool:
     if asked is not None:
         return asked
     return select_strategy(config) not in _BROADCASTS and config.transfer.training_backend != "megatron"
-
-
-def choices_of(annotation: object) -> list[str]:
-    """The literal values that a field of this type may have; "null" last where None is one of them."""
-    if annotation is types.NoneType:
-        return ["null"]
-    if get_origin(annotation) is Literal:
-        return [repr(value) for value in get_args(annotation)]
-    return [choice for argument in get_args(annotation) for choice in choices_of(argument)]
-
-
-def must_be(key: str, annotation: object) -> str:
-    """What a key may hold where it isn't a choice, in words and units."""
-    if key in _MUST:
-        text = _MUST[key]
-    elif bool in (annotation, *get_args(annotation)):
-        text = "true or false"
-    elif annotation is float:
-        text = "a finite number of seconds above 0"
-    elif get_origin(annotation) is Mapping or annotation in SECTIONS.values():
-        text = "a mapping of keys to values"
-    else:
-        text = "text that is not empty"
-    return f"{text}, or null" if types.NoneType in get_args(annotation) else text
-
-
-def _fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    return section.model_fields
-
-
-def _config_error(problems: Sequence[foreign.Problem]) -> ConfigError:
-    head = "the configuration is wrong" if len(problems) == 1 else f"the configuration has {len(problems)} problems"
-    lines = [problem.text for problem in problems]
-    text = f"{head}: {lines[0]}" if len(lines) == 1 else "\n  - ".join([f"{head}:", *lines])
-    return ConfigError(text, keys=[problem.key for problem in problems])
-
-
-def _problems(
-    error: ValidationError, root: type[BaseModel], origins: Mapping[foreign.KeyPath, foreign.Origin]
-) -> list[foreign.Problem]:
-    """What pydantic found, in the names and values that the user wrote."""
-    problems: dict[tuple[str, ...], foreign.Problem] = {}
-    for item in error.errors(include_url=False):
-        path = tuple(map(str, item["loc"]))
-        raised = item.get("ctx", {}).get("error")
-        if isinstance(raised, _ContradictionError):
-            for keys, values, why in raised.found:
-                paths = [(*path, *key.split(".")) for key in keys]
-                written = [_origin(each, value, origins) for each, value in zip(paths, values, strict=True)]
-                text = " with ".join(f"{each.name} = {foreign.short(each.value)}" for each in written)
-                problems[(*path, *keys)] = foreign.Problem(key=written[0].name, text=f"{text}: {why}")
-        else:
-            written_here = _origin(path, item["input"], origins)
-            text = f"{written_here.name} = {foreign.short(written_here.value)}: {_why(item, root, path)}"
-            problems[path] = foreign.Problem(key=written_here.name, text=text)
-    return list(problems.values())
-
-
-def _origin(path: foreign.KeyPath, value: object, origins: Mapping[foreign.KeyPath, foreign.Origin]) -> foreign.Origin:
-    found = origins.get(path)
-    if found is None and path[:2] in origins:  # inside dtype_overrides
-        return foreign.Origin(name=f"{origins[path[:2]].name}[{path[2]!r}]", value=value)
-    return found or foreign.Origin(name=".".join(path), value=value)
-
-
-def _why(item: ErrorDetails, root: type[BaseModel], path: foreign.KeyPath) -> str:
-    section, key = (
-        (SECTIONS.get(path[0], root), path[1]) if len(path) > 1 and root is WeightSyncConfig else (root, path[0])
-    )
-    fields = _fields(section)
-    if key not in fields:
-        return f"is not a key;{foreign.close_choices(key, fields)} keys here are {', '.join(fields)}"
-    if item["type"] == "literal_error":
-        choices = choices_of(fields[key].annotation)
-        hint = foreign.close_choices(str(item["input"]), [choice.strip("'") for choice in choices])
-        return f"is not a choice;{hint} choices are {', '.join(choices)}"
-    return f"must be {must_be(key, fields[key].annotation)}"

@@ -7,19 +7,25 @@ small they are. Large ones stay torch's, which copies them on all cores.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
 
-from weightsync.many import addresses, are_plain, copy_runs, sizes_bytes
+from weightsync.many import Int64s, addresses, are_plain, copy_runs, pieces, sizes_bytes, sorted_out
 from weightsync.tensors import byte_view, tensor_from_bytes
 from weightsync.types import dtype_name
 
 SMALL_BYTES = 256 << 10
 """A tensor of at most so many bytes is copied by one core."""
 
+_CAST_BYTES = 2 << 20
+"""What is converted at a time, and so what it takes besides."""
+
 _WORTH_A_CALL = 32
 """From so many small tensors on."""
+
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
 def pack(tensors: Sequence[torch.Tensor], offsets: Sequence[int], bucket: torch.Tensor) -> None:
@@ -59,17 +65,70 @@ def unpack(bucket: torch.Tensor, offsets: Sequence[int], tensors: Sequence[torch
             tensor.copy_(tensor_from_bytes(part, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)))
 
 
-def _sorted_out(tensors: Sequence[torch.Tensor], bucket: torch.Tensor) -> tuple[list[int], Sequence[int]]:
+@torch.no_grad()
+def cast_together(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor] | None:
+    """`tensor.to(dtype)` of each, bit for bit, small ones of one shape many at a time. None where that is no gain.
+
+    Args:
+        tensors: any.
+        dtypes: as many. A tensor that has its dtype already comes as it is.
+
+    Returns:
+        Contiguous, detached tensors; those that were converted are views of memory that they share.
+    """
+    if len(tensors) < _WORTH_A_CALL or not are_plain(tensors):
+        return None
+    found: list[torch.Tensor] = list(tensors)
+    kinds: dict[tuple[torch.dtype, torch.dtype, torch.Size], list[int]] = {}
+    for index, source, dtype, shape in zip(
+        range(len(tensors)), map(_dtype, tensors), dtypes, map(_shape, tensors), strict=True
+    ):
+        if source is dtype:
+            found[index] = tensors[index].detach()
+        else:
+            kinds.setdefault((source, dtype, shape), []).append(index)
+    for (_, dtype, shape), indexes in kinds.items():
+        alike = [tensors[index] for index in indexes]
+        if len(alike) < _WORTH_A_CALL or alike[0].nbytes > SMALL_BYTES or not alike[0].nbytes:
+            cast = [tensor.to(dtype) for tensor in alike]
+        else:
+            cast = []
+            places, sizes = addresses(alike), sizes_bytes(alike)
+            for cut in pieces(sizes, _CAST_BYTES):
+                together = cast_runs(alike[0].dtype, places[cut], sizes[cut], dtype)
+                if together is None:
+                    cast += [tensor.to(dtype) for tensor in alike[cut]]
+                else:
+                    cast += together.view(-1, *shape).unbind(0)
+        for index, tensor in zip(indexes, cast, strict=True):
+            found[index] = tensor
+    return found
+
+
+def cast_runs(source: torch.dtype, places: Int64s, sizes: Int64s, wanted: torch.dtype) -> torch.Tensor | None:
+    """Runs of memory of one dtype, one behind the other in another one; None where there is a NaN.
+
+    What a NaN becomes may depend on where it stands: torch converts the last few elements in another loop. So each
+    tensor has to be converted by itself then.
+
+    Args:
+        source: of the runs.
+        places, sizes: address and bytes of each; the caller keeps the memory.
+        wanted: of the result, 1-D.
+    """
+    gathered = torch.empty(int(sizes.sum()) // source.itemsize, dtype=source)
+    copy_runs(gathered.data_ptr() + np.cumsum(sizes) - sizes, places, sizes)
+    with torch.no_grad():  # the mode is the thread's own
+        return None if gathered.isnan().any() else gathered.to(wanted)
+
+
+def _sorted_out(tensors: Sequence[torch.Tensor], bucket: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
     """Places of the tensors that are small and plain, and of all others."""
     everything = range(len(tensors))
     if len(tensors) < _WORTH_A_CALL or bucket.device.type != "cpu":
         return [], everything
-    if are_plain(tensors) and max(sizes_bytes(tensors)) <= SMALL_BYTES:
-        return list(everything), ()
-    small = [index for index, tensor in enumerate(tensors) if tensor.nbytes <= SMALL_BYTES and are_plain((tensor,))]
-    if len(small) < _WORTH_A_CALL:
-        return [], everything
-    return small, sorted(set(everything).difference(small))
+    small, rest = sorted_out(tensors, SMALL_BYTES)
+    return ([], everything) if len(small) < _WORTH_A_CALL else (small, rest)
 
 
 def _copy_small(

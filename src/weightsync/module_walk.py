@@ -2,14 +2,16 @@
 
 torch's own walk goes through generators as deep as the module, and makes a name for each tensor: seconds for 100,000
 parameters. Here the structure is kept: which module has which children, what its parameters and buffers are called. At
-every reading all of it is compared with the module as it is, in loops that run in C. Tensors are not kept, they are
-read from the modules each time: one that was replaced, or was given other data, is the one that is found.
+every reading all of it is compared with the module as it is, in loops that run in C, a block of modules at a time: what
+was read of one is still in the core's cache when it is read again. No module and no tensor is kept, all are read from
+the root each time: one that was replaced, or was given other data, is the one that is found.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import weakref
+import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -18,7 +20,11 @@ from typing import Any
 import torch
 
 _WALKS = ("named_modules", "named_parameters", "named_buffers", "modules", "parameters", "buffers", "_named_members")
-"""Whoever overrides one of these is walked by it, each time."""
+"""Whoever overrides one of these is walked by it, each time. That a class does is seen at once; that a single module
+does, when it is walked; the root is asked each time."""
+
+_BLOCK = 512
+"""So many modules are read at a time."""
 
 _children = attrgetter("_modules")
 _parameters = attrgetter("_parameters")
@@ -35,11 +41,13 @@ class Held:
     Attributes:
         names: module by module its parameters, then its persistent buffers; a tensor that is held twice comes once,
             under its first name. The same object as long as the structure is the same.
-        tensors: one a name.
+        tensors: one a name, each once.
+        modules: all of them, each once; None where their own methods were asked.
     """
 
     names: tuple[str, ...]
     tensors: Sequence[torch.Tensor]
+    modules: Sequence[torch.nn.Module] | None = None
 
 
 class ModuleTensors:
@@ -56,81 +64,84 @@ class ModuleTensors:
         Args:
             root: any module.
             kind: of modules that are prepared.
-            prepare: called with each module of that kind, before any tensor is read.
+            prepare: called with each module of that kind, before any tensor is read; may be called with it again.
         """
-        walk = self._walk
-        modules = None if walk is None else walk.modules(root)
-        if walk is None or modules is None:
-            walk, modules = _walked(root)
-        self._walk = walk
-        if walk is None:
-            return _as_it_says(root, kind, prepare)
-        if kind is not None and prepare is not None:
-            for index in walk.of_kind(kind):
-                prepare(modules[index])
-        held = walk.held(modules)
-        if held is None:  # the modules are the same, and what they hold is called or shared in another way
-            walk, modules = _walked(root)
-            self._walk = walk
-            if walk is None:
-                return _as_it_says(root, None, None)
-            held = walk.held(modules)
+        walk, self._walk = self._walk, None
+        held: Held | None = None
+        if walk is not None and not _overrides(root) and (kind is None or walk.prepared(root, kind, prepare)):
+            held = walk.held(root)
+        if held is None:
+            if kind is not None and prepare is not None:
+                for module in [module for module in root.modules() if isinstance(module, kind)]:
+                    prepare(module)
+            walk = _walked(root)
+            held = _as_it_says(root) if walk is None else walk.held(root)
             assert held is not None
+        self._walk = walk
         return held
 
 
-def _as_it_says(root: torch.nn.Module, kind: type | None, prepare: Callable[[Any], object] | None) -> Held:
+def _as_it_says(root: torch.nn.Module) -> Held:
     """By the modules' own methods, some of which are not torch's."""
-    if kind is not None and prepare is not None:
-        for module in root.modules():
-            if isinstance(module, kind):
-                prepare(module)
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for path, module in root.named_modules():
         # The one attribute that tells persistent buffers apart; state_dict() would run everybody's hooks.
         transient = module._non_persistent_buffers_set
-        buffers = [(name, held) for name, held in module.named_buffers(recurse=False) if name not in transient]
+        buffers = [(name, held) for name, held in _own_buffers(module) if name not in transient]
         for name, tensor in [*module.named_parameters(recurse=False), *buffers]:
             found.setdefault(id(tensor), (f"{path}.{name}" if path else name, tensor))
     return Held(names=tuple(name for name, _ in found.values()), tensors=[tensor for _, tensor in found.values()])
 
 
+def _own_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Under each of their names: under the first alone, one that is transient would hide one that persists."""
+    try:
+        inspect.signature(module.named_buffers).bind(recurse=False, remove_duplicate=False)
+    except (TypeError, ValueError):  # a method of before that argument
+        return module.named_buffers(recurse=False)
+    return module.named_buffers(recurse=False, remove_duplicate=False)
+
+
 class _Walk:
-    """One walk.
+    """One walk. It goes level by level, and is kept in blocks: the children that one finds are read by a later one.
 
     Args:
         paths: of all modules below one, each once, in `named_modules`' order.
     """
 
     def __init__(self, paths: Sequence[tuple[str, torch.nn.Module]]) -> None:
-        modules = [module for _, module in paths]
-        self._refs = [weakref.ref(module) for module in modules]
+        modules = [paths[0][1]]
+        index_of = {id(modules[0]): 0}
+        self._blocks: list[_Block] = []
+        found: list[torch.Tensor | None] = []
+        parameter_place: dict[int, int] = {}
+        buffer_place: dict[int, int] = {}
+        start = 0
+        while start < len(modules):
+            some = modules[start : start + _BLOCK]
+            start += len(some)
+            block = _Block(some, modules, index_of)
+            self._blocks.append(block)
+            for place_of, held_of in ((parameter_place, _parameters), (buffer_place, _buffers)):
+                for module in some:
+                    place_of[id(module)] = len(found)
+                    found += held_of(module).values()
         self._types = list(map(type, modules))
         self._kinds: dict[type, list[int]] = {}
-        index_of = {id(module): index for index, module in enumerate(modules)}
-        index_of[id(None)] = len(modules)
-        self._children = _Names(list(map(_children, modules)))
-        self._child_ids = _picker(
-            [index_of[id(child)] for child in self._children.values(list(map(_children, modules)))]
-        )
-        self._parameters = _Names(list(map(_parameters, modules)))
-        self._buffers = _Names(list(map(_buffers, modules)))
-        transient = list(map(_transient, modules))
-        self._num_transient = list(map(len, transient))
-        self._transient = [(index, frozenset(names)) for index, names in enumerate(transient) if names]
-        found = self._held(modules)
-        assert found is not None
-        self._held_types = list(map(type, found))
-        self._note_places(paths, found)
+        self._note_places(paths, found, parameter_place, buffer_place)
 
-    def _note_places(self, paths: Sequence[tuple[str, torch.nn.Module]], found: Sequence[torch.Tensor | None]) -> None:
+    def _note_places(
+        self,
+        paths: Sequence[tuple[str, torch.nn.Module]],
+        found: Sequence[torch.Tensor | None],
+        parameter_place: dict[int, int],
+        buffer_place: dict[int, int],
+    ) -> None:
         """Which of all that the modules hold comes out, and what it is called."""
         names: list[str] = []
         places: list[int] = []
         self._ties: list[tuple[int, int]] = []
         first: dict[int, int] = {}
-        place = 0
-        buffer_place = sum(len(module._parameters) for _, module in paths)
 
         def take(path: str, name: str, at: int) -> None:
             tensor = found[at]
@@ -144,70 +155,121 @@ class _Walk:
             places.append(at)
 
         for path, module in paths:
-            for name in module._parameters:
+            for place, name in enumerate(module._parameters, parameter_place[id(module)]):
                 take(path, name, place)
-                place += 1
-            for name in module._buffers:
+            for place, name in enumerate(module._buffers, buffer_place[id(module)]):
                 if name not in module._non_persistent_buffers_set:
-                    take(path, name, buffer_place)
-                buffer_place += 1
+                    take(path, name, place)
         self.names = tuple(names)
         self._pick = _picker(places)
 
-    def modules(self, root: torch.nn.Module) -> list[torch.nn.Module] | None:
-        """The modules, where `root` has those of the walk, each where it was; None where it has not."""
-        modules: list[Any] = [ref() for ref in self._refs]
-        ids = [*map(id, modules), id(None)]
-        if modules[0] is not root or ids.index(id(None)) != len(modules) or list(map(type, modules)) != self._types:
-            return None
-        children = list(map(_children, modules))
-        if not self._children.are_of(children):
-            return None
-        if tuple(map(id, self._children.values(children))) != tuple(self._child_ids(ids)):
-            return None
-        return modules
-
-    def _held(self, modules: Sequence[torch.nn.Module]) -> list[Any] | None:
-        """All parameters, then all buffers, of every module in turn, None where one is registered as that; None where
-        they are called in another way.
-        """
-        parameters, buffers = list(map(_parameters, modules)), list(map(_buffers, modules))
-        if not self._parameters.are_of(parameters) or not self._buffers.are_of(buffers):
-            return None
-        return self._parameters.values(parameters) + self._buffers.values(buffers)
-
-    def of_kind(self, kind: type) -> list[int]:
-        """Which of the modules are of a kind."""
+    def prepared(self, root: torch.nn.Module, kind: type, prepare: Callable[[Any], object] | None) -> bool:
+        """Prepares the modules of a kind; False where `root` has other modules than those of the walk."""
         if kind not in self._kinds:
             self._kinds[kind] = [index for index, found in enumerate(self._types) if issubclass(found, kind)]
-        return self._kinds[kind]
+        if prepare is None or not self._kinds[kind]:
+            return True
+        modules: list[Any] = [root]
+        start = 0
+        for block in self._blocks:
+            some = modules[start : start + _BLOCK]
+            start += len(some)
+            if not block.follow(some, modules):
+                return False
+        for index in self._kinds[kind]:
+            prepare(modules[index])
+        return True
 
-    def held(self, modules: list[torch.nn.Module]) -> Held | None:
-        """What they hold; None where it is called or shared in another way than it was."""
-        transient = list(map(_transient, modules))
-        if list(map(len, transient)) != self._num_transient:
-            return None
-        if any(transient[index] != names for index, names in self._transient):
-            return None
-        found = self._held(modules)
-        if found is None or list(map(type, found)) != self._held_types:
-            return None
+    def held(self, root: torch.nn.Module) -> Held | None:
+        """What its modules hold; None where they are others, or it is called or shared in another way than it was."""
+        modules: list[Any] = [root]
+        found: list[Any] = []
+        start = 0
+        for block in self._blocks:
+            some = modules[start : start + _BLOCK]
+            start += len(some)
+            if not block.follow(some, modules) or not block.read(some, found):
+                return None
         if any(found[at] is not found[before] for at, before in self._ties):
             return None
         tensors = self._pick(found)
+        # A module that is newly at two places shows here too: where it has no tensors it counts for nothing.
         if len(set(map(id, tensors))) != len(tensors):
             return None
-        return Held(names=self.names, tensors=tensors)
+        return Held(names=self.names, tensors=tensors, modules=modules)
 
 
-def _walked(root: torch.nn.Module) -> tuple[_Walk | None, list[torch.nn.Module]]:
-    """A new walk, and the modules in its order; no walk where what a module has does not follow from what it holds."""
+class _Block:
+    """Modules that follow each other in the walk.
+
+    Args:
+        some: the modules.
+        modules: all that were found so far; their children are added.
+        index_of: by identity, where each is; likewise.
+    """
+
+    def __init__(self, some: list[Any], modules: list[Any], index_of: dict[int, int]) -> None:
+        self._types = list(map(type, some))
+        self._children = _Dicts(list(map(_children, some)))
+        self._parameters = _Dicts(list(map(_parameters, some)))
+        self._buffers = _Dicts(list(map(_buffers, some)))
+        self._pick_buffered = _picker([index for index, module in enumerate(some) if module._buffers])
+        self._transient = list(map(frozenset, map(_transient, self._pick_buffered(some))))
+        self._held_types = [
+            type(held) for held_of in (_parameters, _buffers) for module in some for held in held_of(module).values()
+        ]
+        new: list[int] = []
+        self._nones: list[int] = []
+        self._ties: list[tuple[int, int]] = []
+        children = list(_flat(map(_values, map(_children, some))))
+        for place, child in enumerate(children):
+            if child is None:
+                self._nones.append(place)
+            elif id(child) in index_of:
+                self._ties.append((place, index_of[id(child)]))
+            else:
+                index_of[id(child)] = len(modules)
+                modules.append(child)
+                new.append(place)
+        self._pick_new = list if len(new) == len(children) else _picker(new)
+
+    def follow(self, some: list[Any], modules: list[Any]) -> bool:
+        """Adds the children of `some` to `modules`; False where they are not where they were."""
+        if list(map(type, some)) != self._types:
+            return False
+        children = self._children.read(list(map(_children, some)))
+        if children is None:
+            return False
+        modules += self._pick_new(children)
+        return all(children[place] is None for place in self._nones) and all(
+            children[place] is modules[index] for place, index in self._ties
+        )
+
+    def read(self, some: list[Any], found: list[Any]) -> bool:
+        """Adds what `some` hold: all parameters, then all buffers, None where one is registered as that; False where
+        they are called in another way, are of other types, or don't persist as they did.
+        """
+        parameters = self._parameters.read(list(map(_parameters, some)))
+        buffers = self._buffers.read(list(map(_buffers, some)))
+        if parameters is None or buffers is None:
+            return False
+        if self._transient and list(map(_transient, self._pick_buffered(some))) != self._transient:
+            return False
+        held = parameters + buffers
+        found += held
+        return list(map(type, held)) == self._held_types
+
+
+def _walked(root: torch.nn.Module) -> _Walk | None:
+    """A new walk; None where what a module has does not follow from what it holds."""
     paths = list(_paths(root))
     modules = [module for _, module in paths]
-    ordinary = all(map(_is_ordinary, set(map(type, modules)))) and not any(
-        name in vars(module) for module in modules for name in _WALKS
-    )
-    return (_Walk(paths) if ordinary else None), modules
+    if not all(map(_is_ordinary, set(map(type, modules)))) or any(map(_overrides, modules)):
+        return None
+    holders = {kind for held_of in (_children, _parameters, _buffers) for kind in map(type, map(held_of, modules))}
+    if not all(issubclass(kind, dict) for kind in holders):  # a compiled script holds what it has elsewhere
+        return None
+    return _Walk(paths)
 
 
 def _paths(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -230,7 +292,11 @@ def _is_ordinary(kind: type) -> bool:
     return all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in _WALKS)
 
 
-class _Names:
+def _overrides(module: torch.nn.Module) -> bool:
+    return not vars(module).keys().isdisjoint(_WALKS)
+
+
+class _Dicts:
     """What dicts have as keys: compared with what the same dicts, or those in their places, have later.
 
     Args:
@@ -238,18 +304,36 @@ class _Names:
     """
 
     def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
+        self._types = list(map(type, dicts))
         self._sizes = list(map(len, dicts))
         full = [index for index, size in enumerate(self._sizes) if size]
         self._full: Callable[[Sequence[Any]], Sequence[Any]] = list if len(full) == len(dicts) else _picker(full)
         self._keys = list(_flat(self._full(dicts)))
+        # Most blocks are of one kind: of experts' layers, which hold one tensor each, all under one name.
+        alike = len(self._keys) == len(full) and len(set(self._keys)) == 1 and _PLAIN_DICTS.issuperset(self._types)
+        self._only: Callable[[Any], Any] | None = itemgetter(self._keys[0]) if alike else None
 
-    def are_of(self, dicts: Sequence[dict[str, Any]]) -> bool:
-        """Whether each has the keys that it had, in their order."""
-        return list(map(len, dicts)) == self._sizes and list(_flat(self._full(dicts))) == self._keys
+    def read(self, dicts: Sequence[dict[str, Any]]) -> list[Any] | None:
+        """Their values, one dict after the other; None where one is of another type or has other keys, or in another
+        order.
+        """
+        if list(map(len, dicts)) != self._sizes or list(map(type, dicts)) != self._types:
+            return None
+        if not self._keys:
+            return []
+        full = self._full(dicts)
+        if self._only is not None:
+            try:
+                return list(map(self._only, full))
+            except KeyError:
+                return None
+        if list(_flat(full)) != self._keys:
+            return None
+        return list(_flat(map(_values, full)))
 
-    def values(self, dicts: Sequence[dict[str, Any]]) -> list[Any]:
-        """Their values, one dict after the other."""
-        return list(_flat(map(_values, self._full(dicts))))
+
+_PLAIN_DICTS = frozenset({dict, OrderedDict})
+"""Whose items are what they hold. A subclass may do anything when it is asked for one."""
 
 
 def _picker(indexes: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.errors import UnsupportedError
-from weightsync.types import Full, TensorSpec, Update, dtype_name
+from weightsync.types import Full, TensorSpec, Update, WeightUpdateRequest, dtype_name
 
 
 @functools.lru_cache(maxsize=256)
@@ -85,6 +85,18 @@ class PackedUpdates(Iterator[Update]):
     sizes: tuple[int, ...]
     bucket: torch.Tensor
     _next: int = 0
+
+    @classmethod
+    def of(cls, request: WeightUpdateRequest, offsets: tuple[int, ...], bucket: torch.Tensor) -> PackedUpdates:
+        """The tensors that a request announces, at these places of a bucket."""
+        return cls(
+            names=request.names,
+            dtypes=request.dtypes,
+            shapes=request.shapes,
+            offsets=offsets,
+            sizes=request.tensor_bytes(),
+            bucket=bucket,
+        )
 
     def __next__(self) -> Update:
         index = self._next

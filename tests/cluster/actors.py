@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
+import weightsync
 from tests.multiproc.spine import build, cast_bytes, fingerprint_of, shard, step
+from tests.standins.faults import FaultyLoader
 from weightsync.cluster.engine_actor import EngineContext
 from weightsync.cluster.trainer_actor import RankContext
+from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import LoadError
 from weightsync.extract.fsdp import FSDPWeightExtractor
-from weightsync.rollout.engine import EmbeddedEngine
 from weightsync.tensors import byte_array
-from weightsync.testing.faults import FaultyLoader
 from weightsync.types import DescribeRequest, EngineOp, EngineReply, EngineRequest
 
 BLOCKS = 6
@@ -27,7 +28,7 @@ class Faulty(EmbeddedEngine):
     """An engine whose process is killed when it is asked for a step, if so armed."""
 
     def __init__(self, loader: FaultyLoader, *, engine_id: str) -> None:
-        from weightsync.rollout.worker import EngineWorker
+        from weightsync.engine.worker import EngineWorker
 
         super().__init__([EngineWorker(loader, track=engine_id)], engine_id=engine_id)
         self.die_at: str | None = None
@@ -100,9 +101,12 @@ class Trainer:
         self._config = context.config
         self._model = shard(build(5, blocks=BLOCKS), "shard0", context.world_size)
         self._extractor = FSDPWeightExtractor(self._model, chunk_bytes=300)
-        self.push = context.push(self._extractor)
+        self.push = self._pushed_by(context)
 
-    def step(self) -> int:
+    def _pushed_by(self, context: RankContext) -> Any:
+        return context.push(self._extractor)
+
+    def step(self) -> Any:
         step(self._model)
         return self._rank
 
@@ -131,6 +135,19 @@ class Trainer:
     def fail(self, rank: int) -> None:
         if rank == self._rank:
             raise ValueError("a step that fails")
+
+
+class OrderedTrainer(Trainer):
+    """The same, whose own step pushes where a controller orders that."""
+
+    def _pushed_by(self, context: RankContext) -> Any:
+        return weightsync.push(self._extractor, context.engines, config=context.config, token=context.token)
+
+    def step(self) -> Any:
+        """The version that was pushed; None: none was ordered."""
+        super().step()
+        report = self.push.step()
+        return None if report is None else report.version.number
 
 
 @functools.cache

@@ -15,7 +15,7 @@ NUM_GPUS_A_NODE = 2  # Ray's bookkeeping alone: nothing here touches a GPU
 STORE_BYTES = 80 << 20
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[Any]:
     """The cluster; this process is connected as a driver."""
     patch = pytest.MonkeyPatch()

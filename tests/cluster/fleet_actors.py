@@ -10,10 +10,10 @@ import torch
 
 from tests.multiproc.fleet_kit import _NUM_ELEMENTS
 from weightsync.cluster.service_actor import FleetEngineContext
-from weightsync.codec.digest import tensor_digest
+from weightsync.codec.tensor_digest import tensor_digest
+from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import LoadError, NotServingError
 from weightsync.load.module import ModuleWeightLoader
-from weightsync.rollout.engine import EmbeddedEngine
 
 _PAUSE_S = 0.005
 

@@ -20,17 +20,17 @@ class Garbler:
     def say(self, said: object) -> None:
         self._said = said
 
-    def call(self, op: str, body: bytes, timeout_s: float) -> object:
+    def listen(self, loopback: bool) -> object:
         return self._said
 
-    def ask(self, method: str, args: object, options: object) -> object:
+    def ask(self, part: str, method: str, args: object, options: object) -> object:
         return self._said
 
 
 class Stranger:
     """An actor of another kind."""
 
-    def call(self) -> None: ...
+    def ask(self) -> None: ...
 
 
 class Mute:

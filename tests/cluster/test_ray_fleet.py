@@ -6,10 +6,10 @@ behind, with one waiter at the gate at a time.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +20,10 @@ from tests.cluster.conftest import STORE_BYTES
 from tests.cluster.fleet_actors import Model, broken
 from tests.multiproc.fleet_kit import MODELS, Trainers, digest_at
 from tests.multiproc.pull_kit import shm_of, wait_until
-from weightsync.clients.controller import ControllerClient
-from weightsync.clients.fanout import in_thread
-from weightsync.cluster.controller_actor import _GROUPS, GATES, WAITS
+from tests.standins.processes import children, free_port
+from weightsync.clients.controller import AsyncControllerClient, ControllerClient
 from weightsync.cluster.fleet import RayFleet, launch_fleet
-from weightsync.cluster.fleet_config import FleetConfig, FleetPlacement
-from weightsync.cluster.ray_calls import get, wait_any
-from weightsync.cluster.wire import read_answer
+from weightsync.cluster.placement import FleetPlacement
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -36,36 +33,33 @@ from weightsync.errors import (
     LoadError,
     NotServingError,
 )
-from weightsync.testing.processes import children
+from weightsync.handles.fanout import in_thread
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 NUM_NODES = 3
 LEASE_S = 3.0
 PLACEMENT = FleetPlacement(controller={"CPU": 0.01}, service={"rollout": 1})
-ASK_S = 10.0
+ASK_S = 30.0
 GATE_S = 40.0
 NUM_WAITERS = 300
 
 
-def config(**options: Any) -> FleetConfig:
+SERVICE = {"mode": "full", "patch_limit": 0, "transport": "tcp"}
+
+
+def config(**options: Any) -> dict[str, Any]:
     """First loads compile, and other tests may run: the times for those are long."""
-    return FleetConfig(
-        lease_s=LEASE_S, retries_s=(0.2, 0.5, 1.0, 2.0), sets=(MODELS,),
-        method={"barrier_timeout_s": 20.0, "prepare_timeout_s": 30.0, "commit_timeout_s": 10.0},
-        service={"mode": "full", "patch_limit": 0, "transport": "tcp"}, **options,
-    )  # fmt: skip
+    fleet = {
+        "models": MODELS, "sets": (MODELS,), "lease_s": LEASE_S, "retries_s": (0.2, 0.5, 1.0, 2.0),
+        "barrier_timeout_s": 20.0, "prepare_timeout_s": 30.0, "commit_timeout_s": 10.0, **options,
+    }  # fmt: skip
+    return {"sync_mode": "fully-async", "fleet": fleet}
 
 
 def add_node(cluster: Any) -> Any:
     """A node that has room for one service and for nothing else."""
     return cluster.add_node(num_cpus=0, resources={"rollout": 1}, object_store_memory=STORE_BYTES)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +111,20 @@ class Running:
         return {each.instance_id: each.state for each in self.fleet.controller.status().instances}
 
     def check_serve(self, *names: str) -> None:
-        """They answer with the newest version of both models, and their live bytes are those that were published."""
+        """They answer with the newest version of both models, and their live bytes are those that were published. One
+        that is fenced, because its heartbeat came late on a busy machine, answers when it has its lease again."""
+        answers: list[Any] = []
+
+        def answered(name: str, model: str) -> bool:
+            with contextlib.suppress(NotServingError):
+                answers.append((self.ask(name, model, "generate"), self.ask(name, model, "digest")))
+                return True
+            return False
+
         for name in names:
             for model in MODELS:
-                assert self.ask(name, model, "generate") == (self.version, float(self.version))
-                assert self.ask(name, model, "digest") == digest_at(self.version)
+                wait_until(lambda: answered(name, model), "it has its lease")  # noqa: B023
+                assert answers.pop() == ((self.version, float(self.version)), digest_at(self.version))
 
     def check_joined(self, name: str) -> None:
         """A process that has come in has answered with nothing but the version that was current."""
@@ -142,7 +145,7 @@ def running(nodes: list[Any]) -> Iterator[Running]:
     with children() as start:
         trainers = Trainers(start)
         with launch_fleet(
-            NUM_NODES - 1, MODELS, Model, config(port=free_port()), placement=PLACEMENT, start_timeout_s=100,
+            NUM_NODES - 1, Model, config(port=free_port()), service=SERVICE, placement=PLACEMENT, start_timeout_s=100,
             controller_options={"max_restarts": 1},
         ) as fleet:  # fmt: skip
             found = Running(fleet, trainers)
@@ -159,8 +162,8 @@ def test_services_follow_and_one_more_joins(running: Running, nodes: list[Any]) 
     for _ in range(2):
         running.step()
         running.check_serve("service-0", "service-1")
-    fleet.add_service(timeout_s=40)
-    fleet.wait_live(timeout_s=30)
+    fleet.add_service(timeout_s=100)
+    fleet.wait_live(timeout_s=100)
     running.check_joined("service-2")
     running.step()
     running.check_serve(*fleet.services)
@@ -174,35 +177,32 @@ def test_services_follow_and_one_more_joins(running: Running, nodes: list[Any]) 
 
 def test_many_wait_at_the_gate_and_hold_up_nobody(running: Running) -> None:
     controller, run_id = running.fleet.controller, running.trainers.run_of("actor")
-    waiters = [
-        controller.submit("wait_version", run_id, "actor", running.version + 1, GATE_S, group=GATES)
-        for _ in range(NUM_WAITERS)
-    ]
+    client, waiting = AsyncControllerClient(running.fleet.url, token=running.fleet.token), 0
+
+    async def wait(version: int) -> None:
+        nonlocal waiting
+        waiting += 1
+        await client.wait(run_id, "actor", version, wait_s=GATE_S)
+        waiting -= 1
+
+    async def wait_all(version: int) -> None:
+        await asyncio.gather(*(wait(version) for _ in range(NUM_WAITERS)))
+        await client.close()
+
+    waiters = in_thread(lambda version=running.version + 1: asyncio.run(wait_all(version)), name="waiters")  # type: ignore[misc]
+    wait_until(lambda: waiting == NUM_WAITERS, "all wait")
     running.publish()
     assert controller.status().models["actor"].rollout_model_version == running.version - 1
     assert controller.wait_version(run_id, "actor", running.version, wait_s=0.0) is False
     assert controller.check_rollout_service_status("actor") == "continue"
-    assert wait_any(waiters, timeout_s=0.0) == []
+    assert waiting == NUM_WAITERS
     running.tell()
-    for waiter in waiters:
-        body = get(waiter, timeout_s=GATE_S, peer="c", what="wait_version", lost=EngineUnreachableError)
-        assert read_answer(body, bool, peer="c", what="wait_version") is True
+    waiters.result(GATE_S)
+    assert waiting == 0
 
 
-def test_many_wait_for_a_validation_and_whoever_ends_it_is_heard(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seen to fail: they had all the turns of the call that ends it."""
+def test_many_wait_for_a_validation_and_whoever_ends_it_is_heard(running: Running) -> None:
     controller, run_id = running.fleet.controller, running.trainers.run_of("actor")
-    sent: list[str] = []
-    real = controller.submit
-
-    def submit(method: str, *args: Any, group: str) -> Any:
-        ref = real(method, *args, group=group)
-        sent.append(method)
-        return ref
-
-    monkeypatch.setattr(controller, "submit", submit)
     asked = [
         in_thread(
             lambda number=number: controller.train_worker_notify_weight_update(  # type: ignore[misc]
@@ -210,9 +210,8 @@ def test_many_wait_for_a_validation_and_whoever_ends_it_is_heard(
             ),
             name="evaluates",
         )
-        for number in range(_GROUPS[WAITS] + 6)
+        for number in range(70)
     ]
-    wait_until(lambda: sent.count("train_worker_notify_weight_update") == len(asked), "all are sent")
     wait_until(lambda: controller.status().models["actor"].waiting_for_validation, "it is validated")
     controller.end_validate("actor", {"reward": 0.5}, timeout_s=ASK_S)
     for each in asked:
@@ -262,8 +261,8 @@ def test_a_node_dies_and_a_new_one_takes_its_place(running: Running, ray_cluster
         fleet.wait_live(timeout_s=0.1)
 
     nodes.append(add_node(ray_cluster))
-    fleet.restart_service(lost, timeout_s=40)
-    fleet.wait_live(timeout_s=30)
+    fleet.restart_service(lost, timeout_s=100)
+    fleet.wait_live(timeout_s=100)
     assert fleet.services[lost].ready(timeout_s=ASK_S).node_id == nodes[-1].node_id
     running.check_joined(lost)
     running.step()
@@ -282,9 +281,9 @@ def test_a_controller_that_is_killed_comes_back_at_its_port_and_learns_what_is_s
             return controller.ready(timeout_s=ASK_S).pid != pid
         return False
 
-    wait_until(back, "Ray has started it again", 30.0)
-    assert controller.url() == running.fleet.url
-    running.fleet.wait_live(timeout_s=30)
+    wait_until(back, "Ray has started it again", 60.0)
+    wait_until(lambda: controller.status().models, "it is at its port")
+    running.fleet.wait_live(timeout_s=100)
     assert running.gate(), "it has learnt what is served"
 
     def answers() -> bool:
@@ -293,7 +292,7 @@ def test_a_controller_that_is_killed_comes_back_at_its_port_and_learns_what_is_s
             return True
         return False
 
-    wait_until(answers, "the services hold their leases", 10.0)
+    wait_until(answers, "the services hold their leases", 30.0)
     running.tell()
     assert running.gate(), "the same told once more changes nothing"
     running.step()
@@ -302,7 +301,9 @@ def test_a_controller_that_is_killed_comes_back_at_its_port_and_learns_what_is_s
     running.note()
     os.kill(controller.ready(timeout_s=ASK_S).pid, signal.SIGKILL)
     with pytest.raises(EngineUnreachableError, match="the actor of the controller is gone"):
-        wait_until(lambda: controller.status(timeout_s=ASK_S) is None, "it is gone")
+        wait_until(lambda: controller.ready(timeout_s=ASK_S) is None, "it is gone", 60.0)
+    with pytest.raises(EngineUnreachableError, match="does a weightsync controller run there"):
+        controller.status(timeout_s=ASK_S)
 
     def refuses() -> bool:
         try:
@@ -315,17 +316,22 @@ def test_a_controller_that_is_killed_comes_back_at_its_port_and_learns_what_is_s
 
 
 def test_what_can_not_be_is_told_before_anything_starts(nodes: list[Any]) -> None:
-    for options in ({"service": {"token": "x"}}, {"service": {"pull": 1}}, {"commit_policy": "most"}, {"port": 70000}):
-        with pytest.raises(ConfigError):
-            FleetConfig(**options)
+    wrong: dict[str, Any]
+    for wrong in (
+        {"service": {"token": "x"}}, {"service": {"pull": 1}}, {"service": {"mode": "half"}}, {"token": "short"},
+        {"config": config(commit_policy="most")}, {"config": config(port=70000)},
+        {"config": {**config(), "sync_method": "push"}}, {"config": config(models=("actor", "actor"))},
+        {"num_services": 0}, {"controller_options": {"max_restarts": 1}},
+    ):  # fmt: skip
+        with (
+            pytest.raises(ConfigError),
+            launch_fleet(**{"num_services": 1, "build": Model, "config": config(), **wrong}),
+        ):
+            pytest.fail("it can't be")
     amounts: dict[str, float]
     for amounts in ({}, {"CPU": -1.0}):
         with pytest.raises(ConfigError, match="takes some of the cluster"):
             FleetPlacement(service=amounts)
-    for num_services, models, restarts in ((0, MODELS, 0), (1, ("actor", "actor"), 0), (1, MODELS, 1)):
-        options = {"max_restarts": restarts}
-        with pytest.raises(ConfigError), launch_fleet(num_services, models, Model, controller_options=options):
-            pytest.fail("it can't be")
 
 
 def test_a_factory_that_fails_is_told_and_nothing_is_left(ray_cluster: Any) -> None:
@@ -335,7 +341,7 @@ def test_a_factory_that_fails_is_told_and_nothing_is_left(ray_cluster: Any) -> N
     before = ray.available_resources().get("CPU")
     with (
         pytest.raises(LoadError, match="service-0-actor has no model"),
-        launch_fleet(1, MODELS, broken, placement=small, start_timeout_s=40),
+        launch_fleet(1, broken, config(), placement=small, start_timeout_s=120),
     ):
         pytest.fail("it is not there")
     wait_until(lambda: ray.available_resources().get("CPU") == before, "what it took is given back")

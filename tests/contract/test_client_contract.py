@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weightsync.clients.fanout import EngineFanout
-from weightsync.clients.http import HttpEngine
-from weightsync.rollout.server import EngineServer
+from weightsync.engine.server import EngineServer
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
 from weightsync.testing.contracts import InferenceEngineClientContract
 from weightsync.types import EngineHandle, InferenceEngineClient
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests.standins.faults import FaultyLoader
 from weightsync.load.base import WeightLoader
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.testing.contracts import WeightLoaderContract
-from weightsync.testing.faults import FaultyLoader
 
 
 class Model(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.unit.load.test_sglang_loader import Model, weights
+from tests.unit.load.test_sglang import Model, weights
 from weightsync.errors import UnsupportedError
 from weightsync.load.base import WeightLoader
 from weightsync.load.sglang import SGLangWeightLoader

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.rollout.fakes import init as init_request
-from weightsync.clients.vllm_messages import VllmInitMessage, VllmUpdateMessage, as_info, error_in_text
+from tests.unit.host.fakes import init as init_request
+from weightsync.engine.vllm.plugin import BackendError, WeightSyncTransferEngine
 from weightsync.errors import InvalidRequestError, StateError, UnsupportedError, VersionError
-from weightsync.rollout.vllm_plugin import BackendError, WeightSyncTransferEngine
+from weightsync.handles.vllm_messages import VllmInitMessage, VllmUpdateMessage, as_info, error_in_text
 from weightsync.types import BeginRequest, Manifest, TensorSpec, Version
 
 FOREIGN = {"master_address": "192.0.2.1", "world_size": 2}

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.clients.vllm import VllmEngine
-from weightsync.clients.vllm_api import error_of
+from weightsync.engine.vllm.plugin import WeightSyncTransferEngine
 from weightsync.extract.module import ModuleWeightExtractor
-from weightsync.publish.push import PushSync
-from weightsync.rollout.vllm_plugin import WeightSyncTransferEngine
+from weightsync.handles.vllm import VllmEngine
+from weightsync.handles.vllm_api import error_of
+from weightsync.trainer.push import PushSync
 
 
 class Net(nn.Module):
@@ -59,7 +59,7 @@ class Worker:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-        from weightsync.rollout.vllm_plugin import register
+        from weightsync.engine.vllm.plugin import register
 
         register()
         register()  # idempotent

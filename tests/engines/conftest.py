@@ -26,7 +26,7 @@ from tests.engines.vllm_support import (
     vllm_is_there,
 )
 from tests.engines.vllm_trainers import Trainers
-from weightsync.testing.processes import children
+from tests.standins.processes import children
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class Versions:
     weights: tuple[dict[str, torch.Tensor], ...]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
     """Made by the same steps as the tests' trainers make, without any of the library."""
     return _versions(tmp_path_factory.mktemp("checkpoints"), tied=False)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tied_versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
     """The same of a model whose output layer is its embedding."""
     return _versions(tmp_path_factory.mktemp("tied"), tied=True)
@@ -63,7 +63,7 @@ def _versions(folder: Path, *, tied: bool) -> Versions:
     return Versions(checkpoints=tuple(checkpoints), weights=tuple(weights))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def oracle() -> Iterator[Oracle]:
     """Answers of fresh engines, remembered."""
     with tempfile.TemporaryFile("w+") as log:
@@ -72,7 +72,7 @@ def oracle() -> Iterator[Oracle]:
         oracle.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def starting_server(versions: Versions, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the tiny model that may not answer yet: a start takes long, and much of it on one core."""
     if not vllm_is_there:
@@ -86,14 +86,14 @@ def starting_server(versions: Versions, oracle: Oracle, tmp_path_factory: pytest
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def vllm_server(starting_server: Server) -> Server:
     """A running server of the tiny model; a test that kills it starts it again."""
     starting_server.wait_until_ready()
     return starting_server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def trainers(vllm_server: Server) -> Iterator[Trainers]:
     """A training process that syncs to the server when told to."""
     with children() as start:

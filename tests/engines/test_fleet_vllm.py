@@ -34,28 +34,28 @@ from tests.engines.vllm_support import (
     train_step,
     vllm_is_there,
 )
+from tests.standins.processes import Child, children, free_port
 from weightsync.clients.controller import ControllerClient
-from weightsync.clients.rollout import RolloutClient
-from weightsync.clients.vllm import VllmEngine, VllmHttpApi
+from weightsync.clients.host import RolloutClient
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.vllm.lease_middleware import LEASE_FILE_VARIABLE
+from weightsync.handles.vllm import VllmEngine, VllmHttpApi
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.memory import LeaseReader, ServingLease
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.lease_middleware import LEASE_FILE_VARIABLE
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
-from weightsync.testing.processes import Child, children, free_port
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
 LEASE_S = 2.0
 SLACK_S = 1.0
 """What two busy cores may add."""
 SYNC_S = 40.0
-MIDDLEWARE = "weightsync.rollout.lease_middleware.LeaseMiddleware"
+MIDDLEWARE = "weightsync.engine.vllm.lease_middleware.LeaseMiddleware"
 TOKEN = "a-token-for-tests-only"
 OUTLASTS = 16000
 """Tokens of a generation that goes on when a lease ends."""

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from tests.engines.vllm_support import DIFFERENT, SAME, Oracle, Server, distance, save_checkpoint
 from tests.multiproc.spine import TOKEN
 from tests.multiproc.trainers import KINDS, build_trainer, cast_bytes_of, hf_engine, hf_model
-from weightsync.clients.fanout import EngineFanout
-from weightsync.clients.http import HttpEngine
-from weightsync.clients.vllm import VllmEngine, VllmHttpApi
-from weightsync.publish.push import PushSync
-from weightsync.testing.processes import Child, children, free_port, in_gloo_world
+from tests.standins.processes import Child, children, free_port, in_gloo_world
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
+from weightsync.handles.vllm import VllmEngine, VllmHttpApi
+from weightsync.trainer.push import PushSync
 from weightsync.transfer.registry import strategy_named
 
 STRATEGIES = ("broadcast", "cuda_ipc", "packed_cuda_ipc")

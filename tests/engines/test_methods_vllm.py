@@ -21,16 +21,16 @@ from tests.engines.vllm_support import (
     next_distance,
     train_step,
 )
-from weightsync.clients.probe import Feature, probe
-from weightsync.clients.vllm import VllmEngine, VllmHttpApi
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.disk import DiskMethod
 from weightsync.control.methods.disk_engines import VllmReloadApi
 from weightsync.control.methods.folder import VersionFolder
-from weightsync.control.methods.network import NetworkMethod
+from weightsync.control.methods.push import PushMethod
 from weightsync.errors import SyncFailedError
 from weightsync.extract.module import ModuleWeightExtractor
-from weightsync.publish.push import PushSync
+from weightsync.handles.probe import Feature, probe
+from weightsync.handles.vllm import VllmEngine, VllmHttpApi
+from weightsync.trainer.push import PushSync
 from weightsync.types import Version
 
 pytestmark = pytest.mark.timeout(240)
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> VersionFolder:
 @pytest.fixture
 def disk(vllm_server: Server, folder: VersionFolder) -> Iterator[DiskMethod]:
     with contextlib.closing(DiskMethod(folder, {"actor": vllm_server.url}, timeout_s=60.0)) as method:
-        method.prepare()
+        method.initialize()
         yield method
 
 
@@ -83,7 +83,7 @@ def test_the_oracle_holds_after_each_version_from_disk(
     sums = []
     for number, steps in enumerate((1, 2, 0, 1)):
         folder.publish("actor", v(number), copies(versions.checkpoints[steps]))
-        assert disk.sync("actor", v(number)) == number
+        assert disk.sync_weights("actor", v(number)) == number
         serves(steps)
         told = vllm_server.next_token(LONG_PROMPT)
         assert next_distance(told, oracle.next_token(versions.checkpoints[steps])) <= SAME
@@ -94,11 +94,11 @@ def test_the_oracle_holds_after_each_version_from_disk(
     api.close()
     with contextlib.closing(DiskMethod(folder, {"actor": vllm_server.url}, kv_cache="keep")) as keeps:
         folder.publish("actor", v(4), copies(versions.checkpoints[2]))
-        assert keeps.sync("actor", v(4)) == 4
+        assert keeps.sync_weights("actor", v(4)) == 4
         new = oracle.next_token(versions.checkpoints[2])
         assert next_distance(vllm_server.next_token(LONG_PROMPT), new) >= DIFFERENT, "from keys of the old weights"
     folder.publish("actor", v(5), copies(versions.checkpoints[2]))
-    assert disk.sync("actor", v(5)) == 5
+    assert disk.sync_weights("actor", v(5)) == 5
     assert next_distance(vllm_server.next_token(LONG_PROMPT), new) <= SAME
 
 
@@ -107,11 +107,11 @@ def test_a_checkpoint_that_is_cut_off_leaves_it_paused_and_the_next_one_heals_it
 ) -> None:
     folder.publish("actor", v(1), copies(versions.checkpoints[1], cut_bytes=1))
     with pytest.raises(SyncFailedError, match="1 of 1 engines did not load it") as caught:
-        disk.sync("actor", v(1))
+        disk.sync_weights("actor", v(1))
     assert "it is paused" in str(caught.value.causes[vllm_server.url].state_left)
     assert vllm_server.get("/is_paused") == {"is_paused": True}
     folder.publish("actor", v(2), copies(versions.checkpoints[2]))
-    assert disk.sync("actor", v(2)) == 2
+    assert disk.sync_weights("actor", v(2)) == 2
     serves(2)
 
 
@@ -123,7 +123,7 @@ def test_a_controller_syncs_by_a_push(vllm_server: Server, serves: Callable[[int
     engine = VllmEngine(VllmHttpApi(vllm_server.url), engine_id="vllm", pause_mode="keep", kv_cache="clear")
     push = PushSync(ModuleWeightExtractor(model, chunk_bytes=20_000), engine, dtype="bfloat16", run_id="run-of-a-push")
     push.initialize()
-    controller = WeightSyncController({"sync_mode": "sync"}, NetworkMethod({"actor": push}), model_tags=["actor"])
+    controller = WeightSyncController({"sync_mode": "sync"}, PushMethod({"actor": push}), model_tags=["actor"])
     with contextlib.closing(push), contextlib.closing(engine), contextlib.closing(controller):
         for steps in (1, 2):
             controller.trajectory_pool_notify_batch_ready("actor")

@@ -25,13 +25,15 @@ from tests.engines.vllm_support import (
     save_checkpoint,
     train_step,
 )
-from weightsync.clients.vllm import VllmEngine, VllmHttpApi
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
-from weightsync.rollout.staged_load import EngineLoader
-from weightsync.testing.processes import Child, children
-from weightsync.types.publication import ModelStatus, NotifyRequest, Transport
+from tests.standins.processes import Child, children
+from weightsync.clients.host import RolloutClient
+from weightsync.handles.vllm import VllmEngine, VllmHttpApi
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
+from weightsync.trainer.publisher import WeightManager
+from weightsync.types.service import ModelStatus, NotifyRequest
+from weightsync.types.transfer_messages import Transport
+from weightsync.update.session import UpdateSession
 
 pytestmark = pytest.mark.timeout(240)
 SYNC_S = 40.0
@@ -80,7 +82,7 @@ class Pulls:
         engine = VllmEngine(VllmHttpApi(server.url), engine_id="vllm", pause_mode="keep")
         config = RolloutConfig(senders=(self._endpoint,), transport=transport, mode=mode)
         self.service = RolloutService({"m": engine}, config)
-        self.service.start()
+        self._client = RolloutClient(self.service.start())
 
     def publish(self, steps: int, *, few: bool = False) -> None:
         self._version += 1
@@ -92,11 +94,12 @@ class Pulls:
         notice = NotifyRequest(
             run_id=self._run_id, model_id="m", version=self._version, sender_endpoint=self._endpoint, wait_s=SYNC_S
         )
-        status = self.service.notify(notice)
+        status = self._client.notify_version(notice)
         assert (status.run_id, status.version, status.errors) == (self._run_id, self._version, {})
         return status
 
     def close(self) -> None:
+        self._client.close()
         self.service.close()
         with contextlib.suppress(OSError):
             self._child.conn.send(None)
@@ -166,13 +169,13 @@ def test_a_generation_in_flight_spans_a_pulled_commit(
     there = pulls(Transport.SHM, "auto")
     begun: list[Generation] = []
     when_paused: list[int] = []
-    pause = EngineLoader._pause
+    pause = UpdateSession._pause
 
-    def generate_then_pause(loader: EngineLoader, *args: Any, **options: Any) -> None:
+    def generate_then_pause(session: UpdateSession, *args: Any, **options: Any) -> None:
         """On two cores a generation holds up every call to the server, so it begins when the pause is next."""
         begun.append(Generation(vllm_server, PROMPTS[0], NUM_TOKENS))
         begun[0].under_way()
-        pause(loader, *args, **options)
+        pause(session, *args, **options)
         when_paused.append(len(begun[0].tokens))
 
     for _ in range(4):  # on a busy machine one may be over before the server has heard of the pause
@@ -180,7 +183,7 @@ def test_a_generation_in_flight_spans_a_pulled_commit(
         there.sync()
         there.publish(2)
         with monkeypatch.context() as patch:
-            patch.setattr(EngineLoader, "_pause", generate_then_pause)
+            patch.setattr(UpdateSession, "_pause", generate_then_pause)
             there.sync()
         # not when `sync` is over: the server answers resume when the generation leaves it time for that
         if when_paused[-1] < NUM_TOKENS:

@@ -1,8 +1,9 @@
 """A vLLM plugin for tests: makes a worker's real loader fail where a file says so. Each fault fires once.
 
-The file, JSON: {"at": "begin" | "receive" | "load" | "commit" | "reload", "chunk": k, "do": "raise" | "corrupt" |
-"kill", "worker": index}. "receive" is where bytes have come and nobody has looked at them, "reload" the middle of
-vLLM's own reload, when live weights are gone in part.
+The file, JSON: {"at": "begin" | "receive" | "load" | "commit" | "reload" | "patch", "chunk": k, "do": "raise" |
+"corrupt" | "kill", "worker": index}. "receive" is where bytes have come and nobody has looked at them, "reload" the
+middle of vLLM's own reload, when live weights are gone in part, "patch" the middle of a patch, when live weights are
+written in part.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def install(folder: Path) -> dict[str, str]:
     info = folder / "weightsync_faults-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weightsync-faults\nVersion: 0\n", encoding="utf-8")
-    entry = "[vllm.general_plugins]\nweightsync_faults = tests.engines.vllm_faults:register\n"
+    entry = (
+        "[vllm.general_plugins]\nweightsync_faults = tests.engines.vllm_faults:register\n"
+        "weightsync_unpacked = tests.engines.vllm_unpacked:register\n"
+    )
     (info / "entry_points.txt").write_text(entry, encoding="utf-8")
     root = Path(__file__).parents[2]
     paths = [str(folder), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -87,6 +91,19 @@ def register() -> None:
 
         reload(self, list(some()) if not _pending("reload") else some())
 
+    from weightsync.load import live
+
+    apply = live.ShardPatch.apply
+
+    def faulty_apply(self: Any) -> None:
+        turns = self._live._turns
+        if _pending("patch"):
+            self._live._turns = [turn[: max(1, len(turn) // 2)] for turn in turns]
+        apply(self)
+        self._live._turns = turns
+        _fire("patch")
+
+    live.ShardPatch.apply = faulty_apply  # type: ignore[method-assign]
     kind.begin, kind.load_weights, kind.commit = faulty_begin, faulty_load, faulty_commit
     loader.LayerwiseReload.load = faulty_reload  # type: ignore[method-assign]
     FullDecoder.decode = faulty_decode  # type: ignore[method-assign]

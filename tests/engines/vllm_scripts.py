@@ -52,10 +52,10 @@ def offline(checkpoints: list[str], folder: str, tp: int) -> dict[str, Any]:
 
     from tests.engines.vllm_faults import arm, armed
     from tests.multiproc.spine import error_facts
-    from weightsync.clients.vllm import OfflineVllmApi, VllmEngine
     from weightsync.errors import WeightSyncError
     from weightsync.extract.module import ModuleWeightExtractor
-    from weightsync.publish.push import PushSync
+    from weightsync.handles.vllm import OfflineVllmApi, VllmEngine
+    from weightsync.trainer.push import PushSync
 
     llm = LLM(**llm_options(checkpoints[1], tp, weight_transfer_config={"backend": "weightsync"}))
     torch.set_num_threads(1)
@@ -122,7 +122,54 @@ def offline(checkpoints: list[str], folder: str, tp: int) -> dict[str, Any]:
     return told
 
 
-SCRIPTS: dict[str, Callable[..., Any]] = {"oracle": oracle, "offline": offline}
+def documents(checkpoint: str) -> dict[str, Any]:
+    """The interface design's actors: a trainer, and an engine whose worker is a real vLLM's, in this process.
+
+    The engine starts from the checkpoint of step 2, so what it says at first is a fresh engine's answer.
+    """
+    import asyncio
+    from types import SimpleNamespace
+
+    import torch
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    from tests.documents.kit import config
+    from tests.documents.test_document_1 import Inference
+    from weightsync.adapters.compat.skyrl import (
+        BroadcastTransferStrategy,
+        FSDPWeightExtractor,
+        InferenceEngineClient,
+        VLLMWeightLoader,
+    )
+
+    llm = LLM(**llm_options(checkpoint))
+    torch.set_num_threads(1)
+    told: dict[str, Any] = {"fresh": llm_logprobs(llm), "synced": []}
+    engine = SimpleNamespace(worker=llm.llm_engine.model_executor.driver_worker.worker)
+    actor = Inference(engine, lambda wrapped: VLLMWeightLoader(wrapped.model))
+    model = build_model()
+
+    async def job() -> None:
+        client, strategy = InferenceEngineClient([actor]), BroadcastTransferStrategy()
+        sync_info = await strategy.create_sync_info(config(), client)
+        sender = await strategy.create_sender(config(), client, sync_info)
+        await actor.initialize_weight_sync(strategy, config(), sync_info, 1)
+        for step in (1, 2):
+            train_step(model, step)
+            chunks = FSDPWeightExtractor(config()).extract_weights(model, torch.bfloat16)
+            await sender.send_chunks(chunks, client)
+            llm.reset_prefix_cache()
+            told["synced"].append(llm_logprobs(llm))
+        await sender.close()
+
+    asyncio.run(job())
+    llm.llm_engine.engine_core.shutdown()
+    return told
+
+
+SCRIPTS: dict[str, Callable[..., Any]] = {"oracle": oracle, "offline": offline, "documents": documents}
 
 
 def main() -> None:

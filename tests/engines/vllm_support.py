@@ -26,7 +26,7 @@ from torch import nn
 
 from tests.engines import vllm_faults
 from tests.multiproc.trainers import VOCAB, hf_config
-from weightsync.testing.processes import free_port
+from tests.standins.processes import free_port
 
 MODEL_NAME = "tiny"
 MAX_LEN = 2048
@@ -37,6 +37,7 @@ PROMPTS: tuple[tuple[int, ...], ...] = (
     tuple((11 * i + 5) % VOCAB for i in range(40)),
 )
 SAME, DIFFERENT = 1e-6, 1e-4
+CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 START_S = 150.0
 RESULT = "RESULT "
 ORACLE_FILE = "oracle.json"
@@ -139,7 +140,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # a session of its own would be scheduled as a group of its own: see demo.vllm_engine
                 cwd=Path(__file__).parents[2],
-                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **self._env},
+                env={**as_the_cpu_is(), "VLLM_SERVER_DEV_MODE": "1", **self._env},
             )
 
     def wait_until_ready(self) -> None:
@@ -209,8 +210,17 @@ def completion(prompt: Sequence[int], **options: Any) -> dict[str, Any]:
     }
 
 
+def as_the_cpu_is() -> dict[str, str]:
+    """This process's environment without limits of the CPU's features: vLLM chooses its kernels by what the CPU itself
+    says, and its engine crashes where torch is told otherwise."""
+    return {name: value for name, value in os.environ.items() if name not in CPU_LIMITS}
+
+
 def engine_env(tp: int = 1, *, core: int = 0) -> dict[str, str]:
-    """Settings for a small engine on a CPU: one thread a worker, each on a core of its own, from `core` on."""
+    """Settings for a small engine on a CPU: one thread a worker, each on a core of its own, from `core` on; engines of
+    tests that run at the same time (pytest-xdist numbers its workers) begin at different cores.
+    """
+    core += int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     cores = [str((core + rank) % (os.cpu_count() or 1)) for rank in range(tp)]
     return {
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores),
@@ -232,9 +242,11 @@ class Oracle:
 
     Args:
         log: takes what they write.
+        env: further environment of theirs.
     """
 
-    def __init__(self, log: IO[str]) -> None:
+    def __init__(self, log: IO[str], *, env: Mapping[str, str] | None = None) -> None:
+        self._env = env
         self._asked: set[Path] = set()
         self._process: subprocess.Popen[str] | None = None
         self._log = log
@@ -243,8 +255,9 @@ class Oracle:
         """Asks for a fresh engine for each of them, and does not wait for it."""
         if self._process is None:
             self._process = _start_script(
-                "oracle", [[list(prompt) for prompt in PROMPTS], list(LONG_PROMPT)], self._log, stdin=subprocess.PIPE
-            )
+                "oracle", [[list(prompt) for prompt in PROMPTS], list(LONG_PROMPT)], self._log, stdin=subprocess.PIPE,
+                env=self._env,
+            )  # fmt: skip
         assert self._process.stdin is not None
         for checkpoint in checkpoints:
             if checkpoint not in self._asked:
@@ -311,7 +324,7 @@ def _start_script(
         stdin=stdin,
         text=True,
         process_group=0,  # a session of its own would be scheduled as a group of its own: see demo.vllm_engine
-        env={**os.environ, **engine_env(core=1), **(env or {})},
+        env={**as_the_cpu_is(), **engine_env(core=1), **(env or {})},
         cwd=Path(__file__).parents[2],
     )
 

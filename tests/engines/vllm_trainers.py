@@ -14,11 +14,11 @@ import torch
 
 from tests.engines.vllm_support import build_model, train_step
 from tests.multiproc.spine import error_facts
-from weightsync.clients.vllm import VllmEngine, VllmHttpApi
+from tests.standins.processes import Child, ChildFailedError
 from weightsync.errors import WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
-from weightsync.publish.push import PushSync
-from weightsync.testing.processes import Child, ChildFailedError
+from weightsync.handles.vllm import VllmEngine, VllmHttpApi
+from weightsync.trainer.push import PushSync
 
 SECONDS = {"transfer_timeout_s": 10.0, "join_timeout_s": 6.0, "pause_timeout_s": 9.0}
 CHUNK_BYTES = 20_000

@@ -7,7 +7,9 @@ import torch
 
 from tests.gpu.timing import Bench, model_of, same_bits, words_of
 from weightsync.codec.changes import ChangesCodec
-from weightsync.codec.delta import CostModel, encode_delta, plan_units
+from weightsync.codec.delta import encode_delta
+from weightsync.codec.delta_cost import CostModel
+from weightsync.codec.delta_units import plan_units
 from weightsync.codec.device_search import DeviceSearch
 from weightsync.codec.digest import digest_of, shard_sum
 from weightsync.load.patching import LivePatch
@@ -100,7 +102,7 @@ def prove_agent_changes(bench: Bench) -> None:
 
     def encoded(search: DeviceSearch | None) -> bytes:
         return encode_delta(
-            old, new, units, costs=CostModel(), mode="planes", base=bytes(16), result=bytes(16), search=search
+            old, new, units, costs=CostModel(), base=bytes(16), result=bytes(16), search=search
         ).to_bytes()
 
     search = DeviceSearch(bench.device.type)

@@ -8,25 +8,25 @@ from typing import Any
 import torch
 
 from tests.gpu.timing import Bench, model_of, same_bits, words_of
-from weightsync.clients.fanout import EngineFanout
-from weightsync.clients.http import HttpEngine
+from tests.standins.processes import Child, children
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
+from weightsync.host.puller import Puller
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.memory.folder import path_of
 from weightsync.observe import Recorder
-from weightsync.publish.extraction import LockstepExtraction
-from weightsync.publish.manager import WeightManager
-from weightsync.publish.push import PushSync
-from weightsync.publish.ranks import TrainingRanks
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.puller import Puller
-from weightsync.rollout.server import EngineServer
-from weightsync.testing.processes import Child, children
+from weightsync.trainer.extraction import LockstepExtraction
+from weightsync.trainer.publisher import WeightManager
+from weightsync.trainer.push import PushSync
+from weightsync.trainer.ranks import TrainingRanks
 from weightsync.transfer.base import SharedChunk
 from weightsync.transfer.ipc import IpcSharer, IpcTransferSender
 from weightsync.transfer.registry import strategy_named
 from weightsync.types import Deadline, EmptyWeightSyncInitInfo, Full, Manifest, WeightChunk
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 STRATEGIES = ("cuda_ipc", "packed_cuda_ipc")
 CYCLES = 500_000_000

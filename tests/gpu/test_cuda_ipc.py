@@ -10,7 +10,7 @@ import torch
 
 from tests.gpu.parts_ipc import STRATEGIES, chunk_of, odd_tensors, prove_every_bit, time_ipc
 from tests.gpu.timing import Bench
-from weightsync.testing.processes import children
+from tests.standins.processes import children
 from weightsync.transfer.ipc import IpcSharer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from weightsync.host.puller import Puller
 from weightsync.memory.folder import path_of
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.puller import Puller
+from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

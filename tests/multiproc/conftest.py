@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from weightsync.testing.processes import RankPool, children
+from tests.standins.processes import RankPool, children
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two_ranks() -> Iterator[Callable[[str], RankPool]]:
     """Two ranks for all tests of one backend: DeepSpeed and Megatron take seconds to import."""
     pools: dict[str, RankPool] = {}

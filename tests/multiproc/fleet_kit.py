@@ -17,20 +17,20 @@ import msgspec
 import torch
 
 from tests.multiproc.pull_kit import Actor, _act, wait_until
+from tests.standins.faults import FaultyLoader
+from tests.standins.processes import Child
 from weightsync.clients.controller import ControllerClient
-from weightsync.codec.digest import tensor_digest
+from weightsync.codec.tensor_digest import tensor_digest
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
+from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import WeightSyncError
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
 from weightsync.memory import LeaseReader, ServingLease
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
-from weightsync.testing.faults import FaultyLoader
-from weightsync.testing.processes import Child
+from weightsync.trainer.publisher import WeightManager
 
 MODELS = ("actor", "verifier")
 _NUM_ELEMENTS = 4096
@@ -50,7 +50,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     instance: str
-    life: int
+    incarnation: int
     model: str
     run_id: str
     version: int
@@ -126,7 +126,7 @@ class _Module(torch.nn.Module):
         self.register_buffer("weight", torch.zeros(_NUM_ELEMENTS))
 
 
-def service_main(name: str, life: int, controller: str, folder: str, options: dict[str, Any], conn: Any) -> None:
+def service_main(name: str, incarnation: int, controller: str, folder: str, options: dict[str, Any], conn: Any) -> None:
     """A rollout service whose engines generate all the time."""
     torch.set_num_threads(1)
     lease = ServingLease(f"{folder}/{name}.lease")
@@ -143,7 +143,7 @@ def service_main(name: str, life: int, controller: str, folder: str, options: di
     )
     service = RolloutService(engines, config)
     url = service.start()
-    output = open(f"{folder}/{name}-{life}.answers", "ab", buffering=0)  # noqa: SIM115
+    output = open(f"{folder}/{name}-{incarnation}.answers", "ab", buffering=0)  # noqa: SIM115
     refused = dict.fromkeys(engines, 0)
 
     def generate(model: str) -> None:
@@ -157,7 +157,8 @@ def service_main(name: str, life: int, controller: str, folder: str, options: di
                     value = first if bool((modules[model].weight == first).all()) else -2.0
                     ended_s = time.monotonic()  # once it is given back, the other model may be served anew
                 answer = Answer(
-                    instance=name, life=life, model=model, run_id="" if version is None else version.run_id,
+                    instance=name, incarnation=incarnation, model=model,
+                    run_id="" if version is None else version.run_id,
                     version=-1 if version is None else version.number, value=value, began_s=began_s,
                     ended_s=ended_s,
                 )  # fmt: skip
@@ -197,10 +198,17 @@ class FleetService(Actor):
     """A service in a process of its own."""
 
     def __init__(
-        self, start: Callable[..., Child], name: str, controller: str, folder: Path, *, life: int = 0, **options: Any
+        self,
+        start: Callable[..., Child],
+        name: str,
+        controller: str,
+        folder: Path,
+        *,
+        incarnation: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(start, service_main, name, life, controller, str(folder), options, name=name)
-        self.folder, self.life = folder, life
+        super().__init__(start, service_main, name, incarnation, controller, str(folder), options, name=name)
+        self.folder, self.incarnation = folder, incarnation
 
 
 def digest_at(version: int) -> str:
@@ -279,7 +287,7 @@ def check_records(
         assert answer.value == (0.0 if answer.run_id == "" else float(answer.version)), answer
     lives: dict[tuple[str, int], list[Answer]] = {}
     for answer in answers:
-        lives.setdefault((answer.instance, answer.life), []).append(answer)
+        lives.setdefault((answer.instance, answer.incarnation), []).append(answer)
     for who, found in lives.items():
         newest: dict[tuple[str, str], int] = {}
         for answer in found:

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
+from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import WeightSyncError
+from weightsync.host.puller import Puller
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
 from weightsync.load.module import ModuleWeightLoader
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.puller import Puller
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
+from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 SHM_BYTES = 24 << 20
 SIZE = 1 << 20

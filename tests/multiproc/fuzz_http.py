@@ -15,21 +15,19 @@ from fastapi import FastAPI
 from hypothesis import strategies as st
 
 import weightsync.codec.kernels  # noqa: F401  # an agent loads them beside its first requests, and they are large
-from weightsync.clients.http import ENGINE_API
+from weightsync.agent.api import TransferAgent
 from weightsync.control.controller import WeightSyncController
-from weightsync.control.method import ModelSync
+from weightsync.control.method import SyncMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
+from weightsync.handles.http import ENGINE_API
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
 from weightsync.load.module import ModuleWeightLoader
-from weightsync.load.remote_server import RemoteLoadServer
-from weightsync.load.remote_wire import CHUNK_TYPE, LENGTH, LOAD_API
-from weightsync.publish.agent import TransferAgent
-from weightsync.publish.agent_config import AgentConfig
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.server import EngineServer
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
 from weightsync.types import Version
+from weightsync.types.agent_config import AgentConfig
 
 TOKEN = "a-token-for-tests-only"
 NOBODY = "http://127.0.0.1:9"
@@ -51,11 +49,9 @@ _INIT = {
     "info": {"kind": "empty", "strategy": "packed_cuda_ipc", "group_name": "g"},
 }  # fmt: skip
 _HEARTBEAT = {
-    "instance_id": "i", "life": "l", "url": NOBODY,
+    "instance_id": "i", "incarnation": "l", "url": NOBODY,
     "serves": [{"model_id": "actor", "run_id": "r", "version": 1}], "error": "it broke",
 }  # fmt: skip
-_HEAD = {"session": "0123456789abcdef", "index": 0, "last": True, "pieces": [{"name": "w", "offset": 0, "nbytes": 24}]}
-_CHUNK = f"{LOAD_API}/chunk"
 
 Routes = Mapping[str, Any]
 """The body of each POST, as it should be; None: a GET."""
@@ -73,22 +69,10 @@ _ENGINE: Routes = {
         "resume": {"session": "s"},
     }.items()
 }
-_LOAD: Routes = {
-    f"{LOAD_API}/{step}": body
-    for step, body in {
-        "describe": {},
-        "begin": {"session": "0123456789abcdef", "manifest": _MANIFEST},
-        "chunk": _HEAD,
-        "verify": {"session": "0123456789abcdef"},
-        "commit": {"session": "0123456789abcdef", "version": {"run_id": "r", "number": 1}},
-        "abort": {"session": "0123456789abcdef", "reason": "enough"},
-        "live": {},
-        "read": {"epoch": 0, "tensor": 0, "offset": 0, "nbytes": 4},
-    }.items()
-}
+_WATCH = ("/metrics", "/timeline", "/timeline/clock")
 _AGENT: Routes = {
     **dict.fromkeys(
-        ("/get_version", "/get_buffer_info", "/manifest", "/get_capabilities", "/get_transfers", "/metrics")
+        ("/get_version", "/get_buffer_info", "/manifest", "/get_capabilities", "/get_transfers", "/receivers", *_WATCH)
     ),
     "/register_receiver": {"receiver_id": "r"},
     "/register_sglang_instance": {"receiver_id": "r"},
@@ -97,7 +81,7 @@ _AGENT: Routes = {
     "/finish_transfer": {"transfer_id": "0" * 32, "ok": True},
 }
 _SERVICE: Routes = {
-    **dict.fromkeys(("/status", "/availability", "/metrics")),
+    **dict.fromkeys(("/status", "/availability", *_WATCH)),
     "/check_versions": _SET,
     "/prepare_versions": _SET,
     "/commit_versions": _SET,
@@ -108,22 +92,24 @@ _SERVICE: Routes = {
     "/register_sender": {"model_id": "actor", "sender_endpoint": NOBODY},
 }  # fmt: skip
 _CONTROLLER: Routes = {
-    **dict.fromkeys(("/", "/page.js", "/page.css", "/overview", "/status", "/metrics")),
+    **dict.fromkeys(("/", "/page.js", "/plots.js", "/page.css", "/overview", "/status", *_WATCH)),
     "/check_rollout_service_status": _MODEL,
     "/trajectory_pool_notify_batch_ready": _MODEL,
     "/train_worker_notify_weight_update": {**_MODEL, "worker_name": "w", "run_id": "r", "version": 1},
-    "/notify_version": {**_MODEL, "worker_name": "w", "sender_endpoint": NOBODY},
+    "/notify_version": {"model_id": "actor", "version": 1, "run_id": "r", "sender_endpoint": NOBODY},
     "/wait_version": {**_MODEL, "run_id": "r", "version": 1},
     "/heartbeat": _HEARTBEAT,
     "/sync_weight_to_rollout_service": _MODEL,
     "/end_validate": {"model_tag": "actor", "result": {"reward": 0.5}},
+    "/push/next": {**_MODEL, "version": 1, "run_id": "r"},
+    "/push/done": {**_MODEL, "order_id": "0" * 16, "error": {"type": "LoadError", "message": "no room"}},
 }
 
 
-class _Known(ModelSync):
+class _Known(SyncMethod):
     """A method that has nothing to do."""
 
-    def sync(self, model_tag: str, version: Version) -> int:
+    def sync_weights(self, model_tag: str, version: Version) -> int:
         return version.number
 
     def evict_failed(self, model_tag: str) -> list[str]:
@@ -148,16 +134,11 @@ def _with(token: str | None, kind: str) -> Iterator[str]:
             stack.callback(engine.close)
             _check_routes(kind, engine.app)
             yield engine.start()
-        elif kind == "load":
-            load = RemoteLoadServer(ModuleWeightLoader(_module()), token=token)
-            stack.callback(load.close)
-            _check_routes(kind, load.app)
-            yield load.start()
         elif kind == "agent":
             agent = TransferAgent(AgentConfig(model_id="actor", token=token), lambda event: None)
             stack.callback(agent.close)
             _check_routes(kind, agent.app)
-            yield str(agent.start()["endpoint"])
+            yield agent.start().endpoint
         elif kind == "service":
             service = RolloutService({"actor": _engine()}, RolloutConfig(token=token))
             stack.callback(service.close)
@@ -173,7 +154,7 @@ def _with(token: str | None, kind: str) -> Iterator[str]:
 
 
 FACES: Mapping[str, Routes] = {
-    "agent": _AGENT, "engine": _ENGINE, "load": _LOAD, "service": _SERVICE, "controller": _CONTROLLER,
+    "agent": _AGENT, "engine": _ENGINE, "service": _SERVICE, "controller": _CONTROLLER,
 }  # fmt: skip
 
 
@@ -275,7 +256,7 @@ def _written(value: Any) -> str:
     return json.dumps(value)
 
 
-def _body(path: str, base: Any, pick: random.Random) -> bytes:
+def _body(base: Any, pick: random.Random) -> bytes:
     value = base
     for _ in range(pick.choice([0, 1, 1, 1, 2, 4])):
         value = _bent(value, pick)
@@ -283,9 +264,6 @@ def _body(path: str, base: Any, pick: random.Random) -> bytes:
     if isinstance(value, dict) and value and pick.random() < 0.1:  # a key twice
         key = pick.choice(list(value))
         body = body[:-1] + b"," + _written({key: _bent(value, pick)}).encode("utf-8", "surrogatepass")[1:]
-    if path == _CHUNK:
-        length = LENGTH.pack(pick.choice([len(body)] * 4 + [0, 1, 2**31]))
-        body = length + body + bytes(pick.choice([24, 24, 0, 9, 30_000]))
     if body and pick.random() < 0.15:
         place = pick.randrange(len(body))
         junk = bytes(pick.choices(JUNK, k=pick.choice([1, 1, 20])))
@@ -303,14 +281,14 @@ def case_of(routes: Routes, token: str | None, seed: int) -> Case:
     method = ("GET" if base is None else "POST") if pick.random() < 0.85 else pick.choice(_METHODS)
     if pick.random() < 0.05:
         path += pick.choice(["?", "?a=\xff", "/", "%2f", "#x", ";", "\x7f", " "])
-    body = b"" if base is None and pick.random() < 0.8 else _body(path, {} if base is None else base, pick)
+    body = b"" if base is None and pick.random() < 0.8 else _body({} if base is None else base, pick)
     fields = [f"{method} {path} HTTP/{'1.1' if pick.random() < 0.97 else pick.choice(['1.0', '2.0', '0.9', 'x'])}"]
     if pick.random() < 0.98:
         fields.append("Host: localhost")
     if token is not None and pick.random() < 0.95:
         fields.append(f"Authorization: Bearer {token}")
     if pick.random() < 0.95:
-        fields.append(f"Content-Type: {CHUNK_TYPE if path == _CHUNK else 'application/json'}")
+        fields.append("Content-Type: application/json")
     fields += [pick.choice(_HEADERS) for _ in range(pick.choice([0, 0, 0, 1, 2]))]
     whole, framing = True, pick.random()
     if framing < 0.1:

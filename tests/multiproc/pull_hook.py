@@ -23,7 +23,7 @@ class Hook:
 
     Attributes:
         at: "module:function" or "module:Class.method".
-        do: "kill" (SIGKILL of this process), "stop" (SIGSTOP), "wait" (until the test says `go_on`), "raise".
+        do: "kill" (SIGKILL of this process), "stop" (SIGSTOP), "wait" (until the test says `check_cancelled`), "raise".
         path: a file that `set` made: it is gone when the hook was reached, so it fires once over all processes.
         nth: at which call.
         after: behind the call instead of before it.
@@ -47,7 +47,7 @@ class Hook:
             assert time.monotonic() < end, f"nobody came to {self.at}"
             time.sleep(0.002)
 
-    def go_on(self) -> None:
+    def check_cancelled(self) -> None:
         """The test's side: whoever waits there goes on."""
         Path(self.path + ".go").write_text("")
 
@@ -106,4 +106,4 @@ def agents_env(hooks: list[Hook]) -> dict[str, str]:
 if __name__ == "__main__":
     for said in json.loads(os.environ[_ENV]):
         Hook(**said).arm()
-    importlib.import_module("weightsync.publish.agent_main").main()
+    importlib.import_module("weightsync.agent.main").main()

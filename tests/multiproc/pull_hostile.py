@@ -15,17 +15,19 @@ from typing import Any
 import msgspec
 import torch
 
-from weightsync.codec.digest import ShardSum, shard_sum, tensor_digest
+from weightsync.codec.digest import ShardSum, shard_sum
+from weightsync.codec.tensor_digest import tensor_digest
+from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import MappedSegment
 from weightsync.plan.safetensors import plan_layout
-from weightsync.rollout.pulled import Pulled
 from weightsync.tensors import byte_array, spec_of
 from weightsync.transfer.blocks import ASK, HELLO, Answer, Code, answer_bytes, checksum, parse_ask
 from weightsync.types import HeldTensor, Manifest, Version
 from weightsync.types.layout import PublicationLayout
-from weightsync.types.publication import Publication, Source, SourceProof, TransferGrant, Transport
+from weightsync.types.publication import Publication, Source, SourceProof
 from weightsync.types.seal import seal_of
 from weightsync.types.table import packed_digest
+from weightsync.types.transfer_messages import TransferGrant, Transport
 
 BLOCK = 4096
 Body = dict[str, Any]
@@ -62,7 +64,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def check_bytes(pulled: Pulled, expected: dict[str, torch.Tensor]) -> None:
+def check_bytes(pulled: StagedVersion, expected: dict[str, torch.Tensor]) -> None:
     with MappedSegment(pulled.segment, need_bytes=1) as mapped:
         for spec in pulled.manifest.tensors:
             start = pulled.offsets[spec.name]
@@ -78,7 +80,9 @@ def seal_of_body(grant: Body) -> str:
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return ""
     head = msgspec.json.encode(PublicationLayout.of(publication).head(publication))
-    return seal_of(head, msgspec.json.encode(proof), source=grant.get("source", 0), life=grant.get("life"))
+    return seal_of(
+        head, msgspec.json.encode(proof), source=grant.get("source", 0), incarnation=grant.get("incarnation")
+    )
 
 
 class LyingAgent:

@@ -20,28 +20,29 @@ import torch
 
 from tests.multiproc import pull_hook
 from tests.multiproc.pull_hook import Hook
-from weightsync.clients.http import HttpEngine
-from weightsync.clients.rollout import RolloutClient
+from tests.standins.faults import FaultyLoader
+from tests.standins.processes import Child
+from weightsync.clients.host import RolloutClient
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
 from weightsync.errors import WeightSyncError
+from weightsync.handles.http import HttpEngine
+from weightsync.host import model_updater as follower
+from weightsync.host.puller import Puller
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
+from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import MappedSegment
-from weightsync.publish import manager
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout import follower
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.pulled import Pulled
-from weightsync.rollout.puller import Puller
-from weightsync.rollout.server import EngineServer
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
-from weightsync.testing.faults import FaultyLoader
-from weightsync.testing.processes import Child
+from weightsync.trainer import publisher as manager
+from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest, Version
-from weightsync.types.publication import NotifyRequest, RegisterSenderRequest, Transport
+from weightsync.types.service import NotifyRequest, RegisterSenderRequest
+from weightsync.types.transfer_messages import Transport
 
 MODEL = "actor"
 TOKEN = "a-token-for-tests-only"
 BLOCK_BYTES = 64 << 10
-RECOVERY_S = 10.0
+RECOVERY_S = 20.0
 SLACK_S = 1.0
 """What two busy cores may add to a wait that is over."""
 _SHM = Path("/dev/shm")
@@ -81,7 +82,7 @@ def seed_of(version: Version) -> int:
     return int(version.run_id.rsplit("-", 1)[1])
 
 
-def is_right(pulled: Pulled, kib: int) -> bool:
+def is_right(pulled: StagedVersion, kib: int) -> bool:
     """Whether what was pulled is exactly what that version is."""
     expected = content(seed_of(pulled.version), pulled.version.number, kib)
     with MappedSegment(pulled.segment, need_bytes=1) as mapped:
@@ -171,7 +172,10 @@ class Run:
         self.seed = seed
         self.wm._run_id = run_of(seed)
         self.wm._newest = -1
-        self.wm._proofs.begin_anew()
+        proofs = self.wm._tracker
+        with proofs._changed:
+            proofs._published, proofs._delta = -1, None
+            proofs._not_published.clear()
 
     def offload(self, version: int) -> dict[str, Any]:
         began = time.monotonic()
@@ -207,7 +211,7 @@ def trainer_main(kib: int, hook: Hook | None, agent_hooks: list[Hook], conn: Any
             "publish": publish,
             "agent": lambda: runs[-1].wm.agent_pid,
             "delta": lambda version: runs[-1].wm.wait_delta_ready(version, timeout_s=20.0),
-            "segments": lambda: runs[-1].wm._buffer and runs[-1].wm._buffer.num_segments,
+            "segments": lambda: (steps := runs[-1].wm._steps) and steps.buffer and steps.buffer.num_segments,
             "resize": lambda kib: setattr(runs[-1], "kib", kib),
             "close": lambda: runs.pop().wm.close(),
         },
@@ -221,7 +225,7 @@ def _hook_agents(hooks: list[Hook]) -> None:
 
     class Popen(original):  # type: ignore[type-arg,valid-type,misc]
         def __init__(self, args: list[str], **options: Any) -> None:
-            if args[-1] == "weightsync.publish.agent_main":
+            if args[-1] == "weightsync.agent.main":
                 args = [*args[:-1], pull_hook.__name__]
                 env = {**options["env"], **pull_hook.agents_env(hooks)}
                 env["PYTHONPATH"] = os.pathsep.join((env["PYTHONPATH"], root))
@@ -282,7 +286,7 @@ def receiver_main(kib: int, hook: Hook | None, conn: Any) -> None:
     if hook is not None:
         hook.arm()
     pullers: dict[tuple[str, str | None, str], Puller] = {}
-    held: list[Pulled] = []
+    held: list[StagedVersion] = []
 
     def puller(endpoint: str, transport: str | None, mode: str) -> Puller:
         key = (endpoint, transport, mode)

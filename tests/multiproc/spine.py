@@ -16,19 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from weightsync.clients.fanout import EngineFanout
-from weightsync.clients.http import HttpEngine
+from tests.standins.faults import FaultyLoader
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.processes import ProcessWorker
+from weightsync.engine.server import EngineServer
+from weightsync.engine.worker import EngineWorker
 from weightsync.errors import WeightSyncError
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
 from weightsync.memory import folder as memory_folder
-from weightsync.publish.push import PushSync
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.processes import ProcessWorker
-from weightsync.rollout.server import EngineServer
-from weightsync.rollout.worker import EngineWorker
 from weightsync.tensors import byte_array
-from weightsync.testing.faults import FaultyLoader
+from weightsync.trainer.push import PushSync
 from weightsync.transfer.registry import strategy_named
 
 TOKEN = "a-token-for-tests-only"

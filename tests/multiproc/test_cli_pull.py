@@ -21,13 +21,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.standins.processes import free_port
 from weightsync.cli import app
 from weightsync.cli.write_out import aside_name, write_out
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.puller import Puller
-from weightsync.testing.processes import free_port
+from weightsync.host.puller import Puller
+from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 TOKEN = "a-token-for-tests-only"
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "200"}
@@ -180,7 +180,7 @@ def test_what_goes_wrong_is_one_line_and_an_exit_code(tmp_path: Path, monkeypatc
             ("agent", str(folder), "--port", agent.url.rpartition(":")[2]): (2, "can't listen"),
             ("agent", str(folder), "--dtype", "float17", "--port", "0"): (2, "float17"),
             ("inspect", nowhere): (1, "EngineUnreachableError"),
-            ("inspect", "nothing-of-the-kind"): (2, "no URL of an agent"),
+            ("inspect", "nothing-of-the-kind"): (2, "no agent's URL"),
             ("inspect", str(tmp_path / "empty.safetensors")): (2, "is empty"),
             ("inspect", str(tmp_path / "garbage.safetensors")): (1, "InvalidRequestError"),
         }

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.multiproc.pull_kit import MODEL, Service, Trainer, run_of, wait_until
+from tests.standins.processes import Child, children
 from weightsync.clients.controller import ControllerClient
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.pull import PullMethod
 from weightsync.control.server import ControllerServer
 from weightsync.errors import InvalidRequestError, NoEnginesError, SyncFailedError
-from weightsync.testing.processes import Child, children
 from weightsync.types import Version
 
 Start = Callable[..., Child]
@@ -56,7 +56,7 @@ def test_services_follow_and_one_that_is_killed_is_evicted(start: Start) -> None
     a_step(4)
     services["b"] = Service(start, ["e"], senders=(trainer.endpoint,))
     method._services["b"] = services["b"].client
-    method.readmit(MODEL, "b")
+    method.peers.readmit(MODEL, "b")
     a_step(5)
     assert method.live(MODEL) == ("a", "b", "c")
     client.close()
@@ -68,23 +68,23 @@ def test_what_a_pull_can_not_do_is_told_by_service(start: Start) -> None:
     trainer, service = Trainer(start, SEED), Service(start, ["e"])
     method = PullMethod({"a": service.client}, {MODEL: trainer.endpoint}, timeout_s=2.0)
     with pytest.raises(InvalidRequestError, match="no agent of model 'other'"):
-        method.sync("other", Version(run_id="r", number=1))
+        method.sync_weights("other", Version(run_id="r", number=1))
     with pytest.raises(SyncFailedError) as caught:
-        method.sync(MODEL, Version(run_id=run_of(SEED), number=1))
+        method.sync_weights(MODEL, Version(run_id=run_of(SEED), number=1))
     assert type(caught.value.causes["a"]).__name__ == "NotRegisteredError"
     assert method.evict_failed(MODEL) == ["a"]
     assert method.evict_failed(MODEL) == []
     with pytest.raises(NoEnginesError):
-        method.sync(MODEL, Version(run_id=run_of(SEED), number=1))
+        method.sync_weights(MODEL, Version(run_id=run_of(SEED), number=1))
     with pytest.raises(NoEnginesError):
         PullMethod({}, {})
     service.register(trainer.endpoint)
-    method.readmit(MODEL, "a")
+    method.peers.readmit(MODEL, "a")
     trainer.publish(1)
-    assert method.sync(MODEL, Version(run_id=run_of(SEED), number=1)) == 1
+    assert method.sync_weights(MODEL, Version(run_id=run_of(SEED), number=1)) == 1
     trainer.publish(3)
     wait_until(lambda: service.notify(trainer.endpoint, SEED, 3).version == 3, "the newest")
-    assert method.sync(MODEL, Version(run_id=run_of(SEED), number=2)) == 3, "a newer one of its run is as good"
+    assert method.sync_weights(MODEL, Version(run_id=run_of(SEED), number=2)) == 3, "a newer one of its run is as good"
 
 
 def test_a_number_that_is_not_there_is_given_up_and_true_ones_are_served(start: Start) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.multiproc.family import run_family
+
 COMMAND = [sys.executable, "-m", "weightsync.cli", "demo", "--size", "tiny"]
 
 
@@ -20,12 +22,8 @@ COMMAND = [sys.executable, "-m", "weightsync.cli", "demo", "--size", "tiny"]
 def test_the_demo_proves_every_version(tmp_path: Path, strategy: str) -> None:
     """Two ranks, two engines: digests equal, losses agree, the engine's loss falls, the files are there."""
     files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
-    ran = subprocess.run(
-        [*COMMAND, "--steps", "4", "--engines", "2", "--strategy", strategy, *files],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
+    ran, family = run_family(
+        [*COMMAND, "--steps", "4", "--engines", "2", "--strategy", strategy, *files], timeout_s=110
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -41,7 +39,8 @@ def test_the_demo_proves_every_version(tmp_path: Path, strategy: str) -> None:
     trace = json.loads((tmp_path / "timeline.json").read_text())
     assert {"train", "generate", "transfer", "commit"} <= {event["name"] for event in trace["traceEvents"]}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(Path("/dev/shm").glob("weightsync-[0-9]*"))
+    assert len(family.processes) > 3
+    assert family.segments() == []
 
 
 def test_the_demo_publishes_and_trains_on(tmp_path: Path) -> None:
@@ -50,9 +49,7 @@ def test_the_demo_publishes_and_trains_on(tmp_path: Path) -> None:
     Seen red with a trainer that waits for each version before it trains on.
     """
     files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
-    ran = subprocess.run(
-        [*COMMAND, "--path", "pull", "--steps", "6", *files], capture_output=True, text=True, timeout=110, check=False
-    )
+    ran, family = run_family([*COMMAND, "--path", "pull", "--steps", "6", *files], timeout_s=110)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["versions"] == list(range(1, 7))
@@ -71,7 +68,8 @@ def test_the_demo_publishes_and_trains_on(tmp_path: Path) -> None:
     assert len(trained) == len(published) == len(asked) == 6
     for this, following in itertools.pairwise(range(6)):
         assert published[this][1] <= trained[following][0] < trained[following][1] <= asked[this][0]
-    assert not list(Path("/dev/shm").glob("weightsync-[0-9]*"))
+    assert len(family.processes) > 3
+    assert family.segments() == []
 
 
 @pytest.mark.parametrize("path", ["pull", "push"])
@@ -123,4 +121,26 @@ def test_an_engine_that_dies_ends_the_demo_in_words(tmp_path: Path) -> None:
     _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 1
     assert "engine-0" in errors
+    assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+def test_ctrl_c_ends_the_demo_and_leaves_nobody_behind(tmp_path: Path) -> None:
+    """As at a terminal: every process of its group hears it."""
+    listens = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # runners may have it ignored
+    demo = subprocess.Popen(
+        [
+            *(sys.executable, "-c", f"{listens}; from weightsync.cli import main; main()", *COMMAND[3:]),
+            *("--steps", "500", "--out", str(tmp_path)),
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
+    )  # fmt: skip
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if line.split()[:1] == ["2"]:
+            break
+    family = psutil.Process(demo.pid).children(recursive=True)
+    os.killpg(demo.pid, signal.SIGINT)
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert "Traceback" not in errors
     assert not psutil.wait_procs(family, timeout=10)[1]

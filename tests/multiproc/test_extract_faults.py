@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
+from tests.standins.processes import children, free_port, in_gloo_world, run_ranks
 from weightsync.errors import ExtractError, WeightSyncError
 from weightsync.extract import fsdp
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
-from weightsync.testing.processes import children, free_port, in_gloo_world, run_ranks
 
 
 def _refusals(rank: int, world_size: int) -> list[tuple[str, str | None]]:

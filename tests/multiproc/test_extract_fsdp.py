@@ -16,12 +16,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.standins.processes import run_ranks
 from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor, module_tensors
 from weightsync.tensors import byte_array
-from weightsync.testing.processes import run_ranks
 
 Part = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bytes]
 

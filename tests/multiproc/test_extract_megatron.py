@@ -14,15 +14,15 @@ from torch import nn
 
 from tests.multiproc.megatron_cpu import megatron_model, megatron_shard
 from tests.multiproc.trainers import VOCAB, build_trainer, cast_bytes_of, check_push, hf_config, hf_model, tokens_of
+from tests.standins.processes import RankPool, children, free_port, in_gloo_world
 from weightsync.errors import UnsupportedError, WeightSyncError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.megatron import MegatronWeightExtractor
 from weightsync.extract.megatron_export import MegatronCoreExporter
 from weightsync.observe import Recorder
-from weightsync.publish.extraction import LockstepExtraction
-from weightsync.publish.ranks import TrainingRanks
 from weightsync.tensors import byte_array
-from weightsync.testing.processes import RankPool, children, free_port, in_gloo_world
+from weightsync.trainer.extraction import LockstepExtraction
+from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import Deadline
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
+from tests.standins.processes import run_ranks
 from weightsync.extract.fsdp import FSDPWeightExtractor
-from weightsync.testing.processes import run_ranks
 from weightsync.types import WeightChunk
 
 MIB = 1 << 20

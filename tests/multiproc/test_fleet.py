@@ -14,11 +14,11 @@ import pytest
 from tests.multiproc.busy import NUM_TURNS, busy_cores
 from tests.multiproc.fleet_kit import MODELS, Fleet, FleetService, Trainers, check_records, read_records, step
 from tests.multiproc.pull_kit import wait_until
-from weightsync.clients.fanout import in_thread
-from weightsync.clients.rollout import RolloutClient
-from weightsync.testing.processes import Child, children
+from tests.standins.processes import Child, children
+from weightsync.clients.host import RolloutClient
+from weightsync.handles.fanout import in_thread
 from weightsync.types.fleet import ModelVersion, PrepareReply, PrepareRequest
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 Start = Callable[..., Child]
 LATE_S = 1.0
@@ -86,10 +86,10 @@ class Chaos:
         self.done: list[str] = []
         self._stopped: set[str] = set()
 
-    def _service(self, name: str, life: int) -> FleetService:
+    def _service(self, name: str, incarnation: int) -> FleetService:
         """As on a host of its own: a stopped process that maps the publisher's memory can't be made to let go."""
         url = self._fleet.server_url
-        return FleetService(self._start, name, url, self._folder, life=life, transport=Transport.TCP)
+        return FleetService(self._start, name, url, self._folder, incarnation=incarnation, transport=Transport.TCP)
 
     def act(self) -> None:
         name = self.random.choice(list(self.services)[1:])
@@ -105,7 +105,7 @@ class Chaos:
         else:
             what = "kill"
             service.child.kill()
-            self.services[name] = self._service(name, service.life + 1)
+            self.services[name] = self._service(name, service.incarnation + 1)
         self.done.append(f"{what} {name}")
 
     def end(self) -> None:

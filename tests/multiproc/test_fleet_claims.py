@@ -13,10 +13,10 @@ import pytest
 
 from tests.multiproc.fleet_kit import MODELS, Fleet, FleetService, Trainers, check_records, read_records
 from tests.multiproc.pull_kit import wait_until
+from tests.standins.processes import Child, children
 from weightsync.clients.controller import ControllerClient
-from weightsync.clients.fanout import in_thread
 from weightsync.errors import WeightSyncError
-from weightsync.testing.processes import Child, children
+from weightsync.handles.fanout import in_thread
 
 Start = Callable[..., Child]
 FOR_EVER_S = 60.0

@@ -22,8 +22,8 @@ from tests.multiproc.fleet_kit import (
     step,
 )
 from tests.multiproc.pull_kit import wait_until
-from weightsync.testing.processes import Child, children
-from weightsync.types.publication import Transport
+from tests.standins.processes import Child, children
+from weightsync.types.transfer_messages import Transport
 
 Start = Callable[..., Child]
 VICTIM = "b"
@@ -72,9 +72,9 @@ class Three:
         self.services = {name: self._service(name, 0) for name in ("a", VICTIM, "c")}
         self.all_live()
 
-    def _service(self, name: str, life: int) -> FleetService:
+    def _service(self, name: str, incarnation: int) -> FleetService:
         url = self.fleet.server_url
-        return FleetService(self._start, name, url, self._folder, life=life, transport=Transport.TCP)
+        return FleetService(self._start, name, url, self._folder, incarnation=incarnation, transport=Transport.TCP)
 
     def all_live(self) -> None:
         urls = {name: service.ask("url") for name, service in self.services.items()}
@@ -96,7 +96,7 @@ class Three:
         victim = self.services[VICTIM]
         if what == "kill":
             victim.child.kill()
-            self.services[VICTIM] = self._service(VICTIM, victim.life + 1)
+            self.services[VICTIM] = self._service(VICTIM, victim.incarnation + 1)
         elif what == "stop":
             os.kill(victim.pid, signal.SIGCONT)
         self.all_live()

@@ -13,17 +13,17 @@ import torch
 
 from tests.multiproc.fleet_kit import Fleet, Trainers
 from tests.multiproc.pull_kit import Actor, _act, wait_until
-from weightsync.clients.http import HttpEngine
-from weightsync.clients.rollout import RolloutClient
+from tests.standins.processes import Child, children
+from weightsync.clients.host import RolloutClient
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
 from weightsync.errors import NotServingError, VersionError
+from weightsync.handles.http import HttpEngine
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.memory import LeaseReader, ServingLease
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.server import EngineServer
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
-from weightsync.testing.processes import Child, children
-from weightsync.types.publication import NotifyRequest
+from weightsync.types.service import NotifyRequest
 
 Start = Callable[..., Child]
 SOON_S = 20.0

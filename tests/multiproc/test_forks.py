@@ -16,25 +16,29 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import torch
 
 from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.test_pull_attacks import check_bytes
+from tests.standins.processes import children, free_port
 from weightsync import EmbeddedEngine, ModuleWeightLoader
+from weightsync.codec import delta, digest
+from weightsync.engine.server import EngineServer
 from weightsync.errors import StateError
+from weightsync.host.puller import Puller
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
+from weightsync.host.staging import Staging
 from weightsync.memory.serving import ServingLease
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.puller import Puller
-from weightsync.rollout.server import EngineServer
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
-from weightsync.rollout.staging import Staging
-from weightsync.testing.processes import children
+from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 SERVED = "m"
+FORKS: set[int] = set()
+"""Forks that this process had."""
 
 
 class Model(torch.nn.Module):
@@ -74,11 +78,14 @@ def in_a_fork(does: Callable[[], Any], *, ends: Callable[[], Any] = lambda: os._
             traceback.print_exc()
             os._exit(13)
         ends()
+    FORKS.add(pid)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def shm() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("weightsync-") and "-host-" not in name}
+    """What lies in shared memory of this process, of its children, and of the forks that it had."""
+    family = {os.getpid(), *FORKS, *(child.pid for child in psutil.Process().children(recursive=True))}
+    return {name for name in os.listdir("/dev/shm") if name.startswith(tuple(f"weightsync-{pid}-" for pid in family))}
 
 
 def refuses_everything(this: Any) -> None:
@@ -126,11 +133,13 @@ def publisher_forks() -> None:
         published(manager, 3)
         is_pulled(manager, 3)
         os.kill(agent or 0, 0)
-    assert not shm() & there
+    assert not there & set(os.listdir("/dev/shm"))
 
 
 def server_forks(lease_path: str) -> None:
     torch.set_num_threads(1)
+    delta.warm_up()  # a child that is forked while LLVM compiles in another thread can't end: LLVM aborts it
+    digest.warm_up()
     with WeightManager(SERVED) as manager, ServingLease(lease_path) as lease, contextlib.ExitStack() as stack:
         published(manager, 1)
         engine = EmbeddedEngine.of(ModuleWeightLoader(Model()), engine_id="e")
@@ -170,7 +179,7 @@ def server_forks(lease_path: str) -> None:
 
 
 def dies_and_leaves_a_fork(lease_path: str, conn: Any) -> None:
-    server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(Model())))
+    server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(Model())), port=free_port())
     url, lease = server.start(), ServingLease(lease_path)
     if (child := os.fork()) == 0:
         signal.pause()

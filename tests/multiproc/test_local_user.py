@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.multiproc.local_user import TIMEOUT_S, UID, as_another, common_folder, needs_root
+from weightsync.engine.vllm.lease_middleware import LeaseMiddleware
 from weightsync.errors import ConfigError, SharedMemoryError
+from weightsync.host.version_path import VersionPath
 from weightsync.memory import LeaseReader, ServingLease, boot_s, folder, host_nonce, reclaim_dead
 from weightsync.observe import write_chrome_trace
-from weightsync.rollout.lease_middleware import LeaseMiddleware
-from weightsync.rollout.version_path import VersionPath
 from weightsync.types import PhaseRecord, Version
 
 pytestmark = needs_root()

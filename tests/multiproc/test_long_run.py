@@ -23,21 +23,27 @@ import torch
 from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.test_pull_memory import anonymous_bytes
 from weightsync.clients.controller import ControllerClient
-from weightsync.control import controller, model
+from weightsync.clients.host import RolloutClient
+from weightsync.codec import delta, digest
+from weightsync.control import controller, history
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
+from weightsync.control.web import history as plots
+from weightsync.engine import embedded as engine
+from weightsync.engine import worker
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.host import served_versions, service
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
 from weightsync.load.module import ModuleWeightLoader
+from weightsync.load.patching import kernels as patch_kernels
 from weightsync.memory import LeaseReader, ServingLease
 from weightsync.observe import Recorder
-from weightsync.publish import manager
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout import engine, engine_group, service, worker
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
-from weightsync.types.publication import NotifyRequest
+from weightsync.trainer import publisher as manager
+from weightsync.trainer.publisher import WeightManager
+from weightsync.types.service import NotifyRequest
 
 MIB = 1 << 20
 PER_VERSION = 64
@@ -91,8 +97,9 @@ class World:
             serves = EmbeddedEngine.of(ModuleWeightLoader(Model()), model_id="actor")
             config = RolloutConfig(senders=(self.manager.endpoint,))
         self.service = RolloutService({"actor": serves}, config)
-        self.service.start()
+        self.host = RolloutClient(self.service.start())
         stack.callback(self.service.close)
+        stack.callback(self.host.close)
         self.recorders.append(self.service.recorder)
         if fleet:
             wait_until(lambda: [each.state for each in self.client.status().instances] == ["live"], "it is live")
@@ -108,7 +115,7 @@ class World:
             notice = NotifyRequest(
                 run_id=run_id, model_id="actor", version=version, sender_endpoint=endpoint, wait_s=SERVED_S
             )
-            self.service.notify(notice)
+            self.host.notify_version(notice)
         else:
             self.client.notify_version(run_id, "actor", version, endpoint)
             assert self.controller.wait_version(run_id, "actor", version, timeout_s=SERVED_S)
@@ -116,9 +123,11 @@ class World:
 
 @pytest.fixture(params=["service", "fleet"])
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    for load in (digest.warm_up, delta.warm_up, patch_kernels):
+        load()  # where no cache has them, a thread would compile them, and hold megabytes within the look
     for module in (controller, manager, service, engine, worker):
         monkeypatch.setattr(module, "LONG_RUN_BYTES", PAST_BYTES)
-    for module, name in ((engine_group, "_MAX_PROVED"), (model, "_NUM_RECORDS")):
+    for module, name in ((served_versions, "_MAX_PROVED"), (history, "_NUM_RECORDS"), (plots, "_MAX_VERSIONS")):
         monkeypatch.setattr(module, name, PAST)
     with contextlib.ExitStack() as stack:
         yield World(stack, tmp_path, fleet=request.param == "fleet")
@@ -161,6 +170,7 @@ def traced_bytes() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
+@pytest.mark.timeout(300)
 def test_versions_leave_nothing_behind(world: World) -> None:
     threads = threading.active_count()
     left = left_behind(world.step, 1, 60, WARM)

@@ -24,20 +24,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.multiproc.spine import build, shard
+from tests.standins.processes import run_ranks
 from weightsync.clients.agent import AgentClient
 from weightsync.errors import ExtractError, StateError, VersionError
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import module_tensors
 from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.extract.placements import shard_box
+from weightsync.host.puller import Puller
 from weightsync.memory import Lock, Reader
 from weightsync.plan.boxes import whole_box
-from weightsync.publish.manager import OffloadReport, WeightManager
-from weightsync.rollout.puller import Puller
 from weightsync.tensors import byte_array
-from weightsync.testing.processes import run_ranks
+from weightsync.trainer.publisher import OffloadReport, WeightManager
 from weightsync.types import Box, Deadline, Version
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 SHM = Path("/dev/shm")
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.multiproc.trainers import build_trainer, cast_bytes_of
+from tests.standins.processes import RankPool
+from weightsync.host.puller import Puller
 from weightsync.memory.folder import path_of
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.puller import Puller
 from weightsync.tensors import byte_array
-from weightsync.testing.processes import RankPool
+from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline
 
 

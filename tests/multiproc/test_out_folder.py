@@ -19,8 +19,8 @@ from tests.multiproc.local_user import TIMEOUT_S, as_another, common_folder, nee
 from weightsync.cli import app
 from weightsync.cli.write_out import aside_name, is_aside, prepare, write_out
 from weightsync.errors import ConfigError, DigestMismatchError
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.puller import Puller
+from weightsync.host.puller import Puller
+from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline
 
 NUM_BYTES = 1 << 20

@@ -21,7 +21,7 @@ from tests.multiproc.pull_hostile import BLOCK, LyingAgent, Nobody, check_bytes,
 from tests.multiproc.pull_kit import wait_until
 from weightsync import EmbeddedEngine, ModuleWeightLoader
 from weightsync.clients.agent import AgentClient
-from weightsync.clients.rollout import RolloutClient
+from weightsync.clients.host import RolloutClient
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -35,25 +35,18 @@ from weightsync.errors import (
     TransferError,
     WeightSyncError,
 )
+from weightsync.host.puller import Puller
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
+from weightsync.host.staged_version import StagedVersion
+from weightsync.host.staging import Staging
 from weightsync.plan.safetensors import read_stamp
-from weightsync.publish.folder import FolderPublisher
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.pulled import Pulled
-from weightsync.rollout.puller import Puller
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
-from weightsync.rollout.staging import Staging
+from weightsync.trainer.folder import FolderPublisher
+from weightsync.trainer.publisher import WeightManager
 from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, Code, ask_bytes, parse_answer
 from weightsync.types import Deadline, TensorSpec
-from weightsync.types.publication import (
-    FinishRequest,
-    NotifyRequest,
-    RegisterRequest,
-    RegisterSenderRequest,
-    TransferGrant,
-    TransferRequest,
-    Transport,
-)
+from weightsync.types.service import NotifyRequest, RegisterSenderRequest
+from weightsync.types.transfer_messages import FinishRequest, RegisterRequest, TransferGrant, TransferRequest, Transport
 
 TOKEN = "a-token-for-tests-only"
 OTHER_TOKEN = "another-token-for-tests"
@@ -332,7 +325,7 @@ class Attempt:
         settings: dict[str, Any] = {"receiver_id": "honest", "transport": Transport.TCP, "staging": self.staging}
         self.puller = Puller(agent.url, "m", **{**settings, **options})
 
-    def pull(self, seconds: float = 10.0) -> Pulled:
+    def pull(self, seconds: float = 10.0) -> StagedVersion:
         return self.puller.pull(deadline=Deadline(seconds))
 
     @property
@@ -695,7 +688,7 @@ def test_pieces_of_a_tensor_are_put_together_and_not_mapped() -> None:
 
 
 def _split(grant: dict[str, Any], segment: str, liar: LyingAgent) -> None:
-    from weightsync.codec.digest import tensor_digest
+    from weightsync.codec.tensor_digest import tensor_digest
     from weightsync.types.table import packed_digest
 
     publication = grant["publication"]

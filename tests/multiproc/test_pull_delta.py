@@ -25,9 +25,10 @@ from tests.multiproc.pull_kit import (
     shm_of,
     wait_until,
 )
+from tests.standins.processes import Child, children
 from weightsync.clients.agent import AgentClient
-from weightsync.testing.processes import Child, children
-from weightsync.types.publication import DeltaBase, RegisterRequest, TransferRequest
+from weightsync.types.publication import DeltaBase
+from weightsync.types.transfer_messages import RegisterRequest, TransferRequest
 
 Start = Callable[..., Child]
 GUARD_S = 0.4
@@ -165,9 +166,9 @@ def test_another_layout_has_no_delta(start: Start) -> None:
 
 
 WHERE = {
-    "between the grant and the delta": "weightsync.rollout.agents:Agents.blob",
-    "between the delta and the staging": "weightsync.rollout.staging:Staging.open",
-    "within the staging": "weightsync.rollout.delta_apply:DeltaApplier._apply_unit",
+    "between the grant and the delta": "weightsync.host.agent_calls:Agents.blob",
+    "between the delta and the staging": "weightsync.host.staging:Staging.open",
+    "within the staging": "weightsync.host.delta_apply:DeltaApplier._apply_unit",
 }
 
 
@@ -188,7 +189,7 @@ def test_publications_while_a_delta_is_taken(start: Start, where: str, tmp_path:
         said = trainer.publish(version)
         assert said["published"]
         assert said["waited_s"] < GUARD_S + SLACK_S
-    hook.go_on()
+    hook.check_cancelled()
     said = receiver.answer()
     assert said["right"]
     assert said["deltas"] >= 1
@@ -224,7 +225,7 @@ def test_the_trainer_comes_first(start: Start, tmp_path: Path) -> None:
     said = trainer.offload(2)
     assert said["waited_s"] < GUARD_S + SLACK_S
     assert not said["published"], "a diff that stands still keeps its base until it looks up"
-    diff.go_on()
+    diff.check_cancelled()
     assert trainer.ask("delta", 1) is None, "what was begun is dropped"
     assert trainer.publish(3)["published"]
     pull(trainer, receiver, 3)
@@ -245,7 +246,7 @@ def test_nobody_waits_for_kernels_that_are_being_compiled(start: Start, tmp_path
         assert (said["published"], said["waited_s"] < GUARD_S / 2) == (True, True)
         assert pull(trainer, receiver, version)["deltas"] == 0
         load.reached()
-    load.go_on()
+    load.check_cancelled()
 
 
 def test_an_agent_that_was_killed_has_no_chain_and_makes_a_new_one(start: Start) -> None:

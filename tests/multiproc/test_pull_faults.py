@@ -23,8 +23,8 @@ from tests.multiproc.pull_kit import (
     shm_of,
     wait_until,
 )
-from weightsync.errors import SyncFailedError, TransferAbortedError
-from weightsync.testing.processes import Child, children, free_port
+from tests.standins.processes import Child, children, free_port
+from weightsync.errors import NotPublishedError, SyncFailedError, TransferAbortedError
 
 Start = Callable[..., Child]
 GUARD_S = 0.4
@@ -56,8 +56,8 @@ def publish(trainer: Trainer) -> int:
 WHERE = {
     "between grant and bytes": ("weightsync.transfer.tcp:TcpSource.read", "tcp"),
     "between grant and lease": ("weightsync.transfer.shm:ShmSource.__init__", "shm"),
-    "between two blocks": ("weightsync.rollout.staging:Target.note", "tcp"),
-    "bytes in the sockets": ("weightsync.rollout.staging:TargetMap.into", "tcp"),
+    "between two blocks": ("weightsync.host.staging:Target.note", "tcp"),
+    "bytes in the sockets": ("weightsync.host.staging:TargetMap.into", "tcp"),
 }
 
 
@@ -76,7 +76,7 @@ def test_two_publications_during_a_pull(start: Start, trainer: Trainer, where: s
     said = trainer.publish(newest := next(_versions))
     assert said["published"]
     assert 0.5 * GUARD_S < said["waited_s"] < GUARD_S + SLACK_S, "a segment that is read is not written at once"
-    hook.go_on()
+    hook.check_cancelled()
     said = receiver.answer()
     assert said["right"]
     assert said["version"] == f"{run_of(1)}/{newest}"
@@ -98,7 +98,7 @@ def test_a_proof_is_not_taken_for_a_reader_of_old_versions(start: Start, tmp_pat
     trainer gets the segment of the older one, and the proof goes on.
     """
     proof = Hook(at="weightsync.memory:MappedSegment.__init__", do="wait", path=str(tmp_path / "proof"))
-    still = Hook(at="weightsync.rollout.staging:TargetMap.into", do="wait", path=str(tmp_path / "still"))
+    still = Hook(at="weightsync.host.staging:TargetMap.into", do="wait", path=str(tmp_path / "still"))
     trainer, receiver = Trainer(start, 41, guard_s=GUARD_S, agent_hooks=[proof]), Receiver(start, hook=still.set())
     trainer.publish(0)
     receiver.pull(trainer.endpoint, wait=False)
@@ -110,8 +110,8 @@ def test_a_proof_is_not_taken_for_a_reader_of_old_versions(start: Start, tmp_pat
     assert said["published"]
     assert said["waited_s"] < GUARD_S + SLACK_S
     assert not trainer.offload(3)["published"], "both segments are taken: one is proved, one waits for its proof"
-    proof.go_on()
-    still.go_on()
+    proof.check_cancelled()
+    still.check_cancelled()
     said = receiver.answer()
     assert (said["version"] in (f"{run_of(41)}/1", f"{run_of(41)}/2"), said["right"]) == (True, True)
     assert receiver.pull(trainer.endpoint, at_least=(run_of(41), 2))["right"]
@@ -120,13 +120,13 @@ def test_a_proof_is_not_taken_for_a_reader_of_old_versions(start: Start, tmp_pat
 
 def test_the_version_that_came_is_recorded(start: Start, trainer: Trainer, tmp_path: Path) -> None:
     """Fault 4: told of one version and given the next, the service and its engines say the next."""
-    hook = Hook(at="weightsync.rollout.agents:Agents.grant", do="wait", path=str(tmp_path / "hook")).set()
+    hook = Hook(at="weightsync.host.agent_calls:Agents.grant", do="wait", path=str(tmp_path / "hook")).set()
     service = Service(start, ["a"], hook=hook, senders=(trainer.endpoint,))
     told = publish(trainer)
     service.notify(trainer.endpoint, 1, told, wait_s=None)
     hook.reached()
     came = publish(trainer)
-    hook.go_on()
+    hook.check_cancelled()
     status = service.notify(trainer.endpoint, 1, told)
     assert (status.run_id, status.version, status.engines) == (run_of(1), came, {"a": f"{run_of(1)}/{came}"})
     assert service.serving("a") == (f"{run_of(1)}/{came}", True)
@@ -139,7 +139,7 @@ def test_a_wait_that_ends_loads_nothing(start: Start, trainer: Trainer) -> None:
     first = publish(trainer)
     num_committed = service.notify(trainer.endpoint, 1, first).num_committed
     missing = next(_versions)
-    with pytest.raises(SyncFailedError, match="DeadlineExceededError"):
+    with pytest.raises(NotPublishedError, match=f"did not have it: it has {run_of(1)}/{first}"):
         service.notify(trainer.endpoint, 1, missing)
     assert service.serving("a") == (f"{run_of(1)}/{first}", True)
     assert service.status().num_committed == num_committed
@@ -195,7 +195,7 @@ def test_a_failed_transfer_is_forgotten(start: Start, trainer: Trainer, tmp_path
     assert receiver.pull(trainer.endpoint)["right"]
 
     fired = tmp_path / "two"
-    hook = Hook(at="weightsync.rollout.puller:Puller._copied", do="raise", path=str(fired)).set()
+    hook = Hook(at="weightsync.host.puller:Puller._copied", do="raise", path=str(fired)).set()
     service = Service(start, ["a"], hook=hook, senders=(trainer.endpoint,), transport="tcp")
     with contextlib.suppress(SyncFailedError):  # unless the service, catching up at its start, has met it already
         service.notify(trainer.endpoint, 1, publish(trainer))

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import random
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,12 +14,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.multiproc.pull_hostile import LyingAgent, check_bytes, seal_of_body
-from weightsync.errors import DeadlineExceededError, EngineError, InvalidRequestError, VersionError, WeightSyncError
-from weightsync.rollout.agents import Agents
-from weightsync.rollout.puller import Puller
+from tests.multiproc.pull_hostile import LyingAgent, Nobody, check_bytes, seal_of_body
+from weightsync.errors import (
+    BusyError,
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.host.agent_calls import Agents, Granted
+from weightsync.host.puller import GRACE_S, Puller
 from weightsync.types import Deadline, Version
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 NUM_FLIPS = 150
 
@@ -59,11 +67,15 @@ def _model(grant: dict[str, Any]) -> None:
     grant["publication"]["manifest"]["model_id"] = "n"
 
 
-def _life(grant: dict[str, Any]) -> None:
-    grant["life"] = "another"
+def _incarnation(grant: dict[str, Any]) -> None:
+    grant["incarnation"] = "another"
 
 
-DAMAGES = [_digest, _lane, _version, _run, _model, _life]
+def _key(grant: dict[str, Any]) -> None:
+    grant["trancfer_id"] = grant.pop("transfer_id")
+
+
+DAMAGES = [_digest, _lane, _version, _run, _model, _incarnation]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__[1:])
@@ -78,12 +90,57 @@ def test_a_grant_that_was_damaged_on_the_way_is_refused(
 
     liar.breaks_the_seal, liar.bend = True, bend
     with puller_of(liar) as puller:
-        with pytest.raises(EngineError, match="damaged on the way"):
+        with pytest.raises(EngineError, match=r"damaged on the way.*\(wrong 3 times\)"):
             puller.pull(deadline=Deadline(10.0))
+        assert liar.paths.count("/request_transfer") == 3
         assert liar.asked == [], "not a byte was asked for"
         liar.breaks_the_seal, liar.bend = False, lambda grant: None
         with puller.pull(deadline=Deadline(10.0)) as pulled:
             check_bytes(pulled, liar.tensors)
+
+
+@pytest.mark.parametrize(("damage", "num_damaged"), [(_digest, 1), (_digest, 2), (_key, 2)])
+def test_a_grant_that_was_damaged_is_asked_for_again(
+    liar: LyingAgent, damage: Callable[[dict[str, Any]], None], num_damaged: int
+) -> None:
+    """Seen to fail: one flipped bit ended a pull, where a block's is mended."""
+    bent: list[bool] = []
+
+    def bend(grant: dict[str, Any]) -> None:
+        grant["seal"] = seal_of_body(grant)
+        bent.append(len(bent) < num_damaged)
+        if bent[-1]:
+            damage(grant)
+
+    liar.breaks_the_seal, liar.bend = True, bend
+    with puller_of(liar) as puller, puller.pull(deadline=Deadline(10.0)) as pulled:
+        check_bytes(pulled, liar.tensors)
+        assert pulled.num_attempts == 1, "the pull went on"
+    assert bent == [True] * num_damaged + [False]
+    if damage is _digest:
+        assert liar.paths.count("/finish_transfer") == num_damaged + 1, (
+            "the agent keeps nothing of what nobody can read"
+        )
+
+
+def test_a_busy_agent_is_asked_again(liar: LyingAgent) -> None:
+    """Seen to fail: a moment in which it had too much under way ended a pull."""
+    busy = iter([True, True, False])
+
+    def reply(handler: Any, path: str) -> bool:
+        if path != "/request_transfer" or not next(busy, False):
+            return False
+        body = BusyError("try again").to_dict()
+        said = json.dumps(body).encode()
+        handler.send_response(503)
+        handler.send_header("content-length", str(len(said)))
+        handler.end_headers()
+        handler.wfile.write(said)
+        return True
+
+    liar.reply = reply
+    with puller_of(liar) as puller, puller.pull(deadline=Deadline(10.0)) as pulled:
+        check_bytes(pulled, liar.tensors)
 
 
 def test_a_flipped_bit_anywhere_in_a_grant_changes_nothing_or_is_refused(liar: LyingAgent) -> None:
@@ -91,7 +148,7 @@ def test_a_flipped_bit_anywhere_in_a_grant_changes_nothing_or_is_refused(liar: L
     chance = random.Random(7)
     with puller_of(liar) as puller:
         with puller.pull(deadline=Deadline(10.0)) as pulled:
-            right = pulled.manifest, pulled.life
+            right = pulled.manifest, pulled.incarnation
         grant = json.loads(msgspec.json.encode(liar.grant))
         grant["seal"] = seal_of_body(grant)
         body = json.dumps(grant).encode()
@@ -112,7 +169,7 @@ def test_a_flipped_bit_anywhere_in_a_grant_changes_nothing_or_is_refused(liar: L
         for _ in range(NUM_FLIPS):
             try:
                 with puller.pull(deadline=Deadline(0.5)) as pulled:
-                    assert (pulled.manifest, pulled.life) == right
+                    assert (pulled.manifest, pulled.incarnation) == right
                     num_accepted += 1
             except WeightSyncError:
                 pass
@@ -178,3 +235,27 @@ def test_a_delta_that_says_it_is_a_terabyte_makes_no_room_for_it(liar: LyingAgen
         liar.bend = lambda grant: None
         with puller.pull(deadline=Deadline(10.0)) as pulled:
             check_bytes(pulled, liar.tensors)
+
+
+@pytest.mark.parametrize("how", ["acknowledge", "give_up", "why_over"])
+def test_agents_that_do_not_answer_cost_their_time_once(liar: LyingAgent, how: str) -> None:
+    """Seen to fail: a pull was late by a second or two for each agent that stood still at its end."""
+    with contextlib.ExitStack() as stack:
+        still = [stack.enter_context(contextlib.closing(Nobody())) for _ in range(5)]
+        endpoints = [*(each.url for each in still), liar.url]
+        granted = {index: Granted(endpoint=url, grant=liar.grant) for index, url in enumerate(endpoints)}
+        agents = stack.enter_context(
+            contextlib.closing(
+                Agents(
+                    receiver_id="r", model_id="m", token=None, verify=True, transport=None, num_streams=1, stall_s=1.0
+                )
+            )
+        )
+        began_s = time.monotonic()
+        if how == "why_over":
+            assert agents.why_over(granted, within_s=10.0) is None
+        else:
+            getattr(agents, how)(granted)
+        assert time.monotonic() - began_s < 2 * GRACE_S
+        if how != "why_over":
+            assert liar.paths == ["/finish_transfer"], "who answers was told all the same"

@@ -25,73 +25,72 @@ from tests.multiproc.pull_kit import (
     shm_of,
     wait_until,
 )
+from tests.standins.processes import Child, ChildFailedError, children
 from weightsync.errors import EngineUnreachableError
-from weightsync.testing.processes import Child, ChildFailedError, children
 
 Start = Callable[..., Child]
 GUARD_S = 0.4
 NUM_TENSORS = 4
-NUM_STEPS = 7
-"""Of a load into an engine that is loaded in place: describe, begin, pause, update, stage, commit, resume."""
+NUM_STEPS = 6
+"""Of a load into an engine that is loaded in place: begin, pause, update, stage, commit, resume."""
 
 TRAINER = {
-    "waits for a segment": Hook(at="weightsync.publish.buffer:PublicationBuffer.acquire", do="kill", path="", nth=2),
+    "waits for a segment": Hook(at="weightsync.trainer.buffer:PublicationBuffer.acquire", do="kill", path="", nth=2),
     "begins to copy": Hook(  # it knows some of its places in the second segment
-        at="weightsync.publish.segment_writer:SegmentWriter._target",
+        at="weightsync.trainer.segment_writer:SegmentWriter._target",
         do="kill",
         path="",
         nth=NUM_TENSORS + 2,
         after=True,
     ),
     "has copied, and not stamped": Hook(
-        at="weightsync.publish.segment_writer:SegmentWriter.write_places", do="kill", path="", nth=2, after=True
+        at="weightsync.trainer.segment_writer:SegmentWriter.write_places", do="kill", path="", nth=2, after=True
     ),
     "has stamped": Hook(
-        at="weightsync.publish.buffer:PublicationBuffer.written", do="kill", path="", nth=2, after=True
+        at="weightsync.trainer.buffer:PublicationBuffer.written", do="kill", path="", nth=2, after=True
     ),
     "has told its agent": Hook(
-        at="weightsync.publish.agent_process:AgentProcess.publish", do="kill", path="", nth=2, after=True
+        at="weightsync.trainer.agent_process:AgentProcess.publish", do="kill", path="", nth=2, after=True
     ),
     "is read": None,
 }
 AGENT = {
-    "is told": "weightsync.publish.agent:TransferAgent.publish",
+    "is told": "weightsync.agent.api:TransferAgent.publish",
     "proves": "weightsync.memory:MappedSegment.__init__",
-    "announces": "weightsync.publish.long_poll:LongPoll.changed",
-    "registers": "weightsync.publish.agent:TransferAgent._register",
-    "grants": "weightsync.publish.agent:TransferAgent._grant",
+    "announces": "weightsync.agent.long_poll:LongPoll.changed",
+    "registers": "weightsync.agent.api:TransferAgent._register",
+    "grants": "weightsync.agent.api:TransferAgent._grant",
     "sends": "weightsync.transfer.tcp_server:BlockServer._send",
     "makes a delta": "weightsync.codec.delta:_encode_unit",
-    "keeps a delta": "weightsync.publish.delta_file:store",
-    "hears the acknowledgement": "weightsync.publish.agent:TransferAgent._finish_transfer",
+    "keeps a delta": "weightsync.agent.delta_file:store",
+    "hears the acknowledgement": "weightsync.agent.api:TransferAgent._finish_transfer",
 }
 RECEIVER = {
-    "asks": ("weightsync.rollout.agents:Agents.grant", False, "tcp"),
-    "was granted": ("weightsync.rollout.agents:Agents.grant", True, "tcp"),
+    "asks": ("weightsync.host.agent_calls:Agents.grant", False, "tcp"),
+    "was granted": ("weightsync.host.agent_calls:Agents.grant", True, "tcp"),
     "connects": ("weightsync.transfer.tcp:TcpSource.read", False, "tcp"),
-    "receives": ("weightsync.rollout.staging:Target.note", True, "tcp"),
-    "fetches a delta": ("weightsync.rollout.agents:Agents.blob", False, "tcp"),
-    "applies a delta": ("weightsync.rollout.delta_apply:DeltaApplier._apply_unit", True, "tcp"),
-    "has applied a delta": ("weightsync.rollout.delta_apply:DeltaApplier.check_result", True, "tcp"),
-    "has proved": ("weightsync.rollout.agents:Agents.acknowledge", False, "tcp"),
-    "has acknowledged": ("weightsync.rollout.agents:Agents.acknowledge", True, "tcp"),
+    "receives": ("weightsync.host.staging:Target.note", True, "tcp"),
+    "fetches a delta": ("weightsync.host.agent_calls:Agents.blob", False, "tcp"),
+    "applies a delta": ("weightsync.host.delta_apply:DeltaApplier._apply_unit", True, "tcp"),
+    "has applied a delta": ("weightsync.host.delta_apply:DeltaApplier.check_result", True, "tcp"),
+    "has proved": ("weightsync.host.agent_calls:Agents.acknowledge", False, "tcp"),
+    "has acknowledged": ("weightsync.host.agent_calls:Agents.acknowledge", True, "tcp"),
     "takes a lease": ("weightsync.transfer.shm:ShmSource.__init__", True, "shm"),
-    "holds a lease": ("weightsync.rollout.puller:Puller._mapped", True, "shm"),
+    "holds a lease": ("weightsync.host.puller:Puller._mapped", True, "shm"),
 }
 SERVICE = {
-    "asks": Hook(at="weightsync.rollout.agents:Agents.grant", do="kill", path="", nth=2),
-    "receives": Hook(at="weightsync.rollout.staging:Target.note", do="kill", path="", nth=10),
-    "applies a delta": Hook(
-        at="weightsync.rollout.delta_apply:DeltaApplier._apply_unit", do="kill", path="", after=True
-    ),
-    "has pulled": Hook(at="weightsync.rollout.puller:Puller.pull", do="kill", path="", nth=2, after=True),
+    "asks": Hook(at="weightsync.host.agent_calls:Agents.grant", do="kill", path="", nth=2),
+    "receives": Hook(at="weightsync.host.staging:Target.note", do="kill", path="", nth=10),
+    "applies a delta": Hook(at="weightsync.host.delta_apply:DeltaApplier._apply_unit", do="kill", path="", after=True),
+    "has pulled": Hook(at="weightsync.host.puller:Puller.pull", do="kill", path="", nth=2, after=True),
+    "asks its engine": Hook(at="weightsync.host.engine_update:EngineUpdate._ready", do="kill", path="", nth=2),
     **{
-        f"comes to step {step} of the load": Hook(
-            at="weightsync.rollout.staged_load:_Steps.call", do="kill", path="", nth=1 + NUM_STEPS + step
+        f"comes to step {step} of the load": Hook(  # the first load has an init too
+            at="weightsync.handles.fanout:DirectEngine._start_call", do="kill", path="", nth=1 + NUM_STEPS + step
         )
         for step in range(1, NUM_STEPS + 1)
     },
-    "has committed": Hook(at="weightsync.rollout.staged_load:EngineLoader.load", do="kill", path="", nth=2, after=True),
+    "has committed": Hook(at="weightsync.host.engine_update:EngineUpdate.load", do="kill", path="", nth=2, after=True),
 }
 
 
@@ -109,7 +108,7 @@ def kill_trainers(start: Start, folder: Path, rounds: int) -> None:
     """The service goes on with what it serves; the agent ends, the segments go; the next trainer is followed."""
     phases = [phase for _ in range(rounds) for phase in TRAINER]
     service = Service(start, ["a"])
-    still = Hook(at="weightsync.rollout.staging:TargetMap.into", do="wait", path=str(folder / "still"))
+    still = Hook(at="weightsync.host.staging:TargetMap.into", do="wait", path=str(folder / "still"))
     for number, phase in enumerate(phases):
         hook = TRAINER[phase]
         trainer = Trainer(start, number, guard_s=GUARD_S, hook=hook and _set(hook, folder / f"trainer-{number}"))

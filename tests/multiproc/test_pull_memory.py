@@ -18,14 +18,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.standins.processes import children
 from weightsync import EmbeddedEngine, ModuleWeightLoader
 from weightsync.clients.agent import AgentClient
+from weightsync.clients.host import RolloutClient
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
 from weightsync.memory import Lock, Reader
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
-from weightsync.testing.processes import children
-from weightsync.types.publication import NotifyRequest, Transport
+from weightsync.trainer.publisher import WeightManager
+from weightsync.types.service import NotifyRequest
+from weightsync.types.transfer_messages import Transport
 
 MIB = 1 << 20
 SLACK = 24 * MIB
@@ -124,12 +126,12 @@ def receiver(nbytes: int, endpoint: str, transport: str, few: bool, conn: Any) -
         {"m": engine},
         RolloutConfig(senders=(endpoint,), transport=Transport(transport), mode="auto" if few else "full"),
     )
-    service.start()
+    host = RolloutClient(service.start())
     gc.collect()
     conn.send("ready")
     while (version := conn.recv()) is not None:
         notice = NotifyRequest(run_id="run", model_id="m", version=version, sender_endpoint=endpoint, wait_s=60)
-        status = service.notify(notice)
+        status = host.notify_version(notice)
         for tensor in model.buffers():
             assert bool(((tensor[version::200] if few else tensor) == float(version)).all())
         conn.send((status.version, str(status.transport), status.num_deltas))

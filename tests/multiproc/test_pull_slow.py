@@ -20,13 +20,13 @@ from tests.multiproc.pull_kit import (
     shm_of,
     wait_until,
 )
+from tests.standins.processes import children
 from weightsync.errors import TransferAbortedError
+from weightsync.host.puller import Puller
 from weightsync.memory import Reader, is_read
 from weightsync.memory.folder import path_of
-from weightsync.rollout.puller import Puller
-from weightsync.testing.processes import children
 from weightsync.types import Deadline
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 KIB = 2048
 

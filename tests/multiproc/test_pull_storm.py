@@ -34,16 +34,18 @@ from tests.multiproc.pull_kit import (
     shm_of,
     wait_until,
 )
+from tests.standins.processes import Child, children
+from weightsync.codec import delta, digest
 from weightsync.errors import WeightSyncError
+from weightsync.host.puller import GRACE_S, Puller
 from weightsync.memory import reclaim_dead
-from weightsync.publish import manager
-from weightsync.rollout.puller import Puller
-from weightsync.testing.processes import Child, children
+from weightsync.trainer import publisher as manager
 from weightsync.transfer.tcp import TcpSource
 from weightsync.types import Deadline
-from weightsync.types.publication import Transport
+from weightsync.types.transfer_messages import Transport
 
 GUARD_S = 0.4
+PULL_S = 2.0
 EVENTS = ["kill", "kill", "stop", "leave", "none"]
 PACES = [(0.0,), (0.01,), (0.0, 0.0, 0.01, 0.1), (0.005, 0.05)]
 SPEEDS = [0.0, 0.0, 0.01, 0.1]
@@ -102,7 +104,17 @@ def follower_main(kib: int, conn: Connection) -> None:
                 newest = puller.newest(timeout_s=2.0)
                 if newest is None or newest == last:
                     continue
-                with puller.pull(deadline=Deadline(2.0), at_least=lambda newest=newest: newest) as pulled:
+                began_s = time.monotonic()
+                how = "well"
+                try:
+                    taken = puller.pull(deadline=Deadline(PULL_S), at_least=lambda newest=newest: newest)
+                except WeightSyncError as error:
+                    how = str(error)
+                    raise
+                finally:
+                    if (seconds := time.monotonic() - began_s) > PULL_S + GRACE_S:
+                        conn.send(("late", (seconds, how)))
+                with taken as pulled:
                     right = is_right(pulled, kib)
                     time.sleep(weather.random() * slow_s)
                     last = pulled.version
@@ -112,7 +124,7 @@ def follower_main(kib: int, conn: Connection) -> None:
         conn.send(("rests", None))
 
 
-class Follower:
+class ModelUpdater:
     """The storm's view of one receiver."""
 
     def __init__(self, start: Callable[..., Child], kib: int) -> None:
@@ -120,12 +132,13 @@ class Follower:
         self.follows = False
         self.leaving = False
         self.stopped = False
+        self.was_stopped = False
         self.killed = False
         self.last = ""
 
     def follow(self, endpoint: str, transport: Transport | None, mode: str, slow_s: float) -> None:
         self.child.conn.send((endpoint, transport, mode, slow_s))
-        self.follows, self.last = True, ""
+        self.follows, self.was_stopped, self.last = True, False, ""
 
     def rest(self) -> None:
         self.child.conn.send("rest")
@@ -139,7 +152,7 @@ class Storm:
         self.start = start
         self.kib = kib
         self.publisher = start(publisher_main, kib, talk=True, name="publisher")
-        self.followers = [Follower(start, kib) for _ in range(3)]
+        self.followers = [ModelUpdater(start, kib) for _ in range(3)]
         self.pids = [self.publisher.pid, *(follower.child.pid for follower in self.followers)]
         self.num_taken = self.num_by_delta = self.num_over_gaps = 0
 
@@ -190,7 +203,7 @@ class Storm:
             assert time.monotonic() < end, f"seed {self.seed}: stuck; {where}"
             assert self.publisher.process.is_alive(), f"seed {self.seed}: the publisher died: {self.publisher.result()}"
 
-    def check(self, said: Any, follower: Follower | None) -> None:
+    def check(self, said: Any, follower: ModelUpdater | None) -> None:
         match said:
             case ("offload", version, how):
                 self.num_offloads += 1
@@ -206,6 +219,9 @@ class Storm:
                 self.num_taken += 1
                 self.num_by_delta += num_deltas > 0
                 self.num_over_gaps += num_deltas > 1
+            case ("late", (seconds, how)):
+                assert follower is not None
+                assert follower.was_stopped, f"seed {self.seed}: a pull of {PULL_S} s took {seconds:.1f} s: {how}"
             case ("rests", _):
                 assert follower is not None
                 follower.follows = follower.leaving = False
@@ -223,7 +239,7 @@ class Storm:
             follower.killed = True
         elif event == "stop":
             follower.child.stop()
-            follower.stopped = True
+            follower.stopped = follower.was_stopped = True
         elif event == "leave" and not follower.leaving:
             follower.rest()
 
@@ -237,12 +253,12 @@ class Storm:
                 if not follower.killed:
                     follower.child.result()  # raises what it died of
                     raise AssertionError(f"seed {self.seed}: a follower ended by itself")
-                self.followers[index] = follower = Follower(self.start, self.kib)
+                self.followers[index] = follower = ModelUpdater(self.start, self.kib)
                 self.pids.append(follower.child.pid)
             if not follower.follows:
                 self.join(follower)
 
-    def join(self, follower: Follower) -> None:
+    def join(self, follower: ModelUpdater) -> None:
         transport = self.random.choice([None, None, Transport.TCP, Transport.TCP, Transport.SHM])
         mode = self.random.choice(["auto", "delta"]) if self.seed >= SPARSE else "auto"
         follower.follow(self.endpoint, transport, mode, self.random.choice(SPEEDS))
@@ -259,6 +275,8 @@ def _number(version: str) -> int:
 
 def storms(seeds: Sequence[int], versions: int, kib: int, lanes: int = 2) -> list[Storm]:
     """All seeds, in `lanes` sets of processes at once; then nothing of them is left in /dev/shm."""
+    digest.warm_up()  # where no cache has them, an agent compiles for longer than a storm waits for its first version
+    delta.warm_up()
     todo = list(seeds)
     lock = threading.Lock()
     with children() as start:
@@ -336,7 +354,7 @@ def test_one_receiver_stands_still(transport: str, tmp_path: Any) -> None:
     here waits for the two others, for a second at most.
     """
     versions, had = 40, 0
-    stop = Hook(at="weightsync.rollout.staging:TargetMap.into", do="stop", path=str(tmp_path / "stop")).set()
+    stop = Hook(at="weightsync.host.staging:TargetMap.into", do="stop", path=str(tmp_path / "stop")).set()
     with children() as start:
         trainer = Trainer(start, 7, guard_s=GUARD_S)
         still = Receiver(start, hook=stop if transport == "tcp" else None)

@@ -23,17 +23,18 @@ from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.test_pull_attacks import check_bytes
 from weightsync.clients.agent import AgentClient
 from weightsync.errors import DeadlineExceededError, EngineUnreachableError, TransferAbortedError, TransferError
+from weightsync.host.puller import Puller
 from weightsync.memory import Reader, Segment, is_read
-from weightsync.publish import manager as manager_module
-from weightsync.publish.manager import WeightManager
-from weightsync.rollout.puller import Puller
+from weightsync.trainer import publisher as manager_module
+from weightsync.trainer.publisher import WeightManager
 from weightsync.transfer import tcp_server
 from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, ask_bytes, checksum, parse_answer
 from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp import TcpSource
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import Deadline, Version
-from weightsync.types.publication import Source, SourceProof, TransferGrant, TransferRequest, Transport
+from weightsync.types.publication import Source, SourceProof
+from weightsync.types.transfer_messages import TransferGrant, TransferRequest, Transport
 
 BLOCK = 64 << 10
 VERSION = Version(run_id="run", number=1)
@@ -131,6 +132,28 @@ def test_a_broken_stream_is_resumed_and_nothing_that_arrived_is_sent_again(serve
         assert served.server.finish(transfer.id, ok=True)
     assert served.ended == [("r", True)]
     assert not is_read(served.segment.name, Reader.SENT), "its lock is given back"
+
+
+def test_a_connection_that_opens_after_the_deadline_asks_for_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that a busy machine runs late. Seen to wait for blocks for as long again, with nobody to cut it."""
+    connect, deadline_s = socket.create_connection, 0.3
+
+    def late(address: tuple[str, int], timeout: float) -> socket.socket:
+        time.sleep(2 * deadline_s)
+        return connect(address, timeout=timeout)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        monkeypatch.setattr(socket, "create_connection", late)
+        reading = served.reader(served.grant(), port=silent.getsockname()[1], num_streams=1)
+        with pytest.raises(DeadlineExceededError, match="not every block"):
+            reading.read(deadline_s)
+        connection, _ = silent.accept()
+        with connection:
+            connection.settimeout(10.0)
+            assert connection.recv(1024) == b"", "it was closed with nothing said"
 
 
 def test_a_source_that_is_gone_is_told_and_what_arrived_is_kept(served: Served) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.multiproc.spine import Engine, build, cast_bytes, push_of, shard, step
-from weightsync.testing.processes import Child, children, run_ranks
+from tests.standins.processes import Child, children, run_ranks
 
 
 def train_and_push(rank: int, world_size: int, placement: str, urls: dict[str, str], steps: int) -> list[Any]:

@@ -15,9 +15,9 @@ from torch import nn
 
 from tests.multiproc.spine import TOKEN, Engine, build, client_of, make_worker
 from tests.multiproc.test_push_faults import OPTIONS, Trainer, _wait_until_stopped, check_serving, setup
-from weightsync import EmbeddedEngine, ModuleWeightExtractor, ModuleWeightLoader, PushSync
-from weightsync.clients.fanout import EngineFanout
-from weightsync.clients.http import HttpEngine
+from tests.standins.processes import children
+from weightsync import EmbeddedEngine, ModuleWeightLoader, PushSync
+from weightsync.engine.processes import ProcessWorker
 from weightsync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
@@ -25,8 +25,9 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
-from weightsync.rollout.processes import ProcessWorker
-from weightsync.testing.processes import children
+from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
 from weightsync.types import AbortRequest, DescribeRequest, EngineOp, EngineReply, EngineRequest
 
 
@@ -180,13 +181,13 @@ def test_interrupting_a_sync_stays_an_interrupt(start: Any) -> None:
     push = PushSync(extractor, client_of({"e": engine.url}), dtype="bfloat16", transfer_timeout_s=8.0)
     push.initialize()
     push.sync_weights(1)
-    send = push._engines.sender.send_chunks  # type: ignore[union-attr]
+    send = push._engines.group.sender.send_chunks  # type: ignore[union-attr]
 
     def interrupted(*args: Any, **options: Any) -> int:
         threading.Event().wait(0.01)
         raise KeyboardInterrupt
 
-    push._engines.sender.send_chunks = interrupted  # type: ignore[union-attr,method-assign]
+    push._engines.group.sender.send_chunks = interrupted  # type: ignore[union-attr,method-assign]
     with pytest.raises(KeyboardInterrupt):
         push.sync_weights(2)
     assert send is not None
@@ -261,7 +262,7 @@ def untyped(rank: int, world_size: int, url: str) -> list[str]:
 
 
 def test_an_untyped_error_on_one_rank_leaves_all_ranks_in_step(start: Any) -> None:
-    from weightsync.testing.processes import run_ranks
+    from tests.standins.processes import run_ranks
 
     engine = Engine(start, "e")
     assert run_ranks(untyped, 2, engine.url) == [["ExtractError", "True"]] * 2

@@ -8,17 +8,13 @@ import pytest
 import torch
 
 from tests.multiproc.spine import Engine, build, cast_bytes, client_of
-from weightsync import (
-    ChangesCodec,
-    ModuleWeightExtractor,
-    PackedCudaIpcTransferStrategy,
-    PushSync,
-    WeightSyncConfig,
-    extractor_for,
-)
+from tests.standins.processes import children, free_port
+from weightsync import EmbeddedEngine, ModuleWeightLoader, PushSync, WeightSyncConfig, extractor_for
+from weightsync.codec.changes import ChangesCodec
 from weightsync.codec.full import FullCodec
-from weightsync.errors import ConfigError, UnsupportedError
-from weightsync.testing.processes import children, free_port
+from weightsync.errors import ConfigError, SyncFailedError
+from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
 
 YAML = """
 generator:
@@ -72,12 +68,38 @@ def test_the_strategy_and_its_chunks_follow_from_the_config(transfer: dict[str, 
     assert grouped == (chunks == "modules")
 
 
-@pytest.mark.parametrize("asked", [{"sync_method": "pull"}, {"sync_mode": "fully-async"}, {"validate_freq": 5}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sync_method": "pull"},
+        {"sync_mode": "fully-async"},
+        {"validate_freq": 5},
+        {"push": {"engines": ["http://127.0.0.1:1"]}},
+        {"push": {"controller": "http://127.0.0.1:1"}},
+        {"publish": {"to": ["http://127.0.0.1:1"]}},
+    ],
+)
 def test_settings_that_nothing_would_read_are_refused(asked: dict[str, object]) -> None:
     """Silence would be taken for obedience."""
     config = WeightSyncConfig.load(asked)
-    with pytest.raises(UnsupportedError, match=next(iter(asked))):
+    with pytest.raises(ConfigError, match=next(iter(asked))):
         PushSync.from_config(config, extractor_for(config, torch.nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [{"chunk_bytes": 7}, {"chunk_bytes": None}, {"group_by_module": True}, {"dtype_overrides": {"w*": "float32"}}],
+)
+def test_an_extractor_that_was_made_with_other_settings_is_refused(key: dict[str, object]) -> None:
+    """Seen red, of chunks, without `check_extractor`: what the configuration says of chunks was nobody's."""
+    config = WeightSyncConfig.load({"extract": key})
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=f"extract.{next(iter(key))}"):
+        PushSync.from_config(config, ModuleWeightExtractor(model))
+    PushSync.from_config(config, extractor_for(config, model))
+    backend = WeightSyncConfig.load({"transfer": {"training_backend": "deepspeed"}})
+    with pytest.raises(ConfigError, match=r"transfer\.training_backend is 'deepspeed', and this is a ModuleWeight"):
+        PushSync.from_config(backend, ModuleWeightExtractor(model))
 
 
 @pytest.mark.parametrize(
@@ -125,4 +147,20 @@ def test_an_engine_comes_back_at_its_address() -> None:
         second = Engine(start, "e", port=port)
         assert push.sync_weights(2).engine_ids == ("e",)
         assert second.weights() == cast_bytes(model)
+        push.close()
+
+
+def test_the_configured_model_is_the_one_that_is_pushed() -> None:
+    """`model_tag` was dropped, and every push was one of "default"."""
+    model = torch.nn.Linear(2, 2)
+    config = WeightSyncConfig.load({"inference_service": {"model_tag": "actor"}, "extract": {"dtype": None}})
+    for model_id, refused in (("critic", True), ("actor", False)):
+        engine = EmbeddedEngine.of(ModuleWeightLoader(torch.nn.Linear(2, 2)), engine_id="e", model_id=model_id)
+        push = PushSync.from_config(config, extractor_for(config, model), engine)
+        if refused:
+            with pytest.raises(SyncFailedError, match="critic"):
+                push.initialize()
+        else:
+            push.initialize()
+            assert push.sync_weights(1).digests_equal
         push.close()

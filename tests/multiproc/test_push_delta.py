@@ -16,9 +16,9 @@ from torch import nn
 
 from tests.multiproc.spine import Engine, OddModel, build, cast_bytes, error_facts, push_of, shard
 from tests.multiproc.test_push_faults import OPTIONS, Trainer
+from tests.standins.processes import children
 from weightsync.codec.changes import ChangesCodec
 from weightsync.errors import WeightSyncError
-from weightsync.testing.processes import children
 
 BLOCKS = 6
 FEW = ("blocks.1.row.weight", "blocks.4.wide.weight", "running")

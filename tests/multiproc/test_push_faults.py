@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from tests.multiproc.spine import Engine, build, cast_bytes, error_facts, push_of, shard, step
+from tests.standins.processes import Child, children, free_port, in_gloo_world
 from weightsync.errors import WeightSyncError
 from weightsync.memory import folder as memory_folder
-from weightsync.testing.processes import Child, children, free_port, in_gloo_world
 
 DEADLINE_S = 10.0
 OPTIONS = {"transfer_timeout_s": 6.0, "join_timeout_s": 3.0, "pause_timeout_s": 2.0}

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.multiproc.spine import Engine, build, cast_bytes, push_of, shard, step
+from tests.standins.processes import children, run_ranks
 from weightsync.memory import folder as memory_folder
-from weightsync.testing.processes import children, run_ranks
 
 STRATEGIES = ("cuda_ipc", "packed_cuda_ipc")
 

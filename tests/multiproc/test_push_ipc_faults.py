@@ -18,8 +18,8 @@ import pytest
 from tests.multiproc.spine import Engine
 from tests.multiproc.test_push_faults import Trainer, _wait_until_stopped, check_serving, setup
 from tests.multiproc.test_push_ipc import STRATEGIES, of_process, segments
+from tests.standins.processes import children
 from weightsync.memory import Segment, reclaim_dead
-from weightsync.testing.processes import children
 
 DEADLINE_S = 10.0
 QUICK = {"transfer_timeout_s": 3.0, "join_timeout_s": 3.0, "pause_timeout_s": 1.0}
@@ -124,7 +124,7 @@ def test_an_engine_hangs_in_the_middle(start: Any, ranks: int) -> None:
 def test_a_late_reader_reads_what_was_lent_to_it_and_commits_nothing(start: Any) -> None:
     """A slow engine sits in version 2 while another one fails it and version 3 is pushed to that one alone.
 
-    That it reads the old bytes is in unit/transfer/test_transfer_ipc.py.
+    That it reads the old bytes is in unit/transfer/test_ipc.py.
     """
     one, two, trainer = setup(start, push=push_with("packed_cuda_ipc", transfer_timeout_s=8.0))
     one.ask("arm", {"at": "load", "chunk": 1, "do": "stop"})

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -228,27 +229,95 @@ def axis(tab: Tab) -> tuple[float, float]:
     return left - low * scale, scale
 
 
-def test_bars_stand_where_their_seconds_are(tab: Tab) -> None:
-    """One sync that ran into its deadline does not squeeze the rest; it is cut, and its seconds are told."""
+def test_bars_stand_where_their_seconds_are_and_a_slow_sync_is_shown_whole(tab: Tab) -> None:
+    """One that ran into its deadline squeezes the rest; who zooms in sees that, and what is cut off says so."""
     with StatusServer(statuses.failed()) as server:
         tab.open(server)
-        assert tab.page.locator(".lanes.cut").count() == 1
+        assert tab.page.locator(".lanes.cut").count() == 0
         assert tab.page.locator("#timeline .sync-outcome").first.inner_text() == "failed, 600 s"
-        assert tab.page.locator(".lanes.cut-before").count() == 0
+        assert axis(tab)[1] * 600 > 500, "ten minutes are there, whole"
         good = tab.page.locator("#timeline .sync").nth(1)
         lanes = good.locator(".lanes").bounding_box()
-        pause = good.locator('[aria-label*="pause"]').bounding_box()
         assert lanes
+        closer = tab.page.get_by_role("button", name="Closer: the seconds of the last syncs")
+        left = tab.page.get_by_role("button", name="To the left: the seconds of the last syncs")
+        for _ in range(7):
+            closer.click()
+        for _ in range(2 * 2**7):
+            if axis(tab)[0] > lanes["x"] - 20:
+                break
+            left.click()
+        assert tab.page.locator(".lanes.cut").count() == 1
+        pause = good.locator('[aria-label*="pause"]').bounding_box()
         assert pause
         zero, scale = axis(tab)
         assert pause["x"] == pytest.approx(zero + 2.3 * scale, abs=3)
         assert scale * 2.6 > lanes["width"] / 8
+        tab.page.get_by_role("button", name="All of it: the seconds of the last syncs").click()
+        assert tab.page.locator(".lanes.cut").count() == 0
         long = SyncSpan(name="trainer", start_s=-300.0, seconds=300.0)
         first = sync(13)
         server.now = status(syncs=(msgspec.structs.replace(first, spans=(long, *first.spans)), *status().syncs))
-        tab.page.wait_for_selector(".lanes.cut-before")
-        assert axis(tab)[1] * 2.6 > lanes["width"] / 8
-        assert bar(tab, "trainer: 300 s, from -300 s").count() == 1
+        tab.page.wait_for_selector('#timeline .bar[aria-label*="trainer: 300 s, from -300 s"]')
+        zero, scale = axis(tab)
+        box = bar(tab, "trainer: 300 s, from -300 s").bounding_box()
+        assert box
+        assert box["x"] == pytest.approx(zero - 300 * scale, abs=3)
+
+
+def drag(tab: Tab, selector: str, *, start: float, end: float) -> None:
+    """Over a part of an element, in shares of its width."""
+    tab.page.locator(selector).scroll_into_view_if_needed()
+    box = tab.page.locator(selector).bounding_box()
+    assert box
+    middle = box["y"] + box["height"] / 2
+    tab.page.mouse.move(box["x"] + start * box["width"], middle)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + end * box["width"], middle, steps=4)
+    tab.page.mouse.up()
+
+
+def test_plots_over_versions_and_a_closer_look(tab: Tab, tmp_path: Path) -> None:
+    """Every version is a point, the slow one too; a drag looks at a part, and keeps to it when the page asks again."""
+    with StatusServer(statuses.plotted()) as server:
+        tab.open(server)
+        assert tab.page.locator("#plots-part").is_visible()
+        seconds = tab.page.locator("#plot-seconds circle")
+        assert seconds.count() == 18
+        titles = tab.page.eval_on_selector_all("#plot-seconds circle", "all => all.map(dot => dot.textContent)")
+        assert "actor 11: 40 s" in titles
+        assert "actor 6: 1.1 s, failed" in titles
+        heights = tab.page.eval_on_selector_all(
+            "#plot-seconds circle", "all => all.map(dot => +dot.getAttribute('cy'))"
+        )
+        assert min(heights) == heights[10] > 0, "the slow one is the highest, and inside the picture"
+        assert tab.page.locator("#plot-bytes circle").count() == tab.page.locator("#plot-rate circle").count() == 18
+        assert "18 versions" in (tab.page.locator("#plot-rate").get_attribute("aria-label") or "")
+        bar(tab, "transfer, inst-0").hover()
+        tab.says("#said", re.compile(r"actor 18: transfer, inst-0: .* s; 208 MB, 0\.231 GB/s"))
+        tab.page.screenshot(path=tmp_path / "plots.png", full_page=True)
+        drag(tab, "#plot-seconds", start=0.2, end=0.5)
+        zoomed = seconds.count()
+        assert 3 <= zoomed < 9
+        tab.page.evaluate("ask()")
+        tab.page.wait_for_timeout(100)
+        assert seconds.count() == zoomed
+        tab.page.locator("#plot-seconds").dblclick()
+        assert seconds.count() == 18
+        assert [said for said in tab.complaints if "CONNECTION_REFUSED" not in said] == []
+
+
+def test_a_long_transfer_says_how_far_it_is(tab: Tab) -> None:
+    with StatusServer(statuses.moving()) as server:
+        tab.open(server)
+        assert tab.page.locator("#fleet thead th").all_inner_texts()[4] == "transfer"
+        assert [row[4] for row in tab.rows("fleet")] == [
+            "actor 75 % of 16000 MB, 1500 MB/s, 2.7 s to go", "actor 25 % of 16000 MB, 500 MB/s, 24 s to go", "",
+        ]  # fmt: skip
+        assert "inst-1 has 4000 of 16000 MB (25 %), 500 MB/s, 24 s to go (the slowest of 2)" in tab.text("#detail")
+        server.now = status()
+        tab.says("#level", "OK")
+        assert "transfer" not in tab.page.locator("#fleet thead th").all_inner_texts()
 
 
 def test_it_follows_by_itself_and_says_when_nobody_answers(tab: Tab) -> None:
@@ -282,7 +351,7 @@ def test_names_stay_text(browser: Browser) -> None:
         assert fleet[0][-1] == HOSTILE * 3
         assert HOSTILE in hurt.page.locator("#timeline .bar").first.get_attribute("aria-label")  # type: ignore[operator]
         assert hurt.page.locator("img, #models a, #fleet a").count() == 0
-        assert hurt.page.locator("script").count() == 1
+        assert hurt.page.locator("script").count() == 2
         assert hurt.complaints == []
         hurt.page.evaluate(
             "() => { const s = document.createElement('script'); s.textContent = 'window.ran = 1'; "

@@ -22,21 +22,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.multiproc.megatron_cpu import megatron_model, megatron_shard, megatron_whole
 from tests.multiproc.spine import TOKEN
-from weightsync.clients.fanout import EngineFanout
-from weightsync.clients.http import HttpEngine
+from tests.standins.processes import RankPool, children, preload
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
+from weightsync.engine.worker import EngineWorker
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.megatron import MegatronWeightExtractor
 from weightsync.extract.megatron_export import MegatronCoreExporter
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
 from weightsync.load.module import ModuleWeightLoader
-from weightsync.publish.push import PushSync
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.server import EngineServer
-from weightsync.rollout.worker import EngineWorker
 from weightsync.tensors import byte_array
-from weightsync.testing.processes import RankPool, children, preload
+from weightsync.trainer.push import PushSync
 
 KINDS = ("module", "fsdp", "deepspeed", "megatron")
 SEED = 11

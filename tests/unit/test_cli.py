@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 from typer.testing import CliRunner
 
 from weightsync.cli import app
@@ -33,3 +36,49 @@ def test_bad_options_are_refused_before_anything_starts() -> None:
     code, text = run("demo", "--size", "huge")
     assert code == 2
     assert "small, tiny" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("demo --models 3", "--models"),
+        ("demo --models 2", "--models"),
+        ("demo --mode sync", "--mode"),
+        ("demo --lr 0.1", "--lr"),
+        ("demo --fleet 3 --ray", "--ray"),
+        ("demo --fleet 3 --out x --ranks 2", "--ranks, --out"),
+        ("demo --fleet 3 --deadline-s 5", "--deadline-s"),
+        ("status http://127.0.0.1:9 --every-s 2", "--every-s"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused_by_its_name(words: str, named: str) -> None:
+    """Seen to fail: the demo ran on without a word, for minutes, as if it had not been given."""
+    code, text = run(*words.split())
+    assert code == 2
+    assert f"ConfigError: {named} would do nothing" in text
+    assert f"leave out {named}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("controller --config FILE --key FILE", "--certificate is missing"),
+        ("controller --config FILE --certificate FILE", "--key is missing"),
+        ("demo --fleet 1", "--fleet 2 or more, not 1"),
+        ("status http://127.0.0.1:9 --token 0123456789abcdef --token-file x", "give one of them"),
+    ],
+)
+def test_a_refusal_says_what_to_do(words: str, says: str) -> None:
+    code, text = run(*(__file__ if word == "FILE" else word for word in words.split()))
+    assert code == 2
+    assert says in text
+
+
+def test_the_demo_leaves_the_log_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ran it in a process of theirs heard no warning any more."""
+    levels: list[int] = []
+    logger = logging.getLogger("weightsync")
+    before = logger.level
+    monkeypatch.setattr("weightsync.demo.fleet.run_fleet", lambda options: levels.append(logger.level) or 0)
+    assert run("demo", "--fleet", "2")[0] == 0
+    assert (levels, logger.level) == ([logging.ERROR], before)

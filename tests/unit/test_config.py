@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ def test_the_documented_reference_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["sync", "fully-async", "batch-async"])
 @pytest.mark.parametrize("method", ["push", "pull", "network", "disk", "tinker", "weaver", "mock"])
 def test_every_documented_mode_and_method_is_accepted(mode: str, method: str) -> None:
-    tree = {"sync_mode": mode, "sync_method": method, "sync_weight_path": "/weights"}
+    tree = {"sync_mode": mode, "sync_method": method}
+    if method in ("network", "disk"):
+        tree["sync_weight_path"] = "/weights"
     config = WeightSyncConfig.load({"weight_sync_controller": tree})
     assert (config.sync_mode, config.sync_method) == (mode, method)
 
@@ -159,9 +162,18 @@ def test_null_in_a_foreign_tree_is_not_set_and_fsdp2_is_fsdp() -> None:
     assert config == WeightSyncConfig(transfer=TransferConfig(training_backend="fsdp"))
 
 
+def test_who_does_not_use_flashrl_says_nothing_of_groups() -> None:
+    """Seen red where false meant that nothing is grouped."""
+    config = WeightSyncConfig.load(framework(use_flashrl=False, colocate_all=True))
+    assert config.extract.group_by_module is None
+    assert select_grouping(config)
+
+
 def test_megatron_has_buckets_and_not_groups() -> None:
-    config = WeightSyncConfig.load(framework(use_flashrl=True, training_backend="megatron"))
-    assert not config.extract.group_by_module
+    config = WeightSyncConfig.load(framework(use_flashrl=False, training_backend="megatron"))
+    assert not select_grouping(config)
+    text = refused(framework(use_flashrl=True, training_backend="megatron"))
+    assert "generator.use_flashrl = True with trainer.training_backend = 'megatron'" in text
     assert "training_backend = 'megatron'" in refused(
         {"extract": {"group_by_module": True}, "transfer": {"training_backend": "megatron"}}
     )
@@ -171,12 +183,28 @@ def test_all_three_trees_come_together_and_may_repeat_each_other() -> None:
     config = WeightSyncConfig.load(
         {
             **framework(weight_sync_backend="nccl", training_backend="deepspeed"),
-            **yaml.safe_load(REFERENCE),
+            "weight_sync_controller": {"type": "weight_sync_controller", "sync_method": "push", "validate_freq": 5},
             "weight_sync": {"transfer": {"backend": "nccl", "master_addr": "10.0.0.5"}, "validate_freq": 5},
         }
     )
     assert config.transfer == TransferConfig(backend="nccl", training_backend="deepspeed", master_addr="10.0.0.5")
-    assert (config.sync_method, config.validate_freq) == ("disk", 5)
+    assert (config.sync_method, config.validate_freq) == ("push", 5)
+
+
+def test_a_framework_has_its_inference_service_beside_the_controller() -> None:
+    """Document 5's own program asks `config.inference_service`. Seen red where it was left alone."""
+    beside = {"backend": "sglang", "base_url": "http://host:1", "model": "m", "api_key": "theirs", "model_tag": None}
+    for made in (dict, OmegaConf.create):
+        tree = {"sync_method": "disk", "sync_weight_path": "/w", "inference_service": {"model": "m"}}
+        config = WeightSyncConfig.load(made({"weight_sync_controller": tree, "inference_service": beside}))
+        assert config.inference_service == InferenceServiceConfig(backend="sglang", base_url="http://host:1", model="m")
+    text = refused({"weight_sync_controller": {"inference_service": {"model": "n"}}, "inference_service": beside})
+    assert "inference_service.model = 'm'" in text
+    assert "weight_sync_controller.inference_service.model = 'n'" in text
+    assert "inference_service.basee_url" in refused(
+        {"weight_sync": {}, "inference_service": {"basee_url": "http://host:1"}}
+    )
+    assert WeightSyncConfig.load({"inference_service": {"model": "m"}}).inference_service.model == "m"
 
 
 def test_one_setting_twice_with_two_values_is_refused() -> None:
@@ -212,6 +240,17 @@ def test_what_is_wrong_in_a_foreign_tree_is_told_in_its_own_names(source: dict[s
 
 
 # What is refused.
+
+
+def test_names_of_the_library_that_are_gone_are_told() -> None:
+    """Seen red with a check that looks at files alone."""
+    text = "`net.guard.Guard` `net.guard.Nope` `load/nope.py` `load/module.py:ModuleWeightLoader` `transfer.backend`"
+    text += " `serve.engines` `serve.engine` `generator.use_cuda_ipc` `push.step()`"
+    assert list(_docs_check()._name_problems(text)) == [
+        "the library has no net.guard.Nope",
+        "no configuration has the key serve.engine",
+        "the library has no such file in load/nope.py",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +295,7 @@ def test_what_is_wrong_in_a_foreign_tree_is_told_in_its_own_names(source: dict[s
     ],
 )
 def test_what_is_wrong_is_told_with_key_value_and_choices(tree: dict[Any, Any], expected: list[str]) -> None:
-    """Seen red with `strict=False` in the schema, and with the adapter's look at own keys taken out."""
+    """Seen red with `strict=False` in the schema."""
     text = refused({"weight_sync": tree})
     for part in expected:
         assert part in text
@@ -370,16 +409,17 @@ def test_what_can_not_be_a_configuration_is_refused(tmp_path: Path) -> None:
 def test_omegaconf_interpolations_are_resolved_and_foreign_ones_left_alone() -> None:
     tree = framework(weight_sync_backend="${backend}", colocate_all="${trainer.together}", use_flashrl=True)
     tree["backend"] = "nccl"
-    tree["trainer"] |= {"together": True, "run_name": "${nowhere}", "epochs": "???"}
+    tree["trainer"] |= {"together": False, "run_name": "${nowhere}", "epochs": "???"}
     tree["data"]["path"] = "${nowhere_either}"
     tree["output"] = "${nowhere_as_well}"
-    tree["weight_sync"] = {"transfer": {"master_addr": "${host}", "backend": "${generator.weight_sync_backend}"}}
-    tree["host"] = "10.0.0.5"
+    tree["weight_sync"] = {"transfer": {"interface": "${host}", "backend": "${generator.weight_sync_backend}"}}
+    tree["host"] = "eth5"
     config = WeightSyncConfig.load(OmegaConf.create(tree))
     assert config == WeightSyncConfig(
-        transfer=TransferConfig(backend="nccl", colocated=True, master_addr="10.0.0.5"),
+        transfer=TransferConfig(backend="nccl", colocated=False, interface="eth5"),
         extract=ExtractConfig(group_by_module=True),
     )
+    assert "colocated" in config.transfer.model_fields_set
     bare = OmegaConf.create({"transfer": {"backend": "nccl"}, "extract": {"dtype_overrides": {"*": "float32"}}})
     assert WeightSyncConfig.load(bare).extract.dtype_overrides == {"*": "float32"}
     assert WeightSyncConfig.load(OmegaConf.create({"a": yaml.safe_load(REFERENCE)}).a).sync_method == "disk"
@@ -407,7 +447,7 @@ def test_a_misspelling_in_an_omegaconf_tree_is_refused() -> None:
         ({"weight_sync_backend": "nccl", "training_backend": "megatron"}, "broadcast"),
         ({"weight_sync_backend": "nccl", "use_cuda_ipc": False, "colocate_all": False}, "broadcast"),
         ({"weight_sync_backend": "nccl", "colocate_all": True}, "cuda_ipc"),
-        ({"weight_sync_backend": "nccl", "colocate_all": True, "use_cuda_ipc": False}, "cuda_ipc"),
+        ({"weight_sync_backend": "gloo", "colocate_all": True, "use_cuda_ipc": False}, "broadcast"),
         ({"weight_sync_backend": "nccl", "use_cuda_ipc": True}, "cuda_ipc"),
         ({"weight_sync_backend": "gloo", "colocate_all": True}, "cuda_ipc"),
         ({"weight_sync_backend": "cuda_ipc"}, "cuda_ipc"),
@@ -415,6 +455,8 @@ def test_a_misspelling_in_an_omegaconf_tree_is_refused() -> None:
         ({"weight_sync_backend": "cuda_ipc", "pack_weights": False, "training_backend": "deepspeed"}, "cuda_ipc"),
         ({"weight_sync_backend": "cuda_ipc", "pack_weights": True, "training_backend": "fsdp"}, "packed_cuda_ipc"),
         ({"weight_sync_backend": "cuda_ipc", "training_backend": "megatron"}, "packed_cuda_ipc"),
+        ({"weight_sync_backend": "cuda_ipc", "training_backend": "megatron", "pack_weights": False}, "cuda_ipc"),
+        ({"weight_sync_backend": "nccl", "pack_weights": False, "use_flashrl": False}, "broadcast"),
         ({"weight_sync_backend": "cuda_ipc", "pack_weights": True, "training_backend": "megatron"}, "packed_cuda_ipc"),
         ({"weight_sync_backend": "nccl", "colocate_all": True, "training_backend": "megatron"}, "packed_cuda_ipc"),
         ({"use_cuda_ipc": True, "pack_weights": True}, "packed_cuda_ipc"),
@@ -424,13 +466,41 @@ def test_the_strategy_follows_from_the_documented_keys(keys: dict[str, Any], exp
     assert select_strategy(WeightSyncConfig.load(framework(**keys))) == expected
 
 
+@pytest.mark.parametrize(
+    ("keys", "beside"),
+    [
+        ({"weight_sync_backend": "cuda_ipc", "use_cuda_ipc": False}, "generator.weight_sync_backend = 'cuda_ipc'"),
+        (
+            {"weight_sync_backend": "nccl", "colocate_all": True, "use_cuda_ipc": False},
+            "trainer.placement.colocate_all = True",
+        ),
+    ],
+)
+def test_a_frameworks_false_is_refused_where_it_cant_be_kept(keys: dict[str, Any], beside: str) -> None:
+    """Seen red with a false that is not read: CUDA IPC was chosen without a word."""
+    text = refused(framework(**keys))
+    assert beside in text
+    assert "generator.use_cuda_ipc = False" in text
+
+
+def test_a_frameworks_false_is_no_matter_where_no_bytes_are_pushed() -> None:
+    """Seen red with a false that counts as a key that nobody reads."""
+    tree = {**framework(use_cuda_ipc=False), "weight_sync": {"sync_method": "disk", "sync_weight_path": "/weights"}}
+    assert WeightSyncConfig.load(tree).sync_method == "disk"
+
+
+def test_our_own_false_wins_over_what_would_follow() -> None:
+    transfer = {"backend": "gloo", "colocated": True, "use_cuda_ipc": False}
+    assert select_strategy(WeightSyncConfig.load({"transfer": transfer})) == "broadcast"
+
+
 TRANSFERS = st.fixed_dictionaries(
     {
         "backend": st.sampled_from(["gloo", "nccl", "cuda_ipc"]),
         "strategy": st.sampled_from([None, "broadcast", "cuda_ipc", "packed_cuda_ipc"]),
         "colocated": st.booleans(),
-        "use_cuda_ipc": st.booleans(),
-        "pack_weights": st.booleans(),
+        "use_cuda_ipc": st.none() | st.booleans(),
+        "pack_weights": st.none() | st.booleans(),
         "training_backend": st.sampled_from(["module", "fsdp", "deepspeed", "megatron"]),
     }
 )
@@ -439,15 +509,21 @@ TRANSFERS = st.fixed_dictionaries(
 @given(TRANSFERS)
 @settings(deadline=None)
 def test_every_combination_has_one_answer_or_a_typed_refusal(transfer: dict[str, Any]) -> None:
-    """Seen red with the NCCL rule taken out, and with `packed` asked of Megatron alone."""
-    ipc = transfer["colocated"] or transfer["use_cuda_ipc"] or transfer["backend"] == "cuda_ipc"
-    packed = transfer["pack_weights"] or transfer["training_backend"] == "megatron"
+    """Seen red with the NCCL rule taken out."""
+    asked, said = transfer["use_cuda_ipc"], transfer["pack_weights"]
+    ipc = asked if asked is not None else transfer["colocated"] or transfer["backend"] == "cuda_ipc"
+    packed = said if said is not None else transfer["training_backend"] == "megatron"
     named = transfer["strategy"]
-    no_group = transfer["backend"] == "cuda_ipc" or transfer["use_cuda_ipc"]
-    no_group |= transfer["backend"] == "nccl" and transfer["colocated"]
-    impossible = (named == "broadcast" and no_group) or (named == "cuda_ipc" and transfer["pack_weights"])
+    no_group = transfer["backend"] == "cuda_ipc" or asked or (transfer["backend"] == "nccl" and transfer["colocated"])
+    impossible = (
+        (named == "broadcast" and no_group)
+        or (named == "cuda_ipc" and said)
+        or (named == "packed_cuda_ipc" and said is False)
+        or (named in ("cuda_ipc", "packed_cuda_ipc") and asked is False)
+        or (named is None and asked is False and no_group)
+    )
     if impossible:
-        assert "transfer.strategy" in refused({"transfer": transfer})
+        assert "transfer." in refused({"transfer": transfer})
     else:
         follows = ("packed_cuda_ipc" if packed else "cuda_ipc") if ipc else "broadcast"
         assert select_strategy(WeightSyncConfig.load({"transfer": transfer})) == (named or follows)
@@ -477,6 +553,7 @@ def test_whatever_comes_in_only_a_config_error_comes_out(source: Any) -> None:
 
 
 def _docs_check() -> Any:
+    sys.path.insert(0, str(ROOT / "docs"))  # where it finds its tables
     spec = importlib.util.spec_from_file_location("docs_check", ROOT / "docs" / "check.py")
     assert spec is not None
     assert spec.loader is not None
@@ -485,19 +562,18 @@ def _docs_check() -> Any:
     return module
 
 
-def test_the_page_says_what_the_code_does() -> None:
-    """Seen red after `select_strategy` was changed, and after a default was."""
+def test_the_pages_say_what_the_code_does() -> None:
+    """Seen red after a default was changed."""
     check = _docs_check()
-    page = ROOT / "docs" / "configuration.md"
-    assert list(check.problems(page)) == []
+    pages = "".join(page.read_text(encoding="utf-8") for page in check.pages(ROOT))
     for name, table in check.TABLES.items():
-        assert f"<!-- generated: {name} -->\n{table()}<!-- end -->" in page.read_text(encoding="utf-8")
+        assert pages.count(f"<!-- generated: {name} -->\n{table()}<!-- end -->") == 1, name
 
 
 def test_the_strategy_table_has_every_combination() -> None:
-    rows = _docs_check().strategy_table().splitlines()[2:]
+    rows = _docs_check().TABLES["strategies"]().splitlines()[2:]
     keys = [tuple(cell.strip().strip("`") for cell in row.split("|")[1:4]) for row in rows]
-    assert keys == list(itertools.product(["gloo", "nccl", "cuda_ipc"], ["no", "yes"], ["no", "yes"]))
+    assert keys == list(itertools.product(["gloo", "nccl", "cuda_ipc"], ["no", "yes"], ["null", "yes", "no"]))
 
 
 def test_a_page_that_is_wrong_is_told(tmp_path: Path) -> None:
@@ -527,3 +603,43 @@ def test_a_page_that_is_wrong_is_told(tmp_path: Path) -> None:
 def test_grouping_follows_the_strategy_unless_it_is_said(tree: dict[str, Any], expected: bool) -> None:
     """Documents 1 and 2: whole modules where engines open the trainer's memory, buckets with Megatron."""
     assert select_grouping(WeightSyncConfig.load(tree)) is expected
+
+
+class _Unwritable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+_DEEP: dict[str, Any] = {}
+for _ in range(3000):
+    _DEEP = {"a": _DEEP}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"run_id": 10**5000}, {"sync_mode": 10**5000},
+        {"run_id": _Unwritable()}, {"run_id": _DEEP}, {"fleet": {"models": [[]] * 1000}},
+        {"x" * 10**6: 1}, {"fleet": {"x" * 10**6: 1}}, {10**5000: 1}, "x" * 10**6, "\ud800", "\x00",
+    ],
+    ids=[
+        "digits", "a choice of digits",
+        "no repr", "deep", "many", "long key", "long inner", "key of digits", "long path", "no path", "nul",
+    ],
+)  # fmt: skip
+def test_what_can_not_be_shown_is_refused_in_few_words(source: Any) -> None:
+    """Red where its own repr was the error, or the message was as long as it."""
+    with pytest.raises(ConfigError) as caught:
+        WeightSyncConfig.load(source)
+    assert len(str(caught.value)) < 5000
+
+
+@pytest.mark.parametrize(
+    "text", ["fleet: 2026-13-45\n", "? [a, b]\n: c\n", "? {a: b}\n: c\n", "[" * 5000, f"run_id: {'9' * 5000}\n"]
+)
+def test_yaml_that_python_can_not_hold_is_refused_as_one(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        WeightSyncConfig.load(path)
+    assert len(str(caught.value)) < 1000

@@ -15,7 +15,7 @@ import weightsync
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
-NO_TORCH = ("errors", "types", "config", "plan", "observe", "memory", "net", "clients", "control")
+NO_TORCH = ("errors", "types", "config", "plan", "observe", "memory", "net", "handles", "clients", "control")
 HEAVY = ("torch", "numba", "ray", "vllm", "sglang", "deepspeed", "megatron", "transformers", "matplotlib")
 
 
@@ -48,6 +48,11 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 def test_the_controller_side_loads_no_torch(name: str) -> None:
     """Seen red with `import torch` in a module of each kind: a single file, a package's `__init__`, a submodule."""
     assert loaded_after(*modules_of(name)) == []
+
+
+def test_an_agent_answers_before_it_has_loaded_torch() -> None:
+    """A trainer waits for its agent's first answer. Seen red with a digest imported where the agent's file begins."""
+    assert loaded_after("weightsync.agent.main") == []
 
 
 def test_the_probe_sees_what_is_loaded() -> None:
@@ -118,10 +123,10 @@ def test_the_contracts_hold(tree: Path) -> None:
         ("net/planted.py", "import weightsync.clients", "Imports point down BROKEN"),
         ("extract/base.py", "import weightsync.load", "Imports point down BROKEN"),
         ("transfer/planted.py", "import weightsync.codec", "Imports point down BROKEN"),
-        ("publish/planted.py", "import weightsync.rollout", "Imports point down BROKEN"),
+        ("trainer/planted.py", "import weightsync.host", "Imports point down BROKEN"),
         ("observe/planted.py", "import weightsync.net", "Imports point down BROKEN"),
         ("demo/planted.py", "import weightsync.testing", "Imports point down BROKEN"),
-        ("cli/planted.py", "import weightsync.testing.processes", "Imports point down BROKEN"),
+        ("cli/planted.py", "import weightsync.testing.contracts", "Imports point down BROKEN"),
         ("somewhere/__init__.py", "", "Imports point down BROKEN"),
         ("clients/planted.py", "import torch", "The controller's side needs no torch BROKEN"),
         ("clients/planted.py", "def late():\n    import torch", "The controller's side needs no torch BROKEN"),

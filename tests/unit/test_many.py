@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from weightsync.codec.digest import shard_sums, tensor_digests
+from tests.standins.processes import children
+from weightsync.codec.digest import shard_sums
+from weightsync.codec.tensor_digest import tensor_digests
 from weightsync.codec.whole import whole_sum
 from weightsync.copying import pack, unpack
 from weightsync.errors import WeightSyncError
 from weightsync.many import are_plain
 from weightsync.tensors import spec_of
-from weightsync.testing.processes import children
 from weightsync.types import HeldTensor
 from weightsync.types.table import TensorTable
 

@@ -1,4 +1,4 @@
-"""`weightsync controller`: a controller of rollout services that pull."""
+"""`weightsync controller`: a controller in a process of its own, with the method that its file names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.shared import Token, told
+from weightsync.cli.shared import Token, Verify, told
 from weightsync.errors import ConfigError
 
 _SERVICE_TOKEN = "WEIGHTSYNC_SERVICE_TOKEN"
@@ -41,7 +41,7 @@ def _print_example(wanted: bool) -> None:
 
 
 def controller(
-    config: Annotated[Path, typer.Option(help="YAML; its keys are in docs/configuration.md.", exists=True)],
+    config: Annotated[Path, typer.Option(help="YAML; its keys are in docs/configuration-keys.md.", exists=True)],
     example: Annotated[
         bool,
         typer.Option("--example", help="Print a configuration to begin with.", callback=_print_example, is_eager=True),
@@ -54,11 +54,10 @@ def controller(
     ] = None,
     certificate: Annotated[Path | None, typer.Option(help="PEM file, for https.", exists=True)] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file of its key.", exists=True)] = None,
-    verify: Annotated[
-        str | None, typer.Option(metavar="FILE", help="PEM file of the authority of https services.")
-    ] = None,
+    verify: Verify = None,
 ) -> None:
-    """Decides when each model is synced, and brings versions to all rollout services at once.
+    """Decides when each model is synced; its file's sync_method says how: by training ranks that push, rollout services
+    that pull, or engines that load what they are told of.
 
     Trainers tell it of each version (POST /notify_version), rollout services join by their heartbeats
     (RolloutConfig(controller=URL)), inference clients and batch loaders ask its gates. Its page is at /, what it says
@@ -68,12 +67,14 @@ def controller(
     """
     with told():
         from weightsync.config import WeightSyncConfig
-        from weightsync.control.build import build_controller
+        from weightsync.control.build import build_controller, check_stands_alone, waits_for
         from weightsync.net.server import TlsFiles
 
         if (certificate is None) != (key is None):
-            raise ConfigError("https needs both, --certificate and --key")
+            lacks = "--key" if key is None else "--certificate"
+            raise ConfigError(f"https needs a certificate and its key: {lacks} is missing; name its PEM file")
         settings = WeightSyncConfig.load(config)
+        check_stands_alone(settings)
         changes = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
         settings = settings.model_copy(update={"fleet": settings.fleet.model_copy(update=changes)})
         tls = None if certificate is None else TlsFiles(certificate=str(certificate), key=str(key))
@@ -87,6 +88,7 @@ def controller(
         ) as built:
             models = ", ".join(built.controller.model_tags)
             print(f"controller of {models} at {built.url} (process {os.getpid()})", flush=True)
+            print(f"sync_method {settings.sync_method}: waits for {waits_for(settings, built.url)}", flush=True)
             stop.wait()
             print("stopped by a signal", flush=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from weightsync.cli.shared import Token, plain, told
+from weightsync.cli.shared import Token, Verify, plain, told
 from weightsync.errors import ConfigError
 from weightsync.types import Manifest, TensorSpec
 
@@ -23,9 +22,7 @@ Shown = tuple[str, Sequence[tuple[TensorSpec, str | None]], dict[str, Any]]
 def inspect(
     what: Annotated[str, typer.Argument(help="URL of an agent, a safetensors file, or a folder that `pull` wrote.")],
     token: Token = None,
-    verify: Annotated[
-        str | None, typer.Option(metavar="FILE", help="PEM file of the authority of an https agent.")
-    ] = None,
+    verify: Verify = None,
     delta: Annotated[
         bool, typer.Option("--delta", help="Of an agent: what its newest delta changes, tensor by tensor.")
     ] = False,
@@ -53,10 +50,9 @@ def inspect(
 
 
 def _show(shown: Shown, *, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    from weightsync.cli.tables import console, table
     from weightsync.net.messages import encode
 
     title, tensors, facts = shown
@@ -64,29 +60,19 @@ def _show(shown: Shown, *, as_json: bool) -> None:
         told_of = [{**msgspec.to_builtins(spec), "digest": digest} for spec, digest in tensors]
         print(encode({**facts, "tensors": told_of}).decode())
         return
-    table = Table(title=Text(plain(title)), title_justify="left", box=None, pad_edge=False)
-    for head, right in (
-        ("tensor", False),
-        ("dtype", False),
-        ("shape", False),
-        ("MB", True),
-        ("source", True),
-        ("digest", False),
-    ):
-        table.add_column(
-            head, justify="right" if right else "left", overflow="fold" if head == "tensor" else "ellipsis"
-        )
-    for spec, digest in tensors:
-        table.add_row(
-            Text(plain(spec.name)), spec.dtype, "x".join(map(str, spec.shape)) or "scalar", f"{spec.nbytes / 1e6:.3f}",
+    rows = (
+        (
+            spec.name, spec.dtype, "x".join(map(str, spec.shape)) or "scalar", f"{spec.nbytes / 1e6:.3f}",
             str(spec.source), (digest or "-").removeprefix("xxh3:")[:16],
-        )  # fmt: skip
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
-    total = sum(spec.nbytes for spec, _ in tensors)
-    console.print(f"{len(tensors)} tensors, {total / 1e6:.1f} MB", highlight=False)
+        )
+        for spec, digest in tensors
+    )  # fmt: skip
+    heads = ("tensor", "dtype", "shape", "MB", "source", "digest")
+    out = console()
+    out.print(table(title, heads, rows, right=("MB", "source")))
+    out.print(f"{len(tensors)} tensors, {sum(spec.nbytes for spec, _ in tensors) / 1e6:.1f} MB", highlight=False)
     for name, value in facts.items():
-        console.print(Text(f"{plain(name)}: {plain(str(value))}"), soft_wrap=True)
+        out.print(Text(f"{plain(name)}: {plain(str(value))}"), soft_wrap=True)
 
 
 def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
@@ -109,9 +95,9 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
         return f"{manifest.model_id} {manifest.version} in {path}", shown, facts
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{what} is no URL of an agent, no safetensors file, and no folder with one")
+        raise ConfigError(f"{what} is no agent's URL (http://HOST:PORT), no safetensors file, and no folder with one")
     if file.stat().st_size == 0:
-        raise ConfigError(f"{file} is empty")
+        raise ConfigError(f"{file} is empty, no safetensors file: fetch or write it again")
     with (
         file.open("rb") as opened,
         mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped,

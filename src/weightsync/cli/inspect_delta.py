@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from weightsync.cli.shared import plain
-from weightsync.codec.delta import DeltaReader, plan_units
 from weightsync.codec.delta_format import Form
+from weightsync.codec.delta_reader import DeltaReader
+from weightsync.codec.delta_units import plan_units
 from weightsync.errors import ConfigError, MissingDependencyError, StateError
+from weightsync.host.agent_calls import Agents, Granted
+from weightsync.host.delta_pull import fetch_blobs
 from weightsync.observe.picture import write_heat_png
-from weightsync.rollout.agents import Agents, Granted
-from weightsync.rollout.delta_pull import fetch_blobs
 from weightsync.types import Deadline
 from weightsync.types.publication import DeltaBase
 
@@ -36,8 +36,7 @@ class PartChange:
         name: the tensor's.
         dtype: its.
         num_elements: that this source has of it.
-        num_changed: of these; in units that are sent whole, or in the small mode, an estimate: their share of the
-            unit's.
+        num_changed: of these; in units that are sent whole an estimate: their share of the unit's.
     """
 
     name: str
@@ -60,7 +59,7 @@ def show_delta(url: str, *, token: str | None, verify: bool | str, picture: Path
         WeightSyncError: it does not answer.
     """
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--delta needs the URL of an agent, not {url!r}")
+        raise ConfigError(f"--delta asks an agent for the delta it has: give its URL (http://HOST:PORT), not {url!r}")
     facts, parts = _fetch(url, token, verify)
     if picture is not None:
         try:
@@ -149,7 +148,7 @@ def _counts(reader: DeltaReader, starts: Sequence[int], sizes: Sequence[int]) ->
         if not total:
             continue
         if reader.form(index) is Form.PLANES:
-            positions, _ = reader.steps(index, np.empty(0, np.uint8))
+            positions, _ = reader.steps(index)
             places = unit.start + positions.astype(np.int64) * unit.kind.width_bytes
             counts += np.diff(np.searchsorted(places, edges))
         else:
@@ -159,29 +158,22 @@ def _counts(reader: DeltaReader, starts: Sequence[int], sizes: Sequence[int]) ->
 
 
 def _print(facts: dict[str, Any], parts: Sequence[PartChange]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from weightsync.cli.tables import console, table
 
-    table = Table(
-        title=Text(plain(f"{facts['model_id']} {facts['base']} -> {facts['version']}")), title_justify="left", box=None,
-        pad_edge=False,
-    )  # fmt: skip
-    for head, right in (("tensor", False), ("dtype", False), ("elements", True), ("changed %", True), ("", False)):
-        table.add_column(
-            head, justify="right" if right else "left", overflow="fold" if head == "tensor" else "ellipsis"
-        )
     most = max((part.density for part in parts), default=0.0) or 1.0
-    for part in parts:
-        bar = "█" * round(_BAR * part.density / most)
-        table.add_row(
-            Text(plain(part.name)), part.dtype, str(part.num_elements), f"{100 * part.density:.4f}", Text(bar)
+    rows = (
+        (
+            part.name, part.dtype, str(part.num_elements), f"{100 * part.density:.4f}",
+            "█" * round(_BAR * part.density / most),
         )
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
-    console.print(
+        for part in parts
+    )  # fmt: skip
+    out, title = console(), plain(f"{facts['model_id']} {facts['base']} -> {facts['version']}")
+    heads = ("tensor", "dtype", "elements", "changed %", "")
+    out.print(table(title, heads, rows, right=("elements", "changed %")))
+    out.print(
         f"{facts['num_changed']} of {facts['num_elements']} elements change ({100 * facts['density']:.3f} %); "
         f"{facts['nbytes']} bytes, {100 * facts['ratio']:.3f} % of a full; made in {facts['seconds']:.3f} s",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    console.print(f"units: {', '.join(f'{count} {form}' for form, count in facts['forms'].items())}", highlight=False)
+    out.print(f"units: {', '.join(f'{count} {form}' for form, count in facts['forms'].items())}", highlight=False)

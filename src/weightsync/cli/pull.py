@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from weightsync.cli.inspect import inspect
-from weightsync.cli.shared import Token, told
+from weightsync.cli.shared import MAX_S, Token, Verify, told
 from weightsync.errors import ConfigError, DeadlineExceededError
 
 
@@ -28,7 +28,7 @@ def agent(
     advertise: Annotated[str | None, typer.Option(help="Host name that receivers reach it by.")] = None,
     token: Token = None,
     dtype: Annotated[str | None, typer.Option(help="Convert floating-point tensors, e.g. bfloat16.")] = None,
-    every_s: Annotated[float, typer.Option(min=0.1, help="How often to look for a change.")] = 1.0,
+    every_s: Annotated[float, typer.Option(min=0.1, max=MAX_S, help="How often to look for a change.")] = 1.0,
 ) -> None:
     """Serves a checkpoint folder to rollout hosts, and a new version whenever its files change.
 
@@ -39,8 +39,8 @@ def agent(
     Example: weightsync agent ./checkpoint --port 8765, then: weightsync pull http://127.0.0.1:8765 --out ./copy
     """
     with told():
-        from weightsync.publish.folder import FolderPublisher
-        from weightsync.publish.manager import OffloadReport, WeightManager
+        from weightsync.trainer.folder import FolderPublisher
+        from weightsync.trainer.publisher import OffloadReport, WeightManager
 
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -81,16 +81,16 @@ def pull(
     ] = None,
     transport: Annotated[str | None, typer.Option(help="tcp or shm; chosen by itself where not given.")] = None,
     streams: Annotated[int, typer.Option(min=1, max=64, help="TCP connections.")] = 6,
-    timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds that it may take.")] = 600.0,
-    verify: Annotated[
-        str | None, typer.Option(metavar="FILE", help="PEM file of the authority of an https agent.")
-    ] = None,
+    timeout_s: Annotated[float, typer.Option(min=1.0, max=MAX_S, help="Seconds that it may take.")] = 600.0,
+    verify: Verify = None,
 ) -> None:
     """Fetches the newest version of an agent into a folder; every tensor in it is proved by its digest.
 
     The file is written aside and renamed, so the folder holds the old version or the new one, and never half of one. A
     manifest.json beside it, where there is one, names its version and every tensor's digest. Only what a pull has
     written is replaced: where another model.safetensors or manifest.json lies there, nothing is fetched.
+
+    Example: weightsync pull http://trainer-0:8765 --out ./weights
     """
     with told():
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -98,12 +98,12 @@ def pull(
         from weightsync.cli.write_out import prepare, write_out
         from weightsync.clients.agent import AgentClient
         from weightsync.errors import NotRegisteredError
-        from weightsync.rollout.puller import Puller
+        from weightsync.host.puller import Puller
         from weightsync.types import Deadline
-        from weightsync.types.publication import Transport
+        from weightsync.types.transfer_messages import Transport
 
         if transport not in (None, *Transport):
-            raise ConfigError(f"--transport is tcp or shm, not {transport!r}")
+            raise ConfigError(f"--transport is tcp or shm, not {transport!r}; leave it out, and the nearest is taken")
         signal.signal(signal.SIGTERM, _ended)  # so that what it holds of /dev/shm is given back
         deadline = Deadline(timeout_s)
         checked: bool | str = verify or True

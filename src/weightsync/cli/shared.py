@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Annotated
 
 import typer
 
 from weightsync.errors import ConfigError, WeightSyncError
 
+_GIVEN = ("COMMANDLINE", "ENVIRONMENT")
 TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
+MAX_S = 7 * 86_400.0
+"""No wait is longer than a week, as in `types.deadline`."""
 
 Token = Annotated[
     str | None,
@@ -19,6 +22,29 @@ Token = Annotated[
         envvar=TOKEN_VARIABLE, help="Bearer token; a server's has at least 16 characters. Better by the variable."
     ),
 ]
+
+Verify = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="PEM file of the authority of what answers by https; the system's otherwise."),
+]
+
+
+def was_given(context: typer.Context, name: str, *, by: Container[str] = _GIVEN) -> bool:
+    """Whether the user said it, on the command line or by a variable."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in by
+
+
+def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Options that would do nothing are refused, where the user gave one.
+
+    Raises:
+        ConfigError: it names them, and says `why`.
+    """
+    given = [name for name in names if was_given(context, name)]
+    if given:
+        said = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{said} would do nothing: {why}, or leave out {said}")
 
 
 @contextlib.contextmanager

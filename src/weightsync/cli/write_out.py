@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from weightsync.codec.digest import digest_of, tensor_digests
+from weightsync.codec.digest import digest_of
+from weightsync.codec.tensor_digest import tensor_digests
 from weightsync.errors import (
     ConfigError,
     DigestMismatchError,
@@ -28,11 +29,11 @@ from weightsync.errors import (
     SharedMemoryError,
     StorageError,
 )
+from weightsync.host.staged_version import StagedVersion
 from weightsync.memory.folder import open_own
 from weightsync.memory.owned import is_own, open_folder
 from weightsync.net.messages import decode, encode
 from weightsync.plan.safetensors import STAMP_WITHIN_BYTES, read_stamp
-from weightsync.rollout.pulled import Pulled
 from weightsync.tensors import tensor_from_bytes
 from weightsync.types import Deadline, HeldTensor, Manifest
 
@@ -60,7 +61,7 @@ def prepare(folder: Path) -> None:
         raise ConfigError(f"{folder} can't be the folder of a version: {error}") from error
 
 
-def write_out(pulled: Pulled, folder: Path) -> Path:
+def write_out(pulled: StagedVersion, folder: Path) -> Path:
     """Copies a version into a folder's model.safetensors, with its manifest.json after it.
 
     Both are written aside and renamed, so that the folder has the old version or the new one. Several may write into
@@ -97,7 +98,7 @@ def write_out(pulled: Pulled, folder: Path) -> Path:
 # --- what is written ---
 
 
-def _copy(pulled: Pulled, weights: int) -> None:
+def _copy(pulled: StagedVersion, weights: int) -> None:
     with os.fdopen(open_own(pulled.segment, os.O_RDONLY), "rb") as source:
         _take_room(weights, os.fstat(source.fileno()).st_size)
         with os.fdopen(os.dup(weights), "wb") as target:
@@ -121,7 +122,7 @@ def _take_room(fd: int, size_bytes: int) -> None:
             raise
 
 
-def _prove(pulled: Pulled, weights: int) -> None:
+def _prove(pulled: StagedVersion, weights: int) -> None:
     """Every digest that will stand beside it is of the bytes in the file."""
     manifest = pulled.manifest
     mapped = mmap.mmap(weights, os.fstat(weights).st_size, access=mmap.ACCESS_COPY)  # goes with its last tensor

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
 
-from weightsync.clients.http_edge import MAX_REPLY_BYTES, checked_url, told_error
-from weightsync.clients.wire import Wire
 from weightsync.errors import (
     EngineError,
     InvalidRequestError,
+    NotPublishedError,
     WeightSyncError,
 )
-from weightsync.net.auth import bearer_headers
-from weightsync.net.messages import decode, encode
+from weightsync.net.client import JsonClient
 from weightsync.types import Deadline, Version
 from weightsync.types.layout import GrantMessage, KnownLayouts
-from weightsync.types.publication import (
+from weightsync.types.publication import Publication, SourceProof
+from weightsync.types.transfer_messages import (
     AgentVersion,
     EndedTransfers,
     FinishRequest,
-    Publication,
+    Receivers,
     RegisterRequest,
     RenewRequest,
-    SourceProof,
     TransferGrant,
     TransferRequest,
 )
@@ -37,114 +37,14 @@ _AROUND_BYTES = 1 << 16
 """What a grant says besides."""
 _TOO_LONG = "its publication has too many parts: publish the model in pieces, each with a model_id of its own"
 
+_FIRST_VERSION_S = 1.0
+"""So long an agent may take to hear of its first version: its trainer may tell others of it first."""
+_MAX_TRIES = 3
+"""As often as a block whose bytes are wrong."""
+_LET_GO_S = 2.0
+
 _T = TypeVar("_T")
-
-
-class JsonClient:
-    """Calls to one of our own HTTP faces. Thread-safe.
-
-    Args:
-        url: e.g. "http://127.0.0.1:8123".
-        runs: what should be running there, for messages.
-        token: bearer token of the server.
-        connect_timeout_s: how long to try to connect.
-        verify: whether to check an https server's certificate; or the PEM file of the authority that signed it.
-
-    Raises:
-        ConfigError: the URL is none.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        runs: str,
-        token: str | None = None,
-        connect_timeout_s: float = 3.0,
-        verify: bool | str = True,
-    ) -> None:
-        self.url = checked_url(url, whose=f"{runs}'s")
-        self._runs = runs
-        self._wire = Wire(
-            self.url, runs=runs, headers=bearer_headers(token), connect_timeout_s=connect_timeout_s, verify=verify
-        )
-
-    def call(
-        self,
-        method: str,
-        path: str,
-        kind: type[_T],
-        *,
-        message: Any = None,
-        timeout_s: float,
-        limit_bytes: int | None = None,
-        advice: str = "",
-    ) -> _T:
-        """One exchange.
-
-        Args:
-            method, path: what is called.
-            kind: type of the answer.
-            message: the body; none where not given.
-            timeout_s: for the whole exchange.
-            limit_bytes: the longest answer that is taken; `http_edge.MAX_REPLY_BYTES` where not given.
-            advice: what to do where it is longer, for the error.
-
-        Raises:
-            EngineUnreachableError: nobody answered.
-            EngineError: the answer is none, or too long.
-            DeadlineExceededError: no answer in time.
-            WeightSyncError: what the server raised, typed.
-        """
-        body = self.exchange(
-            method,
-            path,
-            content=None if message is None else encode(message),
-            timeout_s=timeout_s,
-            limit_bytes=limit_bytes,
-            advice=advice,
-        )
-        try:
-            return decode(body, kind, what=f"the answer to {path}")
-        except InvalidRequestError as error:
-            raise EngineError(
-                f"{self.url} answered {path} with what is no answer: {error}; does {self._runs} run there?",
-                peer=self.url,
-            ) from error
-
-    def exchange(
-        self,
-        method: str,
-        path: str,
-        *,
-        content: bytes | None = None,
-        content_type: str = "application/json",
-        timeout_s: float,
-        limit_bytes: int | None = None,
-        advice: str = "",
-    ) -> bytes:
-        """One exchange of bytes: the body of a good answer. See `call` for arguments and errors."""
-        status, body = self._wire.exchange(
-            method,
-            path,
-            content=content,
-            headers={} if content is None else {"content-type": content_type},
-            deadline=Deadline(timeout_s),
-            limit_bytes=MAX_REPLY_BYTES if limit_bytes is None else limit_bytes,
-            advice=advice,
-        )
-        if status >= 300:
-            raise self._error_in(status, body, path)
-        return body
-
-    def close(self) -> None:
-        """Ends what is under way. Idempotent."""
-        self._wire.close()
-
-    def _error_in(self, status: int, body: bytes, path: str) -> WeightSyncError:
-        return told_error(body, peer=self.url) or EngineError(
-            f"{self.url} answered {path} with status {status}: {body[:200]!r}; is {self._runs} there?", peer=self.url
-        )
+_logger = logging.getLogger(__name__)
 
 
 def _query(after: str | None, wait_s: float) -> str:
@@ -184,10 +84,27 @@ class AgentClient(JsonClient):
         query = _query(None if after is None else str(after), wait_s)
         return self.call("GET", f"/get_version{query}", AgentVersion, timeout_s=timeout_s + wait_s)
 
+    def current_run(self, model_id: str, *, timeout_s: float = 3.0) -> str:
+        """The run of what the agent has of a model, or is about to have: for who was told of a version and no run.
+
+        Raises:
+            NotPublishedError: it has nothing yet, or another model.
+        """
+        said = self.get_version(wait_s=_FIRST_VERSION_S, timeout_s=timeout_s)
+        run_id = said.coming_run_id or said.run_id
+        if said.model_id != model_id or run_id is None:
+            has = f"has model {said.model_id!r}" if said.model_id != model_id else "has published nothing yet"
+            raise NotPublishedError(f"no run of model {model_id!r} is known: {self.url} {has}", peer=self.peer)
+        return run_id
+
     def ended_transfers(self, *, after: int = 0, wait_s: float = 0.0, timeout_s: float = 10.0) -> EndedTransfers:
         """Transfers that are over, at most the last few hundred; see `get_version` for `wait_s`."""
         query = _query(str(after), wait_s)
         return self.call("GET", f"/get_transfers{query}", EndedTransfers, timeout_s=timeout_s + wait_s)
+
+    def receivers(self, *, timeout_s: float = 10.0) -> Receivers:
+        """Who is registered there, and what each has had."""
+        return self.call("GET", "/receivers", Receivers, timeout_s=timeout_s)
 
     def manifest(self, *, timeout_s: float = 10.0) -> PublishedNow:
         """The newest publication, whole, with what the agent has computed over its source.
@@ -220,16 +137,39 @@ class AgentClient(JsonClient):
             VersionError: another version is the newest; the error's `version` says which.
             StateError: nothing is published yet.
             NotRegisteredError: the receiver is not registered (an agent that was started again has forgotten it).
+            EngineError: what it answers is no grant, or was damaged on its way, as often as it is asked.
         """
-        path = "/request_transfer"
+        path, deadline = "/request_transfer", Deadline(timeout_s)
         if layouts is None:
             return self._published("POST", path, TransferGrant, message=request, timeout_s=timeout_s)
-        asked = msgspec.structs.replace(request, layouts=layouts.names())
-        said = self._published("POST", path, GrantMessage, message=asked, timeout_s=timeout_s)
-        try:
-            return layouts.grant(said)
-        except InvalidRequestError as error:
-            raise EngineError(f"{self.url} answered {path} with what is no grant: {error}", peer=self.url) from error
+        for num_tries in range(1, _MAX_TRIES + 1):  # as for a block: damage is mended by asking again
+            asked = msgspec.structs.replace(request, layouts=layouts.names())
+            left_s = timeout_s if num_tries == 1 else deadline.check("time to ask again", peer=self.url)
+            last = num_tries == _MAX_TRIES
+            try:
+                said = self._published("POST", path, GrantMessage, message=asked, timeout_s=left_s)
+            except EngineError as error:
+                if last or not isinstance(error.__cause__, InvalidRequestError):  # it said something else than this
+                    raise
+                _logger.info("%s", error)
+                continue
+            try:
+                return layouts.grant(said)
+            except InvalidRequestError as error:
+                self._let_go(said)
+                if last:
+                    raise EngineError(
+                        f"{self.url} answered {path} with what is no grant: {error} (wrong {num_tries} times)",
+                        peer=self.url,
+                    ) from error
+                _logger.info("%s answered %s with what is no grant, it is asked again: %s", self.url, path, error)
+        raise AssertionError("unreachable")
+
+    def _let_go(self, said: GrantMessage) -> None:
+        """The agent need not keep what nobody can read; where that can't be said, it finds out by itself."""
+        for transfer_id in [said.transfer_id] if said.delta is None else [link.transfer_id for link in said.delta]:
+            with contextlib.suppress(WeightSyncError):
+                self.finish_transfer(FinishRequest(transfer_id=transfer_id, ok=False), timeout_s=_LET_GO_S)
 
     def renew_transfer(self, request: RenewRequest, *, timeout_s: float = 10.0) -> None:
         """The receiver is at work: the transfer is not over for want of a reader.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, TypeVar
 
 import httpx
+import msgspec
 
-from weightsync.clients.agent import JsonClient
-from weightsync.clients.http_edge import NO_ENCODING, checked_url, told_error, typed_errors
-from weightsync.errors import DeadlineExceededError, EngineError, InvalidRequestError
+from weightsync.errors import DeadlineExceededError, EngineError, InvalidRequestError, WeightSyncError
 from weightsync.net.auth import bearer_headers
+from weightsync.net.client import JsonClient
+from weightsync.net.http_edge import NO_ENCODING, checked_url, told_error, typed_errors
 from weightsync.net.messages import decode, encode
-from weightsync.types import Deadline
+from weightsync.types import Deadline, SyncReport
 from weightsync.types.control import (
     ControllerStatus,
     EndValidateRequest,
@@ -25,6 +26,14 @@ from weightsync.types.control import (
     WaitVersionRequest,
 )
 from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest
+from weightsync.types.push_orders import (
+    NextPushReply,
+    NextPushRequest,
+    PushDoneReply,
+    PushDoneRequest,
+    PushOrder,
+)
+from weightsync.types.service import NotifyRequest
 
 _RUNS = "a weightsync controller"
 _MARGIN_S = 5.0
@@ -32,6 +41,7 @@ _MAX_ANSWER_BYTES = 1 << 20  # of a gate
 _ROUND_S = 60.0  # a wait at the gate is asked for in rounds of so many seconds, so that no proxy ends it
 
 Answer = Literal["continue", "block"]
+_M = TypeVar("_M", bound=ModelRequest)
 
 
 class ControllerClient(JsonClient):
@@ -42,15 +52,7 @@ class ControllerClient(JsonClient):
 
     def check_rollout_service_status(self, model_tag: str, *, wait_s: float = 0.0, timeout_s: float = 10.0) -> Answer:
         """Whether a request may proceed; waits up to `wait_s` for that. The controller wakes it: nothing is polled."""
-        deadline = Deadline(wait_s)
-        while True:
-            this_s = min(deadline.remaining_s, _ROUND_S)
-            message = ModelRequest(model_tag=model_tag, wait_s=this_s or None)
-            reply = self.call(
-                "POST", "/check_rollout_service_status", GateReply, message=message, timeout_s=timeout_s + this_s
-            )
-            if reply.answer == "continue" or deadline.expired:
-                return reply.answer
+        return self._gate("/check_rollout_service_status", ModelRequest(model_tag=model_tag), wait_s, timeout_s)
 
     def trajectory_pool_notify_batch_ready(self, model_tag: str, *, timeout_s: float = 10.0) -> RolloutServiceState:
         """A batch is ready: a training step starts with it."""
@@ -91,29 +93,33 @@ class ControllerClient(JsonClient):
         return reply.up_to_date
 
     def notify_version(
-        self, run_id: str, model_id: str, version: int, sender_endpoint: str, *, evaluate: bool = False,
+        self, run_id: str | None, model_id: str, version: int, sender_endpoint: str, *, evaluate: bool = False,
         wait_s: float = 0.0,
     ) -> RolloutServiceState:  # fmt: skip
-        """A trainer has published a version: what document 3's trainer calls, once a step. It waits for nobody but
-        with `evaluate`, where it waits up to `wait_s` until that version is served everywhere and was validated.
+        """A trainer has published a version: what document 3's trainer calls, once a step. It waits for the answer of
+        the controller, some seconds at most; with `evaluate` up to `wait_s` more, until that version is served
+        everywhere and was validated. Where no run is named, the controller asks the agent for its own.
 
         Raises:
             DeadlineExceededError: with `evaluate`: it was not, in time.
         """
         if evaluate and not wait_s:
             raise InvalidRequestError("an evaluation is waited for: give wait_s")
-        said = self.train_worker_notify_weight_update(
-            "trainer", model_id, run_id, version, sender_endpoint=sender_endpoint, evaluate=evaluate, wait_s=wait_s
-        )
-        done = said.last_validation
+        message = NotifyRequest(
+            model_id=model_id, version=version, sender_endpoint=sender_endpoint, run_id=run_id, wait_s=wait_s or None,
+            evaluate=evaluate,
+        )  # fmt: skip
+        timeout_s = wait_s + _MARGIN_S
+        state = self.call("POST", "/notify_version", RolloutServiceState, message=message, timeout_s=timeout_s)
+        run_id, done = run_id or state.run_id, state.last_validation
         if evaluate and (done is None or done.of.run_id != run_id or done.of.version < version):
-            waits = "nobody called end_validate" if said.waiting_for_validation else "it is not served everywhere"
+            waits = "nobody called end_validate" if state.waiting_for_validation else "it is not served everywhere"
             raise DeadlineExceededError(
                 f"version {version} of model {model_id} was not validated within {wait_s:g} s: {waits}"
-                + (f" ({said.last_error})" if said.last_error else ""),
+                + (f" ({state.last_error})" if state.last_error else ""),
                 version=f"{run_id}/{version}",
             )
-        return said
+        return state
 
     def rollout_service_state(self, model_tag: str, *, timeout_s: float = 10.0) -> RolloutServiceState:
         """How a model is.
@@ -128,13 +134,8 @@ class ControllerClient(JsonClient):
 
     def wait_version(self, run_id: str, model_id: str, version: int, *, wait_s: float, timeout_s: float = 10.0) -> bool:
         """Whether every live instance serves that version, or a newer one of its run, after at most `wait_s`."""
-        deadline = Deadline(wait_s)
-        while True:
-            this_s = min(deadline.remaining_s, _ROUND_S)
-            message = WaitVersionRequest(model_tag=model_id, run_id=run_id, version=version, wait_s=this_s or None)
-            reply = self.call("POST", "/wait_version", GateReply, message=message, timeout_s=timeout_s + this_s)
-            if reply.answer == "continue" or deadline.expired:
-                return reply.answer == "continue"
+        message = WaitVersionRequest(model_tag=model_id, run_id=run_id, version=version)
+        return self._gate("/wait_version", message, wait_s, timeout_s) == "continue"
 
     def end_validate(
         self, model_tag: str, result: dict[str, float | int | str | bool | None] | None = None, *,
@@ -152,9 +153,48 @@ class ControllerClient(JsonClient):
         """
         return self.call("POST", "/heartbeat", HeartbeatReply, message=request, timeout_s=timeout_s)
 
+    def next_push(
+        self,
+        model_tag: str,
+        version: int | None,
+        run_id: str | None = None,
+        *,
+        wait_s: float = 0.0,
+        timeout_s: float = 10.0,
+    ) -> PushOrder | None:
+        """The order that training ranks with that version are to take, after at most `wait_s`; None: there is none. See
+        `NextPushRequest`.
+
+        Raises:
+            StateError: the controller's method is not "push".
+            VersionError: another run has taken over.
+        """
+        message = NextPushRequest(model_tag=model_tag, version=version, run_id=run_id, wait_s=wait_s or None)
+        reply = self.call("POST", "/push/next", NextPushReply, message=message, timeout_s=wait_s + timeout_s)
+        return reply.order
+
+    def push_done(
+        self, model_tag: str, order: PushOrder, outcome: SyncReport | WeightSyncError, *, timeout_s: float = 10.0
+    ) -> None:
+        """How that order ended.
+
+        Raises:
+            StateError: nobody waits for it any more.
+        """
+        report, error = (None, outcome.to_dict()) if isinstance(outcome, WeightSyncError) else (outcome, None)
+        message = PushDoneRequest(model_tag=model_tag, order_id=order.order_id, report=report, error=error)
+        self.call("POST", "/push/done", PushDoneReply, message=message, timeout_s=timeout_s)
+
     def status(self, *, timeout_s: float = 10.0) -> ControllerStatus:
         """How every model is."""
         return self.call("GET", "/status", ControllerStatus, timeout_s=timeout_s)
+
+    def _gate(self, path: str, message: ModelRequest, wait_s: float, timeout_s: float) -> Answer:
+        for asked, this_s in _rounds(message, wait_s):
+            reply = self.call("POST", path, GateReply, message=asked, timeout_s=timeout_s + this_s)
+            if reply.answer == "continue":
+                break
+        return reply.answer
 
 
 class AsyncControllerClient:
@@ -175,12 +215,7 @@ class AsyncControllerClient:
         self, model_tag: str, *, wait_s: float = 0.0, timeout_s: float = 10.0
     ) -> Answer:
         """See `ControllerClient.check_rollout_service_status`."""
-        return await self._gate(
-            "/check_rollout_service_status",
-            lambda this_s: ModelRequest(model_tag=model_tag, wait_s=this_s or None),
-            Deadline(wait_s),
-            timeout_s,
-        )
+        return await self._gate("/check_rollout_service_status", ModelRequest(model_tag=model_tag), wait_s, timeout_s)
 
     async def wait(
         self, run_id: str, model_id: str, version: int, *, wait_s: float = 600.0, timeout_s: float = 10.0
@@ -191,16 +226,8 @@ class AsyncControllerClient:
         Raises:
             DeadlineExceededError: not within `wait_s`.
         """
-        deadline = Deadline(wait_s)
-        answer = await self._gate(
-            "/wait_version",
-            lambda this_s: WaitVersionRequest(
-                model_tag=model_id, run_id=run_id, version=version, wait_s=this_s or None
-            ),
-            deadline,
-            timeout_s,
-        )
-        if answer != "continue":
+        message = WaitVersionRequest(model_tag=model_id, run_id=run_id, version=version)
+        if await self._gate("/wait_version", message, wait_s, timeout_s) != "continue":
             raise DeadlineExceededError(
                 f"model {model_id}: version {version} is not served by every live instance within {wait_s:g} s",
                 version=f"{run_id}/{version}",
@@ -210,31 +237,30 @@ class AsyncControllerClient:
         """Closes the connections. Idempotent."""
         await self._client.aclose()
 
-    async def _gate(
-        self, path: str, asks: Callable[[float], ModelRequest], deadline: Deadline, timeout_s: float
-    ) -> Answer:
-        while True:
-            this_s = min(deadline.remaining_s, _ROUND_S)
-            exchange = Deadline(timeout_s + this_s)
-            with typed_errors(exchange, url=self.url, what="the gate", peer=self.url, runs=_RUNS):
-                try:
-                    async with asyncio.timeout(timeout_s + this_s):  # httpx's own begins anew with each byte
-                        status, body = await self._exchange(path, encode(asks(this_s)), exchange)
-                except TimeoutError as late:
-                    raise DeadlineExceededError(
-                        f"{self.url} did not answer {path} within {exchange.timeout_s:g} s", peer=self.url
-                    ) from late
-            if status != 200:
-                error = told_error(body, peer=self.url)
-                raise error or EngineError(
-                    f"{self.url} answered {path} with status {status}; is {_RUNS} there?", peer=self.url
-                )
+    async def _gate(self, path: str, message: ModelRequest, wait_s: float, timeout_s: float) -> Answer:
+        for asked, this_s in _rounds(message, wait_s):
+            reply = await self._call(path, encode(asked), Deadline(timeout_s + this_s))
+            if reply.answer == "continue":
+                break
+        return reply.answer
+
+    async def _call(self, path: str, content: bytes, deadline: Deadline) -> GateReply:
+        with typed_errors(deadline, url=self.url, what="the gate", peer=self.url, runs=_RUNS):
             try:
-                reply = decode(body, GateReply, what="the answer of a controller")
-            except InvalidRequestError as odd:
-                raise EngineError(f"{self.url} answered {path} with what is no answer: {odd}", peer=self.url) from odd
-            if reply.answer == "continue" or deadline.expired:
-                return reply.answer
+                async with asyncio.timeout(deadline.timeout_s):  # httpx's own begins anew with each byte
+                    status, body = await self._exchange(path, content, deadline)
+            except TimeoutError as late:
+                raise DeadlineExceededError(
+                    f"{self.url} did not answer {path} within {deadline.timeout_s:g} s", peer=self.url
+                ) from late
+        if status != 200:
+            raise told_error(body, peer=self.url) or EngineError(
+                f"{self.url} answered {path} with status {status}; is {_RUNS} there?", peer=self.url
+            )
+        try:
+            return decode(body, GateReply, what="the answer of a controller")
+        except InvalidRequestError as odd:
+            raise EngineError(f"{self.url} answered {path} with what is no answer: {odd}", peer=self.url) from odd
 
     async def _exchange(self, path: str, content: bytes, deadline: Deadline) -> tuple[int, bytes]:
         """The status and the body of the answer; not more of it than an answer has."""
@@ -248,3 +274,13 @@ class AsyncControllerClient:
                         f"{self.url}'s answer to {path} has over {_MAX_ANSWER_BYTES} bytes", peer=self.url
                     )
             return response.status_code, bytes(body)
+
+
+def _rounds(message: _M, wait_s: float) -> Iterator[tuple[_M, float]]:
+    """A wait at a gate, in rounds, at least one: what is asked, and how long the controller may wait with it."""
+    deadline = Deadline(wait_s)
+    while True:
+        this_s = min(deadline.remaining_s, _ROUND_S)
+        yield msgspec.structs.replace(message, wait_s=this_s or None), this_s
+        if deadline.expired:
+            return

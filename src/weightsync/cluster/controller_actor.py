@@ -1,262 +1,128 @@
-"""ControllerActor: a fleet's controller in a Ray actor. `RayController` calls it; `ControllerClient(url)` may as well.
+"""A controller in a Ray actor, behind the same HTTP server as everywhere, with the method that its configuration names.
 
-Every call runs in a thread of the actor; who waits at a gate is a coroutine and costs none.
+`launch_controller` starts one; RayController calls it there.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import secrets
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weightsync.clients.controller import AsyncControllerClient
-from weightsync.cluster.engine_actor import URGENT
-from weightsync.cluster.fleet_config import FleetConfig
-from weightsync.cluster.peer import RayPeer
-from weightsync.cluster.ray_calls import here, start_actor
-from weightsync.cluster.wire import answer, refusal
-from weightsync.control.controller import Answer, WeightSyncController
-from weightsync.control.methods.fleet import FleetMethod
-from weightsync.control.pool import RolloutPool
-from weightsync.control.server import ControllerServer
-from weightsync.errors import ConfigError, DeadlineExceededError
-from weightsync.types.control import ControllerStatus, RolloutServiceState
+from weightsync.clients.controller import ControllerClient
+from weightsync.cluster.actors import ActorHandle, Address, StartedActor, Whereabouts, end
+from weightsync.cluster.placement import actor_options, reserved
+from weightsync.cluster.ray_calls import here, running_ray
+from weightsync.config import WeightSyncConfig
+from weightsync.control.build import build_controller, check_stands_alone
+from weightsync.errors import ConfigError
+from weightsync.net.auth import check_exposure, checked_token
+from weightsync.types import Deadline
 
-CALLS, WAITS, GATES = "calls", "waits", "gates"
-_GROUPS = {CALLS: 64, WAITS: 64, GATES: 1024, URGENT: 8}
-"""Calls under way at once, by kind; Ray lets others wait for their turn. Who waits for a validation holds up nobody who
-may end it. `status` is urgent: it is answered though all others wait."""
-_MARGIN_S = 5.0
-_NAME = "the controller"
-
-Result = dict[str, float | int | str | bool | None]
+NAME = "the controller"
 
 
-class ControllerActor:
-    """The actor's class; `start_controller` starts one. Every method answers with JSON bytes and raises nothing.
+class ControllerActor(StartedActor):
+    """The actor's class. With max_restarts its config names a port: services know a controller by its URL.
 
     Args:
-        models: of the fleet.
-        config: how it works; its token guards what listens on the node's address.
+        config: of a `WeightSyncConfig`; it listens on its node's address, at `fleet.port`.
+        token: of its server and of what its method calls.
     """
 
-    def __init__(self, models: tuple[str, ...], config: FleetConfig) -> None:
-        self._failed: bytes | None = None
-        self._threads = ThreadPoolExecutor(
-            _GROUPS[CALLS] + _GROUPS[WAITS] + _GROUPS[URGENT], thread_name_prefix="weightsync-controller"
-        )
-        try:
-            pool = RolloutPool(lease_s=config.lease_s)
-            method = FleetMethod(
-                pool, sets=config.sets, commit_policy=config.commit_policy, token=config.token, **config.method
-            )
-            self._controller = WeightSyncController(
-                config.sync, method, model_tags=models, retries_s=config.retries_s, after_failure=config.after_failure
-            )
-            self._server = ControllerServer(
-                self._controller, pool, host=here()[1], port=config.port, token=config.token
-            )
-            self._url = self._server.start()
-            self._gates = AsyncControllerClient(self._url, token=config.token)
-        except Exception as error:
-            self._failed = refusal(error, "the controller did not start", peer=_NAME)
-
-    async def ready(self) -> bytes:
-        """Answers node id, IP address and process id."""
-        return self._failed or answer([*here(), os.getpid()])
-
-    async def url(self) -> bytes:
-        """Answers where it listens, for heartbeats and `ControllerClient`."""
-        return self._failed or answer(self._url)
-
-    async def status(self) -> bytes:
-        """`WeightSyncController.status`."""
-        return await self._done("status", lambda controller: controller.status())
-
-    async def check_rollout_service_status(self, model_tag: str, wait_s: float) -> bytes:
-        """`AsyncControllerClient.check_rollout_service_status`."""
-        if self._failed is not None:
-            return self._failed
-        try:
-            return answer(await self._gates.check_rollout_service_status(model_tag, wait_s=wait_s))
-        except Exception as error:
-            return refusal(error, "the gate failed", peer=_NAME)
-
-    async def wait_version(self, run_id: str, model_tag: str, version: int, wait_s: float) -> bytes:
-        """Answers whether every live instance serves it, as soon as they do, or when the time is over."""
-        if self._failed is not None:
-            return self._failed
-        try:
-            await self._gates.wait(run_id, model_tag, version, wait_s=wait_s)
-            return answer(True)
-        except DeadlineExceededError:
-            return answer(False)
-        except Exception as error:
-            return refusal(error, "the gate failed", peer=_NAME)
-
-    async def trajectory_pool_notify_batch_ready(self, model_tag: str) -> bytes:
-        """`WeightSyncController.trajectory_pool_notify_batch_ready`; answers the model's state."""
-
-        def step(controller: WeightSyncController) -> RolloutServiceState:
-            controller.trajectory_pool_notify_batch_ready(model_tag)
-            return controller.rollout_service_state(model_tag)
-
-        return await self._done("trajectory_pool_notify_batch_ready", step)
-
-    async def train_worker_notify_weight_update(
-        self, worker_name: str, model_tag: str, run_id: str | None, version: int | None, options: dict[str, Any]
-    ) -> bytes:
-        """`WeightSyncController.train_worker_notify_weight_update` with these keyword arguments; answers the model's
-        state."""
-
-        def step(controller: WeightSyncController) -> RolloutServiceState:
-            controller.train_worker_notify_weight_update(worker_name, model_tag, run_id, version, **options)
-            return controller.rollout_service_state(model_tag)
-
-        return await self._done("train_worker_notify_weight_update", step)
-
-    async def sync_weight_to_rollout_service(self, model_tag: str, wait_s: float) -> bytes:
-        """`WeightSyncController.sync_weight_to_rollout_service`."""
-        return await self._done(
-            "sync_weight_to_rollout_service",
-            lambda controller: controller.sync_weight_to_rollout_service(model_tag, timeout_s=wait_s),
-        )
-
-    async def end_validate(self, model_tag: str, result: Result | None) -> bytes:
-        """`WeightSyncController.end_validate`; answers the model's state."""
-
-        def step(controller: WeightSyncController) -> RolloutServiceState:
-            controller.end_validate(model_tag, result)
-            return controller.rollout_service_state(model_tag)
-
-        return await self._done("end_validate", step)
-
-    async def close(self) -> bytes:
-        """Stops listening; the fleet's leases run out. Idempotent."""
-
-        def step(controller: WeightSyncController) -> None:
-            self._server.close()
-            controller.close()
-
-        return await self._done("close", step)
-
-    async def _done(self, what: str, step: Callable[[WeightSyncController], Any]) -> bytes:
-        if self._failed is not None:
-            return self._failed
-        try:
-            loop = asyncio.get_running_loop()
-            return answer(await loop.run_in_executor(self._threads, step, self._controller))
-        except Exception as error:
-            return refusal(error, f"{what} failed", peer=_NAME)
+    def __init__(self, config: dict[str, Any], token: str) -> None:
+        super().__init__(NAME, peer=NAME)
+        with self._starting("the controller did not start"):
+            config = {**config, "fleet": {**config.get("fleet", {}), "host": here()[1]}}
+            built = self._closing.enter_context(build_controller(config, token=token))
+            self._address = Address(built.url, token)
 
 
-class RayController(RayPeer):
-    """Document 5's calls on a `ControllerActor`, as `ControllerClient` has them. Thread-safe; may be sent on.
-
-    Every call raises EngineUnreachableError where the actor is gone, DeadlineExceededError where it says nothing, and
-    otherwise what `WeightSyncController` raises.
+class RayController(ControllerClient):
+    """A `ControllerClient` of a controller that Ray has started. Thread-safe; may be sent to other actors, as a copy.
 
     Args:
-        actor: the actor's handle.
+        handle: of its actor.
+        address: where it listens.
+
+    Attributes:
+        address: see there.
     """
 
-    def __init__(self, actor: Any) -> None:
-        super().__init__(actor, name=_NAME)
+    def __init__(self, handle: ActorHandle, address: Address) -> None:
+        super().__init__(address.url, token=address.token)
+        self.handle = handle
+        self.address = address
 
-    def url(self, *, timeout_s: float = 10.0) -> str:
-        """Where it listens."""
-        return self.call("url", group=URGENT, kind=str, timeout_s=timeout_s)
+    def ready(self, *, timeout_s: float) -> Whereabouts:
+        """Where its process is, as Ray knows; see `ActorHandle.ready`."""
+        return self.handle.ready(timeout_s=timeout_s)
 
-    def status(self, *, timeout_s: float = 10.0) -> ControllerStatus:
-        """How every model and every instance is."""
-        return self.call("status", group=URGENT, kind=ControllerStatus, timeout_s=timeout_s)
-
-    def check_rollout_service_status(self, model_tag: str, *, wait_s: float = 0.0, timeout_s: float = 10.0) -> Answer:
-        """Whether a request may proceed; waits up to `wait_s` for that."""
-        said = self.call(
-            "check_rollout_service_status", model_tag, wait_s, group=GATES, kind=str, timeout_s=wait_s + timeout_s
-        )
-        return "continue" if said == "continue" else "block"
-
-    def wait_version(
-        self, run_id: str, model_tag: str, version: int, *, wait_s: float, timeout_s: float = 10.0
-    ) -> bool:
-        """Whether every live instance serves that version of the model, or a newer one of its run; waits up to `wait_s`
-        for that.
-        """
-        return self.call(
-            "wait_version", run_id, model_tag, version, wait_s, group=GATES, kind=bool, timeout_s=wait_s + timeout_s
-        )
-
-    def trajectory_pool_notify_batch_ready(self, model_tag: str, *, timeout_s: float = 10.0) -> RolloutServiceState:
-        """A batch is ready: a training step starts with it."""
-        return self.call(
-            "trajectory_pool_notify_batch_ready", model_tag, group=CALLS, kind=RolloutServiceState, timeout_s=timeout_s
-        )
-
-    def train_worker_notify_weight_update(
-        self,
-        worker_name: str,
-        model_tag: str,
-        run_id: str | None = None,
-        version: int | None = None,
-        *,
-        sender_endpoint: str | None = None,
-        evaluate: bool = False,
-        wait_s: float = 0.0,
-    ) -> RolloutServiceState:
-        """Training has new weights; see `ControllerClient.train_worker_notify_weight_update`."""
-        options = {"sender_endpoint": sender_endpoint, "evaluate": evaluate, "timeout_s": wait_s}
-        return self.call(
-            "train_worker_notify_weight_update", worker_name, model_tag, run_id, version, options,
-            group=WAITS if wait_s else CALLS, kind=RolloutServiceState, timeout_s=wait_s + _MARGIN_S,
-        )  # fmt: skip
-
-    def notify_version(
-        self, run_id: str, model_id: str, version: int, sender_endpoint: str, *, evaluate: bool = False,
-        wait_s: float = 0.0,
-    ) -> RolloutServiceState:  # fmt: skip
-        """A trainer has published a version; see `ControllerClient.notify_version`."""
-        return self.train_worker_notify_weight_update(
-            "trainer", model_id, run_id, version, sender_endpoint=sender_endpoint, evaluate=evaluate, wait_s=wait_s
-        )
-
-    def sync_weight_to_rollout_service(self, model_tag: str, *, wait_s: float = 60.0) -> bool:
-        """Whether rollout serves the newest trained version after at most `wait_s`."""
-        return self.call(
-            "sync_weight_to_rollout_service", model_tag, wait_s, group=WAITS if wait_s else CALLS, kind=bool,
-            timeout_s=wait_s + _MARGIN_S,
-        )  # fmt: skip
-
-    def end_validate(
-        self, model_tag: str, result: Result | None = None, *, timeout_s: float = 10.0
-    ) -> RolloutServiceState:
-        """The validation that was running has ended, with this result."""
-        return self.call("end_validate", model_tag, result, group=CALLS, kind=RolloutServiceState, timeout_s=timeout_s)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayController, (self.handle, self.address)
 
 
-def start_controller(
-    models: tuple[str, ...], config: FleetConfig, *, bundle: tuple[Any, int] | None = None, **options: Any
-) -> RayController:
-    """Starts a controller's actor, at once; `ready` says when it listens.
+@contextlib.contextmanager
+def launch_controller(
+    config: WeightSyncConfig | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    token: str | None = None,
+    placement: Mapping[str, float] | None = None,
+    start_timeout_s: float = 60.0,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[RayController]:
+    """Starts a controller as an actor, by itself: of training ranks that push (`launch(..., controller=)`), or of
+    engines that are told of each version. It ends with its block. Services that pull: `launch_fleet`.
 
     Args:
-        models: of the fleet.
-        config: how it works.
-        bundle: placement group and number of a bundle.
-        options: Ray's own; num_cpus is 0 unless told otherwise.
+        config: what a `weightsync controller` is given. The system chooses the port where it is not said.
+        token: bearer token of its server, and of what its method calls; one is made where not given.
+        placement: what it takes, as Ray names it; a CPU where not given.
+        start_timeout_s: until it is there: room in the cluster, and its process.
+        options: Ray's own, e.g. name, max_restarts.
 
     Raises:
-        ConfigError: it would be restarted at another port, where no heartbeat reaches it.
+        ConfigError: something that can't be. Nothing was started.
+        StateError: no ray.init() before this.
+        DeadlineExceededError: it was not there in time; says what. Nothing is left running.
+        EngineUnreachableError: its actor died while it started. As above.
+        WeightSyncError: what its method refuses. As above.
     """
-    check_restarts(config, options)
-    options.setdefault("num_cpus", 0)
-    return RayController(start_actor(ControllerActor, models, config, groups=_GROUPS, bundle=bundle, **options))
+    running_ray()
+    settings, options = settings_of(config, options or {}), options or {}
+    token = checked_token(token or secrets.token_hex(32))
+    check_exposure("0.0.0.0", token)
+    placement, deadline = placement or {"CPU": 1.0}, Deadline(start_timeout_s)
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(reserved((placement,), spread="PACK", timeout_s=deadline.remaining_s))
+        of_actor = {**actor_options(placement), **options}
+        actor = ControllerActor.start(settings.model_dump(exclude_unset=True), token, bundle=(group, 0), **of_actor)
+        handle = ActorHandle(actor, name=NAME)
+        stack.callback(end, [handle])
+        yield RayController(handle, handle.address(timeout_s=deadline.check("controller")))
 
 
-def check_restarts(config: FleetConfig, options: Mapping[str, Any]) -> None:
-    """Raises ConfigError where Ray may restart a controller whose port the system chooses."""
-    if options.get("max_restarts") and not config.port:
-        raise ConfigError("services know a controller by its URL: with max_restarts, give FleetConfig a port")
+def settings_of(
+    config: WeightSyncConfig | Mapping[str, Any] | str | os.PathLike[str], options: Mapping[str, Any]
+) -> WeightSyncConfig:
+    """The configuration of a controller that Ray starts, complete.
+
+    Raises:
+        ConfigError: it is wrong, says what Ray says, or Ray may restart a controller whose port the system chooses.
+    """
+    settings = WeightSyncConfig.load(config)
+    check_stands_alone(settings)
+    fleet = settings.fleet
+    if "host" in fleet.model_fields_set:
+        raise ConfigError(
+            f"fleet.host is {fleet.host!r}, and a controller that Ray starts listens on its node's address: leave it "
+            "out",
+            keys=["fleet.host"],
+        )
+    port = fleet.port if "port" in fleet.model_fields_set else 0
+    if options.get("max_restarts") and not port:
+        raise ConfigError("services know a controller by its URL: with max_restarts, set fleet.port")
+    changes = {"port": port, "models": fleet.models or (settings.inference_service.model_tag,)}
+    return settings.model_copy(update={"fleet": fleet.model_copy(update=changes)})

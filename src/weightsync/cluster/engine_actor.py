@@ -1,30 +1,22 @@
-"""EngineActor: an engine in a Ray actor of its own."""
+"""An engine in a Ray actor of its own, behind the same HTTP server as everywhere; RayEngine finds and calls it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
+import secrets
+import threading
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.cluster.ray_calls import here, start_actor
-from weightsync.cluster.wire import answer, refusal
-from weightsync.errors import ConfigError, EngineError, InvalidRequestError, WeightSyncError, as_weightsync_error
-from weightsync.memory.segment import reclaim_dead
-from weightsync.net.messages import decode
-from weightsync.types import REQUEST_TYPES, EngineHandle, EngineOp
+from weightsync.cluster.actors import ActorHandle, Address, Answer, StartedActor
+from weightsync.cluster.ray_calls import here
+from weightsync.errors import ConfigError, DeadlineExceededError, EngineError, EngineUnreachableError
+from weightsync.handles.http import HttpEngine
+from weightsync.types import Deadline, EngineHandle, EngineOp, EngineReply, EngineRequest
 
-STEPS, URGENT, ASKS = "steps", "urgent", "asks"
-_GROUPS = {STEPS: 16, URGENT: 8, ASKS: 8}
-"""Threads by kind of call, as the HTTP server has them: a sync has at most five steps under way, and neither
-generation (asks) nor chunks (steps) hold up an abort."""
-_URGENT = frozenset({EngineOp.DESCRIBE, EngineOp.ABORT, EngineOp.RESUME})
-
-
-def group_of(op: EngineOp) -> str:
-    """The concurrency group that runs this step."""
-    return URGENT if op in _URGENT else STEPS
+LOOPBACK = "127.0.0.1"
+_RAYS_WORD_S = 1.0
+"""How long Ray is asked for what became of an actor whose server does not answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,107 +37,120 @@ EngineFactory = Callable[[EngineContext], Any]
 `engine` is one; `RayEngine.ask` calls that object's methods."""
 
 
-class EngineActor:
-    """The actor's class; `start_engine` starts one. Calls overlap: see the concurrency groups above.
-
-    A factory that fails does not fail the constructor: the error is kept and told, typed, to everybody who asks.
+class EngineActor(StartedActor):
+    """The actor's class; `start` starts one.
 
     Args:
         context: who this engine is.
         factory: builds it, in this process's main thread.
     """
 
+    num_asks = 8
+
     def __init__(self, context: EngineContext, factory: EngineFactory) -> None:
-        self._context = context
-        self._failed: bytes | None = None
-        self._built: Any = None
-        self._engine: EngineHandle | None = None
-        try:
-            self._built = factory(context)
-            self._engine = engine_of(self._built)
-        except Exception as error:
-            self._failed = refusal(
-                as_weightsync_error(error, EngineError, "building the engine failed", peer=context.engine_id), ""
-            )
+        super().__init__(context.engine_id, peer=context.engine_id)
+        self._lock = threading.Lock()
+        self._addresses: dict[bool, Address] = {}
+        with self._starting("building the engine failed"):
+            built = factory(context)
+            self._keep("", built)
+            self._engine = engine_of(built)
 
-    def ready(self) -> bytes:
-        """Answers node id, IP address and process id once the engine is built."""
-        if self._failed is not None:
-            return self._failed
-        return answer([*here(), os.getpid()])
+    def listen(self, loopback: bool = False) -> Answer:
+        """Answers its `Address`: on loopback, or on its node's address. It listens there since it was first asked for
+        it, with a token of its own."""
 
-    def call(self, op: str, body: bytes, timeout_s: float) -> bytes:
-        """Runs one step.
+        def step() -> list[str]:
+            from weightsync.engine.server import EngineServer
 
-        Args:
-            op: an `EngineOp`.
-            body: JSON of its request.
-            timeout_s: how long the caller waits.
+            with self._lock:
+                if not self._built:
+                    raise EngineError("the engine was closed", peer=self._name)
+                if loopback not in self._addresses:
+                    token = secrets.token_hex(32)
+                    server = EngineServer(self._engine, host=LOOPBACK if loopback else here()[1], token=token)
+                    self._addresses[loopback] = Address(server.start(), token)
+                    self._closing.callback(server.close)
+                return list(self._addresses[loopback])
 
-        Returns:
-            JSON: an `EngineReply`, or a typed error.
-        """
-        if self._failed is not None or self._engine is None:
-            return self._failed or refusal(EngineError("the engine was closed"), "")
-        try:
-            step = _step(op)
-            request = decode(body, REQUEST_TYPES[step], what=f"the request of {step}")
-            return answer(self._engine.call(step, request, timeout_s=timeout_s))
-        except Exception as error:
-            return refusal(error, f"{op} failed", peer=self._context.engine_id)
-
-    def ask(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[bytes, Any]:
-        """Calls a method of what the factory built.
-
-        Returns:
-            An answer without a value (or with the error), and what the method returned.
-        """
-        if self._failed is not None:
-            return self._failed, None
-        try:
-            return answer(), user_method(self._built, method)(*args, **options)
-        except Exception as error:
-            facts = {"peer": self._context.engine_id}
-            return refusal(as_weightsync_error(error, EngineError, f"{method} failed", **facts), ""), None
-
-    def close(self) -> bytes:
-        """Closes what the factory built, where it can be closed; gives back what dead processes of this host held in
-        shared memory (a colocated rank that was killed). Idempotent."""
-        built, self._built, self._engine = self._built, None, None
-        for part in (built, getattr(built, "engine", None)):
-            with contextlib.suppress(Exception):  # the process is about to end
-                getattr(part, "close", lambda: None)()
-        with contextlib.suppress(OSError, WeightSyncError):
-            reclaim_dead()
-        return answer()
+        return self._answer("the engine's server did not start", step)
 
 
-def start_engine(
-    context: EngineContext, factory: EngineFactory, *, bundle: tuple[Any, int] | None = None, **options: Any
-) -> Any:
-    """Starts an engine actor and returns its handle at once. Its answer to `ready` says when it is built.
+class RayEngine(ActorHandle):
+    """An `EngineHandle` of an `EngineActor`: Ray says where it listens, the steps go there by HTTP. Thread-safe; may be
+    sent to other actors, as a copy.
 
     Args:
-        context: who it is.
-        factory: see `EngineFactory`. A function of a module that Ray's workers can import, or one of `__main__`.
-        bundle: placement group and number of a bundle.
-        options: Ray's own; num_cpus is 0 unless told otherwise. With max_restarts Ray restarts the actor when it dies,
-            and it takes part again under the same handle.
+        actor: the actor's handle.
+        engine_id: name for messages; unique among the engines of a client.
+        loopback: whether all who call it are on its node; else it is called at its node's address.
     """
-    options.setdefault("num_cpus", 0)
-    return start_actor(EngineActor, context, factory, groups=_GROUPS, bundle=bundle, **options)
 
+    def __init__(self, actor: Any, *, engine_id: str, loopback: bool = False) -> None:
+        super().__init__(actor, name=engine_id)
+        self.loopback = loopback
+        self._http: tuple[Any, HttpEngine] | None = None  # of which actor, and its server
 
-def user_method(built: Any, method: str) -> Callable[..., Any]:
-    """A public method of what a user's factory built.
+    @property
+    def engine_id(self) -> str:
+        """Name of the engine."""
+        return self.name
 
-    Raises:
-        InvalidRequestError: there is none of that name.
-    """
-    found = None if method.startswith("_") else getattr(built, method, None)
-    if not callable(found):
-        raise InvalidRequestError(f"a {type(built).__name__} has no public method {method!r}")
-    return found  # type: ignore[no-any-return]
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        """Calls one step; see `EngineHandle.call` for what it raises.
+
+        Where nobody answers, Ray is asked for the reason. A describe goes on to the actor that Ray has started again;
+        another step does not: it may have happened.
+        """
+        deadline = Deadline(timeout_s)
+        engine = self._reached(deadline)
+        try:
+            return engine.call(op, request, timeout_s=deadline.remaining_s)
+        except EngineUnreachableError as error:
+            fresh = self._after(error, deadline)
+            if op is not EngineOp.DESCRIBE or fresh is None or fresh.url == engine.url:
+                raise
+            return fresh.call(op, request, timeout_s=deadline.remaining_s)
+
+    def ask(self, method: str, *args: Any, timeout_s: float, **options: Any) -> Any:
+        """Calls a public method of what the engine's factory built, e.g. generate.
+
+        Arguments and result cross as Ray sends them; an error comes back typed.
+
+        Raises:
+            EngineUnreachableError: the actor is gone.
+            DeadlineExceededError: no answer within `timeout_s`; the method goes on over there.
+            WeightSyncError: what the method raised; an `EngineError` with its words where that was not one of ours.
+        """
+        return self._ask("", method, args, options, timeout_s)
+
+    def address(self, *, timeout_s: float = 10.0) -> Address:
+        """Where it listens, for an `HttpEngine`; see `ready` for errors."""
+        return self.urgent("listen", self.loopback, kind=Address, timeout_s=timeout_s)
+
+    def _reached(self, deadline: Deadline) -> HttpEngine:
+        actor, reached = self.actor, self._http
+        if reached is None or reached[0] is not actor:
+            url, token = self.address(timeout_s=deadline.remaining_s)
+            reached = self._http = actor, HttpEngine(url, engine_id=self.name, token=token)
+        return reached[1]
+
+    def _after(self, error: EngineUnreachableError, deadline: Deadline) -> HttpEngine | None:
+        """Where it listens now; None where Ray does not know in time.
+
+        Raises:
+            EngineUnreachableError: Ray says that the actor is gone.
+        """
+        self._http = None
+        try:
+            return self._reached(Deadline(min(_RAYS_WORD_S, deadline.remaining_s)))
+        except EngineUnreachableError as gone:
+            raise gone from error
+        except DeadlineExceededError:
+            return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_http": None}
 
 
 def engine_of(built: Any) -> EngineHandle:
@@ -161,10 +166,3 @@ def engine_of(built: Any) -> EngineHandle:
             f"not a {type(built).__name__}"
         )
     return engine  # type: ignore[no-any-return]
-
-
-def _step(op: str) -> EngineOp:
-    try:
-        return EngineOp(op)
-    except ValueError:
-        raise InvalidRequestError(f"there is no step {op!r}; there are {', '.join(EngineOp)}") from None

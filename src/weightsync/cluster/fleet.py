@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import secrets
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weightsync.cluster.controller_actor import RayController, check_restarts, start_controller
-from weightsync.cluster.fleet_config import FleetConfig, FleetPlacement, actor_options
-from weightsync.cluster.peer import end
-from weightsync.cluster.placement import Layout, reserved
+from weightsync.cluster.actors import Address, end
+from weightsync.cluster.controller_actor import RayController, launch_controller, settings_of
+from weightsync.cluster.placement import FleetPlacement, actor_options, reserved
 from weightsync.cluster.ray_calls import kill, running_ray
-from weightsync.cluster.service_actor import FleetEngineFactory, RayService, ServiceContext, start_service
+from weightsync.cluster.service_actor import FleetEngineFactory, RayService, RolloutServiceActor, ServiceContext
+from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError, DeadlineExceededError, EngineUnreachableError, InvalidRequestError
+from weightsync.host.settings import pull_settings
 from weightsync.types import Deadline
 
 _LOOK_S = 0.1
@@ -38,21 +39,17 @@ class RayFleet:
     def __init__(
         self,
         controller: RayController,
-        url: str,
-        models: tuple[str, ...],
+        context: ServiceContext,
         build: FleetEngineFactory,
-        config: FleetConfig,
         placement: FleetPlacement,
         options: Mapping[str, Any],
         stack: contextlib.ExitStack,
     ) -> None:
         self.controller = controller
-        self.url = url
-        self.token = config.token or ""
         self.services: dict[str, RayService] = {}
-        self._models = models
+        self.url, self.token = context.controller
+        self._context = context
         self._build = build
-        self._config = config
         self._placement = placement
         self._options = {**actor_options(placement.service), **options}
         self._stack = stack
@@ -68,8 +65,8 @@ class RayFleet:
         """
         deadline = Deadline(timeout_s)
         with contextlib.ExitStack() as stack:
-            bundles = (dict(self._placement.service),)
-            group = stack.enter_context(reserved(_layout(bundles), spread="PACK", timeout_s=deadline.remaining_s))
+            bundles = (self._placement.service,)
+            group = stack.enter_context(reserved(bundles, spread="PACK", timeout_s=deadline.remaining_s))
             service = self._start(f"service-{len(self._bundles)}", (group, 0))
             stack.callback(end, [service])
             service.ready(timeout_s=deadline.check(f"{service.name} built"))
@@ -118,17 +115,18 @@ class RayFleet:
             if not missing:
                 return
             if deadline.expired:
-                said = "; ".join(
+                states = "; ".join(
                     f"{who} is {each.state}: {each.why}" if each else f"{who} was never heard"
                     for who, each in missing.items()
                 )
-                raise DeadlineExceededError(f"not all services take part within {timeout_s:g} s: {said}")
+                raise DeadlineExceededError(f"not all services take part within {timeout_s:g} s: {states}")
             time.sleep(_LOOK_S)
 
     def _start(self, service_id: str, bundle: tuple[Any, int]) -> RayService:
         self._bundles[service_id] = bundle
-        context = ServiceContext(service_id=service_id, models=self._models, controller=self.url, config=self._config)
-        return start_service(context, self._build, bundle=bundle, **self._options)
+        context = dataclasses.replace(self._context, service_id=service_id)
+        actor = RolloutServiceActor.start(context, self._build, bundle=bundle, **self._options)
+        return RayService(actor, name=service_id)
 
     def _start_all(self, group: Any, num_services: int) -> None:
         for index in range(num_services):
@@ -139,10 +137,11 @@ class RayFleet:
 @contextlib.contextmanager
 def launch_fleet(
     num_services: int,
-    models: Sequence[str],
     build: FleetEngineFactory,
-    config: FleetConfig | None = None,
+    config: WeightSyncConfig | Mapping[str, Any] | str | os.PathLike[str],
     *,
+    token: str | None = None,
+    service: Mapping[str, Any] | None = None,
     placement: FleetPlacement | None = None,
     start_timeout_s: float = 120.0,
     controller_options: Mapping[str, Any] | None = None,
@@ -154,9 +153,12 @@ def launch_fleet(
 
     Args:
         num_services: how many, "service-0", "service-1", ...
-        models: that each of them serves.
         build: builds the engine of a model; see `FleetEngineFactory`.
-        config: how the fleet works.
+        config: what a `weightsync controller` is given; each service serves all of its `fleet.models`. Not said:
+            `sync_method` is "pull", the system chooses the port. `fleet.host` and `serve` are refused, and what it says
+            of `transfer` the services read, as with `RolloutConfig.from_config`.
+        token: bearer token of the controller and of all services; one is made where not given.
+        service: further fields of each service's `RolloutConfig`, e.g. `pull_timeout_s`.
         placement: what the actors take; by default a CPU each, and each service on a node of its own.
         start_timeout_s: until everything is there and takes part: room, processes, engines, and a lease.
         controller_options: Ray's own options of the controller's actor, e.g. name, max_restarts.
@@ -173,31 +175,53 @@ def launch_fleet(
         WeightSyncError: what the factory raised. As above.
     """
     running_ray()
-    config, placement = config or FleetConfig(), placement or FleetPlacement()
+    settings, placement = config_of(config, controller_options or {}), placement or FleetPlacement()
+    models = settings.fleet.models
     if num_services < 1 or not models or len(set(models)) < len(models):
-        raise ConfigError(f"a fleet has services and models, each named once: {num_services} and {list(models)}")
-    config = dataclasses.replace(config, token=config.token or secrets.token_hex(32))
-    check_restarts(config, controller_options or {})
+        raise ConfigError(f"a fleet has services and fleet.models, each named once: {num_services} and {list(models)}")
+    of_services = {**pull_settings(settings), **(service or {})}
+    context = ServiceContext(service_id="", models=models, controller=Address("", ""), settings=of_services)
     deadline = Deadline(start_timeout_s)
     with contextlib.ExitStack() as stack:
-        bundle = (dict(placement.controller),)
-        group = stack.enter_context(reserved(_layout(bundle), spread="PACK", timeout_s=deadline.remaining_s))
-        options = {**actor_options(placement.controller), **(controller_options or {})}
-        controller = start_controller(tuple(models), config, bundle=(group, 0), **options)
-        stack.callback(end, [controller])
-        bundles = (dict(placement.service),) * num_services
+        controller = stack.enter_context(
+            launch_controller(
+                settings, token=token, placement=placement.controller, start_timeout_s=start_timeout_s,
+                options=controller_options,
+            )
+        )  # fmt: skip
+        bundles = (placement.service,) * num_services
         group = stack.enter_context(
-            reserved(_layout(bundles), spread=placement.spread, timeout_s=deadline.check("room for the services"))
+            reserved(bundles, spread=placement.spread, timeout_s=deadline.check("room for the services"))
         )
-        url = controller.url(timeout_s=deadline.check("controller"))
-        fleet = RayFleet(controller, url, tuple(models), build, config, placement, service_options or {}, stack)
+        context = dataclasses.replace(context, controller=controller.address)
+        fleet = RayFleet(controller, context, build, placement, service_options or {}, stack)
         stack.callback(lambda: end(list(fleet.services.values())))
         fleet._start_all(group, num_services)
-        for service in fleet.services.values():
-            service.ready(timeout_s=deadline.check(f"{service.name} built"))
+        for each in fleet.services.values():
+            each.ready(timeout_s=deadline.check(f"{each.name} built"))
         fleet.wait_live(timeout_s=deadline.check("lease for the services"))
         yield fleet
 
 
-def _layout(bundles: tuple[dict[str, float], ...]) -> Layout:
-    return Layout(bundles=bundles, of_ranks=(), of_engines=tuple(range(len(bundles))))
+def config_of(
+    config: WeightSyncConfig | Mapping[str, Any] | str | os.PathLike[str], controller_options: Mapping[str, Any]
+) -> WeightSyncConfig:
+    """The fleet's settings, complete; see `settings_of`.
+
+    Raises:
+        ConfigError: it is of no pull, or as `settings_of` raises it.
+    """
+    settings = WeightSyncConfig.load(config)
+    if "sync_method" in settings.model_fields_set and settings.sync_method != "pull":
+        raise ConfigError(
+            f"the services of a fleet pull: sync_method is 'pull', not {settings.sync_method!r}; launch_controller "
+            "starts a controller of any method",
+            keys=["sync_method"],
+        )
+    settings = settings.for_method("pull")
+    if unread := [key for key, _ in settings.asked() if key.startswith("serve.")]:
+        raise ConfigError(
+            f"nobody reads {', '.join(unread)} on Ray: service= has the fields of each service's RolloutConfig",
+            keys=unread,
+        )
+    return settings_of(settings, controller_options)

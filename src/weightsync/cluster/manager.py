@@ -1,14 +1,13 @@
-"""RayWeightSync: the controller's `WeightSyncManager` over Ray; two calls, as the call graph has them.
+"""RayWeightSync: the call graph's two calls, `initialize` and `sync_weights`, in the driver of a Ray job.
 
-    driver                     training rank 0              engines
-      |--- initialize() --------->| create_init_info           |
-      |<-- init requests ---------|                            |
-      |------------------------------------- init ------------>|  (rank 0 joins meanwhile)
-      |--- answers -------------->|                            |
-      |--- sync_weights(v) ------>| begin, chunks, stage, commit: straight to the engine actors
-      |<-- SyncReport ------------|                            |
+    driver                     training rank 0                    engines
+      |--- initialize() --------->|---------- HTTP: describe, init --->|
+      |<--------------------------|                                    |
+      |--- sync_weights(v) ------>|---------- HTTP: begin, chunks, stage, commit
+      |<-- SyncReport ------------|                                    |
 
-A sync that finds the group gone (an engine died or came back) builds a new one the same way.
+The driver's calls are actor calls, on every training rank at once. A sync that finds the group gone (an engine died or
+came back) builds a new one.
 """
 
 from __future__ import annotations
@@ -18,12 +17,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from weightsync.clients.fanout import EngineFanout
-from weightsync.cluster.client import RayEngine
-from weightsync.cluster.post import Postman
-from weightsync.cluster.ranks import RanksFailedError, RayRank, ask_all, settle_owed
-from weightsync.cluster.trainer_actor import POST
-from weightsync.cluster.wire import read_answer
+from weightsync.cluster.engine_actor import RayEngine
+from weightsync.cluster.ranks import RayRank, ask_all, settle_owed
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import (
     ConfigError,
@@ -33,7 +28,8 @@ from weightsync.errors import (
     TrainerRankError,
     WeightSyncError,
 )
-from weightsync.types import Deadline, EngineReply, InitRequest, SyncReport
+from weightsync.handles.fanout import EngineFanout
+from weightsync.types import Deadline, EngineReply, SyncReport
 from weightsync.types.deadline import check_wait_s
 
 _T = TypeVar("_T")
@@ -42,7 +38,7 @@ _REPLACE_S = 10.0
 
 
 class RayWeightSync:
-    """A `SyncMethod` whose caller is the driver: every call goes to all training ranks at once.
+    """A `Push` whose caller is the driver: every call goes to all training ranks at once.
 
     One call at a time. When a training rank dies its process group is broken: the call under way and all later ones
     raise `TrainerRankError`; engines go on serving. When an engine dies the call under way fails, and the next one
@@ -73,13 +69,6 @@ class RayWeightSync:
         self._busy = threading.Lock()
         self._broken: TrainerRankError | None = None
         self._owed: dict[Any, RayRank] = {}  # answers to a call that raised before they came
-        self._postman = Postman(self.ranks[0], self.engines)
-        self._postman.start()
-
-    @property
-    def init_requests(self) -> Mapping[str, InitRequest]:
-        """The latest init request that each engine was handed by this controller."""
-        return dict(self._postman.handed_on)
 
     def initialize(self) -> None:
         """`PushSync.initialize` on every rank.
@@ -88,7 +77,7 @@ class RayWeightSync:
             TrainerRankError: a rank is gone or silent. The job has to be restarted.
             WeightSyncError: as `PushSync.initialize`; it may be called again.
         """
-        self._all("initialize", timeout_s=self._transfer.join_timeout_s + _MARGIN_S, read=_nothing)
+        self._all("initialize", timeout_s=self._transfer.join_timeout_s + _MARGIN_S, kind=type(None))
 
     def sync_weights(self, version: int) -> SyncReport:
         """`PushSync.sync_weights` on every rank; returns or raises within `transfer_timeout_s` and a margin of 10 s.
@@ -100,7 +89,7 @@ class RayWeightSync:
             WeightSyncError: as `PushSync.sync_weights`: the next call goes on with the engines that answer.
         """
         reports = self._all(
-            "sync_weights", version, timeout_s=self._transfer.transfer_timeout_s + _MARGIN_S, read=_report
+            "sync_weights", version, timeout_s=self._transfer.transfer_timeout_s + _MARGIN_S, kind=SyncReport
         )
         return reports[0]
 
@@ -114,7 +103,7 @@ class RayWeightSync:
             WeightSyncError: what the method raised on a rank. The others may still be in it.
         """
         check_wait_s("timeout_s", timeout_s)
-        return self._all("run", method, args, options, timeout_s=timeout_s, read=_value)
+        return self._all("run", method, args, options, timeout_s=timeout_s, kind=None)
 
     def describe(self, *, timeout_s: float) -> tuple[Mapping[str, EngineReply], Mapping[str, WeightSyncError]]:
         """Asks every engine what it is; see `InferenceEngineClient.describe`."""
@@ -129,11 +118,7 @@ class RayWeightSync:
         """
         if engine_id not in self.engines:
             raise InvalidRequestError(f"there is no engine {engine_id!r}; there are {', '.join(self.engines)}")
-        rank_0 = self.ranks[0]
-        body = rank_0.get(
-            rank_0.submit("replace_engine", engine_id, actor, group=POST), "replace_engine", timeout_s=_REPLACE_S
-        )
-        read_answer(body, type(None), peer=rank_0.name, what="replace_engine")
+        self.ranks[0].urgent("replace_engine", engine_id, actor, kind=type(None), timeout_s=_REPLACE_S)
         self.engines[engine_id].replace(actor)
 
     def restart_engine(self, engine_id: str, *, timeout_s: float) -> None:
@@ -154,23 +139,18 @@ class RayWeightSync:
         self.replace_engine(engine_id, fresh.actor)
 
     def close(self) -> None:
-        """Hands on no more init requests. The actors live on: they belong to who started them. Idempotent."""
-        self._postman.close()
+        """Gives back nothing: the actors belong to who started them."""
 
-    def _all(self, method: str, *args: Any, timeout_s: float, read: Callable[[RayRank, Any], _T]) -> list[_T]:
+    def _all(self, method: str, *args: Any, timeout_s: float, kind: type[_T] | None) -> list[_T]:
         with self._exclusive():
             if self._broken is not None:
                 raise self._broken
             try:
                 settle_owed(self._owed)
-                return ask_all(self.ranks, method, *args, deadline=Deadline(timeout_s), read=read, owed=self._owed)
+                return ask_all(self.ranks, method, *args, deadline=Deadline(timeout_s), kind=kind, owed=self._owed)
             except TrainerRankError as error:
                 self._broken = error
                 raise
-            except RanksFailedError as failed:
-                if failed.broken and isinstance(failed.error, TrainerRankError):
-                    self._broken = failed.error
-                raise failed.error from None
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -180,17 +160,3 @@ class RayWeightSync:
             yield
         finally:
             self._busy.release()
-
-
-def _nothing(rank: RayRank, body: Any) -> None:
-    return read_answer(body, type(None), peer=rank.name, what="initialize")
-
-
-def _report(rank: RayRank, body: Any) -> SyncReport:
-    return read_answer(body, SyncReport, peer=rank.name, what="sync_weights")
-
-
-def _value(rank: RayRank, told: Any) -> Any:
-    body, value = told
-    read_answer(body, type(None), peer=rank.name, what="run")
-    return value

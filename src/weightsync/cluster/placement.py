@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from weightsync.cluster.ray_calls import running_ray
@@ -93,8 +93,38 @@ class Placement:
         return Layout(bundles=(both,) * num_ranks, of_ranks=own, of_engines=own)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FleetPlacement:
+    """What a fleet's actors take, as Ray names it; all of it is Ray's bookkeeping.
+
+    Attributes:
+        controller: of the controller.
+        service: of each service, e.g. all GPUs of a node.
+        spread: how Ray lays the services out; "STRICT_SPREAD": each on a node of its own.
+
+    Raises:
+        ConfigError: an amount is negative, or nothing at all is taken (Ray refuses empty bundles).
+    """
+
+    controller: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"CPU": 1.0})
+    service: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"CPU": 1.0})
+    spread: Spread = "STRICT_SPREAD"
+
+    def __post_init__(self) -> None:
+        for whose in ("controller", "service"):
+            amounts = getattr(self, whose).values()
+            if not any(amounts) or min(amounts) < 0:
+                raise ConfigError(f"{whose} takes some of the cluster, and nothing negative: {getattr(self, whose)}")
+
+
+def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Ray's options of an actor that takes these resources."""
+    own = {key: amount for key, amount in resources.items() if key not in ("CPU", "GPU")}
+    return {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": own or None}
+
+
 @contextlib.contextmanager
-def reserved(layout: Layout, *, spread: Spread, timeout_s: float) -> Iterator[Any]:
+def reserved(bundles: Sequence[Mapping[str, float]], *, spread: Spread, timeout_s: float) -> Iterator[Any]:
     """A placement group with these bundles; given back at the end.
 
     Raises:
@@ -102,13 +132,13 @@ def reserved(layout: Layout, *, spread: Spread, timeout_s: float) -> Iterator[An
             is free. Nothing is left reserved.
     """
     ray = running_ray()
-    group = ray.util.placement_group(list(layout.bundles), strategy=spread)
+    group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy=spread)
     try:
         if not group.wait(timeout_s):
-            asked = ", ".join(_shown(bundle) for bundle in layout.bundles)
+            asked = ", ".join(_shown(bundle) for bundle in bundles)
             nodes = "; ".join(_shown(node["Resources"]) for node in ray.nodes() if node["Alive"])
             raise DeadlineExceededError(
-                f"the cluster has no room for the {len(layout.bundles)} bundles asked for ({asked}; {spread}) within "
+                f"the cluster has no room for the {len(bundles)} bundles asked for ({asked}; {spread}) within "
                 f"{timeout_s:g} s. Its nodes have: {nodes}. Free now: {_shown(ray.available_resources())}. Ask for "
                 "less, add nodes, or end what holds them",
                 state_left="nothing is reserved",
@@ -122,7 +152,7 @@ def _resources(cpus: float, gpus: float) -> dict[str, float]:
     return {key: amount for key, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
 
 
-def _shown(resources: dict[str, float]) -> str:
+def _shown(resources: Mapping[str, float]) -> str:
     """Resources without Ray's own bookkeeping entries."""
     own = {
         key: amount

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from weightsync.cluster.client import Whereabouts
-from weightsync.cluster.ray_calls import get, load_ray, submit, wait_any
-from weightsync.cluster.trainer_actor import POST, WORK
-from weightsync.cluster.wire import read_answer
+from weightsync.cluster.actors import ASKS, ActorHandle, value_of
+from weightsync.cluster.ray_calls import wait_any
 from weightsync.errors import SyncInProgressError, TrainerRankError, WeightSyncError, is_consequence
 from weightsync.types import Deadline
 
 _T = TypeVar("_T")
 _GRACE_S = 5.0  # how long the other ranks may take to say how they ended, once one has failed
-_POLL_S = 0.2
-_FETCH_S = 30.0
 _ANSWER_S = 10.0
 _BROKEN = "the trainer's process group is broken: restart the job; engines serve what they served"
 
 
-class RayRank:
+class RayRank(ActorHandle):
     """One training rank's actor.
 
     Args:
@@ -29,58 +25,11 @@ class RayRank:
     """
 
     def __init__(self, actor: Any, rank: int) -> None:
-        self.actor = actor
+        super().__init__(actor, name=f"training rank {rank}")
         self.rank = rank
-        self.name = f"training rank {rank}"
-
-    def submit(self, method: str, *args: Any, group: str = WORK) -> Any:
-        """Calls a method of the actor; the reference of its answer."""
-        return submit(self.actor, method, *args, group=group, peer=self.name)
-
-    def get(self, ref: Any, what: str, *, timeout_s: float) -> Any:
-        """What a method returned.
-
-        Raises:
-            TrainerRankError: the actor is gone.
-            DeadlineExceededError: no answer in time.
-        """
-        return get(ref, timeout_s=timeout_s, peer=self.name, what=what, lost=self._lost)
-
-    def where(self, *, timeout_s: float) -> Whereabouts:
-        """Waits until the actor runs."""
-        ref = self.submit("where", group=POST)
-        return read_answer(self.get(ref, "where", timeout_s=timeout_s), Whereabouts, peer=self.name, what="where")
-
-    def fetch(self, controller: str, closed: Callable[[], bool]) -> bytes | None:
-        """Waits for init requests; see `post.Rank0`."""
-        if not load_ray().is_initialized():
-            return None
-        ref = self.submit("take", controller, _FETCH_S, group=POST)
-        while not closed() and load_ray().is_initialized():
-            if wait_any([ref], timeout_s=_POLL_S):
-                return self.get(ref, "take", timeout_s=_ANSWER_S)  # type: ignore[no-any-return]
-        return None
-
-    def deliver(self, number: int, body: bytes) -> None:
-        """Brings the answer to an init request."""
-        self.submit("deliver", number, body, group=POST)
 
     def _lost(self, words: str) -> WeightSyncError:
         return TrainerRankError(f"the actor of {self.name} is gone {words}", rank=self.rank, state_left=_BROKEN)
-
-
-class RanksFailedError(Exception):
-    """Inside this package alone: what went wrong on the ranks, and whether their process group survived it.
-
-    Args:
-        error: to be raised.
-        broken: whether no further call can succeed.
-    """
-
-    def __init__(self, error: WeightSyncError, *, broken: bool) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.broken = broken
 
 
 def ask_all(
@@ -88,7 +37,7 @@ def ask_all(
     method: str,
     *args: Any,
     deadline: Deadline,
-    read: Callable[[RayRank, Any], _T],
+    kind: type[_T] | None,
     owed: dict[Any, RayRank] | None = None,
 ) -> list[_T]:
     """Calls a method on all ranks and waits for all, or for a little longer than the first failure.
@@ -98,19 +47,19 @@ def ask_all(
         method: of the actors.
         args: the same for all.
         deadline: of the whole.
-        read: turns what a rank returned into its value, or raises.
+        kind: type of each rank's value; None: the user's own.
         owed: gets the references of the answers that are still to come, however this ends; see `settle_owed`.
 
     Returns:
         The values, by rank.
 
     Raises:
-        RanksFailedError: its error is a TrainerRankError where a rank is gone or silent; else the first rank's own
-            error that is not the consequence of another's.
+        TrainerRankError: a rank is gone or silent, or has lost another: their process group is broken.
+        WeightSyncError: the first rank's own error that is not the consequence of another's.
     """
     pending: dict[Any, RayRank] = {} if owed is None else owed
     for rank in ranks:
-        pending[rank.submit(method, *args)] = rank
+        pending[rank.submit(method, *args, group=ASKS)] = rank
     values: dict[int, _T] = {}
     errors: dict[int, WeightSyncError] = {}
     gone: list[int] = []
@@ -122,14 +71,14 @@ def ask_all(
         for ref in settled:
             rank = pending.pop(ref)
             try:
-                told = rank.get(ref, method, timeout_s=_ANSWER_S)
+                reply = rank.get(ref, method, timeout_s=_ANSWER_S)
             except WeightSyncError as error:
                 errors[rank.rank] = error
                 if isinstance(error, TrainerRankError):  # Ray's word of this rank itself
                     gone.append(rank.rank)
                 continue
             try:
-                values[rank.rank] = read(rank, told)
+                values[rank.rank] = value_of(reply, kind, peer=rank.name, what=method)
             except WeightSyncError as error:  # the rank's own word, perhaps of another
                 errors[rank.rank] = error
         if errors and end is deadline:
@@ -171,8 +120,8 @@ def settle_owed(owed: dict[Any, RayRank]) -> None:
 
 def _verdict(
     method: str, errors: dict[int, WeightSyncError], *, gone: list[int], silent: list[int], timeout_s: float
-) -> RanksFailedError:
-    """The one error that says most, and whether the job can go on."""
+) -> WeightSyncError:
+    """The one error that says most; a TrainerRankError where the job can't go on."""
     lost = [rank for rank, error in errors.items() if isinstance(error, TrainerRankError)]
     if gone:
         error = errors[gone[0]]
@@ -188,4 +137,4 @@ def _verdict(
     error.details.update(others if isinstance(error, TrainerRankError) else {})
     if silent:
         error.details["silent_ranks"] = silent
-    return RanksFailedError(error, broken=isinstance(error, TrainerRankError))
+    return error

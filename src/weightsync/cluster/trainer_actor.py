@@ -13,26 +13,21 @@ import socket
 import struct
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from weightsync.cluster.client import EngineThroughController, RayEngine
-from weightsync.cluster.engine_actor import user_method
-from weightsync.cluster.post import Mailbox
-from weightsync.cluster.ray_calls import here, start_actor
-from weightsync.cluster.wire import answer, refusal
+import msgspec
+
+from weightsync.cluster.actors import Answer, StartedActor, answer, user_method
+from weightsync.cluster.engine_actor import RayEngine
 from weightsync.config import WeightSyncConfig
-from weightsync.errors import ConfigError, GroupJoinError, InvalidRequestError, StateError
+from weightsync.errors import ConfigError, GroupJoinError, InvalidRequestError, StateError, WeightSyncError
 from weightsync.memory.segment import unlink_own
-from weightsync.types import SyncMethod
+from weightsync.types import Push, SyncReport
 
 if TYPE_CHECKING:
     from weightsync.extract.base import WeightExtractor
-    from weightsync.publish.push import PushSync
+    from weightsync.trainer.push import PushSync
 
-WORK, POST = "work", "post"
-_GROUPS = {WORK: 1, POST: 4}
-"""One thread works: it alone trains and syncs, in the order of the calls, as collectives have to. The others carry init
-requests, which a sync under way waits for."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -44,13 +39,15 @@ class RankContext:
         rank: of the training job.
         world_size: ranks of the job.
         engines: rank 0's handles, in the order of the engines; empty on the others.
-        config: as given to `launch`, with the `master_addr` that the engines can reach.
+        config: as given to `launch`, with the `master_addr` that the engines can reach, and the URL of the controller.
+        token: of that controller; None where there is none.
     """
 
     rank: int
     world_size: int
-    engines: tuple[EngineThroughController, ...]
+    engines: tuple[RayEngine, ...]
     config: WeightSyncConfig
+    token: str | None = dataclasses.field(default=None, repr=False)
 
     def push(self, extractor: WeightExtractor, **options: Any) -> PushSync:
         """The rank's `PushSync`, as the config says.
@@ -58,20 +55,36 @@ class RankContext:
         Args:
             extractor: of this rank's model.
             options: further arguments of `PushSync`.
+
+        Raises:
+            ConfigError: a controller orders this job's pushes.
         """
-        from weightsync.clients.fanout import EngineFanout
-        from weightsync.publish.push import PushSync
+        if self.config.push.controller is not None:
+            raise ConfigError(
+                f"{self.config.push.controller} orders the pushes of this job: its ranks take them by weightsync.push("
+                "weights, context.engines, config=context.config, token=context.token), in their own step"
+            )
+        from weightsync.handles.fanout import EngineFanout
+        from weightsync.trainer.push import PushSync
 
         client = EngineFanout(self.engines) if self.rank == 0 else None
         return PushSync.from_config(self.config, extractor, client, **options)
+
+
+@runtime_checkable
+class PushesItself(Protocol):
+    """A `weightsync.Pusher`: its engines are met, and the ranks call it themselves."""
+
+    def step(self, version: int | None = None) -> SyncReport | None: ...
+    def close(self) -> None: ...
 
 
 class RankTrainer(Protocol):
     """What a trainer factory gives. Its further public methods can be called by `RayWeightSync.run`."""
 
     @property
-    def push(self) -> SyncMethod:
-        """Usually a `PushSync`."""
+    def push(self) -> Push | PushesItself:
+        """A `PushSync`, which the driver calls; or a `weightsync.Pusher`, which the trainer's own step calls."""
         ...
 
 
@@ -96,10 +109,10 @@ class Meeting:
     timeout_s: float
 
 
-class TrainerActor:
-    """The actor's class; `start_trainer` starts one. Every method answers with JSON bytes and raises nothing.
+class TrainerActor(StartedActor):
+    """The actor's class; `start` starts one.
 
-    Order: `where`; `open_store` on rank 0; `join` on all; then `initialize`, `sync_weights` and `run`, on all ranks in
+    Order: `ready`; `open_store` on rank 0; `join` on all; then `initialize`, `sync_weights` and `ask`, on all ranks in
     the same order.
 
     Args:
@@ -107,113 +120,131 @@ class TrainerActor:
         world_size: ranks of the job.
     """
 
+    num_asks = 1  # it alone trains and syncs, in the order of the calls, as collectives have to
+
+    @classmethod
+    def start(cls, *args: Any, bundle: tuple[Any, int] | None = None, **options: Any) -> Any:
+        """See `StartedActor.start`.
+
+        Raises:
+            ConfigError: `options` asks for restarts.
+        """
+        if options.get("max_restarts"):
+            raise ConfigError(
+                "a training rank that died can't come back into its process group: leave max_restarts at 0"
+            )
+        return super().start(*args, bundle=bundle, **options)
+
     def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(f"training rank {rank}", kind=WeightSyncError, rank=rank)
         self._rank = rank
         self._world_size = world_size
         self._store: Any = None
-        self._mailbox = Mailbox()
         self._engines: dict[str, RayEngine] = {}
         self._trainer: RankTrainer | None = None
 
-    def where(self) -> bytes:
-        """Answers node id, IP address and process id."""
-        return answer([*here(), os.getpid()])
-
-    def open_store(self, address: str, timeout_s: float) -> bytes:
+    def open_store(self, address: str, timeout_s: float) -> Answer:
         """Rank 0: opens the store that the ranks meet at; answers its port, which the system chose."""
-        try:
+
+        def step() -> int:
             from weightsync.transfer.group import new_store
 
             self._store, port = new_store(address, timeout_s=timeout_s)
-            return answer(port)
-        except Exception as error:
-            return refusal(error, "can't open the training ranks' store", rank=self._rank)
+            return port
+
+        return self._answer("can't open the training ranks' store", step)
 
     def join(
-        self, meeting: Meeting, config: dict[str, Any], engines: tuple[RayEngine, ...], factory: TrainerFactory
-    ) -> bytes:
+        self,
+        meeting: Meeting,
+        config: dict[str, Any],
+        token: str | None,
+        engines: tuple[RayEngine, ...],
+        factory: TrainerFactory,
+    ) -> Answer:
         """Joins the default group and builds this rank's trainer. Returns when every rank has joined.
 
         Args:
             meeting: where.
             config: of a `WeightSyncConfig`.
+            token: of the controller that it names.
             engines: for rank 0.
             factory: see `TrainerFactory`.
         """
-        try:
+
+        def step() -> None:
             self._join_group(meeting)
             self._engines = {engine.engine_id: engine for engine in engines}
             context = RankContext(
-                rank=self._rank,
-                world_size=self._world_size,
-                engines=tuple(EngineThroughController(engine, self._mailbox) for engine in engines),
-                config=WeightSyncConfig.load(config),
-            )
+                rank=self._rank, world_size=self._world_size, engines=engines, config=WeightSyncConfig.load(config),
+                token=token,
+            )  # fmt: skip
             trainer = factory(context)
-            if not callable(getattr(getattr(trainer, "push", None), "sync_weights", None)):
+            push = getattr(trainer, "push", None)
+            if not callable(getattr(push, "sync_weights", None)) and not isinstance(push, PushesItself):
                 raise ConfigError(
-                    f"a trainer factory returns an object with a SyncMethod as `push`, not a {type(trainer).__name__}; "
-                    "RankContext.push makes one"
+                    f"a trainer factory returns an object with a Push as `push`, not a {type(trainer).__name__}; "
+                    "RankContext.push makes one, weightsync.push one that the trainer's own step calls"
                 )
             self._trainer = trainer
-            return answer()
-        except Exception as error:
-            return refusal(error, "building the trainer failed", rank=self._rank)
 
-    def initialize(self) -> bytes:
-        """`PushSync.initialize`."""
-        return self._with_trainer("initialize", lambda trainer: trainer.push.initialize())
+        return self._answer("building the trainer failed", step)
 
-    def sync_weights(self, version: int) -> bytes:
+    def initialize(self) -> Answer:
+        """`PushSync.initialize`; nothing where the trainer pushes by itself."""
+
+        def step(trainer: RankTrainer) -> None:
+            if not isinstance(push := trainer.push, PushesItself):
+                push.initialize()
+
+        return self._with_trainer("initialize", step)
+
+    def sync_weights(self, version: int) -> Answer:
         """`PushSync.sync_weights`; answers the `SyncReport`."""
-        return self._with_trainer("sync_weights", lambda trainer: trainer.push.sync_weights(version))
 
-    def run(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[bytes, Any]:
-        """Calls a method of the trainer; an answer without a value (or with the error), and what it returned."""
-        values: list[Any] = []
-        body = self._with_trainer(method, lambda trainer: values.append(user_method(trainer, method)(*args, **options)))
-        return body, values[0] if values else None
+        def step(trainer: RankTrainer) -> Any:
+            if isinstance(push := trainer.push, PushesItself):
+                raise StateError(
+                    "this trainer pushes in its own step: run that, it asks its controller whether it is to"
+                )
+            return msgspec.to_builtins(push.sync_weights(version))
 
-    def take(self, controller: str, timeout_s: float) -> bytes:
-        """`Mailbox.take`."""
-        try:
-            return self._mailbox.take(timeout_s, controller=controller)
-        except Exception as error:
-            return refusal(error, "no init requests can be fetched", rank=self._rank)
+        return self._with_trainer("sync_weights", step)
 
-    def deliver(self, number: int, body: bytes) -> bytes:
-        """`Mailbox.deliver`."""
-        self._mailbox.deliver(number, body)
-        return answer()
+    def run(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Answer:
+        """Calls a method of the trainer; answers what it returned."""
+        return self._with_trainer(method, lambda trainer: user_method(trainer, method)(*args, **options))
 
-    def replace_engine(self, engine_id: str, actor: Any) -> bytes:
+    def replace_engine(self, engine_id: str, actor: Any) -> Answer:
         """Rank 0: from here on this engine is another actor."""
-        engine = self._engines.get(engine_id)
-        if engine is None:
-            known = ", ".join(self._engines) or "none"
-            return refusal(InvalidRequestError(f"there is no engine {engine_id!r} to replace; known: {known}"), "")
-        engine.replace(actor)
-        return answer()
 
-    def close(self) -> bytes:
+        def step() -> None:
+            engine = self._engines.get(engine_id)
+            if engine is None:
+                known = ", ".join(self._engines) or "none"
+                raise InvalidRequestError(f"there is no engine {engine_id!r} to replace; known: {known}")
+            engine.replace(actor)
+
+        return self._answer("replace_engine", step)
+
+    def close(self) -> Answer:
         """Leaves the transfer group, and unlinks shared memory though a sync may run.
 
         The process is ended by who started it.
         """
-        self._mailbox.close()
         if self._trainer is not None:
             with contextlib.suppress(Exception):  # a sync may be running: it ends with the process
                 self._trainer.push.close()
         unlink_own()
         return answer()
 
-    def _with_trainer(self, what: str, step: Callable[[RankTrainer], Any]) -> bytes:
-        try:
+    def _with_trainer(self, what: str, step: Callable[[RankTrainer], Any]) -> Answer:
+        def checked() -> Any:
             if self._trainer is None:
-                raise StateError("this rank has not joined yet")
-            return answer(step(self._trainer))
-        except Exception as error:
-            return refusal(error, f"{what} failed on training rank {self._rank}", rank=self._rank)
+                raise StateError("this rank has not joined yet", rank=self._rank)
+            return step(self._trainer)
+
+        return self._answer(f"{what} failed on training rank {self._rank}", checked)
 
     def _join_group(self, meeting: Meeting) -> None:
         import torch.distributed as dist
@@ -235,24 +266,6 @@ class TrainerActor:
             ) from error
 
 
-def start_trainer(rank: int, world_size: int, *, bundle: tuple[Any, int] | None = None, **options: Any) -> Any:
-    """Starts a training rank's actor and returns its handle at once.
-
-    Args:
-        rank: of the job.
-        world_size: ranks of the job.
-        bundle: placement group and number of a bundle.
-        options: Ray's own; num_cpus is 0 unless told otherwise. A rank is never restarted: its job is broken.
-
-    Raises:
-        ConfigError: `options` asks for restarts.
-    """
-    if options.get("max_restarts"):
-        raise ConfigError("a training rank that died can't come back into its process group: leave max_restarts at 0")
-    options.setdefault("num_cpus", 0)
-    return start_actor(TrainerActor, rank, world_size, groups=_GROUPS, bundle=bundle, **options)
-
-
 def interface_towards(address: str) -> str | None:
     """The network interface that `address` is reached by; None where that can't be told (IPv6, no Linux)."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -260,7 +273,7 @@ def interface_towards(address: str) -> str | None:
         own = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                told = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(told[20:24]) == own:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(reply[20:24]) == own:
                     return name
     return None

@@ -11,7 +11,7 @@ from weightsync.types import (
     EngineReply,
     Manifest,
     PatchBase,
-    TensorSpec,
+    TensorTable,
     Update,
     WeightChunk,
 )
@@ -33,18 +33,26 @@ class Encoder(abc.ABC):
 class Decoder(abc.ABC):
     """The receiving half, for one version. Every engine worker runs one."""
 
-    def check_announced(self, request: AnyUpdateRequest, expected: Mapping[str, TensorSpec]) -> None:
+    def check_announced(self, request: AnyUpdateRequest, expected: TensorTable) -> None:
         """Refuses a chunk that can't be of this version, before anything is allocated or received.
 
         Args:
             request: announces it.
-            expected: the manifest's tensors by name.
+            expected: the manifest's tensors.
 
         Raises:
             ManifestMismatchError: the manifest has no such tensor.
         """
+        first = expected.index_of.get(request.names[0], 0)
+        run = slice(first, first + len(request.names))
+        if (expected.names[run], expected.dtypes[run], expected.shapes[run]) == (
+            request.names,
+            request.dtypes,
+            request.shapes,
+        ):
+            return
         for name, dtype, shape in zip(request.names, request.dtypes, request.shapes, strict=True):
-            spec = expected.get(name)
+            spec = expected.by_name.get(name)
             if spec is None:
                 raise ManifestMismatchError("a chunk has a tensor that the manifest has not", parameter=name)
             if (spec.dtype, spec.shape) != (dtype, shape):

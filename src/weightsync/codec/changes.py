@@ -90,7 +90,6 @@ class ChangesCodec(Codec):
         self._num_resting = 0
 
     def base_for(self, replies: Mapping[str, EngineReply], manifest: Manifest) -> PatchBase | None:
-        """See `Codec.base_for`."""
         kept = self._is_now
         self.why_full = self._reason(kept, replies, manifest)
         if self.why_full is not None or kept is None or kept.model_digest is None:
@@ -125,7 +124,6 @@ class ChangesCodec(Codec):
         return None
 
     def claim(self, owner: object) -> None:
-        """See `Codec.claim`."""
         other = None if self._owner is None else self._owner()
         if other is not None and other is not owner:
             raise ConfigError("this ChangesCodec belongs to another PushSync, whose bytes it keeps: make one for each")
@@ -153,12 +151,10 @@ class ChangesCodec(Codec):
         return FullDecoder()
 
     def close(self) -> None:
-        """See `Codec.close`."""
         self._kept, self._is_now = {}, None
         self._nothing_kept = "nothing was pushed before"
 
     def ended(self, manifest: Manifest | None, error: BaseException | None = None) -> None:
-        """See `Codec.ended`."""
         self._is_now = manifest
         self._nothing_kept = "the sync before failed" if error is not None else "an engine can't prove what it serves"
         if isinstance(error, DeltaTooLargeError):
@@ -178,7 +174,6 @@ class _KeepingEncoder(Encoder):
         self._on_device = on_device
 
     def encode(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
-        """See `Encoder.encode`."""
         for chunk in self._full.encode(chunks):
             for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
                 self._keep(name, tensor.detach())
@@ -187,7 +182,6 @@ class _KeepingEncoder(Encoder):
         self._reusable.clear()
 
     def digests(self) -> Mapping[str, str]:
-        """See `Encoder.digests`."""
         return self._full.digests()
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:

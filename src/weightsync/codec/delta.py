@@ -1,8 +1,7 @@
 """The delta codec: what changed between two versions of a source's bytes, as a blob, and back.
 
-The sending half is here: `encode_delta`, and `compose`, which makes one delta of two. The receiving half is
-`DeltaReader`. Both know bytes and units, no tensors, no versions and no transport. The design is
-design/0010-deltas.md, the blob's bytes are docs/delta-format.md.
+The sending half is here, `encode_delta`; the receiving half is `DeltaReader`. Both know bytes and units, no tensors, no
+versions and no transport. The design is design/0010-deltas.md, the blob's bytes are docs/delta-format.md.
 """
 
 from __future__ import annotations
@@ -11,22 +10,20 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.codec.delta_cost import CostModel, Work
 from weightsync.codec.delta_format import Form, write_head
-from weightsync.codec.delta_reader import DeltaReader, UnitChange, coding
-from weightsync.codec.delta_units import MAX_UNIT_BYTES, UNIT_BYTES, ElementKind, Unit, plan_units
+from weightsync.codec.delta_reader import coding
+from weightsync.codec.delta_units import MAX_UNIT_BYTES, Unit
 from weightsync.codec.threads import map_all
 from weightsync.errors import DeltaTooLargeError, InvalidRequestError
 
 if TYPE_CHECKING:
     from weightsync.codec.delta_planes import Payload, Scratch
-
-Mode = Literal["auto", "planes", "exponent"]
 
 Search = Callable[
     [npt.NDArray[np.uint8], npt.NDArray[np.uint8], Unit, int, npt.NDArray[np.uint8]],
@@ -104,10 +101,9 @@ def encode_delta(
     units: Sequence[Unit],
     *,
     costs: CostModel,
-    mode: Mode = "auto",
     base: bytes,
     result: bytes | None = None,
-    go_on: Callable[[], None] = lambda: None,
+    check_cancelled: Callable[[], None] = lambda: None,
     max_bytes: int | None = None,
     search: Search | None = None,
 ) -> EncodedDelta:
@@ -121,10 +117,9 @@ def encode_delta(
         new: as many bytes, after.
         units: what they are cut into, in order; bytes outside of all units are not looked at.
         costs: what decides each unit's form; it learns from this call.
-        mode: "planes" or "exponent" for every unit that is not better in full, or "auto": the better of both.
         base: 16 bytes that name `old`.
         result: 16 bytes that name `new`, where they are known.
-        go_on: called before each unit, from several threads; what it raises ends the call.
+        check_cancelled: called before each unit, from several threads; what it raises ends the call.
         max_bytes: payloads of more bytes than this end the call.
         search: what finds the changes; the compiled loop where not given.
 
@@ -132,9 +127,10 @@ def encode_delta(
         InvalidRequestError: sizes do not fit.
         DeltaTooLargeError: more than `max_bytes` would be needed.
         MissingDependencyError: numba or zstandard is not installed.
-        Exception: what `go_on` raised. In every case no thread touches `old` or `new` any more, and nothing is left.
+        Exception: what `check_cancelled` raised. In every case no thread touches `old` or `new` any more, and nothing
+            is left.
     """
-    _check_request(old, new, units, mode, base, result)
+    _check_request(old, new, units, base, result)
     started = time.perf_counter()
     scratch: Scratch = coding().Scratch(units)
     lock = threading.Lock()
@@ -142,9 +138,9 @@ def encode_delta(
 
     def one(unit: Unit) -> Payload:
         nonlocal total
-        go_on()
+        check_cancelled()
         room = scratch.take()
-        payload = _encode_unit(old[unit.start : unit.end], new[unit.start : unit.end], unit, costs, mode, room, search)
+        payload = _encode_unit(old[unit.start : unit.end], new[unit.start : unit.end], unit, costs, room, search)
         scratch.put(room)
         with lock:
             total += payload.entry.nbytes
@@ -156,42 +152,11 @@ def encode_delta(
     return EncodedDelta(units, payloads, base=base, result=result, seconds=time.perf_counter() - started)
 
 
-def compose(first: DeltaReader, second: DeltaReader, after: npt.NDArray[np.uint8]) -> EncodedDelta | None:
-    """One delta that does what `first` and then `second` do, made without the base.
-
-    Steps of both are added, those that cancel disappear; a unit that is full in one of them is full. It is written
-    in the plain mode.
-
-    Args:
-        first: a delta.
-        second: one that starts from what the first ends in.
-        after: the source's bytes after both, as `new` of `encode_delta`.
-
-    Returns:
-        None where a unit of the small mode meets another change: its positions are known only beside its base.
-
-    Raises:
-        InvalidRequestError: `second` does not start where `first` ends, or they are of other units.
-        DeltaFormatError: a payload is damaged.
-    """
-    started = time.perf_counter()
-    if first.units != second.units or (first.result is not None and first.result != second.base):
-        raise InvalidRequestError("a delta follows another where it starts from what that one ends in")
-    coding()
-    payloads = map_all(lambda index: _compose_unit(first, second, index, after), range(len(first.units)))
-    found = [payload for payload in payloads if payload is not None]
-    if len(found) < len(payloads):
-        return None
-    seconds = time.perf_counter() - started
-    return EncodedDelta(first.units, found, base=first.base, result=second.result, seconds=seconds)
-
-
 def _encode_unit(
     old: npt.NDArray[np.uint8],
     new: npt.NDArray[np.uint8],
     unit: Unit,
     costs: CostModel,
-    mode: Mode,
     room: npt.NDArray[np.uint8],
     search: Search | None,
 ) -> Payload:
@@ -205,22 +170,9 @@ def _encode_unit(
     number = len(positions)
     if not number:
         return delta_planes.payload(Form.UNCHANGED, ())
-    payload: Payload | None = None
-    estimate = costs.planes_bytes(unit, number)
-    if mode != "exponent":
-        payload = delta_planes.planes_payload(unit, new, positions, steps)
-        costs.observe_encode(Work.SPARSE, number, time.thread_time() - started)
-        costs.observe_planes(unit, number, payload.entry.nbytes)
-        estimate = payload.entry.nbytes
-    if payload is None or (mode == "auto" and costs.prefers_exponent(unit, number, payload.entry.nbytes)):
-        from weightsync.codec.delta_exponent import exponent_payload
-
-        started = time.thread_time()
-        smaller = exponent_payload(unit, old, new, positions, steps)
-        costs.observe_encode(Work.EXPONENT, unit.nbytes, time.thread_time() - started)
-        costs.observe_exponent(round(estimate), smaller.entry.nbytes)
-        if payload is None or smaller.entry.nbytes < payload.entry.nbytes:
-            payload = smaller
+    payload = delta_planes.planes_payload(unit, new, positions, steps)
+    costs.observe_encode(Work.SPARSE, number, time.thread_time() - started)
+    costs.observe_planes(unit, number, payload.entry.nbytes)
     return _encode_full(new, unit, costs) if costs.prefers_full(unit, number, payload.entry.nbytes) else payload
 
 
@@ -238,45 +190,16 @@ def _encode_full(new: npt.NDArray[np.uint8], unit: Unit, costs: CostModel) -> Pa
     return payload
 
 
-def _compose_unit(first: DeltaReader, second: DeltaReader, index: int, after: npt.NDArray[np.uint8]) -> Payload | None:
-    from weightsync.codec import delta_planes
-
-    unit = first.units[index]
-    forms = (first.form(index), second.form(index))
-    if Form.UNCHANGED in forms or forms[1].is_full:
-        reader = first if forms[1] is Form.UNCHANGED else second
-        body = reader.payload(index)
-        delta_planes.pieces_of(reader.entry(index), body)
-        return delta_planes.Payload(reader.entry(index), (bytes(body),))
-    if forms[0].is_full:
-        bytes_between = delta_planes.read_full(unit, first.entry(index), first.payload(index)).copy()
-        change = second.decode(index, bytes_between)
-        assert change is not None
-        change.apply(bytes_between)
-        full = delta_planes.full_payload if forms[0] is Form.FULL else delta_planes.packed_payload
-        return full(unit, bytes_between)
-    if Form.EXPONENT in forms:
-        return None
-    nothing = np.empty(0, np.uint8)
-    positions, steps = delta_planes.added(unit, first.steps(index, nothing), second.steps(index, nothing))
-    if not len(positions):
-        return delta_planes.payload(Form.UNCHANGED, ())
-    return delta_planes.planes_payload(unit, after[unit.start : unit.end], positions, steps)
-
-
 def _check_request(
     old: npt.NDArray[np.uint8],
     new: npt.NDArray[np.uint8],
     units: Sequence[Unit],
-    mode: str,
     base: bytes,
     result: bytes | None,
 ) -> None:
     for data in (old, new):
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous or len(data) != len(old):
             raise InvalidRequestError("a delta is made of two equally long, contiguous arrays of bytes")
-    if mode not in ("auto", "planes", "exponent"):
-        raise InvalidRequestError(f"{mode!r} is no mode of a delta: auto, planes or exponent")
     if len(base) != 16 or (result is not None and len(result) != 16):
         raise InvalidRequestError("base and result of a delta are 16 bytes each")
     end = 0
@@ -287,30 +210,11 @@ def _check_request(
         end = unit.end
 
 
-__all__ = [
-    "UNIT_BYTES",
-    "CostModel",
-    "DeltaReader",
-    "ElementKind",
-    "EncodedDelta",
-    "Form",
-    "Mode",
-    "Search",
-    "Unit",
-    "UnitChange",
-    "UnitStats",
-    "compose",
-    "encode_delta",
-    "plan_units",
-    "warm_up",
-]
-
-
 def warm_up() -> None:
-    """Loads the compiled kernels of both modes, once a process: half a second, and where no cache on disk has them some
+    """Loads the compiled kernels, once a process: half a second, and where no cache on disk has them some
     12 seconds, which whoever first encodes or decodes would pay otherwise.
 
     Raises:
         ImportError: numba or zstandard is not installed.
     """
-    from weightsync.codec import delta_exponent, delta_planes  # noqa: F401
+    from weightsync.codec import delta_planes  # noqa: F401

@@ -28,15 +28,12 @@ class Work(enum.StrEnum):
     """Copies of whole units; an amount is bytes."""
     PACKED = "packed"
     """Whole units through zstd; bytes."""
-    EXPONENT = "exponent"
-    """The walk over a unit's old elements and the coding of its changes; bytes of the unit."""
 
 
 _START_S: dict[Work, tuple[float, float, float]] = {
     Work.SPARSE: (6e-9, 14e-9, 1e6),
     Work.FULL: (0.15e-9, 0.15e-9, 64e6),
     Work.PACKED: (2.6e-9, 1.3e-9, 64e6),
-    Work.EXPONENT: (0.7e-9, 1.2e-9, 64e6),
 }
 """Seconds a piece of encoding and of decoding, and how many pieces that start value counts for. Measured on one core
 of an AMD EPYC (Zen 4) at 2.6 GHz."""
@@ -45,7 +42,6 @@ _START_LINK = (1e9, 256e6)
 _START_STEP_BITS = {1: 1.6, 2: 1.6, 4: 12.0, 8: 30.0}
 """Bits of a step on top of its gap's entropy, by an element's bytes."""
 _START_PACKED_RATIO = {1: 0.95, 2: 0.69, 4: 0.84, 8: 0.88}
-_START_EXPONENT_RATIO = 0.72
 
 
 class _Rate:
@@ -72,9 +68,6 @@ class CostModel:
 
     Args:
         link_bytes_per_s: bytes a second that one receiver gets.
-        sparse_s_per_element: CPU seconds a changed element, encoding and decoding.
-        full_s_per_byte: CPU seconds a byte of a full unit, likewise; `packed_s_per_byte` of one through zstd.
-        exponent_s_per_byte: CPU seconds a byte of a unit in the small mode, likewise.
         num_cores: cores that code at the same time; those of this process where it is None.
         fixed: keep these values and observe nothing, so that equal bytes give equal deltas.
 
@@ -86,65 +79,28 @@ class CostModel:
         self,
         *,
         link_bytes_per_s: float | None = None,
-        sparse_s_per_element: float | None = None,
-        full_s_per_byte: float | None = None,
-        packed_s_per_byte: float | None = None,
-        exponent_s_per_byte: float | None = None,
         num_cores: int | None = None,
         fixed: bool = False,
     ) -> None:
-        given = {
-            Work.SPARSE: sparse_s_per_element,
-            Work.FULL: full_s_per_byte,
-            Work.PACKED: packed_s_per_byte,
-            Work.EXPONENT: exponent_s_per_byte,
-        }
-        rates = [link_bytes_per_s, num_cores, *given.values()]
-        if any(rate is not None and not (0 < rate < math.inf) for rate in rates):
+        if any(rate is not None and not (0 < rate < math.inf) for rate in (link_bytes_per_s, num_cores)):
             raise InvalidRequestError("a cost model's rates lie above 0")
         self._lock = threading.Lock()
         self._fixed = fixed
         self._num_cores = num_cores or num_workers()
-        self._encode, self._decode = {}, {}
-        for work, (encode_s, decode_s, weight) in _START_S.items():
-            wanted = given[work]
-            scale = 1.0 if wanted is None else wanted / (encode_s + decode_s)
-            self._encode[work] = _Rate(encode_s * scale, weight)
-            self._decode[work] = _Rate(decode_s * scale, weight)
+        self._encode = {work: _Rate(encode_s, weight) for work, (encode_s, _, weight) in _START_S.items()}
         speed, weight = _START_LINK
         self._link = _Rate(1.0 / (link_bytes_per_s or speed), weight)
         self._step_bits = {width: _Rate(bits, 1e6) for width, bits in _START_STEP_BITS.items()}
         self._packed_ratio = {width: _Rate(ratio, 64e6) for width, ratio in _START_PACKED_RATIO.items()}
-        self._exponent_ratio = _Rate(_START_EXPONENT_RATIO, 1e6)
 
     @property
     def link_bytes_per_s(self) -> float:
         """What a receiver gets a second."""
         return 1.0 / self._link.value
 
-    @property
-    def sparse_s_per_element(self) -> float:
-        """CPU seconds of encoding and decoding a changed element."""
-        return self.seconds(Work.SPARSE)
-
-    @property
-    def full_s_per_byte(self) -> float:
-        """CPU seconds of encoding and decoding a byte of a full unit."""
-        return self.seconds(Work.FULL)
-
-    @property
-    def packed_s_per_byte(self) -> float:
-        """Likewise of a full unit through zstd."""
-        return self.seconds(Work.PACKED)
-
-    @property
-    def exponent_s_per_byte(self) -> float:
-        """CPU seconds of encoding and decoding a byte of a unit in the small mode."""
-        return self.seconds(Work.EXPONENT)
-
     def seconds(self, work: Work) -> float:
         """CPU seconds of encoding and decoding a piece of `work`."""
-        return self._encode[work].value + self._decode[work].value
+        return self._encode[work].value + _START_S[work][1]
 
     def observe_link(self, nbytes: int, seconds: float) -> None:
         """`nbytes` took `seconds` until one receiver had them all."""
@@ -154,10 +110,6 @@ class CostModel:
         """Encoding `amount` pieces took one thread `seconds` of CPU time."""
         self._observe(self._encode[work], amount, seconds)
 
-    def observe_decode(self, work: Work, amount: int, seconds: float) -> None:
-        """Decoding `amount` pieces took one thread `seconds` of CPU time."""
-        self._observe(self._decode[work], amount, seconds)
-
     def observe_planes(self, unit: Unit, num_changed: int, nbytes: int) -> None:
         """`num_changed` elements of `unit` became planes of `nbytes`."""
         bits = max(0.01 * num_changed, 8 * nbytes - _gap_bits(unit.num_elements, num_changed))
@@ -166,10 +118,6 @@ class CostModel:
     def observe_packed(self, unit: Unit, nbytes: int) -> None:
         """`unit` became `nbytes` through zstd."""
         self._observe(self._packed_ratio[unit.kind.width_bytes], unit.nbytes, nbytes)
-
-    def observe_exponent(self, planes_bytes: int, nbytes: int) -> None:
-        """What would have been (or was) `planes_bytes` of planes is `nbytes` in the small mode."""
-        self._observe(self._exponent_ratio, planes_bytes, nbytes)
 
     def planes_s(self, unit: Unit, num_changed: int) -> float:
         """Estimated seconds of `num_changed` elements of `unit` as planes."""
@@ -203,12 +151,6 @@ class CostModel:
     def prefers_full(self, unit: Unit, num_changed: int, nbytes: int) -> bool:
         """Whether the whole `unit` is better after all, now that its changes are known to have `nbytes`."""
         return nbytes >= unit.nbytes or self.full_s(unit) < self._total_s(nbytes, Work.SPARSE, num_changed)
-
-    def prefers_exponent(self, unit: Unit, num_changed: int, planes_bytes: int) -> bool:
-        """Whether the small mode is worth its walk, for changes that have `planes_bytes` as planes."""
-        ratio = self._exponent_ratio.value
-        small_s = self._total_s(planes_bytes * ratio, Work.EXPONENT, unit.nbytes)
-        return small_s < self._total_s(planes_bytes, Work.SPARSE, num_changed)
 
     def _full_s(self, unit: Unit) -> float:
         return self._total_s(unit.nbytes, Work.FULL, unit.nbytes)

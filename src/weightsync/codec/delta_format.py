@@ -28,11 +28,10 @@ _MAX_UNITS = 1 << 24
 
 
 class Form(enum.IntEnum):
-    """How a unit's change is written."""
+    """How a unit's change is written. 2 was a form of earlier releases; like any unknown number it is refused."""
 
     UNCHANGED = 0
     PLANES = 1
-    EXPONENT = 2
     FULL = 3
     """The unit's new bytes as they are."""
     PACKED = 4
@@ -60,8 +59,8 @@ class Entry:
         lengths: bytes of the four pieces of its payload, in order.
         raw_lengths: bytes of the third and of the fourth piece, unpacked.
         checksum: XXH3-64 of its payload.
-        values: `delta_kernels.sum_values` of the elements after the change (`PLANES` and `EXPONENT`, else 0): what
-            tells that the old bytes were the right ones.
+        values: `delta_kernels.sum_values` of the elements after the change (`PLANES`, else 0): what tells that the old
+            bytes were the right ones.
     """
 
     form: Form
@@ -166,7 +165,9 @@ def _entry(index: int, unit: Unit, fields: tuple[int, ...]) -> Entry:
             values=fields[14],
         )
     except ValueError:
-        raise DeltaFormatError(f"unit {index} of a delta has form {form}, which is unknown", unit=index) from None
+        raise DeltaFormatError(
+            f"unit {index} of a delta has form {form}, which this library does not read", unit=index
+        ) from None
     if not _is_possible(unit, entry):
         raise DeltaFormatError(f"unit {index} of a delta has numbers that can't go with its form", unit=index)
     return entry
@@ -176,9 +177,7 @@ def _is_possible(unit: Unit, entry: Entry) -> bool:
     """Whether a reader may make room for what the entry says: never more than the unit's elements allow."""
     number, bits = entry.num_changed, entry.gap_bits + entry.step_bits
     lengths, raw = entry.lengths, entry.raw_lengths
-    if entry.form is not Form.PLANES and bits:
-        return False
-    if entry.form not in (Form.PLANES, Form.EXPONENT) and entry.values:
+    if entry.form is not Form.PLANES and (bits or entry.values):
         return False
     if entry.form is Form.UNCHANGED:
         return number == 0 and not any(lengths) and not any(raw)
@@ -188,8 +187,6 @@ def _is_possible(unit: Unit, entry: Entry) -> bool:
         return number == unit.num_elements and lengths[0] > 0 and not any(lengths[1:]) and not any(raw)
     if not 1 <= number <= unit.num_elements:
         return False
-    if entry.form is Form.EXPONENT:
-        return 0 < raw[0] <= MAX_MODEL_BYTES and not lengths[3] and not raw[1] and lengths[1] % 2 == 0
     fits = entry.gap_bits <= 8 and entry.step_bits <= MAX_STEP_BITS[unit.kind.width_bytes]
     fits = fits and lengths[0] == -(-number * bits // 8) and lengths[1] > 0
     fits = fits and (lengths[2] > 0) == (raw[0] > 0) and (lengths[3] > 0) == (raw[1] > 0)
@@ -199,7 +196,3 @@ def _is_possible(unit: Unit, entry: Entry) -> bool:
 def varint_bytes(unit: Unit) -> int:
     """Bytes of the longest escaped step of the unit's kind."""
     return -(-unit.kind.width_bytes * 8 // 7)
-
-
-MAX_MODEL_BYTES = 1 + 256 + 64 * (4 + 2 * (2 + 2 * 256))
-"""Bytes of the largest model of the form `EXPONENT`: 64 classes, two tables of 256 frequencies each."""

@@ -1,4 +1,4 @@
-"""The compiled loops of the delta codec's plain mode. Importing this module imports numba and compiles.
+"""The compiled loops of the delta codec. Importing this module imports numba and compiles.
 
 Everything here is serial, releases the GIL and shares nothing, so `codec.threads` runs several at once. The format
 that these loops write and read is docs/delta-format.md.
@@ -8,8 +8,6 @@ Elements are the bits of `old` and `new`, bytes of any alignment; `bits` is an e
 (numba turns uint64 with int64 into float64: every literal is cast.)
 
 Readers trust nothing: every index is checked before it is used, and what does not fit ends with `BAD`.
-
-Over 400 lines: writers and readers of one format, which inline the same small functions.
 """
 
 from __future__ import annotations
@@ -20,15 +18,7 @@ from typing import Any
 import numpy as np
 from numba import int64, types, uint8, uint32, uint64
 
-from weightsync.codec.delta_intrinsics import (
-    WORDS,
-    differing,
-    highest_bit,
-    load,
-    lowest_bit,
-    prefetch,
-    store,
-)
+from weightsync.codec.delta_intrinsics import WORDS, differing, highest_bit, load, lowest_bit, prefetch, store
 from weightsync.compiled import compiled, inlined, read_only, writable
 
 BAD = -1
@@ -431,45 +421,6 @@ def put_elements(memory: Any, positions: Any, values: Any, width: Any) -> Any:
             return int64(BAD)
         store(memory, place * width, values[index])
     return int64(0)
-
-
-@compiled(
-    *(int64(*(read_only(uint32), read_only(word)) * 2, uint64, writable(uint32), writable(word)) for word in WORDS)
-)
-def add_steps(
-    first_positions: Any, first_steps: Any, positions: Any, steps: Any, bits: Any, out_positions: Any, out_steps: Any
-) -> Any:
-    """Two changes, one after the other, as one: positions of both, steps added, those that cancel left out.
-
-    Returns:
-        How many are left; there has to be room for the union of both.
-    """
-    top = uint64(bits) - _1
-    most = ones(bits)
-    count = int64(0)
-    left = int64(0)
-    right = int64(0)
-    while left < len(first_positions) or right < len(positions):
-        place = int64(0xFFFFFFFF + 1)
-        if left < len(first_positions):
-            place = int64(first_positions[left])
-        if right < len(positions):
-            place = min(place, int64(positions[right]))
-        change = _0
-        if left < len(first_positions) and int64(first_positions[left]) == place:
-            step = uint64(first_steps[left])
-            change += (step >> _1) ^ (_0 - (step & _1))
-            left += 1
-        if right < len(positions) and int64(positions[right]) == place:
-            step = uint64(steps[right])
-            change += (step >> _1) ^ (_0 - (step & _1))
-            right += 1
-        change &= most
-        if change != _0:
-            out_positions[count] = place
-            out_steps[count] = ((change << _1) & most) ^ ((_0 - (change >> top)) & most)
-            count += 1
-    return count
 
 
 @compiled(types.void(_BYTES, _OUT, int64))

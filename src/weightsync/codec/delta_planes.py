@@ -1,4 +1,4 @@
-"""One unit in the forms of the plain mode: planes, full and packed. docs/delta-format.md has the bytes."""
+"""One unit in each of its forms: planes, full and packed. docs/delta-format.md has the bytes."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def planes_payload(unit: Unit, new: Bytes, positions: Positions, steps: Words) -
         gap_bits=gap_bits,
         step_bits=step_bits,
         raw_lengths=(num_gaps, num_rest),
-        values=sum_at(unit, new, positions),
+        values=_sum_at(unit, new, positions),
     )
 
 
-def sum_at(unit: Unit, new: Bytes, positions: Positions) -> int:
+def _sum_at(unit: Unit, new: Bytes, positions: Positions) -> int:
     """What an entry tells of the elements at these positions."""
     return int(kernels.sum_values_at(new, positions, np.empty(0, unit.kind.word), unit.kind.width_bytes))
 
@@ -184,14 +184,6 @@ def read_planes(unit: Unit, entry: Entry, body: memoryview) -> tuple[Positions, 
     if found == kernels.BAD:
         raise DeltaFormatError("a unit of a delta has changes that its elements can't have")
     return positions, steps
-
-
-def added(unit: Unit, first: tuple[Positions, Words], second: tuple[Positions, Words]) -> tuple[Positions, Words]:
-    """Positions and steps of two changes of a unit, one after the other."""
-    room = min(len(first[0]) + len(second[0]), unit.num_elements)
-    positions, steps = np.empty(room, np.uint32), np.empty(room, unit.kind.word)
-    number = kernels.add_steps(*first, *second, shape_of(unit)[0], positions, steps)
-    return positions[:number], steps[:number]
 
 
 def read_full(unit: Unit, entry: Entry, body: memoryview) -> Bytes:

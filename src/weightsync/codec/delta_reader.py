@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
@@ -12,10 +12,13 @@ import numpy.typing as npt
 
 from weightsync.codec.delta_format import Entry, Form, head_bytes, read_head
 from weightsync.codec.delta_units import Unit
-from weightsync.errors import DeltaFormatError, InvalidRequestError, MissingDependencyError, StateError
+from weightsync.errors import DeltaFormatError, InvalidRequestError, StateError
+from weightsync.many import loops
 
 Steps: TypeAlias = tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]
 """Positions and zigzag steps of a unit."""
+
+coding = functools.partial(loops, "weightsync.codec.delta_planes", needs="deltas need numba and zstandard")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,11 +38,6 @@ class UnitChange:
     positions: npt.NDArray[np.uint32] | None
     old: npt.NDArray[Any] | None
     new: npt.NDArray[Any]
-
-    @property
-    def num_written(self) -> int:
-        """Elements that `apply` writes."""
-        return len(self.new)
 
     def apply(self, memory: npt.NDArray[np.uint8]) -> None:
         """Writes the new elements.
@@ -143,7 +141,7 @@ class DeltaReader:
             new = planes.read_full(unit, entry, self.payload(index))
             kept = old.copy().view(unit.kind.word) if keep_old else None
             return UnitChange(unit=unit, positions=None, old=kept, new=new.view(unit.kind.word))
-        positions, values = self.steps(index, old)
+        positions, values = self.steps(index)
         was = np.empty(len(positions), unit.kind.word)
         bits, flips = planes.shape_of(unit)
         if planes.kernels.take_steps(old, positions, values, was, bits, flips) == planes.kernels.BAD:
@@ -152,35 +150,19 @@ class DeltaReader:
             raise DeltaFormatError("the old bytes of a unit are not those that its delta was made from")
         return UnitChange(unit=unit, positions=positions, old=was, new=values)
 
-    def steps(self, index: int, old: npt.NDArray[np.uint8]) -> Steps:
-        """Positions and steps of a unit in the form `PLANES` (which does not look at `old`) or `EXPONENT`."""
+    def steps(self, index: int) -> Steps:
+        """Positions and steps of a unit in the form `PLANES`.
+
+        Raises:
+            InvalidRequestError: it is of another form.
+            DeltaFormatError: the payload is damaged.
+        """
         unit, entry = self.units[index], self._entries[index]
-        if entry.form is Form.PLANES:
-            return cast(Steps, coding().read_planes(unit, entry, self.payload(index)))
-        if entry.form is not Form.EXPONENT:
+        if entry.form is not Form.PLANES:
             raise InvalidRequestError(f"a unit of form {entry.form.name.lower()} has no steps")
-        from weightsync.codec.delta_exponent import read_exponent
-
-        return read_exponent(unit, entry, self.payload(index), old)
-
-
-def coding() -> Any:
-    """`codec.delta_planes`, imported at first use: numba takes a second that most processes need not pay.
-
-    Raises:
-        MissingDependencyError: numba or zstandard is not installed.
-    """
-    try:
-        return importlib.import_module("weightsync.codec.delta_planes")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"deltas need numba and zstandard: pip install 'weightsync[torch]' ({error})"
-        ) from error
+        return cast(Steps, coding().read_planes(unit, entry, self.payload(index)))
 
 
 def _check_bytes(memory: npt.NDArray[np.uint8], unit: Unit) -> None:
     if memory.dtype != np.uint8 or memory.shape != (unit.nbytes,) or not memory.flags.c_contiguous:
         raise InvalidRequestError(f"a unit of {unit.nbytes} bytes needs that many, contiguous, as uint8")
-
-
-__all__ = ["DeltaReader", "UnitChange"]

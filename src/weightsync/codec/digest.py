@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
@@ -20,33 +20,27 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from weightsync.codec.tensor_digest import PIECE_BYTES, SMALL_BYTES, cut_out, host_bytes
 from weightsync.codec.threads import map_all, num_workers
-from weightsync.errors import InvalidRequestError, ManifestMismatchError, MissingDependencyError
-from weightsync.many import Int64s, addresses, are_plain, check_addresses, copy_runs, sizes_bytes
+from weightsync.errors import InvalidRequestError, ManifestMismatchError
+from weightsync.many import Int64s, addresses, are_plain, check_addresses, loops, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
-from weightsync.tensors import byte_array, byte_view, torch_dtype
+from weightsync.tensors import byte_view, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
 from weightsync.types.manifest import MODEL_DIGEST_PREFIX, check_model_digest
-from weightsync.types.table import DIGEST_BYTES, TensorTable, packed_digest, written_digest
-
-PIECE_BYTES = 16 << 20
-"""What one thread copies at a time where a tensor is not contiguous host memory: the bound on extra memory."""
-
-_SMALL_BYTES = 1 << 20
-"""Work below this is not worth another thread."""
-
-_GATHERED = 64
-"""From so many small tensors on it is worth a compiled loop to lay them side by side."""
+from weightsync.types.table import TensorTable
 
 _MANY_BYTES = 256 << 10
-"""Tensors of at most so many bytes are summed by the batch."""
+"""Tensors of at most so many bytes are summed by the batch; any that the caller has together."""
 
 _BATCH_BYTES = 16 << 20
 _BATCH_TENSORS = 8192
 _RUN_TENSORS = 1024
-"""What one thread sums at a time of a batch."""
+_RUN_BYTES = 4 << 20
+"""What one thread sums at a time of a batch: at most so many tensors, and twice so many bytes."""
 
 _MASK = (1 << 64) - 1
+kernels = functools.partial(loops, "weightsync.codec.kernels", needs="the model digest needs numba")
 _keys_of = attrgetter("key_1", "key_2")
 _NARROW: dict[int, tuple[npt.DTypeLike, int]] = {1: (np.uint8, 3), 2: (np.uint16, 2), 4: (np.uint32, 1)}
 """Element bytes -> (numpy dtype, log2 of the elements in a word)."""
@@ -78,79 +72,6 @@ class ShardSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return cls(lane_a=0, lane_b=0)
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's bytes in row-major order, whatever its strides and device, on the caller's thread.
-
-    Name, dtype and shape are not part of it. It reads memory at its own speed and releases the GIL; a tensor
-    that is not contiguous host memory is copied in pieces of `PIECE_BYTES`.
-
-    Returns:
-        "xxh3:" and the 32 hex digits of XXH3-128 with seed 0.
-    """
-    if _is_plain(tensor):
-        return f"xxh3:{xxhash.xxh3_128_hexdigest(byte_array(tensor).data)}"
-    state = xxhash.xxh3_128()
-    for block in split_box(whole_box(tuple(tensor.shape)), PIECE_BYTES // tensor.element_size()):
-        state.update(_host_bytes(_cut(tensor, block)).data)
-    return f"xxh3:{state.hexdigest()}"
-
-
-def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """`tensor_digest` of each, by name, in the mapping's order, on all cores."""
-    packed = packed_digests(list(tensors.values()))
-    return {name: written_digest(packed, index) for index, name in enumerate(tensors)}
-
-
-def packed_digests(tensors: Sequence[torch.Tensor]) -> bytes:
-    """The 16 bytes of `tensor_digest` of each, one behind the other, on all cores."""
-    large = [index for index, tensor in enumerate(tensors) if tensor.nbytes > _SMALL_BYTES]
-    if not large:
-        return b"".join(map_all(_digests_of_small, _batches(tensors)))
-    found = {
-        index: packed_digest(digest)
-        for index, digest in zip(
-            sorted(large, key=lambda index: -tensors[index].nbytes),
-            map_all(tensor_digest, sorted((tensors[index] for index in large), key=lambda tensor: -tensor.nbytes)),
-            strict=True,
-        )
-    }
-    small = [index for index in range(len(tensors)) if index not in found]
-    packed = b"".join(map_all(_digests_of_small, _batches([tensors[index] for index in small])))
-    for place, index in enumerate(small):
-        found[index] = packed[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)]
-    return b"".join([found[index] for index in range(len(tensors))])
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-    """Consecutive ones, of so many bytes together that a thread is worth it."""
-    batch: list[torch.Tensor] = []
-    room_bytes = _SMALL_BYTES
-    for tensor in tensors:
-        batch.append(tensor)
-        room_bytes -= tensor.nbytes
-        if room_bytes <= 0:
-            yield batch
-            batch, room_bytes = [], _SMALL_BYTES
-    if batch:
-        yield batch
-
-
-def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
-    """`packed_digests` on the caller's thread: gathered by one compiled loop, so that none of them needs a view."""
-    if len(tensors) < _GATHERED or not are_plain(tensors):
-        return b"".join([packed_digest(tensor_digest(tensor)) for tensor in tensors])
-    sizes = sizes_bytes(tensors)
-    ends = np.cumsum(sizes)
-    gathered = np.empty(int(ends[-1]), np.uint8)
-    copy_runs(gathered.ctypes.data + ends - sizes, addresses(tensors), sizes)
-    memory, digest, start = gathered.data, xxhash.xxh3_128_digest, 0
-    found = []
-    for end in ends.tolist():
-        found.append(digest(memory[start:end]))
-        start = end
-    return b"".join(found)
-
-
 def shard_sum(held: HeldTensor) -> ShardSum:
     """What one held part adds to the model's digest, on all cores; of a GPU's tensor on that GPU, where it can be.
 
@@ -174,23 +95,25 @@ def shard_sum(held: HeldTensor) -> ShardSum:
     def one(block: Box) -> tuple[int, int]:
         run_elements, offsets = box_runs(spec.shape, block)
         if tensor.is_cuda and len(offsets) == 1:
-            there = byte_view(_cut(tensor, block, origin=box.offset).resolve_conj().resolve_neg().contiguous())
+            there = byte_view(cut_out(tensor, block, origin=box.offset).resolve_conj().resolve_neg().contiguous())
             place = int(offsets[0]) * size_bytes
             return _on_device(there, place, seeds.key_1, seeds.key_2)
-        data = _host_bytes(_cut(tensor, block, origin=box.offset))
-        lanes = _kernels().runs_sum(data, run_elements * size_bytes, offsets * size_bytes, seeds.key_1, seeds.key_2)
+        data = host_bytes(cut_out(tensor, block, origin=box.offset))
+        lanes = kernels().runs_sum(data, run_elements * size_bytes, offsets * size_bytes, seeds.key_1, seeds.key_2)
         return cast(tuple[int, int], lanes)
 
-    piece_bytes = min(PIECE_BYTES, max(_SMALL_BYTES, -(-box.numel * size_bytes // num_workers())))
+    piece_bytes = min(PIECE_BYTES, max(SMALL_BYTES, -(-box.numel * size_bytes // num_workers())))
     return _added(map_all(one, split_box(box, piece_bytes // size_bytes)))
 
 
-def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None) -> ShardSum:
+def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None, *, together: bool = False) -> ShardSum:
     """The sum of `shard_sum` of each, on all cores.
 
     Args:
         held: taken one after the other; small ones are held until there are many, at most 16 MiB of them together.
         table: has the specs of all of them; what is derived from a name is then kept there.
+        together: whether the caller has all of them in memory anyway. Large ones too are then held until there are
+            many, and cores need not wait for each other after every tensor.
 
     Raises:
         ManifestMismatchError: a tensor is not of its spec's dtype or its box's shape.
@@ -200,12 +123,12 @@ def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None) -> 
     batch_bytes = 0
     for each in held:
         num_bytes = each.tensor.nbytes
-        if each.box is not None or num_bytes > _MANY_BYTES:
+        if each.box is not None or (num_bytes > _MANY_BYTES and not (together and are_plain((each.tensor,)))):
             total += shard_sum(each)
             continue
         batch.append(each)
         batch_bytes += num_bytes
-        if batch_bytes > _BATCH_BYTES or len(batch) == _BATCH_TENSORS:
+        if (batch_bytes > _BATCH_BYTES and not together) or len(batch) == _BATCH_TENSORS:
             total += _batch_sum(batch, table)
             batch, batch_bytes = [], 0
     return total + _batch_sum(batch, table)
@@ -252,12 +175,24 @@ def sum_of_runs(
         UnsupportedError: as for `check_addresses`.
     """
     check_addresses(addresses, sizes)
+    if int(sizes.max(initial=0)) > _RUN_BYTES:  # a sum of a run is that of its pieces
+        num_pieces = np.maximum(1, -(-sizes // _RUN_BYTES))
+        of = np.repeat(np.arange(len(sizes)), num_pieces)
+        starts = _RUN_BYTES * (np.arange(len(of)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces))
+        addresses, places, keys_1, keys_2 = addresses[of] + starts, places[of] + starts, keys_1[of], keys_2[of]
+        sizes = np.minimum(sizes[of] - starts, _RUN_BYTES)
+    ends = np.cumsum(sizes)
+    cuts = {
+        *range(0, len(sizes), _RUN_TENSORS),
+        *np.searchsorted(ends, np.arange(_RUN_BYTES, int(sizes.sum()), _RUN_BYTES)).tolist(),
+        len(sizes),
+    }
 
     def run(cut: slice) -> tuple[int, int]:
-        lanes = _many_kernels().runs_of_many(addresses[cut], sizes[cut], places[cut], keys_1[cut], keys_2[cut])
+        lanes = kernels().runs_of_many(addresses[cut], sizes[cut], places[cut], keys_1[cut], keys_2[cut])
         return cast(tuple[int, int], lanes)
 
-    return _added(map_all(run, (slice(at, at + _RUN_TENSORS) for at in range(0, len(addresses), _RUN_TENSORS))))
+    return _added(map_all(run, (slice(start, end) for start, end in itertools.pairwise(sorted(cuts)))))
 
 
 def patch_sum(
@@ -279,16 +214,16 @@ def patch_sum(
     size_bytes = itemsize_bytes(spec.dtype)
     seeds = seeds_of(spec.name, spec.dtype, spec.shape)
     kind, number = _NARROW.get(size_bytes, (np.uint64, size_bytes // 8))
-    old, new = (np.require(_host_bytes(values).view(kind), requirements="A") for values in (old_values, new_values))
+    old, new = (np.require(host_bytes(values).view(kind), requirements="A") for values in (old_values, new_values))
     words_each = 1 if size_bytes in _NARROW else number
-    kernel = _kernels().patch_sum_narrow if size_bytes in _NARROW else _kernels().patch_sum_wide
+    kernel = kernels().patch_sum_narrow if size_bytes in _NARROW else kernels().patch_sum_wide
 
     def one(cut: slice) -> tuple[int, int]:
         items = slice(cut.start * words_each, cut.stop * words_each)
         lanes = kernel(where[cut], old[items], new[items], number, seeds.key_1, seeds.key_2)
         return cast(tuple[int, int], lanes)
 
-    step = max(_SMALL_BYTES // 8, -(-len(where) // num_workers()))
+    step = max(SMALL_BYTES // 8, -(-len(where) // num_workers()))
     return _added(map_all(one, (slice(start, min(start + step, len(where))) for start in range(0, len(where), step))))
 
 
@@ -306,9 +241,9 @@ def change_sum(
     seeds = seeds_of(spec.name, spec.dtype, spec.shape)
     if width_bytes in _NARROW:
         _, shift = _NARROW[width_bytes]
-        lanes = _kernels().patch_sum_narrow(places, old, new, shift, seeds.key_1, seeds.key_2)
+        lanes = kernels().patch_sum_narrow(places, old, new, shift, seeds.key_1, seeds.key_2)
     else:
-        lanes = _kernels().patch_sum_wide(places, old, new, 1, seeds.key_1, seeds.key_2)
+        lanes = kernels().patch_sum_wide(places, old, new, 1, seeds.key_1, seeds.key_2)
     return _added([lanes])
 
 
@@ -393,7 +328,7 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
 
     together = isinstance(held, Sequence)
     table = specs if isinstance(specs, TensorTable) else None
-    total = shard_sums(checked(), table) if together else sum(map(shard_sum, checked()), ShardSum.zero())
+    total = shard_sums(checked(), table, together=True) if together else sum(map(shard_sum, checked()), ShardSum.zero())
     for name, spec in by_name.items():
         if name in whole and name not in boxes:
             continue
@@ -405,8 +340,7 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
 
 def warm_up() -> None:
     """Loads the compiled kernels, once a process: about a second that the first sync would pay otherwise."""
-    _kernels()
-    _many_kernels()
+    kernels()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -440,21 +374,10 @@ def _seeds(name: str, dtype: str, shape: tuple[int, ...]) -> _Seeds:
 
 
 def _on_device(data: torch.Tensor, place: int, key_1: int, key_2: int) -> tuple[int, int]:
-    from weightsync.codec.device_digest import run_sum  # with numba, as `_kernels`
+    from weightsync.codec.device_digest import run_sum  # with numba, as `kernels`
 
     with torch.cuda.device(data.device):
         return run_sum(data, place, key_1, key_2)
-
-
-@functools.cache
-def _kernels() -> Any:
-    """`codec.kernels`, imported at first use: numba takes a second that most processes need not pay."""
-    try:
-        return importlib.import_module("weightsync.codec.kernels")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"the model digest needs numba: pip install 'weightsync[torch]' ({error})"
-        ) from error
 
 
 def lanes_of_whole(
@@ -462,40 +385,13 @@ def lanes_of_whole(
 ) -> tuple[int, int]:
     """As `sum_of_runs` of whole tensors, on the caller's thread alone, without the GIL."""
     check_addresses(addresses, sizes)
-    lanes = _many_kernels().runs_of_many(addresses, sizes, np.zeros(len(sizes), np.int64), keys_1, keys_2)
+    lanes = kernels().runs_of_many(addresses, sizes, np.zeros(len(sizes), np.int64), keys_1, keys_2)
     return cast(tuple[int, int], lanes)
-
-
-@functools.cache
-def _many_kernels() -> Any:
-    return importlib.import_module("weightsync.codec.many_kernels")
 
 
 def _added(lanes: Iterable[tuple[int, int]]) -> ShardSum:
     pairs = list(lanes)
     return ShardSum(lane_a=sum(a for a, _ in pairs) & _MASK, lane_b=sum(b for _, b in pairs) & _MASK)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _cut(tensor: torch.Tensor, block: Box, *, origin: tuple[int, ...] = ()) -> torch.Tensor:
-    """The block of a tensor that starts at `origin` (at 0 where it is not given); a view."""
-    starts = origin or (0,) * len(block.shape)
-    return tensor.detach()[
-        tuple(
-            slice(place - start, place - start + extent)
-            for place, start, extent in zip(block.offset, starts, block.shape, strict=True)
-        )
-    ]
-
-
-def _host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """A tensor's bytes in row-major order; a copy only where it is not plain already."""
-    if not _is_plain(tensor):
-        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return byte_array(tensor)
 
 
 def _checked_positions(
@@ -510,7 +406,7 @@ def _checked_positions(
                 f"{count} positions of {spec.dtype} don't go with {values.dtype} values of shape {tuple(values.shape)}",
                 parameter=spec.name,
             )
-    as_they_are = _host_bytes(positions).view(np.int64 if positions.dtype == torch.int64 else np.uint32)
+    as_they_are = host_bytes(positions).view(np.int64 if positions.dtype == torch.int64 else np.uint32)
     where: npt.NDArray[np.int64] = np.require(as_they_are, dtype=np.int64, requirements="A")
     rising = count == 0 or (where[0] >= 0 and bool((where[1:] > where[:-1]).all()))
     if not rising or (count and where[-1] >= whole_box(spec.shape).numel):

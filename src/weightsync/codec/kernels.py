@@ -46,15 +46,20 @@ WORD_KEYS_B = _word_keys(BLOCK_WORDS)
 """Of each word of a block: the key of its low digit in the low half, that of its high digit in the high half."""
 
 
-def _load_word(typing: Any, address: Any) -> Any:
-    """Intrinsic: the 8 bytes at a memory address as one little-endian uint64; any alignment."""
+def _load_word(typing: Any, address: Any, index: Any) -> Any:
+    """Intrinsic: word `index` of those from a memory address on, as one little-endian uint64; any alignment.
+
+    An address and an index, not their sum: the compiler sees then that the words of a loop lie side by side, and loads
+    several at once. Of a sum it sees addresses anywhere, and gathers them word by word.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = builder.load(builder.inttoptr(arguments[0], context.get_value_type(uint64).as_pointer()))
+        words = builder.inttoptr(arguments[0], context.get_value_type(uint64).as_pointer())
+        word = builder.load(builder.gep(words, [arguments[1]]))
         word.align = 1
         return word
 
-    return uint64(int64), generate
+    return uint64(int64, int64), generate
 
 
 def _load_byte(typing: Any, address: Any) -> Any:
@@ -83,7 +88,7 @@ def _prefetch(typing: Any, address: Any) -> Any:
 
 
 prefetch = cast(Callable[[int], None], intrinsic(_prefetch))
-load_word = cast(Callable[[int], Any], intrinsic(_load_word))
+load_word = cast(Callable[[int, int], Any], intrinsic(_load_word))
 load_byte = cast(Callable[[int], Any], intrinsic(_load_byte))
 
 
@@ -139,10 +144,11 @@ def run_sum(address: Any, num_bytes: Any, place: Any, key_1: Any, key_2: Any) ->
         num_words = (stop - address) >> 3
         for line in range(stop + _BLOCK_BYTES, min(end, stop + 2 * _BLOCK_BYTES), _LINE_BYTES):
             prefetch(line)  # the block after the next: without this the loop waits for memory half of its time
+        first = uint64(word)  # an index without a sign can't mean "from the end": key by key the compiler would look
         for step in range(num_words):
-            bits = load_word(address + 8 * step)
-            sum_a += _times(bits, WORD_KEYS_A[word + step])
-            sum_b += _times(bits, WORD_KEYS_B[word + step])
+            bits = load_word(address, step)
+            sum_a += _times(bits, WORD_KEYS_A[first + uint64(step)])
+            sum_b += _times(bits, WORD_KEYS_B[first + uint64(step)])
         address += 8 * num_words
         if address < stop:  # the tail
             bits = _part_of_word(address, stop - address, 0)
@@ -216,4 +222,18 @@ def patch_sum_wide(positions: Any, old: Any, new: Any, words_each: Any, key_1: A
             at = word & (BLOCK_WORDS - 1)
             a += (_times(now, WORD_KEYS_A[at]) - _times(was, WORD_KEYS_A[at])) * _block_key(block, key_1)
             b += (_times(now, WORD_KEYS_B[at]) - _times(was, WORD_KEYS_B[at])) * _block_key(block, key_2)
+    return a, b
+
+
+@compiled(_LANES(read_only(int64), read_only(int64), read_only(int64), read_only(uint64), read_only(uint64)))
+def runs_of_many(addresses: Any, sizes: Any, places: Any, keys_1: Any, keys_2: Any) -> Any:
+    """Both lanes of many runs, each of a tensor with keys of its own: `sizes[i]` bytes at `addresses[i]`, which lie at
+    byte `places[i]` of their tensor.
+    """
+    a = uint64(0)
+    b = uint64(0)
+    for index in range(len(addresses)):
+        one_a, one_b = run_sum(addresses[index], sizes[index], places[index], keys_1[index], keys_2[index])
+        a += one_a
+        b += one_b
     return a, b

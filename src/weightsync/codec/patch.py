@@ -8,7 +8,7 @@ other, so a parameter may be called whatever it likes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -20,7 +20,7 @@ from weightsync.types import (
     Manifest,
     Patch,
     PatchWeightUpdateRequest,
-    TensorSpec,
+    TensorTable,
     Update,
 )
 from weightsync.types.requests import MAX_PATCHED_ELEMENTS
@@ -34,7 +34,7 @@ class PatchDecoder(Decoder):
     def __init__(self) -> None:
         self._received: set[str] = set()
 
-    def check_announced(self, request: AnyUpdateRequest, expected: Mapping[str, TensorSpec]) -> None:
+    def check_announced(self, request: AnyUpdateRequest, expected: TensorTable) -> None:
         """See `Decoder.check_announced`.
 
         Raises:
@@ -47,7 +47,7 @@ class PatchDecoder(Decoder):
         if len(tensors) % 2:
             raise InvalidRequestError("a session on a base takes patches alone: positions and values come in pairs")
         for (where, where_dtype, where_shape), (what, dtype, shape) in zip(tensors[::2], tensors[1::2], strict=True):
-            spec = expected.get(where.removesuffix(POSITIONS))
+            spec = expected.by_name.get(where.removesuffix(POSITIONS))
             if not where.endswith(POSITIONS) or what != where.removesuffix(POSITIONS) + VALUES:
                 raise InvalidRequestError("a session on a base takes patches alone, this is none", parameter=where)
             if spec is None:

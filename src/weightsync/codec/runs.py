@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from weightsync.codec.digest import ShardSum, keys_of, shard_sum
-from weightsync.codec.threads import map_all
+from weightsync.codec.digest import ShardSum, kernels, keys_of, shard_sum
+from weightsync.codec.threads import batches, map_all
 from weightsync.many import Int64s
 from weightsync.plan.boxes import box_runs
 from weightsync.tensors import tensor_from_bytes
@@ -76,31 +74,31 @@ def runs_of(parts: Sequence[TensorSpec]) -> Runs:
         keys_1=keys_1,
         keys_2=keys_2,
         large=tuple(index for index, size in enumerate(sizes) if size and index not in taken),
-        groups=tuple(_groups(sizes)),
+        groups=tuple(batches(sizes, _GROUP_BYTES, most_items=_GROUP_RUNS)),
     )
 
 
-def digests_and_sum(memory: memoryview, runs: Runs, *, go_on: Callable[[], None]) -> tuple[bytes, ShardSum]:
+def digests_and_sum(memory: memoryview, runs: Runs, *, check_cancelled: Callable[[], None]) -> tuple[bytes, ShardSum]:
     """The 16 bytes of `tensor_digest` of each part, one behind the other, and what all of them add to the model's
     digest; on all cores.
 
     Args:
         memory: where they lie.
         runs: of its parts.
-        go_on: called again and again; what it raises ends the work.
+        check_cancelled: called again and again; what it raises ends the work.
     """
     flat = torch.frombuffer(memory, dtype=torch.uint8)
     found: list[bytes] = []
     total = ShardSum.zero()
     for first in range(0, len(runs.groups), _NUM_GROUPS):
-        go_on()
+        check_cancelled()
         for digests, part_sum in map_all(
             functools.partial(_of_group, memory, flat.data_ptr(), runs), runs.groups[first : first + _NUM_GROUPS]
         ):
             found.append(digests)
             total += part_sum
     for index in runs.large:
-        go_on()
+        check_cancelled()
         part = runs.parts[index]
         view = tensor_from_bytes(
             flat[part.offset : part.offset + part.nbytes],
@@ -111,22 +109,13 @@ def digests_and_sum(memory: memoryview, runs: Runs, *, go_on: Callable[[], None]
     return b"".join(found), total
 
 
-def packed_digests_at(memory: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> bytes:
-    """The 16 bytes of `tensor_digest` of each run of bytes, one behind the other, on all cores."""
-
-    def one(cut: slice) -> bytes:
-        return _digests(memory, offsets[cut], sizes[cut])
-
-    return b"".join(map_all(one, _groups(sizes)))
-
-
 def _of_group(memory: memoryview, address: int, runs: Runs, group: slice) -> tuple[bytes, ShardSum]:
     digests = _digests(memory, runs.offsets[group].tolist(), runs.sizes[group].tolist())
     low, high = np.searchsorted(runs.of_small, (group.start, group.stop)).tolist()
     if low == high:
         return digests, ShardSum.zero()
     which = runs.of_small[low:high]
-    lane_a, lane_b = _kernels().runs_of_many(
+    lane_a, lane_b = kernels().runs_of_many(
         runs.offsets[which] + address, runs.sizes[which], runs.places[low:high], runs.keys_1[low:high],
         runs.keys_2[low:high],
     )  # fmt: skip
@@ -144,20 +133,3 @@ def _place(part: TensorSpec) -> int | None:
 def _digests(memory: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> bytes:
     digest = xxhash.xxh3_128_digest
     return b"".join([digest(memory[offset : offset + size]) for offset, size in zip(offsets, sizes, strict=True)])
-
-
-def _groups(sizes: Sequence[int]) -> Iterator[slice]:
-    """Consecutive ones of together about `_GROUP_BYTES`; larger ones alone."""
-    start, filled_bytes = 0, 0
-    for index, size in enumerate(sizes):
-        if index > start and (filled_bytes + size > _GROUP_BYTES or index - start == _GROUP_RUNS):
-            yield slice(start, index)
-            start, filled_bytes = index, 0
-        filled_bytes += size
-    if sizes:
-        yield slice(start, len(sizes))
-
-
-@functools.cache
-def _kernels() -> Any:
-    return importlib.import_module("weightsync.codec.many_kernels")

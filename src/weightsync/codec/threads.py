@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from weightsync.types.process import num_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -21,7 +23,7 @@ _lock = threading.Lock()
 
 def num_workers() -> int:
     """Threads of the pool: the cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return num_cores()
 
 
 def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -47,6 +49,18 @@ def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[R
             if not future.cancelled():
                 future.exception()  # what they borrow must not be in use when we return
         raise
+
+
+def batches(sizes: Sequence[int], most_bytes: int, *, most_items: int | None = None) -> Iterator[slice]:
+    """Consecutive items of together at most `most_bytes` (and at most `most_items`); larger ones alone."""
+    start, filled_bytes = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and (filled_bytes + size > most_bytes or index - start == most_items):
+            yield slice(start, index)
+            start, filled_bytes = index, 0
+        filled_bytes += size
+    if sizes:
+        yield slice(start, len(sizes))
 
 
 def _shared_pool() -> ThreadPoolExecutor:

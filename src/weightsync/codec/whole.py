@@ -7,21 +7,21 @@ its address, dtype and shape; its keys are kept with the table of the model's te
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter, eq
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync.codec.digest import ShardSum, keys_of, lanes_of_whole, model_digest, shard_sum
+from weightsync.codec.digest import ShardSum, keys_of, lanes_of_whole, model_digest, shard_sum, shard_sums, sum_of_runs
 from weightsync.codec.threads import map_all
+from weightsync.copying import cast_runs
 from weightsync.errors import ManifestMismatchError
-from weightsync.many import Int64s, addresses, are_plain, copy_runs, sizes_bytes
-from weightsync.tensors import torch_dtype
-from weightsync.types import HeldTensor, TensorTable
+from weightsync.many import Int64s, addresses, are_plain, pieces, sizes_bytes, sorted_out
+from weightsync.tensors import spec_of, torch_dtype
+from weightsync.types import HeldTensor, TensorTable, WeightChunk
 
 _SMALL_BYTES = 256 << 10
 _PIECE_BYTES = 2 << 20
@@ -67,7 +67,7 @@ def whole_sum(table: TensorTable, tensors: Sequence[torch.Tensor], *, convert: b
     known, kept_keys = table.derive(_known), table.derive(keys_of)
     if len(tensors) != len(table):
         raise ManifestMismatchError(f"{len(tensors)} tensors are held, the manifest has {len(table)}")
-    if list(map(_shape, tensors)) != known.shapes:
+    if not all(map(eq, map(_shape, tensors), known.shapes)):
         wrong = next(index for index, tensor in enumerate(tensors) if tensor.shape != known.shapes[index])
         raise ManifestMismatchError(
             f"held as {tuple(tensors[wrong].shape)}, in the manifest {table[wrong].shape}", parameter=table[wrong].name
@@ -77,13 +77,18 @@ def whole_sum(table: TensorTable, tensors: Sequence[torch.Tensor], *, convert: b
         raise ManifestMismatchError(
             f"held as {dtypes[wrong]}, in the manifest {table[wrong].dtype}", parameter=table[wrong].name
         )
-    small, rest = _sorted_out(tensors)
+    small, rest = sorted_out(tensors, _SMALL_BYTES)
     total = ShardSum.zero()
     for (source, wanted), indexes in _by_kind(tensors, known, small):
         picked = tensors if len(indexes) == len(tensors) else [tensors[index] for index in indexes]
         keys = kept_keys if picked is tensors else np.ascontiguousarray(kept_keys[:, indexes])
         total += _sum_of_small(picked, keys, None if source is wanted else wanted)
-    for index in rest:
+    large = [index for index in rest if tensors[index].dtype is known.dtypes[index] and are_plain((tensors[index],))]
+    if large:
+        picked = [tensors[index] for index in large]
+        keys_1, keys_2 = np.ascontiguousarray(kept_keys[:, large])
+        total += sum_of_runs(addresses(picked), sizes_bytes(picked), np.zeros(len(large), np.int64), keys_1, keys_2)
+    for index in sorted(set(rest).difference(large)):
         converted = tensors[index].detach().to(known.dtypes[index]).contiguous()
         total += shard_sum(HeldTensor(spec=table[index], box=None, tensor=converted))
     return total
@@ -96,20 +101,15 @@ def _known(table: TensorTable) -> _Known:
     )
 
 
-def _sorted_out(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[int], Sequence[int]]:
-    """Places of the small plain tensors, and of all others."""
-    if are_plain(tensors) and int(sizes_bytes(tensors).max(initial=0)) <= _SMALL_BYTES:
-        return range(len(tensors)), ()
-    small = [index for index, tensor in enumerate(tensors) if tensor.nbytes <= _SMALL_BYTES and are_plain((tensor,))]
-    return small, sorted(set(range(len(tensors))).difference(small))
-
-
 def _by_kind(
     tensors: Sequence[torch.Tensor], known: _Known, small: Sequence[int]
 ) -> Iterator[tuple[tuple[torch.dtype, torch.dtype], list[int]]]:
     """Those of one dtype, and of one that they are wanted in, together."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     dtypes = list(map(_dtype, tensors))
+    if len(small) == len(tensors) and len(only := set(zip(dtypes, known.dtypes, strict=True))) == 1:
+        yield only.pop(), list(small)
+        return
     for index in small:
         kinds.setdefault((dtypes[index], known.dtypes[index]), []).append(index)
     yield from kinds.items()
@@ -120,9 +120,6 @@ def _sum_of_small(
 ) -> ShardSum:
     """Of small plain tensors of one dtype, as they are or as `wanted`."""
     places, sizes, (keys_1, keys_2) = addresses(tensors), sizes_bytes(tensors), keys
-    ends = np.cumsum(sizes)
-    cuts = np.unique(np.searchsorted(ends, np.arange(_PIECE_BYTES, int(ends[-1]), _PIECE_BYTES)))
-    edges = [0, *cuts.tolist(), len(tensors)]
 
     def one(piece: slice) -> tuple[int, int]:
         if wanted is None:
@@ -132,26 +129,47 @@ def _sum_of_small(
         del kept  # what the addresses are of
         return lanes
 
-    pieces = [slice(start, end) for start, end in itertools.pairwise(edges) if start < end]
-    return sum((ShardSum(lane_a=a, lane_b=b) for a, b in map_all(one, pieces)), ShardSum.zero())
+    found = map_all(one, pieces(sizes, _PIECE_BYTES))
+    return sum((ShardSum(lane_a=a, lane_b=b) for a, b in found), ShardSum.zero())
 
 
 def _converted(
     tensors: Sequence[torch.Tensor], places: Int64s, sizes: Int64s, wanted: torch.dtype
 ) -> tuple[Any, Int64s, Int64s]:
-    """Tensors of one dtype in another: the memory, which the caller keeps, their addresses and sizes in it.
-
-    They are converted side by side. What a NaN becomes may depend on where it stands: torch converts the last few
-    elements in another loop. So where there is one, each tensor is converted by itself, as it is for a chunk.
-    """
+    """Tensors of one dtype in another: the memory, which the caller keeps, their addresses and sizes in it."""
     source = tensors[0].dtype
-    ends = np.cumsum(sizes)
-    gathered = torch.empty(int(ends[-1]) // source.itemsize, dtype=source)
-    copy_runs(gathered.data_ptr() + ends - sizes, places, sizes)
-    with torch.no_grad():  # the mode is the thread's own
-        if gathered.isnan().any():
+    together = cast_runs(source, places, sizes, wanted)
+    if together is None:
+        with torch.no_grad():  # the mode is the thread's own
             apart = [tensor.to(wanted) for tensor in tensors]
-            return apart, addresses(apart), sizes_bytes(apart)
-        together = gathered.to(wanted)
+        return apart, addresses(apart), sizes_bytes(apart)
     now = sizes // source.itemsize * wanted.itemsize
     return together, together.data_ptr() + np.cumsum(now) - now, now
+
+
+class SummedChunks:
+    """Chunks on their way; what they add to the model's digest is summed as they pass.
+
+    Args:
+        chunks: of whole tensors.
+        counts: whether they are summed at all: a trainer whose ranks sum their shards need not.
+
+    Attributes:
+        total: of those that have passed.
+    """
+
+    def __init__(self, chunks: Iterable[WeightChunk], *, counts: bool = True) -> None:
+        self._chunks = chunks
+        self._counts = counts
+        self.total = ShardSum.zero()
+
+    def __iter__(self) -> Iterator[WeightChunk]:
+        for chunk in self._chunks:
+            if self._counts:
+                held = (
+                    HeldTensor(spec=spec_of(name, tensor), box=None, tensor=tensor)
+                    for name, tensor in zip(chunk.names, chunk.tensors, strict=True)
+                )
+                self.total += shard_sums(held, together=True)
+            yield chunk
+            del chunk

@@ -154,8 +154,8 @@ class VersionBarrier:
     def _missing(self, models: Sequence[str], timeout_s: float) -> str:
         numbers = self._numbers(models)
         newest = max((number for number in numbers.values() if number is not None), default=-1)
-        said = ", ".join(f"{tag} has published {'nothing' if n is None else n}" for tag, n in numbers.items())
+        published = ", ".join(f"{tag} has published {'nothing' if n is None else n}" for tag, n in numbers.items())
         return (
             f"models {', '.join(models)} are served together, and after {timeout_s:g} s not all have published version "
-            f"{newest}: {said}"
+            f"{newest}: {published}"
         )

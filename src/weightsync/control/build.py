@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from weightsync.config import FleetConfig, WeightSyncConfig
 from weightsync.control.controller import WeightSyncController
-from weightsync.control.method import ModelSync
-from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.method import SyncMethod
 from weightsync.control.methods.select import method_of
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
@@ -49,9 +49,9 @@ class Built:
 
 
 def build_controller(
-    config: WeightSyncConfig | Mapping[str, Any],
+    config: WeightSyncConfig | Mapping[str, Any] | str | os.PathLike[str],
     *,
-    method: ModelSync | None = None,
+    method: SyncMethod | None = None,
     token: str | None = None,
     service_token: str | None = None,
     verify: bool | str = True,
@@ -82,19 +82,44 @@ def build_controller(
             "a service_token, and no token of the controller's own: whoever sends a heartbeat would be given it"
         )
     method = method or method_of(settings, models, token=service_token or token, verify=verify)
-    pool = method.pool if isinstance(method, FleetMethod) else None
     controller = WeightSyncController(
         settings,
         method,
         model_tags=models,
-        retries_s=fleet.retries_s,
-        after_failure=fleet.after_failure,
-        validate_timeout_s=fleet.validate_timeout_s,
         on_validate=on_validate,
         on_give_up=on_give_up,
     )
-    server = ControllerServer(controller, pool, host=fleet.host, port=fleet.port, token=token, tls=tls)
-    return Built(controller=controller, pool=pool, server=server, url=server.start())
+    server = ControllerServer(controller, host=fleet.host, port=fleet.port, token=token, tls=tls)
+    return Built(controller=controller, pool=method.pool, server=server, url=server.start())
+
+
+def waits_for(config: WeightSyncConfig, url: str) -> str:
+    """Who has to come to a controller at `url` before anything is synced, in words."""
+    match config.sync_method:
+        case "push":
+            engines = "" if config.push.engines else "; their file has to name push.engines, which this one does not"
+            return f"training ranks that push: weightsync.push(model, config=FILE) with push.controller: {url}{engines}"
+        case "pull":
+            return (
+                f"rollout services (weightsync serve --controller {url} --lease FILE ...) and trainers "
+                f'(weightsync.publish(model, to=["{url}"]))'
+            )
+        case _:
+            return "trainers that tell of a version: ControllerClient.train_worker_notify_weight_update"
+
+
+def check_stands_alone(config: WeightSyncConfig) -> None:
+    """For a controller's own process, which nobody can give an object to.
+
+    Raises:
+        ConfigError: the method needs one.
+    """
+    method = config.sync_method
+    if method in ("tinker", "weaver"):
+        raise ConfigError(
+            f"sync_method {method!r} needs the clients of that service, which another process has: call "
+            f"build_controller(config) there, and set_{method}_service_holder(...) of its controller"
+        )
 
 
 def _check_sets(fleet: FleetConfig, models: Sequence[str]) -> None:

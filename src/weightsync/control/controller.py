@@ -16,33 +16,41 @@ that failed, and is retried by a timer.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from weightsync.clients.fanout import in_thread
 from weightsync.config import WeightSyncConfig
-from weightsync.control.method import ModelSync
-from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.method import SyncMethod
 from weightsync.control.methods.hosted import HostedMethod
 from weightsync.control.methods.select import method_of
-from weightsync.control.methods.tinker import TinkerMethod, TinkerServiceHolder
-from weightsync.control.methods.weaver import WeaverMethod, WeaverServiceHolder
-from weightsync.control.model import Lockable, ModelControl
-from weightsync.control.state import Action, BatchReady, Policy, StartSync, Trained
+from weightsync.control.methods.tinker import TinkerServiceHolder
+from weightsync.control.methods.weaver import WeaverServiceHolder
+from weightsync.control.model import Lockable, ModelControl, Shared
+from weightsync.control.state import BatchReady, Policy, StartSync, Trained
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
+from weightsync.handles.fanout import in_thread
 from weightsync.observe import LONG_RUN_BYTES, Recorder
 from weightsync.types import Version
-from weightsync.types.control import MAX_VERSION, ControllerStatus, RolloutServiceState, ValidationRun
+from weightsync.types.control import ControllerStatus, RolloutServiceState, ValidationRun, check_trained
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.fleet import ModelVersion
 from weightsync.types.process import of_one_process
 
-__all__ = ["Lockable", "ModelSync", "WeightSyncController"]
+__all__ = ["Lockable", "SyncMethod", "WeightSyncController"]
 
 _NUM_SYNCS = 20
-_MAX_NAME = 512
+_OF_A_MODEL = (
+    "sync_mode",
+    "staleness_threshold",
+    "validate_freq",
+    "fleet.retries_s",
+    "fleet.after_failure",
+    "inference_service.model_tag",
+)
+"""Keys that a model may have of its own."""
 Answer: TypeAlias = Literal["continue", "block"]
 
 
@@ -54,8 +62,9 @@ class WeightSyncController:
         config: mode, threshold, `validate_freq` and inference service; of every model that `configs` has not.
         method: moves a version; the one that the configuration names where not given, see `method_of`.
         model_tags: the models; the configuration's own where not given.
-        configs: by model, where one has settings of its own.
-        retries_s: seconds until each retry of a sync that failed.
+        configs: by model, where one has a mode, a threshold, a `validate_freq`, retries or an `after_failure` of its
+            own; with a `method` that is given, an inference service too, which its state shows.
+        retries_s: seconds until each retry of a sync that failed; as the next two, of `fleet` where not given.
         after_failure: "keep" the old version after the last retry, or "evict" whoever failed and try once more.
         validate_timeout_s: a validation that nobody has ended after so long counts as ended; its result is an error.
         on_validate: told to start a validation; `end_validate` is due when it has ended. Where not given, whoever reads
@@ -69,47 +78,51 @@ class WeightSyncController:
 
     def __init__(
         self,
-        config: WeightSyncConfig | Mapping[str, Any],
-        method: ModelSync | None = None,
+        config: WeightSyncConfig | Mapping[str, Any] | str | os.PathLike[str],
+        method: SyncMethod | None = None,
         *,
         model_tags: Sequence[str] = (),
         configs: Mapping[str, WeightSyncConfig] | None = None,
-        retries_s: tuple[float, ...] = (1.0, 2.0, 4.0),
-        after_failure: Literal["keep", "evict"] = "keep",
-        validate_timeout_s: float = 3600.0,
+        retries_s: tuple[float, ...] | None = None,
+        after_failure: Literal["keep", "evict"] | None = None,
+        validate_timeout_s: float | None = None,
         on_validate: Callable[[str, ValidationRun], None] | None = None,
         on_give_up: Callable[[str, Version], None] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         base = WeightSyncConfig.load(config)
-        self.recorder = recorder or Recorder("controller", max_bytes=LONG_RUN_BYTES)
         tags = tuple(model_tags) or base.fleet.models or (base.inference_service.model_tag,)
+        _check_own(configs or {}, base, services=method is not None)
         self.method = method or method_of(base, tags)
-        self._on_validate = on_validate
-        self.validate_timeout_s = check_wait_s("validate_timeout_s", validate_timeout_s)
-        self._on_give_up = on_give_up
-        self._modules: tuple[Lockable, ...] = ()
-        self._closed = threading.Event()
-        self._listeners: list[Callable[[str], None]] = []
+        self.recorder = recorder or Recorder("controller", max_bytes=LONG_RUN_BYTES)
+        self._shared = Shared(
+            method=self.method,
+            recorder=self.recorder,
+            validate_timeout_s=check_wait_s(
+                "validate_timeout_s",
+                base.fleet.validate_timeout_s if validate_timeout_s is None else validate_timeout_s,
+            ),
+            on_validate=on_validate,
+            on_give_up=on_give_up,
+        )
         self._models: dict[str, ModelControl] = {}
         for tag in tags:
             own = (configs or {}).get(tag, base)
+            retries = own.fleet.retries_s if retries_s is None else retries_s
             policy = Policy(
                 mode=own.sync_mode, staleness_threshold=own.staleness_threshold, validate_freq=own.validate_freq,
-                retries_s=retries_s, after_failure=after_failure,
+                retries_s=retries, after_failure=after_failure or own.fleet.after_failure,
             )  # fmt: skip
-            self._models[tag] = ModelControl(tag, own, policy, self)
-        if isinstance(self.method, FleetMethod):
-            self.method.pool.on_learnt = self._learnt
-            self.method.pool.on_live = lambda: in_thread(self._somebody_is_live, name="weightsync-live")
+            self._models[tag] = ModelControl(tag, own, policy, self._shared)
+        self.method.attach(learnt=self._learnt, live=lambda: in_thread(self._somebody_is_live, name="weightsync-live"))
         if unknown := set(configs or {}) - set(self._models):
             raise ConfigError(f"there are settings for models that are not in model_tags: {sorted(unknown)}")
 
     # --- document 5 ---
 
     def set_module_references(self, dataloader: Lockable, trajectory_pool: Lockable) -> None:
-        """What is locked while a sync is due or running, and while a validation runs."""
-        self._modules = (dataloader, trajectory_pool)
+        """What is locked: the pool while a sync is due or running, both while a validation runs."""
+        self._shared.dataloader, self._shared.trajectory_pool = dataloader, trajectory_pool
         for model in self._models.values():
             model.apply_locks()
 
@@ -118,16 +131,18 @@ class WeightSyncController:
 
         Raises:
             StateError: the method is another one.
+            ConfigError: the holder lacks a call.
         """
-        self._hold(TinkerMethod, holder, model_tag)
+        self._hold("tinker", holder, model_tag)
 
     def set_weaver_service_holder(self, holder: WeaverServiceHolder, model_tag: str | None = None) -> None:
         """Who holds the Weaver service's clients; of all models, or of one.
 
         Raises:
             StateError: the method is another one.
+            ConfigError: the holder lacks a call.
         """
-        self._hold(WeaverMethod, holder, model_tag)
+        self._hold("weaver", holder, model_tag)
 
     def _learnt(self, versions: Sequence[ModelVersion]) -> None:
         """A pool has learnt from its instances what they serve: as if trainers had told of it, where none has."""
@@ -137,7 +152,7 @@ class WeightSyncController:
                 if each.model_id in self._models:
                     event = Trained(worker="fleet", run_id=each.run_id, version=each.version, learnt=True)
                     with contextlib.suppress(VersionError):  # a trainer has, of another run
-                        self._trained(each.model_id, event, each.sender_endpoint)
+                        self._models[each.model_id].trained(event, each.sender_endpoint)
 
         in_thread(tell, name="weightsync-learnt")
 
@@ -147,8 +162,8 @@ class WeightSyncController:
             if model.state.overdue:
                 model.sync_now()
 
-    def _hold(self, kind: type[HostedMethod[Any]], holder: object, model_tag: str | None) -> None:
-        if not isinstance(self.method, kind):
+    def _hold(self, service: str, holder: object, model_tag: str | None) -> None:
+        if not isinstance(self.method, HostedMethod) or self.method.service != service:
             raise StateError(f"this controller's method is {type(self.method).__name__}, which takes no such holder")
         for tag in self._models if model_tag is None else (model_tag,):
             self._model(tag)
@@ -180,50 +195,52 @@ class WeightSyncController:
         sender_endpoint: str | None = None,
         evaluate: bool = False,
         timeout_s: float = 600.0,
+        given_up: threading.Event | None = None,
     ) -> None:
-        """Training has new weights. Returns when the sync that this starts has ended, well or not; at once in mode
-        "fully-async", and where none is due. Several workers that tell the same (run_id, version) count once.
+        """Training has new weights. Returns when the sync that this starts has ended, well or not; where a validation
+        holds it up, when both have ended. At once in mode "fully-async", and where none is due. Several workers that
+        tell the same (run_id, version) count once.
 
         Args:
-            worker_name, model_tag, run_id, version: who has what; see `state.Trained`.
+            worker_name, model_tag, run_id, version: who has what; see `state.Trained`. Without a run, the agent at
+                `sender_endpoint` is asked for its own, where the method is one of agents.
             sender_endpoint: URL of the agent that has it, for methods whose instances fetch it.
             evaluate: sync it everywhere and validate it now, in every mode; returns when that validation has ended.
             timeout_s: it returns after so long in any case; the sync goes on.
+            given_up: ends the wait likewise, see `look_again`.
 
         Raises:
             VersionError: the worker goes back within a run, or another run has taken over. Nothing was changed.
             StateError: too many workers have told, or the controller is closed.
             InvalidRequestError: no such model, or no such version.
         """
-        if version is not None and not (type(version) is int and 0 <= version < MAX_VERSION):
-            raise InvalidRequestError(f"a version is a whole number from 0 on, not {version!r}")
-        if not all(1 <= len(name) <= _MAX_NAME for name in (worker_name, run_id) if name is not None):
-            raise InvalidRequestError(f"worker_name and run_id have 1 to {_MAX_NAME} characters")
+        check_trained(worker_name, run_id, version)
         model = self._model(model_tag)
+        if run_id is None and version is not None and sender_endpoint is not None:
+            run_id = self.method.run_of(model_tag, sender_endpoint)
         event = Trained(
             worker=worker_name, run_id=run_id, version=version, evaluate=evaluate, claimed=self.method.asks_agents
         )
-        started = self._trained(model_tag, event, sender_endpoint)
+        started = model.trained(event, sender_endpoint)
         if evaluate:
-            model.wait(lambda model: model.evaluated, timeout_s)
-        elif model.policy.bound is not None and any(isinstance(action, StartSync) for action in started):
-            model.wait(lambda model: model.state.syncing is None, timeout_s)
+            model.wait(lambda model: model.evaluated, timeout_s, given_up)
+        elif model.policy.bound is not None and (model.held_up or any(isinstance(each, StartSync) for each in started)):
+            model.wait(lambda model: model.state.syncing is None and not model.held_up, timeout_s, given_up)
 
-    def _trained(self, model_tag: str, event: Trained, sender_endpoint: str | None) -> tuple[Action, ...]:
-        def tell() -> None:
-            if event.run_id is not None and event.version is not None:
-                self.method.trained(model_tag, Version(run_id=event.run_id, number=event.version), sender_endpoint)
-
-        return self._model(model_tag).trained(event, tell)
-
-    def sync_weight_to_rollout_service(self, model_tag: str, *, timeout_s: float = 600.0) -> bool:
+    def sync_weight_to_rollout_service(
+        self, model_tag: str, *, timeout_s: float = 600.0, given_up: threading.Event | None = None
+    ) -> bool:
         """Sees to it that rollout serves the newest trained version; whether it does when this returns. It starts a
-        sync where none is running or due by a timer.
+        sync where none is running or due by a timer. `given_up` ends the wait early, see `look_again`.
         """
         model = self._model(model_tag)
         model.sync_now()
-        model.wait(lambda model: model.up_to_date or not model.under_way, timeout_s)
+        model.wait(lambda model: model.up_to_date or not model.under_way, timeout_s, given_up)
         return model.up_to_date
+
+    def look_again(self, model_tag: str) -> None:
+        """Who waits for this model looks whether it still has to: a `given_up` was set."""
+        self._model(model_tag).look_again()
 
     def end_validate(self, model_tag: str, result: Mapping[str, Any] | None = None) -> None:
         """The validation that was running has ended; `result` is what `RolloutServiceState.last_validation` says then.
@@ -268,12 +285,12 @@ class WeightSyncController:
         """Calls `changed(model_tag)` after each change of a model, from any thread; it must be quick. Returns what ends
         it.
         """
-        self._listeners.append(changed)
-        return lambda: self._listeners.remove(changed)
+        self._shared.listeners.append(changed)
+        return lambda: self._shared.listeners.remove(changed)
 
     def close(self) -> None:
         """Starts nothing any more, and unlocks the modules. A sync that is running goes on to its end. Idempotent."""
-        self._closed.set()
+        self._shared.closed.set()
         for model in self._models.values():
             model.close()
 
@@ -282,3 +299,24 @@ class WeightSyncController:
             return self._models[model_tag]
         except KeyError:
             raise InvalidRequestError(f"there is no model {model_tag!r} here: {', '.join(self._models)}") from None
+
+
+def _check_own(configs: Mapping[str, WeightSyncConfig], base: WeightSyncConfig, *, services: bool) -> None:
+    """A model's own settings are read of what a model can have for itself.
+
+    Raises:
+        ConfigError: one says something else than the common ones, of a key that is read there alone.
+    """
+    for tag, own in configs.items():
+        wrong = [
+            key
+            for key, value in own.asked()
+            if not (key in _OF_A_MODEL or (services and key.startswith("inference_service.")))
+            and (key, value) not in base.asked()
+        ]
+        if wrong:
+            raise ConfigError(
+                f"configs of model {tag!r} have {', '.join(wrong)}, which a controller's models have together: say it "
+                "in the controller's own configuration",
+                keys=wrong,
+            )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Protocol
 
-from weightsync.clients.fanout import in_thread
 from weightsync.config import WeightSyncConfig
+from weightsync.control.history import SyncHistory
+from weightsync.control.method import SyncMethod
 from weightsync.control.state import (
     Action,
     Event,
@@ -28,19 +28,19 @@ from weightsync.control.state import (
     SyncFailed,
     Trained,
     ValidationEnded,
+    dataloader_locked,
+    held_up,
     pool_locked,
     services_blocked,
     step,
 )
 from weightsync.errors import NotPublishedError, StateError, SyncFailedError, VersionError, as_weightsync_error
+from weightsync.handles.fanout import in_thread
+from weightsync.observe import Recorder
 from weightsync.types import Deadline, Version
-from weightsync.types.control import RolloutServiceState, SyncRecord, SyncSpan, ValidationResult, ValidationRun
-
-if TYPE_CHECKING:
-    from weightsync.control.controller import WeightSyncController
+from weightsync.types.control import RolloutServiceState, SyncRecord, ValidationResult, ValidationRun
 
 _logger = logging.getLogger(__name__)
-_NUM_RECORDS = 50
 _AGAIN_S = (1.0, 2.0, 4.0)
 """When a version that its agent had not is tried again: a trainer may have told of it too early."""
 _MAX_DENIED = 8
@@ -54,15 +54,41 @@ class Lockable(Protocol):
     def unlock(self, model_tag: str) -> None: ...
 
 
+@dataclasses.dataclass(kw_only=True)
+class Shared:
+    """What the models of one controller share.
+
+    Attributes:
+        method, recorder, validate_timeout_s, on_validate, on_give_up: see `WeightSyncController`.
+        dataloader: what is locked while a validation runs.
+        trajectory_pool: what is locked then, and while rollout is.
+        listeners: told of each change of a model.
+        closed: nothing is started any more.
+    """
+
+    method: SyncMethod
+    recorder: Recorder
+    validate_timeout_s: float
+    on_validate: Callable[[str, ValidationRun], None] | None
+    on_give_up: Callable[[str, Version], None] | None
+    dataloader: Lockable | None = None
+    trajectory_pool: Lockable | None = None
+    listeners: list[Callable[[str], None]] = dataclasses.field(default_factory=list)
+    closed: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+_NEVER = threading.Event()
+
+
 class ModelControl:
     """One model: its state, under a lock of its own."""
 
-    def __init__(self, tag: str, config: WeightSyncConfig, policy: Policy, controller: WeightSyncController) -> None:
+    def __init__(self, tag: str, config: WeightSyncConfig, policy: Policy, shared: Shared) -> None:
         self.tag = tag
         self.policy = policy
         self.state = ModelState()
         self._config = config
-        self._controller = controller
+        self._shared = shared
         self._changed = threading.Condition()
         self._applying = threading.Lock()
         self._trained = threading.Lock()
@@ -72,11 +98,8 @@ class ModelControl:
         self._retry_at_s: float | None = None  # monotonic
         self._last_error: str | None = None
         self._last_validation: ValidationResult | None = None
-        self._records: collections.deque[SyncRecord] = collections.deque(maxlen=_NUM_RECORDS)
-        self._began: tuple[StartSync, float, float] | None = None  # what, since the epoch, monotonic
+        self._history = SyncHistory(tag, lambda: shared.method.spans(tag))
         self._denied: dict[tuple[str | None, int], int] = {}  # how often each was tried again
-        self._since_s: dict[str, float] = {}  # monotonic: since when rollout is blocked, a retry or the trainer awaited
-        self._step: tuple[Action, float, float, str] | None = None  # what it led to; since, until (monotonic); whose
 
     @property
     def blocked(self) -> bool:
@@ -99,6 +122,11 @@ class ModelControl:
             return self.state.run_id == run_id and self.state.rollout_version >= version
 
     @property
+    def held_up(self) -> bool:
+        """Whether a sync is due, and waits for a validation's end."""
+        return held_up(self.state)
+
+    @property
     def under_way(self) -> bool:
         """Whether a sync is running, or will be by itself."""
         return self.state.syncing is not None or self.state.num_failed > 0
@@ -107,31 +135,32 @@ class ModelControl:
         """One event; what it starts is started when this returns."""
         return self._started(self._stepped(event))
 
-    def trained(self, event: Trained, tell: Callable[[], None]) -> tuple[Action, ...]:
-        """Feeds it, after `tell`, which tells the method: it has to know a version before a sync of it starts, and
-        nothing of one that is refused. One after the other: no other run takes over in between.
+    def trained(self, event: Trained, sender_endpoint: str | None = None) -> tuple[Action, ...]:
+        """Feeds it, and tells the method before: it has to know a version before a sync of it starts, and nothing of
+        one that is refused. One after the other: no other run takes over in between.
         """
         with self._trained:
             step(self.state, event, self.policy)
-            tell()
+            if event.run_id is not None and event.version is not None:
+                version = Version(run_id=event.run_id, number=event.version)
+                self._shared.method.trained(self.tag, version, sender_endpoint)
             actions = self._stepped(event)
         return self._started(actions)
 
     def _stepped(self, event: Event) -> tuple[Action, ...]:
         with self._changed:
-            if self._controller._closed.is_set() and not isinstance(event, Synced | SyncFailed | ValidationEnded):
+            if self._shared.closed.is_set() and not isinstance(event, Synced | SyncFailed | ValidationEnded):
                 raise StateError("this controller is closed")
             self.state, actions = step(self.state, event, self.policy)
-            since = self._since_s.get("trainer")
-            if isinstance(event, Trained) and since is not None and actions:
-                self._step = (actions[-1], since, time.monotonic(), event.worker)
+            if isinstance(event, Trained) and actions:
+                self._history.step_ended(actions[-1], event.worker)
             self._mark()
             self._changed.notify_all()
         return actions
 
     def _started(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
         self._told()
-        if not self._controller._closed.is_set():
+        if not self._shared.closed.is_set():
             for action in actions:
                 self._act(action)
         return actions
@@ -140,7 +169,7 @@ class ModelControl:
         """Starts a sync of what is trained, where nothing stands in the way."""
         with self._changed:
             free = self.state.syncing is None and self.state.validation is None and not self.state.num_failed
-            if self._controller._closed.is_set() or not free or self.up_to_date:
+            if self._shared.closed.is_set() or not free or self.up_to_date:
                 return
             goal = StartSync(run_id=self.state.run_id, version=self.state.train_version)
             self.state = dataclasses.replace(self.state, phase="syncing", due=None, syncing=goal)
@@ -149,39 +178,38 @@ class ModelControl:
         self._told()
         self._act(goal)
 
-    def wait(self, condition: Callable[[ModelControl], bool], timeout_s: float) -> bool:
-        """Until it holds, or the time is over; whether it holds."""
-        deadline = Deadline(timeout_s)
+    def wait(
+        self, condition: Callable[[ModelControl], bool], timeout_s: float, given_up: threading.Event | None = None
+    ) -> bool:
+        """Until it holds, or the time is over, or it is given up; whether it holds."""
+        deadline, ends = Deadline(timeout_s), [self._shared.closed, given_up or _NEVER]
         with self._changed:
             return self._changed.wait_for(
-                lambda: condition(self) or self._controller._closed.is_set(), deadline.remaining_s
+                lambda: condition(self) or any(end.is_set() for end in ends), deadline.remaining_s
             ) and condition(self)
 
+    def look_again(self) -> None:
+        """Who waits looks whether it still has to."""
+        with self._changed:
+            self._changed.notify_all()
+
     def _mark(self) -> None:
-        """Under the lock: since when what holds in this state does."""
-        now, failed = time.monotonic(), self.state.num_failed > 0
-        awaited = self.blocked and self.state.phase == "need_sync" and not failed
-        for name, holds in (("batch gate", self.blocked), ("retry", failed), ("trainer", awaited)):
-            if not holds:
-                self._since_s.pop(name, None)
-            else:
-                self._since_s.setdefault(name, now)
+        """Under the lock: who is waited for in this state."""
+        blocked, failed = self.blocked, self.state.num_failed > 0
+        awaited = blocked and self.state.phase == "need_sync" and not failed
+        self._history.note_waits({"batch gate": blocked, "retry": failed, "trainer": awaited})
 
     def _told(self) -> None:
         """The state has changed."""
-        for listener in tuple(self._controller._listeners):
+        for listener in tuple(self._shared.listeners):
             self._tell(lambda tag, _, listener=listener: listener(tag), None)  # type: ignore[misc]
         self.apply_locks()
 
     def apply_locks(self) -> None:
         """Locks or unlocks the modules, as the state wants it now. Whoever comes last applies the last state."""
         with self._applying:
-            wanted = pool_locked(self.state, self.policy) and not self._controller._closed.is_set()
-            modules = self._controller._modules
-            for module in {*self._locked, *modules}:
-                lock = wanted and module in modules
-                if lock == (module in self._locked):
-                    continue
+            for module in self._locked ^ self._to_lock():
+                lock = module not in self._locked
                 try:
                     (module.lock if lock else module.unlock)(self.tag)
                 except Exception:  # one that may be locked is unlocked later, at the next change
@@ -189,6 +217,17 @@ class ModelControl:
                     if not lock:
                         continue
                 self._locked = self._locked | {module} if lock else self._locked - {module}
+
+    def _to_lock(self) -> frozenset[Lockable]:
+        """What the state wants locked."""
+        if self._shared.closed.is_set():
+            return frozenset()
+        state, shared = self.state, self._shared
+        locked = (
+            shared.dataloader if dataloader_locked(state) else None,
+            shared.trajectory_pool if pool_locked(state, self.policy) else None,
+        )
+        return frozenset(module for module in locked if module is not None)
 
     def seen(self) -> RolloutServiceState:
         """See `RolloutServiceState`."""
@@ -203,6 +242,7 @@ class ModelControl:
             staleness=state.staleness,
             blocked=services_blocked(state, self.policy),
             pool_locked=pool_locked(state, self.policy),
+            dataloader_locked=dataloader_locked(state),
             waiting_for_validation=state.validation,
             last_validation=self._last_validation,
             num_failed=state.num_failed,
@@ -230,32 +270,7 @@ class ModelControl:
     def records(self) -> list[SyncRecord]:
         """The last syncs, the newest first."""
         with self._changed:
-            found = list(self._records)
-            if self._began is not None:
-                found.insert(0, self._record("running", None))
-            return found
-
-    def _record(self, outcome: Literal["running", "served", "failed"], error: str | None) -> SyncRecord:
-        """Under the lock: of the sync that runs, or has just ended."""
-        assert self._began is not None
-        goal, started_s, began = self._began
-        now = time.monotonic()
-        waits = [
-            SyncSpan(name=name, start_s=since - began, seconds=now - since) for name, since in self._since_s.items()
-        ]
-        if self._step is not None and self._step[0] is goal:
-            _, since, until, worker = self._step
-            waits.append(SyncSpan(name="trainer", start_s=since - began, seconds=until - since, who=worker))
-        return SyncRecord(
-            model_tag=self.tag,
-            run_id=goal.run_id,
-            version=goal.version,
-            started_s=started_s,
-            seconds=now - began,
-            outcome=outcome,
-            error=error,
-            spans=(*waits, *self._controller.method.spans(self.tag)),
-        )
+            return self._history.records()
 
     def close(self) -> None:
         """Ends the timers, wakes whoever waits, and unlocks the modules."""
@@ -281,23 +296,24 @@ class ModelControl:
             case EvictFailed():
                 evicted: Sequence[str] = ()
                 try:
-                    evicted = self._controller.method.evict_failed(self.tag)
+                    evicted = self._shared.method.evict_failed(self.tag)
                 except Exception:
                     _logger.exception("model %s: nobody could be evicted", self.tag)
                 _logger.warning("model %s: evicted after retries: %s", self.tag, ", ".join(evicted) or "nobody")
-            case GiveUp(run_id=run_id, version=version):
+            case GiveUp(run_id=run_id, version=number):
+                version = Version(run_id=run_id or "unnamed", number=number)
                 _logger.error(
-                    "model %s: %s/%d is not served after all retries: rollout goes on with version %d (%s)",
-                    self.tag, run_id, version, self.state.rollout_version, self._last_error,
+                    "model %s: %s is not served after all retries: rollout goes on with version %d (%s)",
+                    self.tag, version, self.state.rollout_version, self._last_error,
                 )  # fmt: skip
-                self._tell(self._controller._on_give_up, Version(run_id=run_id or "unnamed", number=version))
+                self._tell(self._shared.on_give_up, version)
             case StartValidation(validation=validation):
-                late = threading.Timer(self._controller.validate_timeout_s, self._too_late, [validation])
+                late = threading.Timer(self._shared.validate_timeout_s, self._too_late, [validation])
                 late.daemon = True
                 with self._changed:
                     self._late = late
                 late.start()
-                if not self._tell(self._controller._on_validate, validation):
+                if not self._tell(self._shared.on_validate, validation):
                     self.end_validate({"error": "on_validate failed"})
 
     def _tell(self, callback: Callable[[str, Any], None] | None, what: Any) -> bool:
@@ -314,14 +330,13 @@ class ModelControl:
         version = Version(run_id=goal.run_id or "unnamed", number=goal.version)
         event: Event
         with self._changed:
-            self._began = (goal, time.time(), time.monotonic())
+            self._history.begin(goal)
         try:
-            with self._controller.recorder.phase("sync", detail=f"{self.tag} {version}"):
-                served = self._controller.method.sync(self.tag, version)
+            with self._shared.recorder.phase("sync", detail=f"{self.tag} {version}"):
+                served = self._shared.method.sync_weights(self.tag, version)
             if type(served) is not int or served < goal.version:
                 raise SyncFailedError(f"the method says that version {served!r} is served, {version} was asked for")
             event, error = Synced(version=served), None
-            _logger.info("model %s: %s is served after %.2f s", self.tag, version, time.monotonic() - self._began[2])
         except BaseException as caught:  # whatever it is: a model must not stay in "syncing"
             typed = as_weightsync_error(caught, SyncFailedError, "the sync failed")
             _logger.warning("model %s: the sync of %s failed: %s", self.tag, version, typed)
@@ -330,8 +345,9 @@ class ModelControl:
             error = f"{type(typed).__name__}: {typed}"[:_MAX_ERROR]
         with self._changed:
             self._last_error = error
-            self._records.appendleft(self._record("served" if error is None else "failed", error))
-            self._began = None
+            seconds = self._history.end(error)
+        if error is None:
+            _logger.info("model %s: %s is served after %.2f s", self.tag, version, seconds)
         self.feed(event)
         if isinstance(event, SyncFailed) and event.absent:
             self._try_again_later(goal)
@@ -345,7 +361,7 @@ class ModelControl:
                 each: tries for each, tries in self._denied.items() if each[0] == current[0] and each[1] > current[1]
             }
             tries = self._denied.get(key, 0)
-            if tries >= len(_AGAIN_S) or self._controller._closed.is_set():
+            if tries >= len(_AGAIN_S) or self._shared.closed.is_set():
                 return
             self._denied[key] = tries + 1
             while len(self._denied) > _MAX_DENIED:
@@ -362,15 +378,15 @@ class ModelControl:
                 return
         again = Trained(worker="announced", run_id=goal.run_id, version=goal.version, claimed=True)
         with contextlib.suppress(VersionError, StateError):  # another run has taken over, or it is closed
-            self._controller._trained(self.tag, again, None)
+            self.trained(again)
 
     def _too_late(self, validation: ValidationRun) -> None:
         """Nobody has ended it: rollout does not wait for a validator that is gone."""
         with self._changed:
-            if self.state.validation is not validation or self._controller._closed.is_set():
+            if self.state.validation is not validation or self._shared.closed.is_set():
                 return
         _logger.error("model %s: nobody called end_validate for %s in time", self.tag, validation)
-        self.end_validate({"error": f"not ended within {self._controller.validate_timeout_s:g} s"})
+        self.end_validate({"error": f"not ended within {self._shared.validate_timeout_s:g} s"})
 
     def _lost(self, goal: StartSync, error: BaseException | None) -> None:
         """A sync that could not even be started, or told of: it has failed like any other."""
@@ -380,7 +396,8 @@ class ModelControl:
         with self._changed:
             if self.state.syncing is not goal:
                 return
-            self._last_error, self._began = f"{type(error).__name__}: {error}", None
+            self._last_error = f"{type(error).__name__}: {error}"
+            self._history.forget()
         self.feed(SyncFailed())
 
     def _retry(self, timer: threading.Timer) -> None:
@@ -388,5 +405,5 @@ class ModelControl:
             if self._timer is not timer:
                 return
             self._timer = self._retry_at_s = None
-        if not self._controller._closed.is_set():
+        if not self._shared.closed.is_set():
             self.feed(RetryDue())

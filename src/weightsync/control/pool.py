@@ -60,12 +60,12 @@ class Member:
     """An instance that takes part in a sync.
 
     Attributes:
-        instance_id, life, url: as it said.
+        instance_id, incarnation, url: as it names them.
         models: that it serves.
     """
 
     instance_id: str
-    life: str
+    incarnation: str
     url: str
     models: frozenset[str]
 
@@ -126,7 +126,7 @@ class RolloutPool:
         with self._changed:
             now = self._swept()
             known = self._instances.get(beat.instance_id)
-            if known is not None and known.beat.life != beat.life:
+            if known is not None and known.beat.incarnation != beat.incarnation:
                 if now < known.lease_end_s:  # also one that was evicted, and may not know
                     raise StateError(
                         f"another process is instance {beat.instance_id!r} and has a lease for "
@@ -151,7 +151,7 @@ class RolloutPool:
     def _left(self, beat: HeartbeatRequest) -> HeartbeatReply:
         with self._changed:
             known = self._instances.get(beat.instance_id)
-            if known is not None and known.beat.life == beat.life:  # else it is a newer process
+            if known is not None and known.beat.incarnation == beat.incarnation:  # else it is a newer process
                 del self._instances[beat.instance_id]
                 _logger.info("instance %s leaves", beat.instance_id)
                 self._tell()
@@ -229,7 +229,12 @@ class RolloutPool:
         with self._changed:
             self._swept()
             return tuple(
-                Member(instance_id=name, life=each.beat.life, url=each.beat.url, models=frozenset(each.serves()))
+                Member(
+                    instance_id=name,
+                    incarnation=each.beat.incarnation,
+                    url=each.beat.url,
+                    models=frozenset(each.serves()),
+                )
                 for name, each in self._instances.items()
                 if each.takes_part and set(models) & set(each.serves())
             )
@@ -240,7 +245,7 @@ class RolloutPool:
             known = self._instances.get(member.instance_id)
             if known is not None and known.takes_part and self._clock() >= known.lease_end_s:
                 self._swept()
-            return known is not None and known.takes_part and known.beat.life == member.life
+            return known is not None and known.takes_part and known.beat.incarnation == member.incarnation
 
     def now(self) -> float:
         """The pool's clock."""
@@ -250,7 +255,7 @@ class RolloutPool:
         """Whether it has sent a heartbeat since then, by the pool's clock."""
         with self._changed:
             known = self._instances.get(member.instance_id)
-            return known is not None and known.beat.life == member.life and known.heard_s > since_s
+            return known is not None and known.beat.incarnation == member.incarnation and known.heard_s > since_s
 
     @contextlib.contextmanager
     def syncing(self, versions: Sequence[ModelVersion] = ()) -> Iterator[None]:
@@ -353,6 +358,7 @@ class RolloutPool:
                         heartbeat_age_s=now - each.heard_s,
                         lease_left_s=max(0.0, each.lease_end_s - now),
                         why=each.why or each.beat.error or (None if each.takes_part else self._behind(each)),
+                        progress=each.beat.progress,
                     )
                 )
             return tuple(found)
@@ -365,17 +371,17 @@ class RolloutPool:
             if digest is not None and current is not None and current.of == each.of:
                 self._digests[each.model_id] = each.of, digest
 
-    def _absent(self, said: AbsentVersion) -> None:
+    def _absent(self, denied: AbsentVersion) -> None:
         """What somebody was told to serve is not there."""
-        tag, current = said.of.model_id, self._current.get(said.of.model_id)
-        if tag not in self._claimed or current is None or current.of != said.of.of:
+        tag, current = denied.of.model_id, self._current.get(denied.of.model_id)
+        if tag not in self._claimed or current is None or current.of != denied.of.of:
             return
         _logger.warning("model %s: %s was announced and is given up: its agent has it not", tag, current.of)
-        if said.newest is None:
+        if denied.newest is None:
             del self._current[tag]
             self._claimed.discard(tag)
-        elif said.newest < current.version:
-            self._current[tag] = msgspec.structs.replace(current, version=said.newest)
+        elif denied.newest < current.version:
+            self._current[tag] = msgspec.structs.replace(current, version=denied.newest)
 
     def _leave(self, known: _Instance, why: str) -> None:
         known.state, known.why = "evicted", why

@@ -1,43 +1,57 @@
 """ControllerServer: a `WeightSyncController` over HTTP.
 
 Who waits at the gate costs no thread and no polling: a waiter is a coroutine, woken when its model changes. Who waits
-for the end of a sync or of a validation costs a thread: only so many may.
+for the end of a sync or of a validation costs a thread. Of both only so many may, see `Places`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+import functools
+import threading
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, Unpack, cast
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from weightsync.clients.fanout import in_thread
+from weightsync.control.callers_run import run_of_caller
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.metrics import ControllerMetrics
 from weightsync.control.pool import RolloutPool
+from weightsync.control.push_orders import PushOrders
 from weightsync.control.web.page import OPEN_PATHS, add_page
-from weightsync.errors import StateError
+from weightsync.control.web.phases import phases_of
+from weightsync.errors import BusyError, StateError, error_from_dict
+from weightsync.handles.fanout import in_thread
 from weightsync.net.guard import LIST_BODY_BYTES
-from weightsync.net.messages import decode, encode
-from weightsync.net.server import ServerThread, TlsFiles, api_app
+from weightsync.net.messages import decode
+from weightsync.net.places import Places, end_now, peer_of
+from weightsync.net.server import Route, ServerOptions, ServerSettings, ServerThread, api_app, json_of
+from weightsync.net.timeline import add_timeline
+from weightsync.observe import now_s
 from weightsync.observe.metrics import CONTENT_TYPE
-from weightsync.types import Deadline
+from weightsync.types import SyncReport
 from weightsync.types.control import (
     EndValidateRequest,
     GateReply,
     ModelRequest,
+    RolloutServiceState,
     SyncReply,
     TrainedRequest,
     WaitVersionRequest,
 )
-from weightsync.types.fleet import HeartbeatRequest
+from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest
 from weightsync.types.process import of_one_process
+from weightsync.types.push_orders import NextPushReply, NextPushRequest, PushDoneReply, PushDoneRequest
+from weightsync.types.service import NotifyRequest
+from weightsync.types.timeline import Timeline
 
 _MAX_WAITING = 256
+_MAX_AT_GATES = 16_384
 _T = TypeVar("_T")
+_M = TypeVar("_M")
 
 
 @of_one_process
@@ -47,54 +61,51 @@ class ControllerServer:
 
     Args:
         controller: whose calls these are. It stays the caller's.
-        pool: whose heartbeats are taken; None: nobody's.
-        host, port, token, tls: see `ServerThread`.
+        pool: whose heartbeats are taken; the method's own where not given.
+        settings: host, port, token and tls, see `ServerSettings`.
 
     Raises:
         ConfigError: the host is reachable from elsewhere and there is no token.
     """
 
     def __init__(
-        self,
-        controller: WeightSyncController,
-        pool: RolloutPool | None = None,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
-        tls: TlsFiles | None = None,
+        self, controller: WeightSyncController, pool: RolloutPool | None = None, **settings: Unpack[ServerOptions]
     ) -> None:
         self._controller = controller
-        self._pool = pool
+        self._pool = pool or controller.method.pool
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._changed: dict[str, asyncio.Event] = {}
-        self._num_waiting = 0
+        self._waiting = Places(_MAX_WAITING)
+        self._at_gates = Places(_MAX_AT_GATES)
         self._unsubscribe: Callable[[], None] = lambda: None
-        self.app: FastAPI = api_app("weightsync controller")
-        for method, path, handler in (
-            ("POST", "/check_rollout_service_status", self._check),
-            ("POST", "/trajectory_pool_notify_batch_ready", self._batch_ready),
-            ("POST", "/train_worker_notify_weight_update", self._trained),
-            ("POST", "/notify_version", self._trained),
-            ("POST", "/wait_version", self._wait_version),
-            ("POST", "/heartbeat", self._heartbeat),
-            ("POST", "/sync_weight_to_rollout_service", self._sync),
-            ("POST", "/end_validate", self._end_validate),
+        self._metrics = ControllerMetrics(controller.status)
+        self.app: FastAPI = api_app(
+            "weightsync controller",
+            _post("/check_rollout_service_status", ModelRequest, self._check),
+            _post("/trajectory_pool_notify_batch_ready", ModelRequest, self._batch_ready),
+            _post("/train_worker_notify_weight_update", TrainedRequest, self._trained),
+            _post("/notify_version", NotifyRequest, self._notified),
+            _post("/wait_version", WaitVersionRequest, self._wait_version),
+            _post("/heartbeat", HeartbeatRequest, self._heartbeat),
+            _post("/sync_weight_to_rollout_service", ModelRequest, self._sync),
+            _post("/end_validate", EndValidateRequest, self._end_validate),
+            _post("/push/next", NextPushRequest, self._next_push),
+            _post("/push/done", PushDoneRequest, self._push_done),
             ("GET", "/status", self._status),
             ("GET", "/metrics", self._get_metrics),
-        ):
-            self.app.add_api_route(path, handler, methods=[method])
-        add_page(self.app, controller.status)
-        self._metrics = ControllerMetrics(controller.status)
+        )
+        self._plot = add_page(self.app, controller.status)
+        add_timeline(self.app, controller.recorder, self._timeline)
         self._server = ServerThread(
             self.app,
-            host=host,
-            port=port,
-            token=token,
-            tls=tls,
+            ServerSettings(**settings),
             open_paths=OPEN_PATHS,
-            body_limits={"/heartbeat": LIST_BODY_BYTES, "/end_validate": LIST_BODY_BYTES},
+            body_limits={
+                "/heartbeat": LIST_BODY_BYTES,
+                "/end_validate": LIST_BODY_BYTES,
+                "/push/done": LIST_BODY_BYTES,
+            },
             name="weightsync-controller",
         )
 
@@ -119,6 +130,7 @@ class ControllerServer:
     def _changed_model(self, model_tag: str) -> None:
         self._wake(model_tag)
         self._metrics.look()
+        self._plot(self._controller.status())
 
     def _wake(self, model_tag: str) -> None:
         """From any thread: those who wait for this model look again."""
@@ -132,98 +144,166 @@ class ControllerServer:
         if event is not None:
             event.set()
 
-    async def _check(self, request: Request) -> Response:
-        asked = decode(await request.body(), ModelRequest, what="a check")
+    async def _check(self, request: Request, asked: ModelRequest) -> GateReply:
         return await self._gate(
-            asked, lambda: self._controller.check_rollout_service_status(asked.model_tag) == "continue"
+            request, asked, lambda: self._controller.check_rollout_service_status(asked.model_tag) == "continue"
         )
 
-    async def _wait_version(self, request: Request) -> Response:
-        asked = decode(await request.body(), WaitVersionRequest, what="a wait for a version")
-        return await self._gate(asked, lambda: self._controller.serves(asked.run_id, asked.model_tag, asked.version))
+    async def _wait_version(self, request: Request, asked: WaitVersionRequest) -> GateReply:
+        return await self._gate(
+            request, asked, lambda: self._controller.serves(asked.run_id, asked.model_tag, asked.version)
+        )
 
-    async def _gate(self, asked: ModelRequest, opened: Callable[[], bool]) -> Response:
-        """Answers when it has opened, or the caller's time is over."""
+    async def _gate(self, request: Request, asked: ModelRequest, opened: Callable[[], bool]) -> GateReply:
+        """Answers when it has opened, or the caller's time is over, or to make room for another one's request."""
         self._controller.rollout_service_state(asked.model_tag)  # there is such a model
         self._loop = asyncio.get_running_loop()
-        deadline = Deadline(asked.wait_s or 0.0)
-        while True:
-            changed = self._changed.setdefault(asked.model_tag, asyncio.Event())  # before the look: nothing is missed
-            through = opened()
-            if through or deadline.expired or self._closed:
-                break
+        changed = self._change_of(asked.model_tag)  # before the look: nothing is missed
+        through = opened()
+        if not through and asked.wait_s:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), deadline.remaining_s)
+                async with asyncio.timeout(asked.wait_s) as limit:
+                    with self._at_gates.take(request, functools.partial(end_now, limit)):
+                        while not through and not self._closed:
+                            await changed.wait()
+                            changed = self._change_of(asked.model_tag)
+                            through = opened()
         state = self._controller.rollout_service_state(asked.model_tag)
-        return _json(
-            GateReply(
-                answer="continue" if through else "block", run_id=state.run_id,
-                rollout_model_version=state.rollout_model_version,
-            )
-        )  # fmt: skip
+        return GateReply(
+            answer="continue" if through else "block",
+            run_id=state.run_id,
+            rollout_model_version=state.rollout_model_version,
+        )
 
-    async def _batch_ready(self, request: Request) -> Response:
-        asked = decode(await request.body(), ModelRequest, what="a notification")
+    def _change_of(self, model_tag: str) -> asyncio.Event:
+        """Set at this model's next change."""
+        return self._changed.setdefault(model_tag, asyncio.Event())
+
+    async def _batch_ready(self, _: Request, asked: ModelRequest) -> RolloutServiceState:
         await asyncio.to_thread(self._controller.trajectory_pool_notify_batch_ready, asked.model_tag)
-        return await self._of(asked)
+        return self._controller.rollout_service_state(asked.model_tag)
 
-    async def _trained(self, request: Request) -> Response:
-        asked = decode(await request.body(), TrainedRequest, what="a notification")
+    async def _trained(self, request: Request, asked: TrainedRequest) -> RolloutServiceState:
+        if self._controller.method.asks_agents and asked.run_id is None and asked.version is not None:
+            asked = await self._with_run(request, asked)
         await self._in_a_thread_of_its_own(
+            request,
             asked,
-            lambda: self._controller.train_worker_notify_weight_update(
+            lambda given_up: self._controller.train_worker_notify_weight_update(
                 asked.worker_name, asked.model_tag, asked.run_id, asked.version, sender_endpoint=asked.sender_endpoint,
-                evaluate=asked.evaluate, timeout_s=asked.wait_s or 0.0,
+                evaluate=asked.evaluate, timeout_s=asked.wait_s or 0.0, given_up=given_up,
             ),
         )  # fmt: skip
-        return await self._of(asked)
+        return self._controller.rollout_service_state(asked.model_tag)
 
-    async def _sync(self, request: Request) -> Response:
-        asked = decode(await request.body(), ModelRequest, what="a request")
-        done = await self._in_a_thread_of_its_own(
-            asked,
-            lambda: self._controller.sync_weight_to_rollout_service(asked.model_tag, timeout_s=asked.wait_s or 0.0),
+    async def _with_run(self, request: Request, asked: TrainedRequest) -> TrainedRequest:
+        """With the run that its sender's agent has, where one is named."""
+        self._controller.rollout_service_state(asked.model_tag)  # there is such a model
+        if asked.sender_endpoint is None:
+            return asked
+        header = request.headers.get("authorization", "")
+        run_id = await asyncio.to_thread(
+            run_of_caller, asked.model_tag, asked.sender_endpoint, peer=peer_of(request), header=header
         )
-        return _json(SyncReply(up_to_date=done))
+        return msgspec.structs.replace(asked, run_id=run_id)
 
-    async def _in_a_thread_of_its_own(self, asked: ModelRequest, call: Callable[[], _T]) -> _T:
+    async def _notified(self, request: Request, asked: NotifyRequest) -> RolloutServiceState:
+        trained = TrainedRequest(
+            worker_name="trainer", model_tag=asked.model_id, run_id=asked.run_id, version=asked.version,
+            sender_endpoint=asked.sender_endpoint, evaluate=asked.evaluate, wait_s=asked.wait_s,
+        )  # fmt: skip
+        return await self._trained(request, trained)
+
+    async def _sync(self, request: Request, asked: ModelRequest) -> SyncReply:
+        done = await self._in_a_thread_of_its_own(
+            request,
+            asked,
+            lambda given_up: self._controller.sync_weight_to_rollout_service(
+                asked.model_tag, timeout_s=asked.wait_s or 0.0, given_up=given_up
+            ),
+        )
+        return SyncReply(up_to_date=done)
+
+    async def _in_a_thread_of_its_own(
+        self,
+        request: Request,
+        asked: ModelRequest,
+        call: Callable[[threading.Event], _T],
+        *,
+        look_again: Callable[[], None] | None = None,
+    ) -> _T:
         """For calls that wait: those of the loop's own executor are few, and what ends the wait needs one.
 
         Raises:
             StateError: too many wait already.
+            BusyError: it made room for another one's call.
         """
-        waits = bool(asked.wait_s)
-        if waits and self._num_waiting >= _MAX_WAITING:
-            raise StateError(
-                f"the controller is busy, try again: {_MAX_WAITING} calls wait already; with wait_s=0 none waits",
-                state_left="nothing was changed",
+        given_up = threading.Event()
+
+        def give_up() -> None:
+            given_up.set()
+            (look_again or functools.partial(self._controller.look_again, asked.model_tag))()
+
+        with contextlib.ExitStack() as stack:
+            place = stack.enter_context(self._waiting.take(request, give_up)) if asked.wait_s else None
+            done = await asyncio.wrap_future(in_thread(lambda: call(given_up), name="weightsync-waits"))
+        if place is not None and place.lost:
+            raise BusyError(
+                f"{_MAX_WAITING} calls wait here, and this one made room for another: ask again by and by",
+                state_left="what it asked for goes on",
             )
-        self._num_waiting += waits
-        try:
-            return await asyncio.wrap_future(in_thread(call, name="weightsync-waits"))
-        finally:
-            self._num_waiting -= waits
+        return done
 
-    async def _end_validate(self, request: Request) -> Response:
-        asked = decode(await request.body(), EndValidateRequest, what="a notification")
+    async def _end_validate(self, _: Request, asked: EndValidateRequest) -> RolloutServiceState:
         await asyncio.to_thread(self._controller.end_validate, asked.model_tag, asked.result)
-        return await self._of(asked)
+        return self._controller.rollout_service_state(asked.model_tag)
 
-    async def _heartbeat(self, request: Request) -> Response:
-        asked = decode(await request.body(), HeartbeatRequest, what="a heartbeat")
+    async def _next_push(self, request: Request, asked: NextPushRequest) -> NextPushReply:
+        orders = self._orders_of(asked)
+        order = await self._in_a_thread_of_its_own(
+            request,
+            asked,
+            lambda given_up: orders.next(
+                asked.version, asked.run_id, wait_s=asked.wait_s or 0.0, given_up=given_up
+            ),
+            look_again=orders.look_again,
+        )  # fmt: skip
+        return NextPushReply(order=order)
+
+    async def _push_done(self, _: Request, asked: PushDoneRequest) -> PushDoneReply:
+        error = None if asked.error is None else error_from_dict(asked.error)
+        self._orders_of(asked).done(asked.order_id, error or cast(SyncReport, asked.report))
+        return PushDoneReply()
+
+    def _orders_of(self, asked: ModelRequest) -> PushOrders:
+        self._controller.rollout_service_state(asked.model_tag)  # there is such a model
+        orders = self._controller.method.orders.get(asked.model_tag)
+        if orders is None:
+            raise StateError("this controller orders no pushes: set sync_method to 'push' in its configuration")
+        return orders
+
+    async def _heartbeat(self, _: Request, asked: HeartbeatRequest) -> HeartbeatReply:
         if self._pool is None:
             raise StateError("this controller has no pool: its method calls services that it was given")
-        return _json(self._pool.heartbeat(asked))
-
-    async def _of(self, asked: ModelRequest) -> Response:
-        return _json(self._controller.rollout_service_state(asked.model_tag))
+        return self._pool.heartbeat(asked)
 
     async def _status(self) -> Response:
-        return _json(self._controller.status())
+        return json_of(self._controller.status())
+
+    def _timeline(self) -> Timeline:
+        status, now = self._controller.status(), now_s()
+        return Timeline(
+            kind="controller", name=", ".join(status.models), now_s=now, phases=phases_of(status, now_s=now),
+            peers=tuple(each.url for each in status.instances),
+        )  # fmt: skip
 
     async def _get_metrics(self) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
 
-def _json(message: msgspec.Struct | Any) -> Response:
-    return Response(encode(message), media_type="application/json")
+def _post(path: str, kind: type[_M], answer: Callable[[Request, _M], Awaitable[msgspec.Struct]]) -> Route:
+    async def handler(request: Request) -> Response:
+        asked = decode(await request.body(), kind, what=f"the body of {path}")
+        return json_of(await answer(request, asked))
+
+    return "POST", path, handler

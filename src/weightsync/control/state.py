@@ -222,8 +222,18 @@ def services_blocked(state: ModelState, policy: Policy) -> bool:
 
 
 def pool_locked(state: ModelState, policy: Policy) -> bool:
-    """Whether dataloader and trajectory pool have to wait."""
+    """Whether the trajectory pool has to wait."""
     return state.validation is not None or services_blocked(state, policy)
+
+
+def dataloader_locked(state: ModelState) -> bool:
+    """Whether the dataloader has to wait: for a validation alone. What it hands out during a sync waits at the pool."""
+    return state.validation is not None
+
+
+def held_up(state: ModelState) -> bool:
+    """Whether a sync is due that waits for a validation's end."""
+    return state.validation is not None and state.due is not None and state.train_version >= state.due
 
 
 # --- the machine ---

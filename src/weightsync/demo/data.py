@@ -50,16 +50,6 @@ class ByteText:
         self._train = _joined(train)
         self._held_out = _joined(held_out)
 
-    @property
-    def num_train_bytes(self) -> int:
-        """How much text there is to train on."""
-        return int(self._train.size)
-
-    @property
-    def num_held_out_bytes(self) -> int:
-        """How much text is never trained on."""
-        return int(self._held_out.size)
-
     def batch(self, *, rank: int, update: int, num_rows: int, row_length: int) -> torch.Tensor:
         """Rows of the training text, other ones for each rank and update.
 

@@ -17,21 +17,22 @@ import torch
 
 from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, SAMPLE_BYTES, ByteText
 from weightsync.demo.model import build_model, held_out_loss, model_size, sample
+from weightsync.demo.sglang_engine import SGLangDemoEngine
 from weightsync.demo.vllm_engine import VllmDemoEngine
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
 from weightsync.errors import NotServingError
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.memory import LeaseReader
 from weightsync.observe import Recorder
-from weightsync.rollout.engine import EmbeddedEngine
-from weightsync.rollout.server import EngineServer
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
-from weightsync.types.publication import MODES
+from weightsync.types.transfer_messages import MODES
 
 MODEL_ID = "demo"
 TOKEN_VARIABLE = "WEIGHTSYNC_DEMO_TOKEN"
 REPORT_PATH = "/demo/report"
-KINDS = ("embedded", "vllm")
+KINDS = ("embedded", "vllm", "sglang")
 _REST_S = 0.05
 
 
@@ -93,9 +94,10 @@ class DemoEngine:
 
 
 def start_engine(kind: str, engine_id: str, size: str) -> DemoEngine | VllmDemoEngine:
-    """An engine of the demo in this process ("embedded"), or a vLLM server beside it ("vllm")."""
+    """An engine of the demo in this process ("embedded"), or a server beside it ("vllm", "sglang")."""
     torch.set_num_threads(1)
-    return VllmDemoEngine(engine_id, size) if kind == "vllm" else DemoEngine(engine_id, size)
+    servers = {"vllm": VllmDemoEngine, "sglang": SGLangDemoEngine}
+    return servers[kind](engine_id, size) if kind in servers else DemoEngine(engine_id, size)
 
 
 def main() -> None:
@@ -122,7 +124,7 @@ def main() -> None:
     url = server.start()
     service_url = service.start()
     demo.start()
-    # Trainers speak to a vLLM server itself; the server here then only reports.
+    # Trainers speak to a vLLM or SGLang server itself; the server here then only reports.
     told: dict[str, str] = {"service_url": service_url}
     told |= {"url": demo.url if isinstance(demo, VllmDemoEngine) else url, "report_url": url + REPORT_PATH}
     sys.stdout.write(json.dumps({"kind": options.kind, "engine_id": options.engine_id, **told}) + "\n")

@@ -58,7 +58,7 @@ def run_fleet(options: FleetOptions, console: Console | None = None) -> list[str
     """
     model_size(options.size)
     if options.services < 2:
-        raise ConfigError("one service is killed on the way: --fleet 2 or more")
+        raise ConfigError(f"one service is killed on the way: --fleet 2 or more, not {options.services}")
     models = ("actor", "verifier", *(f"model-{index}" for index in range(2, options.models)))[: options.models]
     console = console or Console()
 

@@ -15,9 +15,9 @@ import time
 
 from weightsync.demo.engine import TOKEN_VARIABLE, DemoEngine
 from weightsync.errors import WeightSyncError
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
 from weightsync.memory import LeaseReader, ServingLease
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
 
 _LOOK_S = 0.05
 _REST_S = 0.5

@@ -1,5 +1,5 @@
-"""A trainer of the demo's fleet: one model, one rank. It publishes each step's weights, tells the controller, and takes
-the next batch when the gate lets it.
+"""A trainer of the demo's fleet: one model, one rank. It publishes each step's weights to the controller, and takes the
+next batch when the gate lets it.
 
 Started by `demo.fleet`; prints one JSON line a version.
 """
@@ -20,7 +20,7 @@ from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
 from weightsync.demo.engine import TOKEN_VARIABLE
 from weightsync.demo.model import ServedCopy, TrainLoop, build_model, model_size
 from weightsync.errors import DeadlineExceededError, WeightSyncError
-from weightsync.publish.manager import WeightManager
+from weightsync.verbs.publishing import publish
 
 
 def main() -> None:
@@ -51,34 +51,28 @@ async def _train(options: argparse.Namespace, token: str) -> None:
     loop = TrainLoop(model, text, size, rank=options.seed)
     controller = ControllerClient(options.controller, token=token)
     gate = AsyncControllerClient(options.controller, token=token)
-    with WeightManager(options.model_id, dtype="bfloat16", token=token) as manager:
-        manager.start()
+    with publish(model, options.model_id, to=options.controller, token=token, port=0, last_wait_s=0) as publisher:
         for version in range(1, options.steps + 1):
             waited_s = time.monotonic()
             if options.mode == "fully-async":
                 if version > 1:
-                    await gate.wait(manager.run_id, options.model_id, version - 1, wait_s=options.wait_s)
+                    await gate.wait(publisher.run_id, options.model_id, version - 1, wait_s=options.wait_s)
             elif await gate.check_rollout_service_status(options.model_id, wait_s=options.wait_s) != "continue":
                 raise DeadlineExceededError(f"the gate of model {options.model_id} is closed for {options.wait_s:g} s")
             waited_s = time.monotonic() - waited_s
             controller.trajectory_pool_notify_batch_ready(options.model_id)
             loop.step(version - 1)
-            report = manager.offload(model.named_parameters(), version)
+            report = publisher.step()
             if not report.published:
                 raise WeightSyncError(f"version {version} was not published: {report.why}")
-            controller.notify_version(manager.run_id, options.model_id, version, manager.endpoint)
             loss = served.loss(model, held_out)
             _tell(
                 {
-                    "trained": options.model_id,
-                    "run_id": manager.run_id,
-                    "version": version,
-                    "loss": loss,
-                    "waited_s": waited_s,
-                    "offload_s": report.seconds,
+                    "trained": options.model_id, "run_id": publisher.run_id, "version": version, "loss": loss,
+                    "waited_s": waited_s, "offload_s": report.seconds,
                 }
-            )
-        _tell({"done": options.model_id, "run_id": manager.run_id})
+            )  # fmt: skip
+        _tell({"done": options.model_id, "run_id": publisher.run_id})
         sys.stdin.read()  # engines may still fetch the last version
     controller.close()
     await gate.close()

@@ -15,12 +15,16 @@ from rich.console import Console
 from weightsync.demo.model import model_size
 from weightsync.demo.processes import Processes
 from weightsync.demo.ray_job import RayJob
+from weightsync.demo.sglang_engine import SGLangServer
 from weightsync.demo.summary import StepRow, summarize, verdict, write_summary
 from weightsync.demo.table import DELTA_PHASES, PHASES, PULL_PHASES, StepTable
 from weightsync.demo.trainer import TrainerOptions
+from weightsync.demo.vllm_engine import VllmServer
 from weightsync.errors import ConfigError, error_from_dict
 from weightsync.observe import write_chrome_trace, write_timeline_png
 from weightsync.types import PhaseRecord
+
+_SERVERS: dict[str, type[VllmServer]] = {"vllm": VllmServer, "sglang": SGLangServer}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class DemoOptions:
         steps: how often it trains and pushes.
         ranks: training processes.
         engines: engine processes.
-        engine: what generates: "embedded" (a torch module of ours) or "vllm" (a vLLM server).
+        engine: what generates: "embedded" (a torch module of ours), "vllm" or "sglang" (a server of that).
         path: "push": the trainer brings weights to engines; "pull": it publishes them, and engines fetch them.
         delta: whether what changed alone moves; the trainer then makes one small update a step.
         learning_rate: of these updates.
@@ -65,7 +69,7 @@ class DemoOptions:
             rank=rank,
             world_size=self.ranks,
             size=self.size,
-            strategy=self.strategy,
+            strategy="sglang" if self.engine == "sglang" else self.strategy,
             deadline_s=self.deadline_s,
             step_timeout_s=self.step_timeout_s,
             path=self.path,
@@ -80,6 +84,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
         Problems, in words; empty where every version was proved, the losses agree and the engine's fell.
 
     Raises:
+        MissingDependencyError: the engine is not installed. Nothing was started.
         WeightSyncError: a process failed or the time ran out. No process is left behind.
     """
     model_size(options.size)  # refuses an unknown one before anything starts
@@ -87,23 +92,25 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
         raise ConfigError("--path pull runs in processes of its own so far: leave --ray out")
     if options.path == "pull" and options.strategy != DemoOptions.strategy:
         raise ConfigError("--strategy says how weights are pushed: leave it out with --path pull")
-    if options.delta and options.path == "push" and (options.strategy != "broadcast" or options.engine == "vllm"):
+    if options.delta and options.path == "push" and (options.strategy != "broadcast" or options.engine != "embedded"):
         raise ConfigError(
-            "--delta with --path push needs --strategy broadcast (others lend whole tensors) and --engine embedded (a "
-            "vLLM is loaded whole); with --path pull any engine takes deltas"
+            "--delta with --path push needs --strategy broadcast (others lend whole tensors) and --engine embedded "
+            "(servers are loaded whole); with --path pull any engine takes deltas"
         )
+    if options.engine == "sglang" and (options.ray or options.strategy != DemoOptions.strategy):
+        raise ConfigError("--engine sglang is pushed to by its own strategy, and is no Ray actor: leave both out")
     if not 0 < options.learning_rate < 1:
-        raise ConfigError(f"a learning rate lies between 0 and 1, not {options.learning_rate}")
+        raise ConfigError(f"--lr, a learning rate, lies between 0 and 1, not at {options.learning_rate}")
+    if options.engine in _SERVERS:
+        _SERVERS[options.engine].check()
     console = console or Console()
     rows: list[StepRow] = []
     phases: tuple[PhaseRecord, ...] = ()
     options.out.mkdir(parents=True, exist_ok=True)
     phases_shown = PHASES if options.path == "push" else DELTA_PHASES if options.delta else PULL_PHASES
-    with (
-        StepTable(console, phases=phases_shown, deltas=options.delta) as table,
-        (RayJob if options.ray else _Job)(options, say=table.status) as job,
-    ):
-        engines = f"{options.engine} engine{' (about a minute)' if options.engine == 'vllm' else ''}"
+    table = StepTable(console, phases=phases_shown, deltas=options.delta)
+    with (RayJob if options.ray else _Job)(options, say=table.status) as job:
+        engines = f"{options.engine} engine{' (about a minute)' if options.engine != 'embedded' else ''}"
         table.status(f"starting {options.engines} {engines} and {options.ranks} trainer processes")
         for message in job.messages():
             if "row" in message:
@@ -181,7 +188,7 @@ def _show_end(
 
 def _proof(rows: list[StepRow], summary: dict[str, Any]) -> str:
     if summary["digests_equal"] is None:
-        return f"every tensor proved by its digest as it came ({rows[-1].unprovable})"
+        return f"unprovable in live weights ({rows[-1].unprovable})"
     return f"each proved by its digest: {summary['digests_equal']}"
 
 

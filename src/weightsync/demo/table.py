@@ -1,13 +1,8 @@
-"""The demo's live table, and plain lines where there is no terminal."""
+"""The demo's table: a line a step, in a terminal and in a log alike."""
 
 from __future__ import annotations
 
-from types import TracebackType
-
-from rich import box
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from weightsync.demo.summary import StepRow
@@ -15,15 +10,14 @@ from weightsync.demo.summary import StepRow
 PHASES = ("extract", "pack", "share", "transfer", "load", "verify", "commit")
 PULL_PHASES = ("offload", "prove", "pull", "load", "verify", "commit")
 DELTA_PHASES = ("offload", "prove", "pull", "load", "commit")
-_PHASES_FROM_COLUMNS = 118
-_DELTA_HEADS = ("changed\n%", "sent\n%")
+_NARROW = 170
+"""A terminal with fewer columns shows the time of the whole sync in place of the phases."""
+_DELTA_HEADS = ("changed %", "sent %")
 _NOTE = "Losses are of the same held-out text. Phases are summed over processes, and they overlap."
 
 
 class StepTable:
-    """Shows a row for each step as it comes. A context manager.
-
-    On a terminal one table is redrawn in place; elsewhere (a pipe, a log) each row is one line.
+    """Shows a row for each step as it comes.
 
     Args:
         console: where to write; by default standard output.
@@ -35,79 +29,49 @@ class StepTable:
         self, console: Console | None = None, *, phases: tuple[str, ...] = PHASES, deltas: bool = False
     ) -> None:
         self.console = console or Console()
-        self._phases = phases
+        narrow = self.console.is_terminal and self.console.width < _NARROW
+        self._phases = ("sync",) if narrow else phases
         self._deltas = deltas
-        self._rows: list[StepRow] = []
-        self._status = ""
-        self._live: Live | None = None
         self._wrote_header = False
 
-    def __enter__(self) -> StepTable:
-        if self.console.is_terminal:
-            self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._status = ""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
     def add(self, row: StepRow) -> None:
-        """Shows one more step; what was going on before it is over."""
-        self._rows.append(row)
-        self._status = ""
-        if self._live is not None:
-            self._live.refresh()
-            return
+        """Shows one more step."""
         if not self._wrote_header:
-            self._print(plain_header(self._phases, deltas=self._deltas))
+            self.status(_NOTE)
+            self._print(Text(header(self._phases, deltas=self._deltas), style="bold"))
             self._wrote_header = True
-        self._print(plain_line(row, self._phases, deltas=self._deltas))
+        self._print(line(row, self._phases, deltas=self._deltas))
 
     def status(self, text: str) -> None:
-        """Shows what is going on now, below the table; in a log, as a line."""
-        self._status = text
-        if self._live is not None:
-            self._live.refresh()
+        """Says what is going on."""
+        self.console.print(Text(text, style="dim"), soft_wrap=True, highlight=False)
+
+    def _print(self, text: Text) -> None:
+        """A terminal's line ends where it does, a log's where the text does."""
+        if self.console.is_terminal:
+            self.console.print(text, no_wrap=True, overflow="ellipsis", highlight=False)
         else:
-            self._print(text)
-
-    def _print(self, line: str) -> None:
-        self.console.print(Text(line), soft_wrap=True, highlight=False)
-
-    def _render(self) -> Group:
-        table = build_table(self._rows, width=self.console.width, phases=self._phases, deltas=self._deltas)
-        parts: list[Table | Text] = [table]
-        parts.append(Text(self._status or _NOTE, style="dim"))
-        return Group(*parts)
+            self.console.print(text, soft_wrap=True, highlight=False)
 
 
-def build_table(rows: list[StepRow], *, width: int, phases: tuple[str, ...] = PHASES, deltas: bool = False) -> Table:
-    """The table of all rows; on narrow terminals one column, the whole sync, stands for the phases."""
-    wide = width >= _PHASES_FROM_COLUMNS
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    heads = {"ver": 3, "trainer\nloss": 7, "engine\nloss": 6, "gap": 6, "MB": 6}
-    heads |= dict.fromkeys(_DELTA_HEADS if deltas else (), 7)
-    heads |= {f"{name}\nms": max(5, len(name)) for name in (phases if wide else ("sync",))}
-    heads |= {"paused\nms": 6}
-    # Rich would shrink every column for the sake of a long sample, so widths are ours and the sample gets the rest.
-    for head, columns in heads.items():
-        table.add_column(head, justify="right", no_wrap=True, width=columns)
-    table.add_column("digests\nequal", no_wrap=True, width=10)
-    rest = max(8, width - sum(heads.values()) - 10 - 2 * (len(heads) + 2))
-    table.add_column("engine\nwrites", no_wrap=True, overflow="ellipsis", width=rest)
-    for row in rows:
-        timed = [_ms(row.phases_s.get(name)) for name in phases] if wide else [_ms(row.sync_s)]
-        table.add_row(
-            str(row.version), f"{row.trainer_loss:.3f}", f"{row.engine_loss:.3f}", f"{row.loss_gap:.4f}",
-            _mb(row), *(_of_delta(row) if deltas else ()), *timed, _ms(row.paused_s),
-            digest_text(row.digests_equal), Text(one_line(row.sample)),
-        )  # fmt: skip
-    return table
+def header(phases: tuple[str, ...] = PHASES, *, deltas: bool = False) -> str:
+    """The header over the lines."""
+    timed = "".join(f"{name + ' ms':>12}" for name in phases)
+    saved = "".join(f"{name:>11}" for name in _DELTA_HEADS) if deltas else ""
+    head = f"{'version':>7}{'trainer loss':>14}{'engine loss':>13}{'gap':>8}{'MB':>8}"
+    return f"{head}{saved}{timed}{'paused ms':>11}  {'digests':<11}sample"
+
+
+def line(row: StepRow, phases: tuple[str, ...] = PHASES, *, deltas: bool = False) -> Text:
+    """One row; the phase "sync" is the whole sync."""
+    times_s = {"sync": row.sync_s, **row.phases_s}
+    timed = "".join(f"{_ms(times_s.get(name)):>12}" for name in phases)
+    head = f"{row.version:>7}{row.trainer_loss:>14.3f}{row.engine_loss:>13.3f}{row.loss_gap:>8.4f}"
+    saved = "".join(f"{text:>11}" for text in _of_delta(row)) if deltas else ""
+    digests = digest_text(row.digests_equal)
+    digests.pad_right(11 - len(digests))
+    before = f"{head}{row.total_bytes / 1e6:>8.1f}{saved}{timed}{_ms(row.paused_s):>11}  "
+    return Text.assemble(before, digests, one_line(row.sample))
 
 
 def digest_text(digests_equal: bool | None) -> Text:
@@ -117,31 +81,13 @@ def digest_text(digests_equal: bool | None) -> Text:
     return Text("yes", style="green") if digests_equal else Text("NO", style="bold white on red")
 
 
-def plain_header(phases: tuple[str, ...] = PHASES, *, deltas: bool = False) -> str:
-    """The header over `plain_line`s."""
-    timed = "".join(f"{name + ' ms':>12}" for name in phases)
-    head = f"{'version':>7}{'trainer loss':>14}{'engine loss':>13}{'gap':>8}{'MB':>8}"
-    saved = "".join(f"{' '.join(name.split()):>11}" for name in _DELTA_HEADS) if deltas else ""
-    return f"{head}{saved}{timed}{'paused ms':>11}  {'digests':<11}sample"
-
-
-def plain_line(row: StepRow, phases: tuple[str, ...] = PHASES, *, deltas: bool = False) -> str:
-    """One row as one line of text."""
-    timed = "".join(f"{_ms(row.phases_s.get(name)):>12}" for name in phases)
-    head = f"{row.version:>7}{row.trainer_loss:>14.3f}{row.engine_loss:>13.3f}{row.loss_gap:>8.4f}{_mb(row):>8}"
-    paused = f"{_ms(row.paused_s):>11}"
-    saved = "".join(f"{text:>11}" for text in _of_delta(row)) if deltas else ""
-    return f"{head}{saved}{timed}{paused}  {digest_text(row.digests_equal).plain:<11}{one_line(row.sample)}"
-
-
 def one_line(text: str) -> str:
     """The text with every control character made visible, so that a model's output can't move the cursor."""
     return "".join(char if char.isprintable() else _visible(char) for char in text)
 
 
 def _visible(char: str) -> str:
-    escaped = char.encode("unicode_escape").decode("ascii")
-    return {"\n": "⏎", "\t": "→"}.get(char, escaped)
+    return {"\n": "⏎", "\t": "→"}.get(char, char.encode("unicode_escape").decode("ascii"))
 
 
 def _ms(seconds: float | None) -> str:
@@ -153,7 +99,3 @@ def _of_delta(row: StepRow) -> tuple[str, str]:
     if row.density is None or row.received_bytes is None:
         return "-", "full"
     return f"{100 * row.density:.3f}", f"{100 * row.received_bytes / row.total_bytes:.3f}"
-
-
-def _mb(row: StepRow) -> str:
-    return f"{row.total_bytes / 1e6:.1f}"

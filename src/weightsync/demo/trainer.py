@@ -22,24 +22,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from weightsync.clients.fanout import EngineFanout
-from weightsync.clients.http import HttpEngine
-from weightsync.clients.rollout import RolloutClient
+from weightsync.clients.host import RolloutClient
 from weightsync.config import WeightSyncConfig
 from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
 from weightsync.demo.engine import MODEL_ID, TOKEN_VARIABLE
 from weightsync.demo.model import ServedCopy, TrainLoop, apply_fsdp2, build_model, model_size
+from weightsync.demo.sglang_engine import sglang_handle
 from weightsync.demo.summary import StepRow
 from weightsync.demo.vllm_engine import vllm_handle
 from weightsync.errors import WeightSyncError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
 from weightsync.net.auth import bearer_headers
 from weightsync.observe import Recorder, phases_s
-from weightsync.publish.manager import DeltaReport, WeightManager
-from weightsync.publish.push import PushSync
+from weightsync.trainer.publisher import DeltaReport, WeightManager
+from weightsync.trainer.push import PushSync
 from weightsync.types import EngineHandle, PhaseRecord, SyncReport
-from weightsync.types.publication import NotifyRequest, RegisterSenderRequest
+from weightsync.types.service import NotifyRequest, RegisterSenderRequest
 
 _PUSHED_GROWTH = 3  # a changed element has 2 bytes (all of the model is bfloat16) and is pushed with 4 of position
 _CHUNK_BYTES = 1 << 20
@@ -181,6 +182,8 @@ def seat_over_http(told: Mapping[str, str], token: str, *, timeout_s: float) -> 
     handle: EngineHandle = HttpEngine(told["url"], engine_id=told["engine_id"], token=token)
     if told["kind"] == "vllm":
         handle = vllm_handle(told["url"], told["engine_id"])
+    elif told["kind"] == "sglang":
+        handle = sglang_handle(told["url"], told["engine_id"])
     return Seat(handle=handle, service_url=told["service_url"], report=report)
 
 

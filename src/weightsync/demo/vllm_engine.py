@@ -25,10 +25,11 @@ import httpx
 import msgspec
 import torch
 
-from weightsync.clients.vllm import VllmEngine, VllmHttpApi
 from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, SAMPLE_BYTES, ByteText
 from weightsync.demo.model import build_model, model_size, save_byte_tokenizer
 from weightsync.errors import DeadlineExceededError, EngineError, EngineUnreachableError, MissingDependencyError
+from weightsync.handles.stepped import SteppedEngine
+from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.observe import Recorder
 from weightsync.types import Deadline, DescribeRequest, EngineOp, Version
 
@@ -39,21 +40,47 @@ _PR_SET_PDEATHSIG = 1
 
 
 class VllmServer:
-    """A vLLM OpenAI server in a process of its own, on loopback; a context manager that leaves nothing behind.
+    """A vLLM OpenAI server in a process of its own, on loopback; a context manager that leaves nothing behind. Another
+    engine's is a subclass with another `name`, `check`, `_command` and `_environment`.
 
     Args:
         model: folder with config, weights and tokenizer.
         start_timeout_s: how long it may take to answer.
     """
 
+    name = "vLLM"
+
     def __init__(self, model: Path, *, start_timeout_s: float = 240.0) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise MissingDependencyError("--engine vllm needs vLLM: make engines in a clone; on a GPU pip install vllm")
+        self.check()
         self._model = model
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         self.url = ""
+
+    @staticmethod
+    def check() -> None:
+        """Raises MissingDependencyError where it can't be started."""
+        if importlib.util.find_spec("vllm") is None:
+            raise MissingDependencyError("--engine vllm needs vLLM: make engines in a clone; on a GPU pip install vllm")
+
+    def _command(self, port: int) -> tuple[str, ...]:
+        return (
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)),
+            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", _MODEL_NAME),
+            *("--weight-transfer-config", json.dumps({"backend": "weightsync"})),
+            *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32", "--dtype", "bfloat16"),
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # of the sampler; --enforce-eager spares the model alone
+            **os.environ,
+            "VLLM_SERVER_DEV_MODE": "1",  # vLLM serves its weight-update routes only so
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
 
     def __enter__(self) -> VllmServer:
         with socket.socket() as free:
@@ -62,26 +89,14 @@ class VllmServer:
         self.url = f"http://127.0.0.1:{port}"
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)),
-                *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", _MODEL_NAME),
-                *("--weight-transfer-config", json.dumps({"backend": "weightsync"})),
-                *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32", "--dtype", "bfloat16"),
-            ],
+            self._command(port),
             stdout=self._log,
             stderr=subprocess.STDOUT,
             # For killpg, and not a session of its own: Linux schedules sessions as groups (sched_autogroup), and on two
             # cores threads of the trainers' group were seen to wait a minute for a core that vLLM's worker was using.
             process_group=0,
             preexec_fn=_die_with_parent,
-            env={
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "TORCH_COMPILE_DISABLE": "1",  # of the sampler; --enforce-eager spares the model alone
-                **os.environ,
-                "VLLM_SERVER_DEV_MODE": "1",  # vLLM serves its weight-update routes only so
-                "VLLM_NO_USAGE_STATS": "1",
-                "HF_HUB_OFFLINE": "1",
-            },
+            env=self._environment(),
         )
         try:
             self._wait_until_ready()
@@ -106,7 +121,7 @@ class VllmServer:
     def check_alive(self) -> None:
         """Raises EngineError with the end of the server's log, if its process has ended."""
         if self._process is not None and self._process.poll() is not None:
-            raise EngineError(f"vLLM ended with code {self._process.returncode}; it wrote:\n{self._tail()}")
+            raise EngineError(f"{self.name} ended with code {self._process.returncode}; it wrote:\n{self._tail()}")
 
     def _wait_until_ready(self) -> None:
         deadline = Deadline(self._start_timeout_s)
@@ -117,7 +132,7 @@ class VllmServer:
             self.check_alive()
             if deadline.expired:
                 raise DeadlineExceededError(
-                    f"vLLM did not answer within {self._start_timeout_s:g} s; it wrote:\n{self._tail()}"
+                    f"{self.name} did not answer within {self._start_timeout_s:g} s; it wrote:\n{self._tail()}"
                 )
             threading.Event().wait(0.2)
 
@@ -130,27 +145,30 @@ class VllmServer:
 class VllmDemoEngine:
     """A vLLM server that holds the demo's model, a thread that generates through it, and a report.
 
-    The same face as `demo.engine.DemoEngine`.
+    The same face as `demo.engine.DemoEngine`. Another engine's is a subclass with another `server`, `_handle`,
+    `_scores` and `_text`.
 
     Args:
         engine_id: name of this engine.
         size: name of the model's size.
     """
 
+    server = VllmServer
+
     def __init__(self, engine_id: str, size: str) -> None:
         self._stack = contextlib.ExitStack()
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-vllm-")))
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-")))
         # Another seed than the trainer's: what the engine serves at first is not what it is sent.
         build_model(size, dtype=torch.bfloat16, seed=1).save_pretrained(folder)  # type: ignore[operator]
         save_byte_tokenizer(folder)
         try:
-            self._server = self._stack.enter_context(VllmServer(folder))
+            self._server = self._stack.enter_context(self.server(folder))
             self.url = self._server.url
             self._http = self._stack.enter_context(httpx.Client(base_url=self.url, timeout=_ASK_S, trust_env=False))
         except BaseException:
             self._stack.close()
             raise
-        self.engine = vllm_handle(self.url, engine_id)
+        self.engine = self._handle(engine_id)
         held_out = ByteText().held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=model_size(size).row_length)
         self._rows: list[list[int]] = held_out.tolist()
         self._recorder = Recorder(f"{engine_id}/rollout")
@@ -158,6 +176,9 @@ class VllmDemoEngine:
         self._num_refused = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._generate_all_the_time, name="rollout", daemon=True)
+
+    def _handle(self, engine_id: str) -> SteppedEngine:
+        return vllm_handle(self.url, engine_id)
 
     def start(self) -> None:
         """Starts to generate."""
@@ -171,16 +192,13 @@ class VllmDemoEngine:
         self._stack.close()
 
     def report(self) -> dict[str, Any]:
-        """Loss on the held-out text by vLLM's own log-probabilities and a sample, both under one version."""
+        """Loss on the held-out text by the server's own log-probabilities and a sample, both under one version."""
         before = self._version()
         with self._recorder.phase("evaluate"):
-            choices = self._complete(self._rows, max_tokens=1, prompt_logprobs=0)
-            text = self._complete([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)[0]["text"]
+            scores = self._scores(self._rows)
+            text = self._text()
         if self._version() != before:
             raise EngineError("the version changed while the engine was asked")
-        scores = [
-            next(iter(scored.values()))["logprob"] for choice in choices for scored in choice["prompt_logprobs"][1:]
-        ]
         return {
             "version": None if before is None else before.number,
             "loss": -sum(scores) / len(scores),
@@ -193,22 +211,39 @@ class VllmDemoEngine:
     def _version(self) -> Version | None:
         return self.engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ASK_S).version
 
+    def _scores(self, rows: list[list[int]]) -> list[float]:
+        """Log-probability of each byte but the first, of all rows."""
+        choices = self._complete(rows, max_tokens=1, prompt_logprobs=0)
+        return [
+            next(iter(scored.values()))["logprob"] for choice in choices for scored in choice["prompt_logprobs"][1:]
+        ]
+
+    def _text(self) -> str:
+        """A generation after the prompt."""
+        text: str = self._complete([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)[0]["text"]
+        return text
+
     def _complete(self, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
         body = {"model": _MODEL_NAME, "prompt": prompts, "temperature": 0.0, **options}
-        try:
-            response = self._http.post("/v1/completions", json=body)
-        except httpx.HTTPError as error:
-            raise EngineUnreachableError(f"vLLM does not answer: {error!r}", peer=self.engine.engine_id) from error
-        if response.status_code != 200:
-            raise EngineError(f"vLLM answered {response.status_code}: {response.text[:500]}")
-        choices: list[dict[str, Any]] = response.json()["choices"]
+        choices: list[dict[str, Any]] = self._ask("/v1/completions", body)["choices"]
         return choices
+
+    def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        """What the server answers."""
+        name = self.server.name
+        try:
+            response = self._http.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise EngineUnreachableError(f"{name} does not answer: {error!r}", peer=self.engine.engine_id) from error
+        if response.status_code != 200:
+            raise EngineError(f"{name} answered {response.status_code}: {response.text[:500]}")
+        return response.json()
 
     def _generate_all_the_time(self) -> None:
         while not self._ended.wait(_REST_S):
             try:
                 with self._recorder.phase("generate"):
-                    self._complete([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)
+                    self._text()
             except (EngineError, EngineUnreachableError):
                 self._num_refused += 1
                 self._end_with_server()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError, as_weightsync_error
+from weightsync.extract.glance import Glance, Pairs
 from weightsync.extract.grouping import PlannedChunk, group_name, order_by_group, plan_chunks
 from weightsync.tensors import torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, TensorTable, WeightChunk, dtype_name, target_dtype
@@ -76,7 +77,7 @@ class WeightExtractor(abc.ABC):
         self._name_map = name_map
         self._overrides = {glob: _castable(wanted) for glob, wanted in (dtype_overrides or {}).items()}
         self._prepare()
-        live, self._glances = self._live(self._named_tensors())
+        live, self._glance = self._live(Pairs.of(self._named_tensors()))
         order = list(live) if self._group_of is None else order_by_group(list(live), self._group_of)
         self._specs = tuple(self._describe(name, live[name]) for name in order)
         self._metadata: dict[str | None, TensorTable] = {}
@@ -87,6 +88,15 @@ class WeightExtractor(abc.ABC):
                 raise ConfigError(f"dtype_overrides has {glob!r}, which matches no tensor; the first is {order[0]!r}")
 
     # What callers use.
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """What it was made with, of the settings that a configuration has too."""
+        return {
+            "chunk_bytes": self._chunk_bytes,
+            "group_by_module": self._group_of is not None,
+            "dtype_overrides": dict(self._overrides),
+        }
 
     def metadata(self, dtype: str | None = None) -> TensorTable:
         """The tensors of the stream, in its order. Costs nothing: no communication, no copies.
@@ -231,9 +241,9 @@ class WeightExtractor(abc.ABC):
         if str(tensor.dtype).removeprefix("torch.") not in ITEMSIZE_BYTES:
             raise UnsupportedError(f"a tensor of dtype {tensor.dtype} can't be extracted", parameter=name)
 
-    def _at_a_glance(self, tensor: torch.Tensor) -> bool:
-        """Whether type, dtype, shape and this answer say all that `_check` and `_shape` look at: a tensor that is as it
-        was need not be checked again then."""
+    def _at_a_glance(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether types, dtypes, shapes and this answer say all that `_check` and `_shape` look at: tensors that are as
+        they were need not be checked again then."""
         return False
 
     def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -256,6 +266,13 @@ class WeightExtractor(abc.ABC):
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The whole tensor in `dtype`, contiguous and detached. A collective of all ranks; grad mode is off."""
 
+    def _gather_together(
+        self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    ) -> list[torch.Tensor] | None:
+        """`_gather` of each of a chunk's tensors, where that is faster for all at once and communicates nothing; None
+        where it is not, or can't be."""
+        return None
+
     @abc.abstractmethod
     def _can_shard(self, tensor: torch.Tensor) -> bool:
         """Whether `_local_part` can tell this rank's part of the tensor. The same answer on every rank."""
@@ -271,19 +288,14 @@ class WeightExtractor(abc.ABC):
 
     # The rest is private.
 
-    def _live(
-        self, named: Collection[tuple[str, torch.Tensor]]
-    ) -> tuple[dict[str, torch.Tensor], list[_Glance] | None]:
+    def _live(self, named: Pairs) -> tuple[dict[str, torch.Tensor], Glance | None]:
         """The model's tensors as they are now, checked, by engine-side name; and what a glance at them tells."""
         live: dict[str, torch.Tensor] = {}
         origin: dict[str, str] = {}
-        glances: list[_Glance] | None = []
+        engine_names: list[str | None] = []
         for name, tensor in named:
             engine_name = name if self._name_map is None else self._name_map(name)
-            if glances is not None and self._at_a_glance(tensor):
-                glances.append((name, type(tensor), tensor.dtype, tensor.shape, engine_name))
-            else:
-                glances = None
+            engine_names.append(engine_name)
             if engine_name is None:
                 continue
             if engine_name in origin:
@@ -295,32 +307,14 @@ class WeightExtractor(abc.ABC):
             live[engine_name] = tensor
         if not live:
             raise ExtractError("the model has no tensors to extract (or name_map drops all of them)")
-        return live, glances
-
-    def _live_as_before(self, named: Collection[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
-        """As `_live`, where every tensor is of the kind that was checked last; None where one has to be looked at."""
-        if self._glances is None or len(named) != len(self._glances):
-            return None
-        live: dict[str, torch.Tensor] = {}
-        for (name, tensor), (was, kind, dtype, shape, engine_name) in zip(named, self._glances, strict=True):
-            if (
-                name != was
-                or type(tensor) is not kind
-                or tensor.dtype is not dtype
-                or tensor.shape != shape
-                or not self._at_a_glance(tensor)
-            ):
-                return None
-            if engine_name is not None:
-                live[engine_name] = tensor
-        return live
+        return live, Glance(named, engine_names) if self._at_a_glance(named.tensors) else None
 
     def _checked_live(self) -> dict[str, torch.Tensor]:
-        named = self._named_tensors()
-        known = self._live_as_before(named)
+        named = Pairs.of(self._named_tensors())
+        known = None if self._glance is None else self._glance.live(named, says_all=self._at_a_glance)
         if known is not None:
             return known
-        live, glances = self._live(named)
+        live, glance = self._live(named)
         for spec in self._specs:
             tensor = live.get(spec.name)
             if tensor is None or dtype_name(tensor.dtype) != spec.dtype or self._shape(tensor) != spec.shape:
@@ -333,7 +327,7 @@ class WeightExtractor(abc.ABC):
         if len(live) != len(self._specs):
             extra = next(iter(live.keys() - {spec.name for spec in self._specs}))
             raise ExtractError("the model has a new tensor; make a new extractor", parameter=extra)
-        self._glances = glances
+        self._glance = glance
         return live
 
     def _describe(self, name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -353,16 +347,20 @@ class WeightExtractor(abc.ABC):
 
     @torch.no_grad()
     def _build(self, planned: PlannedChunk, live: Mapping[str, torch.Tensor]) -> WeightChunk:
-        dtypes = {name: torch_dtype(name) for name in set(planned.dtypes)}
-        asked = [(live[name], dtypes[dtype]) for name, dtype in zip(planned.names, planned.dtypes, strict=True)]
+        known = {name: torch_dtype(name) for name in set(planned.dtypes)}
+        sources, dtypes = list(map(live.__getitem__, planned.names)), list(map(known.__getitem__, planned.dtypes))
         tensors: list[torch.Tensor] = []
-        with translated(planned.names[0], "the chunk that starts here could not be gathered"), self._gathered(asked):
-            try:
-                for tensor, dtype in asked:
-                    tensors.append(self._gather(tensor, dtype))
-            except Exception:
-                with translated(planned.names[len(tensors)]):
-                    raise
+        with translated(planned.names[0], "the chunk that starts here could not be gathered"):
+            if (together := self._gather_together(sources, dtypes)) is not None:
+                return chunk_of(planned, together)
+            asked = list(zip(sources, dtypes, strict=True))
+            with self._gathered(asked):
+                try:
+                    for tensor, dtype in asked:
+                        tensors.append(self._gather(tensor, dtype))
+                except Exception:
+                    with translated(planned.names[len(tensors)]):
+                        raise
         return chunk_of(planned, tensors)
 
     @torch.no_grad()
@@ -391,12 +389,6 @@ class WeightExtractor(abc.ABC):
         except Exception:
             with translated(spec.name):
                 raise
-
-
-_Named = tuple[str, torch.Tensor]
-
-_Glance = tuple[str, type, torch.dtype, torch.Size, str | None]
-"""A tensor's name, type, dtype and shape, and its name for the engine."""
 
 
 def training_rank() -> int:

@@ -88,7 +88,7 @@ class MegatronCoreExporter:
     def _plan(self, models: list[torch.nn.Module]) -> tuple[Any, list[tuple[torch.nn.Parameter, Any]]]:
         gpt = self._checked_model(models)
         parameters = list(gpt.named_parameters())
-        return gpt, [(parameter, self._rule(name, parameter)) for name, parameter in parameters]
+        return gpt, [(parameter, self._rule(name)) for name, parameter in parameters]
 
     def _checked_model(self, models: list[torch.nn.Module]) -> Any:
         model: Any = models[0]
@@ -110,7 +110,7 @@ class MegatronCoreExporter:
             raise UnsupportedError(f"MegatronCoreExporter does not know {', '.join(found)}: use Megatron-Bridge")
         return model
 
-    def _rule(self, name: str, parameter: torch.nn.Parameter) -> Callable[..., list[tuple[str, torch.Tensor]]]:
+    def _rule(self, name: str) -> Callable[..., list[tuple[str, torch.Tensor]]]:
         """How the parameter's slices become Hugging Face tensors."""
         if name in _WHOLE:
             return lambda _, parts, dim: [(_WHOLE[name], join_slices(parts, dim))]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from weightsync.copying import cast_together
 from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor, training_rank
+from weightsync.extract.glance import Pairs
 from weightsync.module_walk import Held, ModuleTensors
 from weightsync.plan.boxes import whole_box
 from weightsync.types import Box, TensorTable
@@ -23,22 +26,8 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
 """Types that say all of themselves."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Pairs(Collection[tuple[str, torch.Tensor]]):
-    """Names and tensors. A list of 100,000 pairs at every step brings Python's collector to look at the whole model."""
-
-    names: Sequence[str]
-    tensors: Sequence[torch.Tensor]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return zip(self.names, self.tensors, strict=True)
-
-    def __contains__(self, pair: object) -> bool:
-        return any(pair == each for each in self)
+_layout, _is_meta = attrgetter("layout"), attrgetter("is_meta")
+_STRIDED = frozenset({torch.strided})
 
 
 class ModuleWeightExtractor(WeightExtractor):
@@ -56,7 +45,7 @@ class ModuleWeightExtractor(WeightExtractor):
         held = self._read()
         if held.names is not self._names_of:
             self._names_of, self._clean_names = held.names, list(map(clean_name, held.names))
-        return _Pairs(names=self._clean_names, tensors=held.tensors)
+        return Pairs(names=self._clean_names, tensors=held.tensors)
 
     def _read(self, *, kind: type | None = None, prepare: Callable[[Any], object] | None = None) -> Held:
         """What the model holds now; see `ModuleTensors.read`."""
@@ -73,26 +62,31 @@ class ModuleWeightExtractor(WeightExtractor):
         if name.endswith("_flat_param"):
             raise UnsupportedError("FSDP1's flat parameters can't be extracted: use fully_shard", parameter=name)
 
-    def _at_a_glance(self, tensor: torch.Tensor) -> bool:
+    def _at_a_glance(self, tensors: Sequence[torch.Tensor]) -> bool:
         return (
-            type(tensor) in _PLAIN
-            and tensor.layout is torch.strided
-            and not tensor.is_meta
-            and not hasattr(tensor, "ds_shape")
+            _PLAIN.issuperset(map(type, tensors))
+            and _STRIDED.issuperset(map(_layout, tensors))
+            and not any(map(_is_meta, tensors))
+            and not any(map(hasattr, tensors, itertools.repeat("ds_shape")))
         )
 
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         whole = tensor.detach() if tensor.dtype is dtype else tensor.to(dtype)
         return whole if whole.is_contiguous() else whole.contiguous()
 
+    def _gather_together(
+        self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    ) -> list[torch.Tensor] | None:
+        plain = type(self)._gather is ModuleWeightExtractor._gather  # whoever gathers in another way is asked
+        return cast_together(tensors, dtypes) if plain else None
+
     def local_whole(self, dtype: str | None = None) -> tuple[TensorTable, list[torch.Tensor]] | None:
-        """See the base class."""
         if type(self)._local_part is not ModuleWeightExtractor._local_part or training_rank() != 0:
             return None
         specs, live = self._shardable(dtype)
-        if self._glances is None:
+        if self._glance is None:
             return None
-        return specs, [live[spec.name] for spec in specs]
+        return specs, list(map(live.__getitem__, specs.names))
 
     def _can_shard(self, tensor: torch.Tensor) -> bool:
         return True

@@ -1,8 +1,9 @@
-"""NamedTensorsExtractor: what `model.named_parameters()` gives, where nobody hands the model itself over."""
+"""Extractors of tensors by name, where nobody hands a model over: of `model.named_parameters()`, and of a mapping."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -54,3 +55,33 @@ class NamedTensorsExtractor(FSDPWeightExtractor):
 
     def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         return self._named
+
+
+class MappingWeightExtractor(FSDPWeightExtractor):
+    """Extracts from a mapping of names to tensors, DTensors among them, as it is at each step.
+
+    A trainer may replace its tensors by others of the same dtype and shape. A tensor that is there twice (tied
+    weights) counts once, under its first name.
+
+    Args:
+        tensors: by the trainer's names; read between two steps, never changed.
+        group_by_module, chunk_bytes, name_map, dtype_overrides: see `WeightExtractor`.
+
+    Raises:
+        ConfigError: something in it is no tensor, or has no name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], **settings: Any) -> None:
+        self._tensors = tensors
+        super().__init__(torch.nn.Module(), **settings)
+
+    def _prepare(self) -> None:
+        return
+
+    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        named: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, tensor in self._tensors.items():
+            if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)):
+                raise ConfigError(f"the mapping has names and tensors, and not {name!r:.80}: {type(tensor).__name__}")
+            named.setdefault(id(tensor), (clean_name(name), tensor))
+        return list(named.values())

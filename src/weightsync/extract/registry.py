@@ -15,7 +15,8 @@ from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.megatron import MegatronWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
 
-_KINDS: dict[str, Callable[..., WeightExtractor]] = {
+_OF_CHUNKS = ("chunk_bytes", "group_by_module", "dtype_overrides")
+_KINDS: dict[str, type[WeightExtractor]] = {
     "module": ModuleWeightExtractor,
     "fsdp": FSDPWeightExtractor,
     "deepspeed": DeepSpeedWeightExtractor,
@@ -54,7 +55,8 @@ def extractor_for(
         options["bridge"] = bridge
     elif bridge is not None:
         raise ConfigError(f"bridge= is for training_backend 'megatron', this one is {backend!r}: leave it out")
-    return _KINDS[backend](
+    made: Callable[..., WeightExtractor] = _KINDS[backend]
+    return made(
         model,
         group_by_module=select_grouping(config),
         chunk_bytes=settings.chunk_bytes,
@@ -62,3 +64,29 @@ def extractor_for(
         dtype_overrides=settings.dtype_overrides,
         **options,
     )
+
+
+def check_extractor(config: WeightSyncConfig, extractor: WeightExtractor) -> None:
+    """What the config says of an extractor is this one's own: nobody would read it otherwise.
+
+    Raises:
+        ConfigError: the extractor was made with something else; names the key.
+    """
+    said, made, backend = config.extract, extractor.settings, config.transfer.training_backend
+    if backend != "module" and not isinstance(extractor, _KINDS[backend]):
+        raise ConfigError(
+            f"transfer.training_backend is {backend!r}, and this is a {type(extractor).__name__}: leave it out",
+            keys=["transfer.training_backend"],
+        )
+    wrong = [key for key in _OF_CHUNKS if key in said.model_fields_set and _differ(getattr(said, key), made[key])]
+    if wrong:
+        told = ", ".join(f"extract.{key} is {getattr(said, key)!r}, and it has {made[key]!r}" for key in wrong)
+        raise ConfigError(
+            f"the extractor was made with other settings than the configuration has: {told}. Make it with "
+            "extractor_for(config, model), or leave them out",
+            keys=[f"extract.{key}" for key in wrong],
+        )
+
+
+def _differ(said: Any, made: Any) -> bool:
+    return said is not None and said != made if isinstance(made, bool) else said != made

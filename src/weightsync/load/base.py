@@ -43,15 +43,27 @@ class WeightLoader(abc.ABC):
         writes_live: whether `load_weights` touches weights that are being served. Then the engine is paused
             before the first chunk, and an abort leaves it refusing to serve (`healthy` is False) until
             a later sync commits.
+        proved: whether the last full commit has compared the live weights with what was loaded, to the bit. For
+            loaders whose live weights can't be read before the commit.
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"full"})
     writes_live: bool = False
+    proved: bool = False
 
     @property
     def healthy(self) -> bool:
         """Whether the live weights are those of one committed version (or of construction)."""
         return True
+
+    def lost(self) -> str | None:
+        """Why the live weights are not those of the last commit any more, where somebody else can change them; None:
+        they are. Asked now and then, from any thread; takes some seconds at most.
+
+        Raises:
+            WeightSyncError: it can't be known now.
+        """
+        return None
 
     @abc.abstractmethod
     def begin(self, manifest: Manifest) -> None:
@@ -89,6 +101,15 @@ class WeightLoader(abc.ABC):
     def live_whole(self) -> Mapping[str, torch.Tensor] | None:
         """What `live_tensors` gives, all at once and by name, where every tensor lies here whole, in memory that stays.
         None where it does not, or has to be read in another way.
+
+        Raises:
+            UnsupportedError: as for `live_tensors`.
+        """
+        return None
+
+    def live_digest(self) -> str | None:
+        """The model digest of what `live_tensors` would give, where whoever has that memory computes it there; None
+        where it is to be computed from them.
 
         Raises:
             UnsupportedError: as for `live_tensors`.

@@ -13,36 +13,52 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import int64, types
+from numba import int64, types, uint64
 from numba.extending import intrinsic
 
 from weightsync.compiled import compiled, read_only, writable
 
 _AHEAD = 256
 """How many elements before its turn one is asked for: a core waits for memory, and waits for many lines at once."""
-_BLOCK = 256
-"""Elements that are written before they are read again: their lines fit into a core's first cache."""
+_BLOCK = 64
+"""Elements that are asked for, then written, then read again: their lines fit into a core's first cache.
+
+Each has a loop of its own. A core that waits for an element looks at a few hundred instructions behind it, and the less
+else is among them, the more elements it waits for at once.
+"""
+_FAR = 512
+_STEP = 16
+"""Of each `_STEP` elements one is asked for `_FAR` elements before its turn too: looking up its page takes time."""
 _WIDTHS = (types.uint8, types.uint16, types.uint32, types.uint64)
 _POSITIONS = read_only(types.uint32)
 
 
-def _fetch(typing: Any, data: Any, at: Any) -> Any:
-    """Intrinsic: asks for the cache line of `data[at]`, which may lie anywhere: it is not read."""
+def _asks(cache: int) -> Callable[[npt.NDArray[np.uint8], int], None]:
+    """Intrinsic: asks for the cache line of `data[at]`, which may lie anywhere: it is not read.
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        address = builder.bitcast(builder.gep(array.data, [arguments[1]]), pointer)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        to_read, into_second_cache, of_data = (ir.Constant(number, value) for value in (0, 1, 1))
-        builder.call(prefetch, [address, to_read, into_second_cache, of_data])
-        return context.get_dummy_value()
+    Args:
+        cache: nearest one that it should lie in; as LLVM counts, 3 is a core's first and 2 its second.
+    """
 
-    return types.none(data, at), generate
+    def fetch(typing: Any, data: Any, at: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            array = context.make_array(signature.args[0])(context, builder, arguments[0])
+            pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+            address = builder.bitcast(builder.gep(array.data, [arguments[1]]), pointer)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+            prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+            to_read, into, of_data = (ir.Constant(number, value) for value in (0, cache, 1))
+            builder.call(prefetch, [address, to_read, into, of_data])
+            return context.get_dummy_value()
+
+        return types.none(data, at), generate
+
+    return cast(Callable[[npt.NDArray[np.uint8], int], None], intrinsic(fetch))
 
 
-fetch = cast(Callable[[npt.NDArray[np.uint8], int], None], intrinsic(_fetch))
+fetch = _asks(1)
+_near = _asks(3)
+_far = _asks(2)
 
 
 @compiled(*(int64(read_only(item), _POSITIONS, writable(item)) for item in _WIDTHS))
@@ -68,24 +84,38 @@ def exchange(live: Any, positions: Any, expected: Any, new: Any) -> Any:
     Returns:
         How many elements were not the `expected` ones before, and how many are not the `new` ones after.
     """
-    before = int64(0)
-    after = int64(0)
-    count = len(positions)
-    for start in range(0, count, _BLOCK):
-        end = min(start + _BLOCK, count)
-        for index in range(start, end):
-            if index + _AHEAD < count:
-                fetch(live, int64(positions[index + _AHEAD]))
-            position = int64(positions[index])
-            if position < len(live):
-                before += int64(live[position] != expected[index])
+    before = uint64(0)
+    after = uint64(0)
+    count = uint64(len(positions))
+    size = uint64(len(live))
+    last = count - uint64(1)
+    start = uint64(0)
+    while start < count:
+        end = min(start + uint64(_BLOCK), count)
+        index = start
+        while index < end:
+            _far(live, int64(positions[min(index + uint64(_FAR), last)]))
+            index += uint64(_STEP)
+        index = start
+        while index < end:
+            _near(live, int64(positions[min(index + uint64(_BLOCK), last)]))
+            index += uint64(1)
+        index = start
+        while index < end:
+            position = uint64(positions[index])
+            if position < size:
+                before += uint64(live[position] != expected[index])
                 live[position] = new[index]
             else:
-                before += 1
-        for index in range(start, end):
-            position = int64(positions[index])
-            if position < len(live):
-                after += int64(live[position] != new[index])
+                before += uint64(1)
+            index += uint64(1)
+        index = start
+        while index < end:
+            position = uint64(positions[index])
+            if position < size:
+                after += uint64(live[position] != new[index])
             else:
-                after += 1
-    return before, after
+                after += uint64(1)
+            index += uint64(1)
+        start = end
+    return int64(before), int64(after)

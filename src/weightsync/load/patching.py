@@ -9,8 +9,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import importlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,12 +21,13 @@ from weightsync.errors import (
     InvalidRequestError,
     LoadError,
     ManifestMismatchError,
-    MissingDependencyError,
     UnsupportedError,
 )
 from weightsync.load.spans import overlaps_itself
+from weightsync.many import loops
 from weightsync.tensors import byte_array, spec_of
 from weightsync.types import Patch, TensorSpec
+from weightsync.types.process import num_cores
 
 _PIECE_ELEMENTS = 1 << 16
 """What a thread does at a time, of one tensor or of several small ones: under a millisecond."""
@@ -40,6 +39,8 @@ _BITS: dict[int, tuple[torch.dtype, npt.DTypeLike]] = {
     8: (torch.int64, np.uint64),
 }
 """Element bytes -> integers of that width, in torch and in numpy."""
+
+kernels = functools.partial(loops, "weightsync.load.patch_kernels", needs="a patch needs numba")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ class LivePatch:
         self.check_memory()
         self._turns = _turns(self._parts)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(min(_cores(), _MAX_THREADS), thread_name_prefix="weightsync-patch")
+            self._pool = ThreadPoolExecutor(min(num_cores(), _MAX_THREADS), thread_name_prefix="weightsync-patch")
         self._run("gather")
 
     def changes(self) -> Iterator[Change]:
@@ -289,15 +290,6 @@ class _StridedPiece(_Piece):
         return (self._live[self._where] != values).sum()
 
 
-@functools.cache
-def kernels() -> Any:
-    """`load.patch_kernels`, imported at first use: numba takes a second that most processes need not pay."""
-    try:
-        return importlib.import_module("weightsync.load.patch_kernels")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(f"a patch needs numba: pip install 'weightsync[torch]' ({error})") from error
-
-
 def check_patchable(name: str, live: torch.Tensor) -> None:
     """Refuses a live tensor whose elements can't be written one by one.
 
@@ -356,7 +348,3 @@ def _take(turn: Iterable[tuple[str, _Piece]], step: str) -> None:
                 f"{different} elements are not what they should be at {step}: something else writes the live weights",
                 parameter=name,
             )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

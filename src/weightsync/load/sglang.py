@@ -18,13 +18,20 @@ from torch import nn
 from weightsync.errors import (
     LoadError,
     ManifestMismatchError,
-    StateError,
     UnsupportedError,
     WeightSyncError,
     as_weightsync_error,
 )
 from weightsync.load.base import WeightLoader
-from weightsync.load.whole import is_of, whole_tensor
+from weightsync.load.whole import (
+    check_closed,
+    check_complete,
+    check_open,
+    check_verified,
+    lent,
+    stage,
+    staging_for,
+)
 from weightsync.tensors import byte_view, spec_of, torch_dtype
 from weightsync.types import HeldTensor, Manifest, TensorSpec, Update, Version
 
@@ -193,7 +200,8 @@ class SGLangWeightLoader(WeightLoader):
     `load_weights` copies into host memory, once the size of the checkpoint, and commit, while the worker is paused,
     gives all of it to the model's own loader, whole fused modules at once. With `tp_size=1` commit reads every byte
     again where it lies in the live model; a sharded worker can't, and is unprovable. An abort before commit loses
-    nothing; a commit that fails leaves the model half-loaded, and `healthy` False, until a later one.
+    nothing; a commit that fails leaves the model half-loaded, and `healthy` False, until a later one. Host memory that
+    the model takes for its own is the model's from then on: the next version is staged elsewhere.
 
     Args:
         model: a torch module with `load_weights`, not quantised.
@@ -214,7 +222,6 @@ class SGLangWeightLoader(WeightLoader):
 
     @property
     def healthy(self) -> bool:
-        """See the base class."""
         return self._healthy
 
     def begin(self, manifest: Manifest) -> None:
@@ -223,32 +230,20 @@ class SGLangWeightLoader(WeightLoader):
         Raises:
             UnsupportedError: the model has no `load_weights`, or is quantised. Nothing was changed.
         """
-        if self._manifest is not None:
-            raise StateError("a load is under way: commit or abort it first", version=str(self._manifest.version))
+        check_closed(self._manifest)
         self._rows = Places(self._model, tp_size=self._tp_size).rows(manifest.tensors)
         self._specs = manifest.by_name()
-        self._staging = {
-            name: spare
-            if (spare := self._staging.get(name)) is not None and is_of(spare, spec)
-            else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
-            for name, spec in self._specs.items()
-        }
+        self._staging = staging_for(self._specs, self._staging)
         self._loaded, self._verified = set(), False
         self._manifest = manifest
 
     def load_weights(self, updates: Iterable[Update]) -> None:
-        """See the base class."""
-        self._open_bracket()
-        for update in updates:
-            tensor = whole_tensor(update, self._specs, self._loaded)
-            self._staging[update.name].copy_(tensor)
-            self._loaded.add(update.name)
+        check_open(self._manifest)
+        stage(updates, self._specs, self._staging, self._loaded)
 
     def verify(self) -> None:
-        """See the base class."""
-        self._open_bracket()
-        if missing := sorted(self._specs.keys() - self._loaded):
-            raise ManifestMismatchError(f"{len(missing)} tensors did not arrive", parameter=missing[0])
+        check_open(self._manifest)
+        check_complete(self._specs, self._loaded)
         self._verified = True
 
     def live_tensors(self) -> Iterator[HeldTensor]:
@@ -274,14 +269,16 @@ class SGLangWeightLoader(WeightLoader):
         Raises:
             LoadError: the model's own loader failed, or the live bytes are not those. Half-loaded until a later commit.
         """
-        manifest = self._open_bracket()
-        if manifest.version != version or not self._verified:
-            raise StateError(f"what was loaded and verified is {manifest.version}, not {version}")
+        check_verified(self._manifest, version, verified=self._verified)
         self._healthy = False
         self._verified = False  # one that fails is not tried again
         try:
-            load_weights(self._model, self._staging.items())
-            self._read_again()
+            try:
+                load_weights(self._model, self._staging.items())
+                self._read_again()
+            finally:
+                for name in lent(self._staging, self._model):
+                    del self._staging[name]
         except WeightSyncError as error:
             error.state_left = _HALF
             raise
@@ -290,7 +287,6 @@ class SGLangWeightLoader(WeightLoader):
         self._healthy = True
 
     def abort(self, reason: str) -> None:
-        """See the base class."""
         self._manifest = None
         self._verified = False
 
@@ -306,11 +302,6 @@ class SGLangWeightLoader(WeightLoader):
     def _check_provable(self) -> None:
         if self._tp_size != 1:
             raise UnsupportedError(f"each of {self._tp_size} workers has a shard that SGLang chose")
-
-    def _open_bracket(self) -> Manifest:
-        if self._manifest is None:
-            raise StateError("no load is under way: begin first", state_left="nothing was changed")
-        return self._manifest
 
 
 def _part(tensor: torch.Tensor, spec: TensorSpec, row: int) -> torch.Tensor:

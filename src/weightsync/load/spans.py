@@ -5,13 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
+
+from weightsync.many import PLAIN_TYPES, addresses, sizes_bytes
 
 
 def share_storage(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether any two of them may lie in one storage; False says that none overlap. Each is given once."""
-    strided = [tensor for tensor in tensors if tensor.layout == torch.strided and tensor.numel()]
-    return len({tensor.untyped_storage().data_ptr() for tensor in strided}) < len(strided)
+    """Whether any two of them may overlap; False says that none do. Each is given once."""
+    strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    if PLAIN_TYPES.issuperset(map(type, strided)) and all(
+        map(torch.Tensor.is_contiguous, strided)
+    ):  # each is one run of memory: no two may have a byte in common
+        starts, sizes = addresses(strided), sizes_bytes(strided)
+        order = np.argsort(starts)
+        starts, sizes = starts[order][sizes[order] > 0], sizes[order][sizes[order] > 0]
+        return bool((starts[:-1] + sizes[:-1] > starts[1:]).any()) or bool((starts == 0).any())
+    held = [tensor for tensor in strided if tensor.numel()]
+    return len({tensor.untyped_storage().data_ptr() for tensor in held}) < len(held)
 
 
 def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightsync.errors import ManifestMismatchError
+from weightsync.load.whole import RENAMES, Differences, no_such_tensor
 from weightsync.tensors import torch_dtype
 from weightsync.types import Manifest, dtype_name
 
@@ -49,39 +50,24 @@ class CheckpointTensors:
         Raises:
             ManifestMismatchError: wrong dtype, shape, missing or extra name.
         """
-        for spec in manifest.tensors:
-            dtype = torch_dtype(spec.dtype)
-            if spec.box is not None:
-                raise ManifestMismatchError("a part of a tensor can't be loaded here", parameter=spec.name)
-            if dtype.is_floating_point and dtype not in self._dtypes:
-                own = ", ".join(sorted(dtype_name(each) for each in self._dtypes))
-                raise ManifestMismatchError(
-                    f"the trainer sends {spec.dtype}, vLLM serves this model as {own} and would convert: give "
-                    f"PushSync(dtype=...) or vLLM's --dtype the other's",
-                    parameter=spec.name,
-                )
-        if self.known:
-            self._check_names(manifest)
-
-    def _check_names(self, manifest: Manifest) -> None:
+        differences = Differences()
         taken: dict[int, str] = {}
         for spec in manifest.tensors:
-            shape = self._shapes.get(spec.name)
+            dtype, shape = torch_dtype(spec.dtype), self._shapes.get(spec.name) if self.known else spec.shape
             if shape is None:
-                raise ManifestMismatchError("the engine's model has no such tensor", parameter=spec.name)
-            if shape != spec.shape:
-                raise ManifestMismatchError(
-                    f"the trainer sends {spec.shape}, the engine's model has {shape}", parameter=spec.name
-                )
-            if (other := taken.setdefault(self._tensor_of[spec.name], spec.name)) != spec.name:
-                raise ManifestMismatchError(
-                    f"this tensor and {other} are one in the engine's model", parameter=spec.name
-                )
-        if missing := sorted(name for name, tensor in self._tensor_of.items() if tensor not in taken):
-            raise ManifestMismatchError(
-                f"the manifest lacks {len(missing)} of the model's tensors, the first is {missing[0]}",
-                parameter=missing[0],
-            )
+                differences.add(spec.name, functools.partial(no_such_tensor, spec.name, self._shapes), hint=RENAMES)
+            elif (other := taken.setdefault(self._tensor_of.get(spec.name, id(spec)), spec.name)) != spec.name:
+                differences.add(spec.name, f"this tensor and {other} are one in the engine's model")
+            elif spec.box is not None:
+                differences.add(spec.name, "a part of a tensor can't be loaded here")
+            elif shape != spec.shape:
+                differences.add(spec.name, f"the trainer sends {spec.shape}, the engine's model has {shape}")
+            elif dtype.is_floating_point and dtype not in self._dtypes:
+                own = ", ".join(sorted(dtype_name(each) for each in self._dtypes))
+                what = f"the trainer sends {spec.dtype}, vLLM serves this model as {own} and would convert"
+                differences.add(spec.name, what, hint="give PushSync(dtype=...) or vLLM's --dtype the other's")
+        differences.add_missing(name for name, tensor in self._tensor_of.items() if tensor not in taken)
+        differences.refuse()
 
     def _build(self) -> None:
         if self._built:

@@ -27,7 +27,7 @@ class LayerwiseReload:
         self._buffers = set(_persistent_buffers(model))
         self._given: set[str] = set()
         self._tied = _tied_layers(model)
-        with self._context():
+        with loading(self._vllm_config):
             _layerwise().initialize_layerwise_reload(model)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -38,7 +38,7 @@ class LayerwiseReload:
                 self._given.add(name)
                 yield name, tensor
 
-        with self._context():
+        with loading(self._vllm_config):
             told = self._model.load_weights(noted())  # type: ignore[operator]
         self._told = None if told is None or self._told is None else self._told | set(told)
 
@@ -73,7 +73,7 @@ class LayerwiseReload:
 
     def finish(self) -> None:
         """Puts the loaded tensors into the live ones and closes the reload."""
-        with self._context():
+        with loading(self._vllm_config):
             _layerwise().finalize_layerwise_reload(self._model, self._model_config)
             self._repack_tied()
 
@@ -101,19 +101,21 @@ class LayerwiseReload:
             if total is not None and 0 < info.load_numel < total and not padded:
                 yield name or type(layer).__name__
 
-    @contextlib.contextmanager
-    def _context(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if self._vllm_config is not None:
-                from vllm.config import set_current_vllm_config
 
-                stack.enter_context(set_current_vllm_config(self._vllm_config))
-            with contextlib.suppress(ImportError):  # a draft's layers in the model's own checkpoint may stay out
-                from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+@contextlib.contextmanager
+def loading(vllm_config: Any) -> Iterator[None]:
+    """What vLLM's loaders need around them."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if vllm_config is not None:
+            from vllm.config import set_current_vllm_config
 
-                stack.enter_context(disable_mtp_completeness_check())
-            yield
+            stack.enter_context(set_current_vllm_config(vllm_config))
+        with contextlib.suppress(ImportError):  # a draft's layers in the model's own checkpoint may stay out
+            from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+            stack.enter_context(disable_mtp_completeness_check())
+        yield
 
 
 def _tied_layers(model: nn.Module) -> list[nn.Module]:

@@ -1,18 +1,85 @@
-"""What loaders that take whole tensors alone ask of each update."""
+"""What loaders of whole tensors ask of each step: is a bracket open, does an update fit, did everything come."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import bisect
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
+from torch import nn
 
-from weightsync.errors import ManifestMismatchError, UnsupportedError
-from weightsync.types import Full, TensorSpec, Update, dtype_name
+from weightsync.errors import ManifestMismatchError, StateError, UnsupportedError
+from weightsync.plan.names import closest
+from weightsync.tensors import torch_dtype
+from weightsync.types import Full, Manifest, TensorSpec, Update, Version, dtype_name
+
+MAX_TOLD = 10
+"""Of a manifest that does not fit, so many tensors are named; all are counted."""
+
+RENAMES = "name_map= on the trainer's side gives tensors other names"
+
+
+class Differences:
+    """What of a manifest does not fit an engine's model, gathered before a byte moves, and said all at once."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[str, str]] = []
+        self._hints: dict[str, None] = {}
+        self._count = 0
+        self._num_missing = 0
+
+    def add(self, name: str, why: str | Callable[[], str], *, hint: str = "") -> None:
+        """One tensor.
+
+        Args:
+            name: the manifest's.
+            why: it does not fit; a function where that takes time to find out, which few tensors are worth.
+            hint: what to do about it; said once, however many have it.
+        """
+        self._count += 1
+        if len(self._told) < MAX_TOLD:
+            self._told.append((name, why if isinstance(why, str) else why()))
+            self._hints |= {hint: None} if hint else {}
+
+    def add_missing(self, names: Iterable[str], *, hint: str = "") -> None:
+        """The model's tensors that the manifest has not."""
+        for name in sorted(names):
+            self._num_missing += 1
+            self.add(name, "the manifest lacks it", hint=hint)
+
+    def refuse(self) -> None:
+        """Returns where there was none.
+
+        Raises:
+            ManifestMismatchError: names the first ten, and says how many there are; `parameter` is the first.
+        """
+        if not self._told:
+            return
+        if self._num_missing == self._count:
+            what = f"the manifest lacks {self._count} of the model's tensors: " + ", ".join(
+                name for name, _ in self._told
+            )
+        elif self._count == 1:
+            what = self._told[0][1]
+        else:
+            what = f"{self._count} tensors differ: " + "; ".join(f"{name}: {why}" for name, why in self._told)
+        more = self._count - len(self._told)
+        what += f" and {more} more" if more else ""
+        raise ManifestMismatchError("; ".join([what, *self._hints]), parameter=self._told[0][0])
 
 
 def is_of(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     """Whether the tensor has the dtype and the shape that were announced."""
     return tensor.shape == spec.shape and dtype_name(tensor.dtype) == spec.dtype
+
+
+def no_such_tensor(name: str, known: Iterable[str]) -> str:
+    """What to say of a name that the engine's model has not; `RENAMES` is the hint."""
+    meant = closest(name, known)
+    return "the engine's model has no such tensor" + (
+        "" if meant is None else f"; the closest that it has is {meant!r}"
+    )
 
 
 def whole_tensor(update: Update, specs: Mapping[str, TensorSpec], came: Collection[str]) -> torch.Tensor:
@@ -40,3 +107,103 @@ def whole_tensor(update: Update, specs: Mapping[str, TensorSpec], came: Collecti
             parameter=update.name,
         )
     return update.tensor.detach()
+
+
+def check_closed(manifest: Manifest | None) -> None:
+    """Before a bracket begins: `manifest` is that of the one that is open, None where none is.
+
+    Raises:
+        StateError: one is open. Nothing was changed.
+    """
+    if manifest is not None:
+        raise StateError("a load is under way: commit or abort it first", version=str(manifest.version))
+
+
+def check_open(manifest: Manifest | None) -> Manifest:
+    """The manifest of the bracket that is open.
+
+    Raises:
+        StateError: none is. Nothing was changed.
+    """
+    if manifest is None:
+        raise StateError("no load is under way: begin first", state_left="nothing was changed")
+    return manifest
+
+
+def check_verified(manifest: Manifest | None, version: Version, *, verified: bool) -> None:
+    """Before a commit.
+
+    Raises:
+        StateError: no bracket is open, nothing was verified in it, or it is of another version. Nothing was changed.
+    """
+    there = check_open(manifest).version
+    if there != version or not verified:
+        raise StateError(f"what was loaded and verified is {there if verified else 'nothing'}, not {version}")
+
+
+def check_complete(announced: Iterable[str], came: Collection[str]) -> None:
+    """After the last update.
+
+    Raises:
+        ManifestMismatchError: names that were announced did not come; it names the first of them.
+    """
+    if missing := sorted(set(announced).difference(came)):
+        raise ManifestMismatchError(f"{len(missing)} tensors did not arrive", parameter=missing[0])
+
+
+def staging_for(
+    specs: Mapping[str, TensorSpec], before: Mapping[str, torch.Tensor], *, pinned: bool = False
+) -> dict[str, torch.Tensor]:
+    """A tensor in host memory for each spec: that of the last bracket where it still fits, else a new one."""
+    return {
+        name: spare
+        if (spare := before.get(name)) is not None and is_of(spare, spec)
+        else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu", pin_memory=pinned)
+        for name, spec in specs.items()
+    }
+
+
+def lent(staging: Mapping[str, torch.Tensor], model: nn.Module) -> set[str]:
+    """Which staging tensors a model serves from: its own loader took them as they are (`param.data = tensor`, or
+    `load_state_dict(assign=True)`). They are the model's from then on, and never written again.
+
+    Args:
+        staging: by name.
+        model: whose parameters and buffers are looked at, under every name.
+
+    Returns:
+        The names in `staging`, which are not those of the model.
+    """
+    spans = sorted((*span, name) for name, tensor in staging.items() if (span := _span(tensor)) is not None)
+    starts, ends = [start for start, _, _ in spans], [end for _, end, _ in spans]
+    found: set[str] = set()
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if (span := _span(tensor)) is not None:
+            start, end = span
+            touched = spans[bisect.bisect_right(ends, start) : bisect.bisect_left(starts, end)]
+            found.update(name for _, _, name in touched)
+    return found
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """First address of the tensor's storage, and the one behind it; None where it has none (empty, meta, sparse)."""
+    try:
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return (start, start + storage.nbytes()) if start else None
+
+
+def stage(
+    updates: Iterable[Update], specs: Mapping[str, TensorSpec], staging: Mapping[str, torch.Tensor], came: set[str]
+) -> None:
+    """Copies updates that fit into their staging and adds their names to `came`.
+
+    Raises:
+        UnsupportedError, ManifestMismatchError: as `whole_tensor`, for the first that does not fit.
+    """
+    for update in updates:
+        tensor = whole_tensor(update, specs, came)
+        staging[update.name].copy_(tensor)
+        came.add(update.name)

@@ -3,6 +3,7 @@
 from weightsync.memory.host import host_nonce
 from weightsync.memory.lease import Lock, Reader, is_read
 from weightsync.memory.mapped import MappedSegment, SharedSegment
+from weightsync.memory.private_folder import PrivateFolder
 from weightsync.memory.segment import Segment, reclaim_dead
 from weightsync.memory.serving import LeaseReader, ServingLease, boot_s
 
@@ -10,6 +11,7 @@ __all__ = [
     "LeaseReader",
     "Lock",
     "MappedSegment",
+    "PrivateFolder",
     "Reader",
     "Segment",
     "ServingLease",

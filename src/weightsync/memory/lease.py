@@ -12,10 +12,10 @@ import fcntl
 import os
 import struct
 import weakref
-from types import TracebackType
 
 from weightsync.errors import UnsupportedError
 from weightsync.memory.folder import open_own
+from weightsync.types.closing import Closing
 
 _SETLK = getattr(fcntl, "F_OFD_SETLK", None)
 _GETLK = getattr(fcntl, "F_OFD_GETLK", None)
@@ -31,7 +31,7 @@ class Reader(enum.IntEnum):
     SENT = 1
 
 
-class Lock:
+class Lock(Closing):
     """A lock on a segment's file, held from construction to `close` or to the end of this process.
 
     Args:
@@ -78,14 +78,6 @@ class Lock:
             # said aloud: a child that is being forked right now has a copy of the descriptor, and would keep the lock
             fcntl.fcntl(self._fd, _SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))  # type: ignore[arg-type]
             os.close(self._fd)
-
-    def __enter__(self) -> Lock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def is_read(name: str, reader: Reader) -> bool:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from types import TracebackType
 
 from weightsync.errors import SharedMemoryError
+from weightsync.memory.advice import Advice, advise
 from weightsync.memory.folder import folder, open_own
+from weightsync.types.closing import Closing
 
-_POPULATE_READ = 22  # Linux 5.14; older kernels refuse it and fault page by page
 
-
-class MappedSegment:
+class MappedSegment(Closing):
     """A mapping of a segment by name. What its owner writes is seen here; what is written here is seen by nobody.
 
     The mapping is private: a write, which readers have no business to do, makes a copy of the page here instead of
@@ -44,8 +43,7 @@ class MappedSegment:
             os.close(self._fd)
             raise
         self._closed = False
-        with contextlib.suppress(OSError, ValueError):
-            self._map.madvise(_POPULATE_READ)
+        advise(self._map, Advice.POPULATE_READ)
 
     @property
     def memory(self) -> memoryview:
@@ -66,16 +64,8 @@ class MappedSegment:
         with contextlib.suppress(BufferError):
             self._map.close()
 
-    def __enter__(self) -> MappedSegment:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class SharedSegment:
+class SharedSegment(Closing):
     """Another process's segment of this user, to be written too: ranks of one host write into their leader's.
 
     Args:

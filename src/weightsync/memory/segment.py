@@ -16,23 +16,27 @@ import os
 import re
 import secrets
 import weakref
-from types import TracebackType
 
 from weightsync.errors import SharedMemoryError, WeightSyncError
+from weightsync.memory.advice import Advice, advise
 from weightsync.memory.folder import PREFIX, folder, free_bytes, open_own, path_of
 from weightsync.memory.lease import Lock
+from weightsync.memory.private_folder import reclaim_folders
+from weightsync.types.closing import Closing
 
 _OWNED = re.compile(PREFIX + r"[0-9]+-[0-9a-f]{16}")
 _ROOM = "raise the size of /dev/shm (a container's --shm-size) or lower chunk_bytes"
 
-_POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it and fault page by page
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 _live: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 
-class Segment:
+class Segment(Closing):
     """Shared memory that this process owns. Allocated whole when it is made, gone from the folder when it is closed.
+
+    Of huge pages where the folder's file system grants them to who asks (`huge=advise`): for who made it and for all
+    who map it.
 
     Closing unlinks the name; the memory itself lives until the last process that mapped it lets go of it. Files of
     processes that died are unlinked whenever a segment is made.
@@ -69,22 +73,31 @@ class Segment:
                 state_left="nothing was allocated",
             )
         try:
+            mapped = self._mapped()
+            advise(mapped, Advice.HUGEPAGE)  # before there is any page: those that are there stay as small as they are
+            advise(mapped, Advice.POPULATE_WRITE)  # not MAP_POPULATE: Python's mmap would hold its lock all the while
             os.posix_fallocate(self._lock_fd, 0, self.size_bytes)  # without it a write could end in SIGBUS
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._lock_fd, 0)
             full = error.errno in (errno.ENOSPC, errno.ENOMEM)
             raise SharedMemoryError(
                 f"a shared-memory segment of {self.size_bytes} bytes could not be allocated ({error.strerror}): "
                 f"{folder()} has {free_bytes()} left{f'; {_ROOM}' if full else ''}",
                 state_left="nothing was allocated",
             ) from error
-        # A mapping keeps a copy of its descriptor. One of the locked descriptor would keep the lock in forked children.
+        return mapped
+
+    def _mapped(self) -> mmap.mmap:
+        """All of it, without a page yet. A mapping keeps a copy of its descriptor: one of the locked descriptor would
+        keep the lock in forked children.
+        """
         fd = open_own(self.name, os.O_RDWR)
         try:
-            mapped = mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED)
+            os.ftruncate(fd, self.size_bytes)
+            return mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED)
         finally:
             os.close(fd)
-        _advise(mapped, _POPULATE_WRITE)  # not MAP_POPULATE: Python's mmap would hold its lock all the while
-        return mapped
 
     @property
     def memory(self) -> memoryview:
@@ -92,17 +105,15 @@ class Segment:
         return memoryview(self._map)
 
     def pin(self) -> None:
-        """Asks for huge pages, and for pages that are never swapped out. Where the system refuses (`RLIMIT_MEMLOCK`,
-        `shmem_enabled`) everything works as before.
+        """Asks for pages that are never swapped out. Where the system refuses (`RLIMIT_MEMLOCK`) everything works as
+        before.
         """
-        with contextlib.suppress(OSError, ValueError):
-            self._map.madvise(getattr(mmap, "MADV_HUGEPAGE", 14))
         self._call("mlock")
 
     def give_back_pages(self) -> None:
         """Frees the memory though others map it: they read zeros. Only when nobody reads it any more."""
         self._call("munlock")  # locked pages can't be removed
-        _advise(self._map, mmap.MADV_REMOVE)
+        advise(self._map, Advice.REMOVE)
 
     def _call(self, name: str) -> None:
         """`mlock` or `munlock` of all of it, where the system has them and allows it."""
@@ -122,21 +133,6 @@ class Segment:
             with contextlib.suppress(BufferError):  # views are alive: it is unmapped with the last of them
                 self._map.close()
 
-    def __enter__(self) -> Segment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _advise(mapped: mmap.mmap, advice: int) -> None:
-    """`madvise` of all of it without Python's lock, which mmap's own method holds; nothing where it is refused."""
-    with contextlib.suppress(OSError, AttributeError, ValueError):
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), ctypes.c_int(advice))
-
 
 def unlink_own() -> None:
     """Takes the names of all of this process's segments away; it is about to be ended, perhaps while one is written."""
@@ -150,12 +146,14 @@ def unlink_own() -> None:
 
 def reclaim_dead() -> tuple[str, ...]:
     """Unlinks this user's segments whose owner is gone, and frees the memory of those that nobody has a lock on: a
-    process that maps one still, and reads zeros from then on, does not keep its pages from whoever comes next.
+    process that maps one still, and reads zeros from then on, does not keep its pages from whoever comes next. Private
+    folders of those that are gone are removed, too.
 
     Returns:
         Their names.
     """
     dead = []
+    reclaim_folders()
     for name in os.listdir(folder()):
         if not _OWNED.fullmatch(name):
             continue

@@ -114,11 +114,6 @@ class Door:
         self._closed = False
         self._go_on()
 
-    @property
-    def num_waiting(self) -> int:
-        """Connections that may be cut for others."""
-        return self._num_waiting
-
     def wait(self, visit: Visit, waiting: bool) -> None:
         """See `Visit.wait`."""
         of_peer = self._waiting.get(visit.peer, {})

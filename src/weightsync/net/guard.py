@@ -53,8 +53,6 @@ class Guard:
         open_paths: answered without a token: files that hold no secret and change nothing.
         hosts: names by which a server without a token may be called, beside those of loopback.
         body_limits: the longest body of a path, in bytes; of "*", that of all others, `BODY_BYTES` where not given.
-        streams: the content type of paths whose bodies are no JSON, are taken part by part as they come, and have a
-            deadline of their own.
 
     Raises:
         ConfigError: the token is none.
@@ -69,7 +67,6 @@ class Guard:
         open_paths: Collection[str] = (),
         hosts: Collection[str] = (),
         body_limits: Mapping[str, int] | None = None,
-        streams: Mapping[str, str] | None = None,
     ) -> None:
         self._app = app
         self._token = checked_token(token)
@@ -77,7 +74,6 @@ class Guard:
         self._open_paths = frozenset({HEALTH_PATH, *open_paths})
         self._hosts = host_names(hosts)
         self._limits = dict(body_limits or {})
-        self._streams = dict(streams or {})
         self._max_held_bytes = 2 * max((BODY_BYTES * 128, *self._limits.values()))
         self._held_bytes = 0
         self._trimmer = Trimmer()
@@ -130,10 +126,6 @@ class Guard:
         """The longest body that is taken there."""
         return self._limits.get(path, self._limits.get("*", BODY_BYTES))
 
-    def is_stream(self, path: str) -> bool:
-        """Whether its body is taken part by part."""
-        return path in self._streams
-
     def hold(self, num_bytes: int) -> None:
         """Counts what is held of bodies.
 
@@ -173,9 +165,8 @@ class Guard:
         if int(length) == 0 and "transfer-encoding" not in headers:
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        wanted = self._streams.get(path, _JSON)
-        if kind != wanted:
-            raise InvalidRequestError(f"content-type is {wanted}, not {kind[:100]!r}")
+        if kind != _JSON:
+            raise InvalidRequestError(f"content-type is {_JSON}, not {kind[:100]!r}")
 
 
 class _Body:
@@ -187,7 +178,6 @@ class _Body:
         self._is_large = _is_large(scope)
         self._is_late = False
         self._limit_bytes = guard.limit_bytes(path)
-        self._is_stream = guard.is_stream(path)
         self._receive = receive
         self._due_s: float | None = None
         self._whole = False
@@ -207,15 +197,14 @@ class _Body:
             BusyError: see `Guard.hold`.
             DeadlineExceededError: it does not come.
         """
-        message = await (self._receive() if self._whole or self._is_stream else self._in_time())
+        message = await (self._receive() if self._whole else self._in_time())
         num_bytes = len(message.get("body", b""))
         self._whole = self._whole or not message.get("more_body", False)
         self._received_bytes += num_bytes
         if self._received_bytes > self._limit_bytes:
             raise InvalidRequestError(f"a request's body has at most {self._limit_bytes} bytes here")
-        if not self._is_stream:
-            self.held_bytes += num_bytes
-            self._guard.hold(num_bytes)
+        self.held_bytes += num_bytes
+        self._guard.hold(num_bytes)
         return message
 
     async def _in_time(self) -> Message:

@@ -7,8 +7,9 @@ import dataclasses
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -19,7 +20,9 @@ from weightsync.net.auth import check_exposure
 from weightsync.net.door import Door, Visit
 from weightsync.net.guard import HEALTH_PATH, Guard, unexpected
 from weightsync.net.log import logger
+from weightsync.net.messages import encode
 from weightsync.net.protocol import GuardedH11
+from weightsync.net.routes import listening
 from weightsync.types.process import closed_in_children, of_one_process
 
 
@@ -31,7 +34,43 @@ class TlsFiles:
     key: str
 
 
-def api_app(title: str) -> FastAPI:
+class ServerOptions(TypedDict, total=False):
+    """The fields of `ServerSettings`, as arguments of a server."""
+
+    host: str
+    port: int
+    token: str | None
+    tls: TlsFiles | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Where a server listens, and who may call it.
+
+    Attributes:
+        host: "127.0.0.1" unless a token is given.
+        port: 0 lets the system choose; `start` returns the URL.
+        token: bearer token of at least 16 characters, asked for on every path but /healthz.
+        tls: HTTPS where given.
+
+    Raises:
+        ConfigError: the host is reachable from elsewhere and there is no token, or the token is none.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = dataclasses.field(default=None, repr=False)
+    tls: TlsFiles | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token", check_exposure(self.host, self.token))
+
+
+Route = tuple[str, str, Callable[..., Any]]
+"""Of an app: GET or POST, the path, and who answers."""
+
+
+def api_app(title: str, *routes: Route) -> FastAPI:
     """A FastAPI app that answers every error as JSON of a typed one, with `/healthz`, and without documentation pages
     and redirects."""
     app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -55,8 +94,14 @@ def api_app(title: str) -> FastAPI:
     app.add_exception_handler(WeightSyncError, typed)
     app.add_exception_handler(HTTPException, no_route)
     app.add_exception_handler(Exception, failed)
-    app.add_api_route(HEALTH_PATH, healthz, methods=["GET"])
+    for method, path, handler in (("GET", HEALTH_PATH, healthz), *routes):
+        app.add_api_route(path, handler, methods=[method])
     return app
+
+
+def json_of(message: msgspec.Struct | Mapping[str, Any]) -> Response:
+    """An answer: a message of ours."""
+    return Response(encode(message), media_type="application/json")
 
 
 class _Server(uvicorn.Server):
@@ -100,43 +145,34 @@ class ServerThread:
 
     Args:
         app: the application; it is guarded here.
-        host: loopback unless a token is given.
-        port: 0 lets the system choose.
-        token: bearer token.
-        tls: HTTPS where given.
+        settings: where it listens, and who may call it.
         on_refused: called for each request without the token, in the server's thread.
-        open_paths, hosts, body_limits, streams: see `Guard`; `host` is one of `hosts`.
+        open_paths, hosts, body_limits: see `Guard`; the settings' `host` is one of `hosts`.
         name: of the thread.
-
-    Raises:
-        ConfigError: the host is reachable from elsewhere and there is no token, or the token is none.
     """
 
     def __init__(
         self,
         app: Any,
+        settings: ServerSettings | None = None,
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
-        tls: TlsFiles | None = None,
         on_refused: Callable[[], None] | None = None,
         open_paths: Collection[str] = (),
         hosts: Collection[str] = (),
         body_limits: Mapping[str, int] | None = None,
-        streams: Mapping[str, str] | None = None,
         name: str = "weightsync-http",
     ) -> None:
-        token = check_exposure(host, token)
+        settings = settings or ServerSettings()
+        tls = settings.tls
         self.guard = Guard(
-            app, token=token, on_refused=on_refused, open_paths=open_paths, hosts=(host, *hosts),
-            body_limits=body_limits, streams=streams,
+            app, token=settings.token, on_refused=on_refused, open_paths=open_paths, hosts=(settings.host, *hosts),
+            body_limits=body_limits,
         )  # fmt: skip
         config = uvicorn.Config(
             self.guard,
             ws="none",
-            host=host,
-            port=port,
+            host=settings.host,
+            port=settings.port,
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -145,10 +181,10 @@ class ServerThread:
             ssl_certfile=tls.certificate if tls else None,
             ssl_keyfile=tls.key if tls else None,
         )
-        self._host = host
+        self._host = settings.host
         self._scheme = "https" if tls else "http"
         self._server = _Server(config)
-        self._server.has_token = token is not None
+        self._server.has_token = settings.token is not None
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -162,7 +198,7 @@ class ServerThread:
         Raises:
             ConfigError: it could not listen: the port is taken, or the address is not this host's.
         """
-        self._socket = _listen(self._host, self._server.config.port)
+        self._socket = listening(self._host, self._server.config.port)
         closed_in_children(self, lambda server: server._socket.close())  # the port is free when the parent ends
         self._thread.start()
         if not self._ready.wait(timeout_s) or self._failure is not None:
@@ -206,21 +242,3 @@ class ServerThread:
             if not self._server.started and self._failure is None:
                 self._failure = ConfigError("it ended at once")
             self._ready.set()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket whose connections send at once.
-
-    asyncio turns Nagle's algorithm off only where the socket says that it is TCP; uvicorn's own sockets do
-    not say so, and every small answer then waits 40 ms for the peer's delayed acknowledgement (seen).
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(f"can't listen on {host}:{port}: {error}; choose another port or host") from error
-    return listener

@@ -17,15 +17,15 @@ class Trimmer:
     """Of one event loop."""
 
     def __init__(self) -> None:
-        self._soon: asyncio.TimerHandle | None = None
+        self._schedule_soon: asyncio.TimerHandle | None = None
 
     def freed(self, num_bytes: int) -> None:
         """A request with so many bytes has ended."""
-        if num_bytes >= FROM_BYTES and self._soon is None and _malloc_trim() is not None:
-            self._soon = asyncio.get_running_loop().call_later(_AFTER_S, self._trim)
+        if num_bytes >= FROM_BYTES and self._schedule_soon is None and _malloc_trim() is not None:
+            self._schedule_soon = asyncio.get_running_loop().call_later(_AFTER_S, self._trim)
 
     def _trim(self) -> None:
-        self._soon = None
+        self._schedule_soon = None
         trim = _malloc_trim()
         assert trim is not None
         asyncio.get_running_loop().run_in_executor(None, trim, 0)  # some milliseconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ from weightsync.observe.aside import written_whole
 from weightsync.observe.lanes import layout, origin_s, process_and_thread, usable
 from weightsync.types import PhaseRecord
 
+_NOTHING: Mapping[str, Any] = {}
 
-def chrome_trace(records: Iterable[PhaseRecord]) -> dict[str, Any]:
+
+def chrome_trace(records: Iterable[PhaseRecord], *, about: Mapping[str, Any] = _NOTHING) -> dict[str, Any]:
     """The records in the Trace Event Format: complete events ("X") and the names of processes and threads.
 
     Times are microseconds since the earliest record; `otherData.start_s` says when that was. Phases of one
     track that overlap go to threads of their own ("worker-0 (2)"), because viewers draw them wrongly
-    otherwise. Records whose times are not finite are left out.
+    otherwise. Records whose times are not finite are left out. `about` is what `otherData` says besides.
     """
     kept = usable(records)
     events: list[dict[str, Any]] = []
@@ -50,18 +52,20 @@ def chrome_trace(records: Iterable[PhaseRecord]) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"producer": "weightsync", "start_s": origin_s(kept)},
+        "otherData": {"producer": "weightsync", "start_s": origin_s(kept), **about},
     }
 
 
-def write_chrome_trace(records: Iterable[PhaseRecord], path: str | os.PathLike[str]) -> Path:
+def write_chrome_trace(
+    records: Iterable[PhaseRecord], path: str | os.PathLike[str], *, about: Mapping[str, Any] = _NOTHING
+) -> Path:
     """Writes `chrome_trace` to `path`, whole or not at all.
 
     Raises:
         OSError: the file can't be written; an older file at `path` is left as it was.
     """
     with written_whole(path) as file:
-        file.write(json.dumps(chrome_trace(records), allow_nan=False).encode())
+        file.write(json.dumps(chrome_trace(records, about=about), allow_nan=False).encode())
     return Path(path)
 
 

@@ -30,12 +30,9 @@ def plan_bucket(sizes_bytes: Sequence[int]) -> BucketLayout:
 
     Empty tensors take no room. The bucket is never empty: a broadcast of nothing would be no message.
     """
-    offsets: list[int] = []
-    end = 0
-    for size in sizes_bytes:
-        offsets.append(end)
-        end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return BucketLayout(offsets=tuple(offsets), total_bytes=max(end, ALIGNMENT_BYTES))
+    padded = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes]
+    ends = tuple(itertools.accumulate(padded, initial=0))
+    return BucketLayout(offsets=ends[:-1], total_bytes=max(ends[-1], ALIGNMENT_BYTES))
 
 
 def plan_dense_bucket(sizes_bytes: Sequence[int]) -> BucketLayout:

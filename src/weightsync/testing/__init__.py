@@ -1,2 +1,1 @@
-"""Shipped test tools: contract suites, real processes that can be killed, fault injection. Nothing in the
-library imports this package."""
+"""Shipped test tools: the contract suites. Nothing in the library imports this package."""

@@ -6,7 +6,11 @@ import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from typing import Any, cast
 
+import msgspec
+
+from weightsync.errors import InvalidRequestError
 from weightsync.types import (
     AnyUpdateRequest,
     Deadline,
@@ -90,7 +94,6 @@ class SharedChunk(WeightChunk):
             names=chunk.names,
             tensors=chunk.tensors,
             module_name=chunk.module_name,
-            packed=chunk.packed,
             handles=handles,
             lent=memory_of(chunk),
             let_go=let_go,
@@ -136,6 +139,19 @@ class WeightTransferSender(abc.ABC):
             DeadlineExceededError: as above.
         """
 
+    @abc.abstractmethod
+    def create_request(self, chunk: WeightChunk, *, session: str, seq: int) -> WeightUpdateRequest:
+        """The header that announces a chunk: names, dtypes, shapes, and what a receiver finds its bytes by.
+
+        Args:
+            chunk: a `SharedChunk` where the strategy has a sharer.
+            session: the open session.
+            seq: number of the chunk in it.
+
+        Raises:
+            UnsupportedError: the chunk has to be lent, and is not.
+        """
+
     @property
     @abc.abstractmethod
     def usable(self) -> bool:
@@ -148,6 +164,14 @@ class WeightTransferSender(abc.ABC):
 
 class WeightTransferReceiver(abc.ABC):
     """The receiving end. Every engine worker has one."""
+
+    def parse_request(self, request_dict: Mapping[str, Any]) -> AnyUpdateRequest:
+        """A chunk's header that crossed as plain data (`msgspec.to_builtins`), checked as if it came from the network.
+
+        Raises:
+            InvalidRequestError: it is none, or sizes, offsets or names in it can't be. Nothing was allocated.
+        """
+        return parse_request(request_dict)
 
     @abc.abstractmethod
     def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterator[Update]:
@@ -174,6 +198,14 @@ class WeightTransferReceiver(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Leaves the group, which makes the other members' pending operations fail. Idempotent."""
+
+
+def parse_request(request_dict: Mapping[str, Any]) -> AnyUpdateRequest:
+    """See `WeightTransferReceiver.parse_request`."""
+    try:
+        return cast(AnyUpdateRequest, msgspec.convert(request_dict, AnyUpdateRequest))
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"this is no header of a chunk: {error}") from error
 
 
 class WeightTransferStrategy(abc.ABC):

@@ -1,4 +1,4 @@
-"""The frames of a TCP pull, byte by byte (docs/pull.md has them with test vectors), and a block's checksum.
+"""The frames of a TCP pull, byte by byte (docs/wire-format.md has them with test vectors), and a block's checksum.
 
     hello    client -> server, once      8s magic | 16s transfer id
     ask      client -> server, any times 4s "WSAK" | u32 block

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ from weightsync.errors import (
     GroupJoinError,
     InvalidRequestError,
     SyncFailedError,
-    TransferAbortedError,
 )
 from weightsync.observe import now_s
 from weightsync.plan.buckets import BucketLayout, plan_bucket
@@ -34,23 +33,22 @@ from weightsync.tensors import PackedUpdates
 from weightsync.transfer.base import (
     RecordPhase,
     WeightTransferReceiver,
-    WeightTransferSender,
     WeightTransferStrategy,
 )
 from weightsync.transfer.group import TransferGroup, join_group, open_store
-from weightsync.transfer.window import settle
+from weightsync.transfer.window import WindowedSender
 from weightsync.types import (
     BroadcastWeightUpdateRequest,
     Deadline,
     EngineReply,
     InferenceEngineClient,
-    PhaseRecord,
     TorchDistributedWeightSyncInitInfo,
     Update,
     WeightChunk,
     WeightSyncInitInfo,
     WeightUpdateRequest,
 )
+from weightsync.types.deadline import check_wait_s
 
 NUM_BUCKETS = 2
 _OWN_WORD_S = 1.0  # before the end of this rank's own wait for the others
@@ -67,6 +65,9 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         join_timeout_s: how long members wait for each other when the group is built.
         transfer_timeout_s: how long one sync may take.
         track: name of the sender in recorded phases.
+
+    Raises:
+        InvalidRequestError: a time-out is no time one can wait.
     """
 
     name = "broadcast"
@@ -82,6 +83,8 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         transfer_timeout_s: float = 300.0,
         track: str = "trainer/sender",
     ) -> None:
+        check_wait_s("join_timeout_s", join_timeout_s)
+        check_wait_s("transfer_timeout_s", transfer_timeout_s)
         self.backend: Literal["nccl", "gloo"] = backend
         self.master_addr = master_addr
         self.interface = interface
@@ -130,7 +133,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         return BroadcastTransferSender(group, record=record, track=self.track)
 
 
-class BroadcastTransferSender(WeightTransferSender):
+class BroadcastTransferSender(WindowedSender):
     """Rank 0 of the group.
 
     Args:
@@ -148,22 +151,16 @@ class BroadcastTransferSender(WeightTransferSender):
         track: str,
         plan: Callable[[Sequence[int]], BucketLayout] = plan_bucket,
     ) -> None:
+        super().__init__(window=NUM_BUCKETS, record=record, track=track)
         self._group = group
         self._plan = plan
-        self._record = record
-        self._track = track
         self._buckets: list[torch.Tensor | None] = [None] * NUM_BUCKETS
-        self._usable = True
-
-    @property
-    def usable(self) -> bool:
-        """See the base class."""
-        return self._usable
 
     def create_request(
-        self, chunk: WeightChunk, layout: BucketLayout, *, session: str, seq: int
+        self, chunk: WeightChunk, *, session: str, seq: int, layout: BucketLayout | None = None
     ) -> BroadcastWeightUpdateRequest:
-        """The header that announces `chunk` packed as `layout`."""
+        """See the base class. `layout`: how the chunk was packed; as it would be where not given."""
+        layout = layout or self._plan([tensor.nbytes for tensor in chunk.tensors])
         return BroadcastWeightUpdateRequest(
             session=session,
             seq=seq,
@@ -174,40 +171,20 @@ class BroadcastTransferSender(WeightTransferSender):
             bucket_bytes=layout.total_bytes,
         )
 
-    def send_chunks(
-        self, chunks: Iterable[WeightChunk], client: InferenceEngineClient, *, session: str, deadline: Deadline
-    ) -> int:
-        """Packs, announces, broadcasts; see the base class."""
-        if not self._usable:
-            raise TransferAbortedError("this sender is broken; build a new one", state_left="nothing was sent")
-        self._usable = False  # until everything went well
-        in_flight: dict[int, tuple[Future[Any], ...]] = {}
-        stream = iter(chunks)
-        seq = 0
-        while True:
-            settle(in_flight, upto=seq - NUM_BUCKETS, deadline=deadline)  # before the next chunk is asked for
-            chunk = next(stream, None)
-            if chunk is None:
-                break
-            layout = self._plan([tensor.nbytes for tensor in chunk.tensors])
-            started = now_s()
-            bucket = self._pack(chunk, layout, seq)
-            request = self.create_request(chunk, layout, session=session, seq=seq)
-            del chunk
-            self._phase("pack", started, seq)
-            loaded = client.update_weights(request, timeout_s=deadline.check("time to announce a chunk"))
-            done = functools.partial(self._phase, "transfer", seq=seq)
-            moved = self._group.start_broadcast(bucket, deadline=deadline, done=done)
-            in_flight[seq] = (loaded, moved)
-            seq += 1
+    def _send(
+        self, chunk: WeightChunk, client: InferenceEngineClient, *, session: str, seq: int, deadline: Deadline
+    ) -> tuple[Future[Any], ...]:
+        """Packs, announces, broadcasts."""
+        layout = self._plan([tensor.nbytes for tensor in chunk.tensors])
         started = now_s()
-        settle(in_flight, upto=seq, deadline=deadline)
-        self._phase("wait for engines", started, seq - 1)
-        self._usable = True
-        return seq
+        bucket = self._pack(chunk, layout, seq)
+        request = self.create_request(chunk, session=session, seq=seq, layout=layout)
+        self._phase("pack", started, seq)
+        loaded = client.update_weights(request, timeout_s=deadline.check("time to announce a chunk"))
+        done = functools.partial(self._phase, "transfer", seq=seq)
+        return loaded, self._group.start_broadcast(bucket, deadline=deadline, done=done)
 
     def close(self) -> None:
-        """See the base class."""
         self._usable = False
         self._group.close()
         self._buckets = [None] * NUM_BUCKETS
@@ -218,9 +195,6 @@ class BroadcastTransferSender(WeightTransferSender):
         if bucket.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return bucket
-
-    def _phase(self, name: str, started: float, seq: int) -> None:
-        self._record(PhaseRecord(name=name, start_s=started, end_s=now_s(), track=self._track, detail=f"chunk {seq}"))
 
 
 class BroadcastTransferReceiver(WeightTransferReceiver):
@@ -257,21 +231,12 @@ class BroadcastTransferReceiver(WeightTransferReceiver):
             self._buckets[index] = None  # the group may still write there, however late
             self._free[index].set()
             raise
-        return PackedUpdates(
-            names=request.names,
-            dtypes=request.dtypes,
-            shapes=request.shapes,
-            offsets=request.offsets,
-            sizes=request.tensor_bytes(),
-            bucket=bucket,
-        )
+        return PackedUpdates.of(request, request.offsets, bucket)
 
     def release(self, request: WeightUpdateRequest) -> None:
-        """See the base class."""
         self._free[request.seq % NUM_BUCKETS].set()
 
     def close(self) -> None:
-        """See the base class."""
         self._group.close()
         self._buckets = [None] * NUM_BUCKETS
 

@@ -33,6 +33,7 @@ from weightsync.errors import (
     UnsupportedError,
     as_weightsync_error,
 )
+from weightsync.net.routes import own_address_towards
 from weightsync.observe import now_s
 from weightsync.transfer.native import NativeThread
 from weightsync.types import Deadline, TorchDistributedWeightSyncInitInfo
@@ -54,8 +55,8 @@ class OpenStore:
         self.port = port
 
 
-def open_store(address: str, *, timeout_s: float) -> OpenStore:
-    """Training rank 0: a store that listens on `address` alone, on a port the system chose.
+def open_store(address: str, *, port: int = 0, timeout_s: float) -> OpenStore:
+    """Training rank 0: a store that listens on `address` alone, on `port` or one that the system chose.
 
     Raises:
         GroupJoinError: the address is not one of this host's, or the store did not come up in time.
@@ -64,8 +65,8 @@ def open_store(address: str, *, timeout_s: float) -> OpenStore:
     thread = NativeThread("weightsync-group-0")
 
     def make(held: dict[str, Any]) -> int:
-        held[_STORE], port = new_store(address, timeout_s=timeout_s)
-        return port
+        held[_STORE], chosen = new_store(address, port=port, timeout_s=timeout_s)
+        return chosen
 
     try:
         return OpenStore(thread, thread.call(make, deadline=Deadline(timeout_s)))
@@ -74,7 +75,7 @@ def open_store(address: str, *, timeout_s: float) -> OpenStore:
         raise GroupJoinError(f"the group's store did not open on {address}: {_first_line(error)}") from error
 
 
-def new_store(address: str, *, timeout_s: float) -> tuple[TCPStore, int]:
+def new_store(address: str, *, port: int = 0, timeout_s: float) -> tuple[TCPStore, int]:
     """A store that listens on `address` alone, and its port. A native call: it may ignore its time-out.
 
     Raises:
@@ -88,11 +89,14 @@ def new_store(address: str, *, timeout_s: float) -> tuple[TCPStore, int]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((address, 0))
+        listener.bind((address, port))
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise GroupJoinError(f"can't listen on master_addr {address}: {error}; give an address of this host") from error
+        raise GroupJoinError(
+            f"can't listen on master_addr {address}{f', port {port}' if port else ''}: {error}; give an address of "
+            "this host, and a free port"
+        ) from error
     port = int(listener.getsockname()[1])
     store = TCPStore(
         address,
@@ -381,22 +385,11 @@ def _make_group(
 def _gloo_device(master_addr: str, interface: str | None) -> Any:
     if interface is not None:
         return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_device(hostname=_own_address_towards(master_addr))
-
-
-def _own_address_towards(address: str) -> str:
-    """The address of this host that `address` is reached from.
-
-    Gloo's default device binds to whatever the host's own name resolves to, often loopback; other hosts can't
-    reach that. Connecting a datagram socket sends nothing and asks the routing table.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError as error:
-            raise GroupJoinError(f"there is no route to master_addr {address}: {error}") from error
-        return str(probe.getsockname()[0])
+    try:  # gloo's default binds to what the host's own name resolves to: often loopback, which no other host reaches
+        own = own_address_towards(master_addr)
+    except OSError as error:
+        raise GroupJoinError(f"there is no route to master_addr {master_addr}: {error}") from error
+    return dist.ProcessGroupGloo.create_device(hostname=own)
 
 
 def _wait_for_nccl(work: Any, group: Any, deadline: Deadline, closed: threading.Event) -> None:

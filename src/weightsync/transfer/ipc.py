@@ -16,26 +16,23 @@ engine's loader has let go of its chunk: on rank 0 the sender says so, the other
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from weightsync.errors import (
     GroupJoinError,
     InvalidRequestError,
-    TransferAbortedError,
     UnsupportedError,
 )
-from weightsync.observe import now_s
 from weightsync.plan.buckets import plan_bucket
 from weightsync.tensors import byte_view
 from weightsync.transfer.base import (
     ChunkSharer,
     RecordPhase,
     SharedChunk,
-    WeightTransferSender,
     WeightTransferStrategy,
     memory_of,
 )
@@ -43,7 +40,7 @@ from weightsync.transfer.ipc_copy import Copier
 from weightsync.transfer.ipc_cuda import CudaLender
 from weightsync.transfer.ipc_handles import MemoryLender, ShmLender
 from weightsync.transfer.ipc_receive import IpcTransferReceiver, borrowers
-from weightsync.transfer.window import settle
+from weightsync.transfer.window import WindowedSender
 from weightsync.types import (
     CudaIpcWeightUpdateRequest,
     Deadline,
@@ -52,7 +49,6 @@ from weightsync.types import (
     InferenceEngineClient,
     MemoryHandle,
     PackedCudaIpcWeightUpdateRequest,
-    PhaseRecord,
     WeightChunk,
     WeightSyncInitInfo,
     WeightUpdateRequest,
@@ -103,7 +99,6 @@ class _IpcTransferStrategy(WeightTransferStrategy):
         return IpcTransferReceiver(self.request_type, borrowers(), takes_patches=True, keep_mapped=info.keep_mapped)
 
     def create_sharer(self) -> IpcSharer:
-        """See the base class."""
         return IpcSharer(packed=self.packed)
 
 
@@ -139,7 +134,6 @@ class IpcSharer(ChunkSharer):
         self._copier = Copier()
 
     def place(self, chunk: WeightChunk) -> str:
-        """See the base class."""
         return self._lender(chunk)[0].place
 
     def share(self, chunk: WeightChunk, seq: int) -> tuple[MemoryHandle, ...]:
@@ -163,14 +157,12 @@ class IpcSharer(ChunkSharer):
         return tuple(lender.handle(slot, offset, size) for offset, size in zip(layout.offsets, sizes, strict=True))
 
     def end_sync(self, *, failed: bool) -> None:
-        """See the base class."""
         self._lent = [()] * _NUM_SLOTS
         if failed:
             for device in [device for device, lender in self._lenders.items() if not lender.outlives_failure]:
                 self._lenders.pop(device).close()
 
     def close(self) -> None:
-        """See the base class."""
         self.end_sync(failed=False)
         self._copier.close()
         while self._lenders:
@@ -185,7 +177,7 @@ class IpcSharer(ChunkSharer):
         return lender, device
 
 
-class IpcTransferSender(WeightTransferSender):
+class IpcTransferSender(WindowedSender):
     """Announces what the training ranks have lent.
 
     Args:
@@ -195,18 +187,13 @@ class IpcTransferSender(WeightTransferSender):
     """
 
     def __init__(self, *, packed: bool, record: RecordPhase, track: str) -> None:
+        super().__init__(window=_NUM_ANNOUNCED, record=record, track=track)
         self._packed = packed
-        self._record = record
-        self._track = track
-        self._usable = True
+        self._lent: dict[int, SharedChunk] = {}
 
-    @property
-    def usable(self) -> bool:
-        """See the base class."""
-        return self._usable
-
-    def create_request(self, chunk: SharedChunk, *, session: str, seq: int) -> WeightUpdateRequest:
-        """The header that announces a lent chunk."""
+    def create_request(self, chunk: WeightChunk, *, session: str, seq: int) -> WeightUpdateRequest:
+        """See the base class: the handles of a lent chunk."""
+        chunk = _as_lent(chunk)
         common: dict[str, Any] = {
             "session": session,
             "seq": seq,
@@ -221,52 +208,22 @@ class IpcTransferSender(WeightTransferSender):
             **common, sizes=sizes, offsets=plan_bucket(sizes).offsets, handles=tuple(one for (one,) in chunk.handles)
         )
 
-    def send_chunks(
-        self, chunks: Iterable[WeightChunk], client: InferenceEngineClient, *, session: str, deadline: Deadline
-    ) -> int:
-        """Announces each chunk and tells when it is let go of; see the base class."""
-        if not self._usable:
-            raise TransferAbortedError("this sender is broken; build a new one", state_left="nothing was sent")
-        self._usable = False  # until everything went well
-        in_flight: dict[int, tuple[Future[Any], ...]] = {}
-        lent: dict[int, SharedChunk] = {}
-        stream = iter(chunks)
-        seq = 0
-        while True:
-            self._settle(in_flight, lent, upto=seq - _NUM_ANNOUNCED, deadline=deadline)
-            chunk = next(stream, None)
-            if chunk is None:
-                break
-            lent[seq] = _as_lent(chunk)
-            del chunk
-            request: Any = self.create_request(lent[seq], session=session, seq=seq)
-            left = deadline.check("time to announce a chunk")
-            in_flight[seq] = (client.update_weights(request, timeout_s=left),)
-            seq += 1
-        started = now_s()
-        self._settle(in_flight, lent, upto=seq, deadline=deadline)
-        detail = f"chunk {seq - 1}"
-        self._record(
-            PhaseRecord(name="wait for engines", start_s=started, end_s=now_s(), track=self._track, detail=detail)
-        )
-        self._usable = True
-        return seq
+    def _send(
+        self, chunk: WeightChunk, client: InferenceEngineClient, *, session: str, seq: int, deadline: Deadline
+    ) -> tuple[Future[Any], ...]:
+        """Announces it. It is told when it is let go of."""
+        request: Any = self.create_request(chunk, session=session, seq=seq)
+        self._lent[seq] = cast(SharedChunk, chunk)
+        return (client.update_weights(request, timeout_s=deadline.check("time to announce a chunk")),)
 
-    @staticmethod
-    def _settle(
-        in_flight: dict[int, tuple[Future[Any], ...]],
-        lent: dict[int, SharedChunk],
-        *,
-        upto: int,
-        deadline: Deadline,
-    ) -> None:
-        settle(in_flight, upto=upto, deadline=deadline)
-        for seq in [seq for seq in lent if seq <= upto]:
-            lent.pop(seq).let_go()
+    def _settle(self, in_flight: dict[int, tuple[Future[Any], ...]], *, upto: int, deadline: Deadline) -> None:
+        super()._settle(in_flight, upto=upto, deadline=deadline)
+        for seq in [seq for seq in self._lent if seq <= upto]:
+            self._lent.pop(seq).let_go()
 
     def close(self) -> None:
-        """See the base class."""
         self._usable = False
+        self._lent.clear()
 
 
 def _as_lent(chunk: WeightChunk) -> SharedChunk:

@@ -6,8 +6,6 @@ Why not torch's `copy_`: its threads meet at a barrier after every tensor, so th
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,8 +15,9 @@ import numpy.typing as npt
 import torch
 
 from weightsync.copying import SMALL_BYTES, pack
-from weightsync.many import Int64s, copy_runs
+from weightsync.many import Int64s, copy_runs, pieces
 from weightsync.tensors import byte_array
+from weightsync.types.process import num_cores
 
 _PIECE_BYTES = 8 << 20
 _MAX_THREADS = 8  # memory is as fast as that on any host
@@ -61,17 +60,14 @@ class Copier:
 
     def copy_runs(self, targets: Int64s, sources: Int64s, num_bytes: Int64s) -> None:
         """Copies many runs of bytes from address to address; all are there when this returns. See `many.copy_runs`."""
-        ends = np.cumsum(num_bytes)
-        total_bytes = int(ends[-1]) if len(ends) else 0
-        cuts = np.searchsorted(ends, np.arange(_PIECE_BYTES, total_bytes, _PIECE_BYTES)).tolist()
-        pieces = [slice(start, end) for start, end in itertools.pairwise([0, *cuts, len(ends)]) if start < end]
-        self._each(lambda piece: copy_runs(targets[piece], sources[piece], num_bytes[piece]), pieces)
+        self._each(
+            lambda piece: copy_runs(targets[piece], sources[piece], num_bytes[piece]), pieces(num_bytes, _PIECE_BYTES)
+        )
 
     def _each(self, function: Callable[[Any], None], batches: Sequence[Any]) -> None:
         if len(batches) > 1:
             if self._pool is None:
-                cores = len(os.sched_getaffinity(0))
-                self._pool = ThreadPoolExecutor(min(cores, _MAX_THREADS), thread_name_prefix="weightsync-share")
+                self._pool = ThreadPoolExecutor(min(num_cores(), _MAX_THREADS), thread_name_prefix="weightsync-share")
             list(self._pool.map(function, batches))
         elif batches:
             function(batches[0])

@@ -154,7 +154,6 @@ class CudaLender(MemoryLender):
         self._outgrown: list[int] = []
 
     def bucket(self, slot: int, nbytes: int) -> torch.Tensor:
-        """See the base class."""
         with torch.cuda.device(self._device):
             _bind(self._device)
             held = self._buckets[slot]
@@ -191,7 +190,6 @@ class CudaLender(MemoryLender):
             )
 
     def close(self) -> None:
-        """See the base class."""
         addresses = [*self._outgrown, *(held[0] for held in self._buckets if held is not None)]
         self._outgrown, self._buckets = [], [None] * len(self._buckets)
         if addresses:
@@ -220,11 +218,9 @@ class CudaBorrower(MemoryBorrower):
         self._held: set[str] | None = set()
 
     def can_open(self, handle: MemoryHandle) -> bool:
-        """See the base class."""
         return isinstance(handle, CudaMemoryHandle) and handle.device_uuid == self._uuid
 
     def open(self, handle: MemoryHandle, *, keep: bool) -> torch.Tensor:
-        """See the base class."""
         assert isinstance(handle, CudaMemoryHandle)
         if self._held is None:
             raise TransferAbortedError("this receiver was closed")
@@ -250,11 +246,9 @@ class CudaBorrower(MemoryBorrower):
                 raise
 
     def finish_reading(self) -> None:
-        """See the base class."""
         torch.cuda.current_stream(self._device).synchronize()
 
     def let_go(self, handles: Sequence[MemoryHandle]) -> None:
-        """See the base class."""
         with torch.cuda.device(self._device):
             _bind(self._device)
             for handle in handles:

@@ -115,7 +115,6 @@ class ShmLender(MemoryLender):
         self._segments: list[Segment | None] = [None] * num_slots
 
     def bucket(self, slot: int, nbytes: int) -> torch.Tensor:
-        """See the base class."""
         segment = self._segments[slot]
         if segment is None or segment.size_bytes < nbytes:
             if segment is not None:
@@ -126,7 +125,6 @@ class ShmLender(MemoryLender):
         return torch.frombuffer(segment.memory, dtype=torch.uint8)[:nbytes]
 
     def handle(self, slot: int, offset_bytes: int, size_bytes: int) -> SharedMemoryHandle:
-        """See the base class."""
         segment = self._segments[slot]
         assert segment is not None
         return SharedMemoryHandle(
@@ -134,7 +132,6 @@ class ShmLender(MemoryLender):
         )
 
     def close(self) -> None:
-        """See the base class."""
         segments, self._segments = self._segments, [None] * len(self._segments)
         for segment in segments:
             if segment is not None:
@@ -151,7 +148,6 @@ class ShmBorrower(MemoryBorrower):
         self._closed = False
 
     def can_open(self, handle: MemoryHandle) -> bool:
-        """See the base class."""
         return isinstance(handle, SharedMemoryHandle) and handle.host_nonce == self._nonce
 
     def open(self, handle: MemoryHandle, *, keep: bool) -> torch.Tensor:
@@ -174,7 +170,6 @@ class ShmBorrower(MemoryBorrower):
         return torch.frombuffer(mapped.memory, dtype=torch.uint8)[handle.offset_bytes : end]
 
     def unmap(self) -> None:
-        """See the base class."""
         while self._mapped:
             with contextlib.suppress(KeyError):  # from two threads
                 self._mapped.popitem()[1].close()

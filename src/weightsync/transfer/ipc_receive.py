@@ -82,14 +82,7 @@ class IpcTransferReceiver(WeightTransferReceiver):
             self.release(request)
             raise
         if isinstance(request, PackedCudaIpcWeightUpdateRequest):
-            return PackedUpdates(
-                names=request.names,
-                dtypes=request.dtypes,
-                shapes=request.shapes,
-                offsets=request.offsets,
-                sizes=request.sizes,
-                bucket=parts[0],
-            )
+            return PackedUpdates.of(request, request.offsets, parts[0])
         return _updates(request, parts)
 
     def release(self, request: WeightUpdateRequest) -> None:

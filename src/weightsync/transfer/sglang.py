@@ -56,7 +56,6 @@ class SGLangTransferSender(BroadcastTransferSender):
     def send_chunks(
         self, chunks: Iterable[WeightChunk], client: InferenceEngineClient, *, session: str, deadline: Deadline
     ) -> int:
-        """See the base class."""
         return super().send_chunks(_ordered(chunks), client, session=session, deadline=deadline)
 
 
@@ -68,6 +67,5 @@ def _ordered(chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
             names=tuple(name for name, _ in tensors),
             tensors=tuple(tensor for _, tensor in tensors),
             module_name=chunk.module_name,
-            packed=chunk.packed,
         )
         del chunk, tensors

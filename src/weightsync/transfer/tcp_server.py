@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from weightsync.errors import ConfigError, StateError, TransferAbortedError, VersionError
+from weightsync.errors import StateError, TransferAbortedError, VersionError
+from weightsync.net.routes import listening
 from weightsync.transfer.blocks import ASK, HELLO, MAGIC, Answer, Code, answer_bytes, parse_ask
 from weightsync.transfer.granted import RENEWABLE_S, Transfer
 from weightsync.types import Version
@@ -78,15 +79,7 @@ class BlockServer:
         self._closed = False
         self.rejected: collections.Counter[str] = collections.Counter()
         self.sent_bytes = 0
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind((host, port))
-            self._listener.listen(1024)
-        except (OSError, OverflowError) as error:
-            self._listener.close()
-            raise ConfigError(f"can't listen on {host}:{port}: {error}; choose another port or host") from error
+        self._listener = listening(host, port, backlog=1024)
         self.port = int(self._listener.getsockname()[1])
 
     @property

@@ -2,15 +2,77 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
-from weightsync.errors import is_consequence
-from weightsync.types import Deadline
+from weightsync.errors import TransferAbortedError, is_consequence
+from weightsync.observe import now_s
+from weightsync.transfer.base import RecordPhase, WeightTransferSender
+from weightsync.types import Deadline, InferenceEngineClient, PhaseRecord, WeightChunk
 
 _WORDS_GRACE_S = 1.0  # how long to wait for an engine to say why its connection broke
+
+
+class WindowedSender(WeightTransferSender):
+    """A sender that announces chunk after chunk, a few ahead of the engines. What a chunk needs is a subclass's.
+
+    Args:
+        window: chunks that may be in flight while another one is made.
+        record: where the phase "wait for engines" goes, and a subclass's own.
+        track: name of this process in them.
+    """
+
+    def __init__(self, *, window: int, record: RecordPhase, track: str) -> None:
+        self._window = window
+        self._record = record
+        self._track = track
+        self._usable = True
+
+    @property
+    def usable(self) -> bool:
+        return self._usable
+
+    def send_chunks(
+        self, chunks: Iterable[WeightChunk], client: InferenceEngineClient, *, session: str, deadline: Deadline
+    ) -> int:
+        if not self._usable:
+            raise TransferAbortedError("this sender is broken; build a new one", state_left="nothing was sent")
+        self._usable = False  # until everything went well
+        in_flight: dict[int, tuple[Future[Any], ...]] = {}
+        stream = iter(chunks)
+        seq = 0
+        while True:
+            self._settle(in_flight, upto=seq - self._window, deadline=deadline)  # before the next chunk is asked for
+            chunk = next(stream, None)
+            if chunk is None:
+                break
+            in_flight[seq] = self._send(chunk, client, session=session, seq=seq, deadline=deadline)
+            del chunk
+            seq += 1
+        started = now_s()
+        self._settle(in_flight, upto=seq, deadline=deadline)
+        self._phase("wait for engines", started, seq - 1)
+        self._usable = True
+        return seq
+
+    @abc.abstractmethod
+    def _send(
+        self, chunk: WeightChunk, client: InferenceEngineClient, *, session: str, seq: int, deadline: Deadline
+    ) -> tuple[Future[Any], ...]:
+        """Announces a chunk and starts to move it.
+
+        Returns:
+            What has to be done before the chunk is there; the engines' answer comes first.
+        """
+
+    def _settle(self, in_flight: dict[int, tuple[Future[Any], ...]], *, upto: int, deadline: Deadline) -> None:
+        settle(in_flight, upto=upto, deadline=deadline)
+
+    def _phase(self, name: str, started: float, seq: int) -> None:
+        self._record(PhaseRecord(name=name, start_s=started, end_s=now_s(), track=self._track, detail=f"chunk {seq}"))
 
 
 def settle(in_flight: dict[int, tuple[Future[Any], ...]], *, upto: int, deadline: Deadline) -> None:

@@ -29,7 +29,7 @@ from weightsync.types.init_info import (
     WeightSyncInitInfo,
 )
 from weightsync.types.manifest import Manifest, Version
-from weightsync.types.method import SyncMethod, SyncReport
+from weightsync.types.method import Push, SyncReport
 from weightsync.types.requests import (
     AnyUpdateRequest,
     BroadcastWeightUpdateRequest,
@@ -75,10 +75,10 @@ __all__ = [
     "PatchWeightUpdateRequest",
     "PauseRequest",
     "PhaseRecord",
+    "Push",
     "ResumeRequest",
     "SharedMemoryHandle",
     "StageRequest",
-    "SyncMethod",
     "SyncReport",
     "TensorSpec",
     "TensorTable",

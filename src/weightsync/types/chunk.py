@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from operator import attrgetter, eq
+from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.dtypes import dtype_name
@@ -11,6 +12,8 @@ from weightsync.types.spec import check_shape
 
 if TYPE_CHECKING:
     import torch
+
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +31,6 @@ class WeightChunk:
         shapes: global shapes.
         module_name: the group, e.g. "layers.0.self_attn"; None where chunks are not groups.
         total_size_bytes: sum of the tensors' bytes.
-        packed: whether the tensors already lie one behind the other in one buffer.
 
     Raises:
         InvalidRequestError: the sequences differ in length, or what was declared is not what is there.
@@ -40,7 +42,6 @@ class WeightChunk:
     shapes: tuple[tuple[int, ...], ...] = ()
     module_name: str | None = None
     total_size_bytes: int = -1
-    packed: bool = False
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -49,13 +50,23 @@ class WeightChunk:
             raise InvalidRequestError(f"a chunk names every parameter once: {list(self.names)}")
         if len(self.names) != len(self.tensors):
             raise InvalidRequestError(f"a chunk has {len(self.names)} names and {len(self.tensors)} tensors")
-        dtypes = tuple([dtype_name(tensor.dtype) for tensor in self.tensors])
-        shapes = tuple([tuple(tensor.shape) for tensor in self.tensors])
+        # Of 100,000 tensors each look costs: what repeats is checked once. And tuples that are kept for a while bring
+        # Python's collector to look at the whole model, so none are.
+        kinds = list(map(_dtype, self.tensors))
+        known = {kind: dtype_name(kind) for kind in set(kinds)}
+        dtypes = tuple(map(known.__getitem__, kinds))
         self._settle("dtypes", tuple(self.dtypes), dtypes)
-        self._settle("shapes", tuple(map(tuple, self.shapes)), shapes)
+        if len(self.shapes) == len(self.tensors) and all(map(eq, map(_shape, self.tensors), self.shapes)):
+            object.__setattr__(self, "shapes", tuple(self.shapes))
+        else:
+            shapes = tuple([tuple(tensor.shape) for tensor in self.tensors])
+            self._settle("shapes", tuple(map(tuple, self.shapes)), shapes)
+        sizes: dict[Any, int] = {}
         total = 0
-        for name, dtype, shape in zip(self.names, dtypes, shapes, strict=True):
-            total += check_shape(shape, dtype=dtype, name=name)
+        for name, kind in zip(self.names, zip(self.shapes, dtypes, strict=True), strict=True):
+            if kind not in sizes:
+                sizes[kind] = check_shape(kind[0], dtype=kind[1], name=name)
+            total += sizes[kind]
         if self.total_size_bytes not in (-1, total):
             raise InvalidRequestError(f"total_size_bytes says {self.total_size_bytes}, the tensors have {total}")
         object.__setattr__(self, "total_size_bytes", total)

@@ -8,15 +8,26 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
+from weightsync.types.message import Message
+from weightsync.types.progress import TransferProgress
 
-MAX_VERSION = 1 << 53
+_MAX_VERSION = 1 << 53
+_MAX_NAME = 512
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base of all messages: immutable, keyword-only, unknown fields refused."""
+def check_trained(worker_name: str, run_id: str | None, version: int | None) -> None:
+    """What a worker may tell of.
+
+    Raises:
+        InvalidRequestError: no such version, or a name that is empty or too long.
+    """
+    if version is not None and not (type(version) is int and 0 <= version < _MAX_VERSION):
+        raise InvalidRequestError(f"a version is a whole number from 0 on, not {version!r}")
+    if not all(1 <= len(name) <= _MAX_NAME for name in (worker_name, run_id) if name is not None):
+        raise InvalidRequestError(f"worker_name and run_id have 1 to {_MAX_NAME} characters")
 
 
-class ModelRequest(_Message, frozen=True, kw_only=True):
+class ModelRequest(Message, frozen=True, kw_only=True):
     """A call for one model.
 
     Attributes:
@@ -53,10 +64,7 @@ class TrainedRequest(ModelRequest, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.worker_name or self.run_id == "":
-            raise InvalidRequestError("worker_name and run_id have at least one character")
-        if self.version is not None and not 0 <= self.version < MAX_VERSION:
-            raise InvalidRequestError(f"a version is a whole number from 0 on, not {self.version}")
+        check_trained(self.worker_name, self.run_id, self.version)
 
 
 class EndValidateRequest(ModelRequest, frozen=True, kw_only=True):
@@ -72,7 +80,7 @@ class WaitVersionRequest(ModelRequest, frozen=True, kw_only=True):
     version: int
 
 
-class ValidationRun(_Message, frozen=True, kw_only=True):
+class ValidationRun(Message, frozen=True, kw_only=True):
     """A validation that runs.
 
     Attributes:
@@ -85,7 +93,7 @@ class ValidationRun(_Message, frozen=True, kw_only=True):
     stands_for: tuple[int, ...]
 
 
-class ValidationResult(_Message, frozen=True, kw_only=True):
+class ValidationResult(Message, frozen=True, kw_only=True):
     """A validation that has ended.
 
     Attributes:
@@ -97,7 +105,7 @@ class ValidationResult(_Message, frozen=True, kw_only=True):
     result: dict[str, float | int | str | bool | None] | None = None
 
 
-class RolloutServiceState(_Message, frozen=True, kw_only=True):
+class RolloutServiceState(Message, frozen=True, kw_only=True):
     """What users see of one model; the words are document 5's.
 
     Attributes:
@@ -106,7 +114,8 @@ class RolloutServiceState(_Message, frozen=True, kw_only=True):
             has none of it yet.
         staleness: versions behind.
         blocked: whether rollout has to wait.
-        pool_locked: whether dataloader and trajectory pool are locked.
+        pool_locked: whether the trajectory pool is locked: by a sync, or by a validation.
+        dataloader_locked: whether the dataloader is locked: by a validation.
         waiting_for_validation: the validation that runs.
         last_validation: the one that ended last.
         num_failed: syncs that have failed in a row.
@@ -123,6 +132,7 @@ class RolloutServiceState(_Message, frozen=True, kw_only=True):
     staleness: int = 0
     blocked: bool = False
     pool_locked: bool = False
+    dataloader_locked: bool = False
     waiting_for_validation: ValidationRun | None = None
     last_validation: ValidationResult | None = None
     num_failed: int = 0
@@ -136,7 +146,7 @@ class RolloutServiceState(_Message, frozen=True, kw_only=True):
     base_url: str = ""
 
 
-class GateReply(_Message, frozen=True, kw_only=True):
+class GateReply(Message, frozen=True, kw_only=True):
     """Whether a request may proceed.
 
     Attributes:
@@ -149,13 +159,13 @@ class GateReply(_Message, frozen=True, kw_only=True):
     run_id: str | None = None
 
 
-class SyncReply(_Message, frozen=True, kw_only=True):
+class SyncReply(Message, frozen=True, kw_only=True):
     """Whether rollout serves the newest trained version."""
 
     up_to_date: bool
 
 
-class InstanceStatus(_Message, frozen=True, kw_only=True):
+class InstanceStatus(Message, frozen=True, kw_only=True):
     """One rollout service as the pool sees it.
 
     Attributes:
@@ -167,16 +177,18 @@ class InstanceStatus(_Message, frozen=True, kw_only=True):
         heartbeat_age_s: seconds since it was heard last.
         lease_left_s: for so long it may still answer; 0: it refuses.
         why: why it is not live, or what failed last.
+        progress: of transfers under way there, by model, as of its last heartbeat.
     """
 
     instance_id: str
     url: str
     state: Literal["joining", "live", "suspect", "evicted"]
-    models: dict[str, str | None] = {}
-    lag: dict[str, int | None] = {}
+    models: dict[str, str | None] = msgspec.field(default_factory=dict)
+    lag: dict[str, int | None] = msgspec.field(default_factory=dict)
     heartbeat_age_s: float = 0.0
     lease_left_s: float = 0.0
     why: str | None = None
+    progress: dict[str, TransferProgress] = msgspec.field(default_factory=dict)
 
 
 SPANS = ("trainer", "batch gate", "barrier", "agent", "transfer", "load", "pause", "commit", "retry")
@@ -184,7 +196,7 @@ SPANS = ("trainer", "batch gate", "barrier", "agent", "transfer", "load", "pause
 an agent that had no such version yet, bytes, engines, running generations, the commit of all, a retry that succeeds."""
 
 
-class SyncSpan(_Message, frozen=True, kw_only=True):
+class SyncSpan(Message, frozen=True, kw_only=True):
     """A part of a sync.
 
     Attributes:
@@ -192,15 +204,17 @@ class SyncSpan(_Message, frozen=True, kw_only=True):
         start_s: seconds after the sync's start; before it where negative.
         seconds: how long.
         who: who was waited for: an instance, a model, a trainer's worker; None: nobody in particular.
+        nbytes: of a transfer that has ended: how much came; else 0.
     """
 
     name: str
     start_s: float
     seconds: float
     who: str | None = None
+    nbytes: int = 0
 
 
-class SyncRecord(_Message, frozen=True, kw_only=True):
+class SyncRecord(Message, frozen=True, kw_only=True):
     """One sync of a model, as the timeline shows it.
 
     Attributes:
@@ -222,7 +236,7 @@ class SyncRecord(_Message, frozen=True, kw_only=True):
     spans: tuple[SyncSpan, ...] = ()
 
 
-class BarrierStatus(_Message, frozen=True, kw_only=True):
+class BarrierStatus(Message, frozen=True, kw_only=True):
     """A set of models that has to commit together, while somebody waits for it.
 
     Attributes:
@@ -239,7 +253,7 @@ class BarrierStatus(_Message, frozen=True, kw_only=True):
     timeout_s: float
 
 
-class ControllerStatus(_Message, frozen=True, kw_only=True):
+class ControllerStatus(Message, frozen=True, kw_only=True):
     """What `/status` of a controller answers.
 
     Attributes:
@@ -252,7 +266,7 @@ class ControllerStatus(_Message, frozen=True, kw_only=True):
     """
 
     models: dict[str, RolloutServiceState]
-    sync_mode: dict[str, str] = {}
+    sync_mode: dict[str, str] = msgspec.field(default_factory=dict)
     instances: tuple[InstanceStatus, ...] = ()
     barriers: tuple[BarrierStatus, ...] = ()
     syncs: tuple[SyncRecord, ...] = ()

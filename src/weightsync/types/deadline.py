@@ -10,14 +10,21 @@ MAX_WAIT_S = 7 * 86_400.0
 """No wait is longer than a week: what asks for more has the wrong unit, and timers overflow."""
 
 
-def check_wait_s(name: str, seconds: float) -> float:
+def check_wait_s(name: str, seconds: float, *, may_be_0: bool = False) -> float:
     """`seconds`, if that is a time one can wait.
+
+    Args:
+        name: of the argument, for the error.
+        seconds: what was given.
+        may_be_0: whether 0 will do, which only looks.
 
     Raises:
         InvalidRequestError: it is not a number above 0, or more than a week.
     """
-    if not 0 < seconds <= MAX_WAIT_S:  # NaN fails both
-        raise InvalidRequestError(f"{name} is a number of seconds above 0 and at most {MAX_WAIT_S:g}, not {seconds}")
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not (0 < seconds <= MAX_WAIT_S or (may_be_0 and seconds == 0)):  # NaN fails all
+        least = "from 0 to" if may_be_0 else "above 0 and at most"
+        raise InvalidRequestError(f"{name} is a number of seconds {least} {MAX_WAIT_S:g}, not {seconds!r:.80}")
     return seconds
 
 

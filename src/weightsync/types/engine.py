@@ -7,7 +7,8 @@ The steps of one sync, as a push drives them (all run on training rank 0's host)
                                                          or, if that is lost, nothing
 
 Proving the bytes (`stage`) and serving them (`commit`) are two steps, so that generation is paused for the
-second alone, and so that no engine commits before every engine has proved its bytes.
+second alone, and so that no engine is told to commit before all have answered: with their proof, or with why they
+have none.
 
 A session with a base has patches instead of whole tensors: `stage` proves base + change, `commit` writes the change
 into the live weights, and after `resume` the engine audits all of them by itself.
@@ -31,18 +32,15 @@ from weightsync.types.init_info import (
     check_world_size,
 )
 from weightsync.types.manifest import Manifest, Version, check_model_digest
+from weightsync.types.message import Message
 from weightsync.types.requests import AnyUpdateRequest
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base of all messages: immutable, keyword-only, unknown fields refused."""
-
-
-class DescribeRequest(_Message, frozen=True, kw_only=True):
+class DescribeRequest(Message, frozen=True, kw_only=True):
     """Asks an engine what it is. Changes nothing."""
 
 
-class InitRequest(_Message, frozen=True, kw_only=True):
+class InitRequest(Message, frozen=True, kw_only=True):
     """Makes an engine's workers build their receivers; a running session of another group is aborted.
 
     Attributes:
@@ -63,7 +61,7 @@ class InitRequest(_Message, frozen=True, kw_only=True):
             raise InvalidRequestError(f"rank_offset lies between 1 and {members - 1}, not {self.rank_offset}")
 
 
-class PatchBase(_Message, frozen=True, kw_only=True):
+class PatchBase(Message, frozen=True, kw_only=True):
     """What a patch is a change of.
 
     Attributes:
@@ -78,7 +76,7 @@ class PatchBase(_Message, frozen=True, kw_only=True):
         check_model_digest(self.model_digest, version=str(self.version))
 
 
-class BeginRequest(_Message, frozen=True, kw_only=True):
+class BeginRequest(Message, frozen=True, kw_only=True):
     """Opens a session. The whole manifest is checked against the model before a byte moves.
 
     Attributes:
@@ -97,13 +95,13 @@ class BeginRequest(_Message, frozen=True, kw_only=True):
         check_wait_s("deadline_s", self.deadline_s)
 
 
-class UpdateRequest(_Message, frozen=True, kw_only=True):
+class UpdateRequest(Message, frozen=True, kw_only=True):
     """Announces one chunk; answered when the loader has let go of its bytes."""
 
     update: AnyUpdateRequest
 
 
-class StageRequest(_Message, frozen=True, kw_only=True):
+class StageRequest(Message, frozen=True, kw_only=True):
     """Makes the engine prove the bytes: those received by the tensors' digests, those loaded by the model's.
 
     Attributes:
@@ -115,20 +113,20 @@ class StageRequest(_Message, frozen=True, kw_only=True):
     manifest: Manifest
 
 
-class CommitRequest(_Message, frozen=True, kw_only=True):
+class CommitRequest(Message, frozen=True, kw_only=True):
     """Makes a staged version the served one. The engine is paused at this moment."""
 
     session: str
 
 
-class AbortRequest(_Message, frozen=True, kw_only=True):
+class AbortRequest(Message, frozen=True, kw_only=True):
     """Ends a session badly. Idempotent; an unknown session is no error."""
 
     session: str
     reason: str
 
 
-class PauseRequest(_Message, frozen=True, kw_only=True):
+class PauseRequest(Message, frozen=True, kw_only=True):
     """Stops generation: new requests wait, running ones finish within `timeout_s`.
 
     Attributes:
@@ -146,7 +144,7 @@ class PauseRequest(_Message, frozen=True, kw_only=True):
         check_wait_s("lease_s", self.lease_s)
 
 
-class ResumeRequest(_Message, frozen=True, kw_only=True):
+class ResumeRequest(Message, frozen=True, kw_only=True):
     """Starts generation again; refused where the weights are half-loaded."""
 
     session: str
@@ -192,7 +190,7 @@ REQUEST_TYPES: dict[EngineOp, type[EngineRequest]] = {
 }
 
 
-class PhaseRecord(_Message, frozen=True, kw_only=True):
+class PhaseRecord(Message, frozen=True, kw_only=True):
     """One phase as an engine timed it.
 
     Attributes:
@@ -210,7 +208,7 @@ class PhaseRecord(_Message, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class EngineReply(_Message, frozen=True, kw_only=True):
+class EngineReply(Message, frozen=True, kw_only=True):
     """What an engine answers to every step that went well.
 
     Attributes:
@@ -227,6 +225,8 @@ class EngineReply(_Message, frozen=True, kw_only=True):
         model_digest: at stage: the digest computed from the memory that commit will serve; later that of
             the version served.
         unprovable: why `digests_equal` is None.
+        checksum: at stage and commit: the engine's own, of its live weights; engines of one kind and size that were
+            given the same version have the same. None where it has none.
         accepts: at describe: the kinds of updates that every worker of it takes, of "full" and "patch".
         unhealthy: at describe: why it refuses to serve until the next full load, where an audit of its live weights
             has found other bytes than it committed.
@@ -244,6 +244,7 @@ class EngineReply(_Message, frozen=True, kw_only=True):
     digests_equal: bool | None = None
     model_digest: str | None = None
     unprovable: str | None = None
+    checksum: str | None = None
     accepts: tuple[str, ...] = ("full",)
     unhealthy: str | None = None
     intact: bool = True

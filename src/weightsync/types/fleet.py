@@ -10,7 +10,9 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.manifest import Version
-from weightsync.types.publication import ModelStatus
+from weightsync.types.message import Message
+from weightsync.types.progress import TransferProgress
+from weightsync.types.service import ModelStatus
 from weightsync.types.spec import check_id
 
 MAX_MODELS = 256
@@ -19,11 +21,7 @@ _MAX_ERROR = 4000
 _MAX_DIGEST = 200
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base of all messages: immutable, keyword-only, unknown fields refused."""
-
-
-class ModelVersion(_Message, frozen=True, kw_only=True):
+class ModelVersion(Message, frozen=True, kw_only=True):
     """A version of a model.
 
     Attributes:
@@ -50,7 +48,7 @@ class ModelVersion(_Message, frozen=True, kw_only=True):
         return Version(run_id=self.run_id, number=self.version)
 
 
-class AbsentVersion(_Message, frozen=True, kw_only=True):
+class AbsentVersion(Message, frozen=True, kw_only=True):
     """A version that its agent has not, as it says itself.
 
     Attributes:
@@ -66,12 +64,12 @@ class AbsentVersion(_Message, frozen=True, kw_only=True):
             raise InvalidRequestError(f"a version is not negative, got {self.newest}")
 
 
-class HeartbeatRequest(_Message, frozen=True, kw_only=True, omit_defaults=True):
+class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout service is there.
 
     Attributes:
         instance_id: its name in the pool.
-        life: of this process: another one of the same name begins anew.
+        incarnation: of this process: another one of the same name begins anew.
         url: where the controller calls it.
         serves: what it serves of each of its models, with whom it pulls it from.
         lacks: models of it that serve nothing of ours.
@@ -82,10 +80,11 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True, omit_defaults=True):
         leaving: it ends, and answers nothing any more: its last message.
         absent: what it was told to serve, and what is not there.
         digests: of what it serves, by model, where it knows them.
+        progress: of transfers under way, by model.
     """
 
     instance_id: str
-    life: str
+    incarnation: str
     url: str
     leased: bool = True
     serves: tuple[ModelVersion, ...] = ()
@@ -94,11 +93,12 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     leaving: bool = False
     absent: tuple[AbsentVersion, ...] = ()
-    digests: dict[str, str] = {}
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
+    progress: dict[str, TransferProgress] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_id("instance_id", self.instance_id)
-        check_id("life", self.life)
+        check_id("incarnation", self.incarnation)
         if not _is_url(self.url):
             raise InvalidRequestError(f"an instance's url is an http URL, not {self.url[:100]!r}")
         for each in self.lacks:
@@ -108,12 +108,16 @@ class HeartbeatRequest(_Message, frozen=True, kw_only=True, omit_defaults=True):
         if len(self.absent) > MAX_MODELS:
             raise InvalidRequestError(f"at most {MAX_MODELS} versions are absent")
         _check_digests(self.digests)
+        if len(self.progress) > MAX_MODELS:
+            raise InvalidRequestError(f"transfers are of at most {MAX_MODELS} models")
+        for model_id in self.progress:
+            check_id("model_id", model_id)
         names = [each.model_id for each in self.serves] + list(self.lacks)
         if not 1 <= len(names) <= MAX_MODELS or len(set(names)) != len(names):
             raise InvalidRequestError(f"an instance has 1 to {MAX_MODELS} models, each named once")
 
 
-class HeartbeatReply(_Message, frozen=True, kw_only=True):
+class HeartbeatReply(Message, frozen=True, kw_only=True):
     """What becomes of it.
 
     Attributes:
@@ -132,7 +136,7 @@ class HeartbeatReply(_Message, frozen=True, kw_only=True):
     admitted: bool = False
     catch_up: tuple[ModelVersion, ...] = ()
     why: str | None = None
-    digests: dict[str, str] = {}
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_digests(self.digests)
@@ -140,7 +144,20 @@ class HeartbeatReply(_Message, frozen=True, kw_only=True):
             raise InvalidRequestError(f"a lease of {self.lease_s} s, asked for every {self.every_s} s, can't be")
 
 
-class PrepareRequest(_Message, frozen=True, kw_only=True):
+class _SetRequest(Message, frozen=True, kw_only=True):
+    """What is asked of the models of one set."""
+
+    versions: tuple[ModelVersion, ...]
+    wait_s: float
+
+    def __post_init__(self) -> None:
+        names = [each.model_id for each in self.versions]
+        if not 1 <= len(names) <= MAX_MODELS or len(set(names)) != len(names):
+            raise InvalidRequestError(f"a set has 1 to {MAX_MODELS} models, each named once")
+        check_wait_s("wait_s", self.wait_s)
+
+
+class PrepareRequest(_SetRequest, frozen=True, kw_only=True):
     """Fetch, prove and stage these versions, and wait with them.
 
     Attributes:
@@ -148,14 +165,8 @@ class PrepareRequest(_Message, frozen=True, kw_only=True):
         wait_s: answer when all are staged, at most after so many seconds.
     """
 
-    versions: tuple[ModelVersion, ...]
-    wait_s: float
 
-    def __post_init__(self) -> None:
-        _check_set(self.versions, self.wait_s)
-
-
-class PrepareReply(_Message, frozen=True, kw_only=True):
+class PrepareReply(Message, frozen=True, kw_only=True):
     """All are staged, or served already.
 
     Attributes:
@@ -173,7 +184,7 @@ class PrepareReply(_Message, frozen=True, kw_only=True):
             raise InvalidRequestError(f"a wait is a number of seconds from 0 on, not {self.waited_s}")
 
 
-class CommitVersionsRequest(_Message, frozen=True, kw_only=True):
+class CommitVersionsRequest(_SetRequest, frozen=True, kw_only=True):
     """Serve these versions, together.
 
     Attributes:
@@ -181,14 +192,8 @@ class CommitVersionsRequest(_Message, frozen=True, kw_only=True):
         wait_s: answer when all are served, at most after so many seconds.
     """
 
-    versions: tuple[ModelVersion, ...]
-    wait_s: float
 
-    def __post_init__(self) -> None:
-        _check_set(self.versions, self.wait_s)
-
-
-class ReleaseRequest(_Message, frozen=True, kw_only=True):
+class ReleaseRequest(Message, frozen=True, kw_only=True):
     """What is staged of these models is not committed; what is served stays."""
 
     model_ids: tuple[str, ...]
@@ -198,13 +203,6 @@ class ReleaseRequest(_Message, frozen=True, kw_only=True):
 def _check_digests(digests: dict[str, str]) -> None:
     if len(digests) > MAX_MODELS or any(not 0 < len(text) <= _MAX_DIGEST for text in digests.values()):
         raise InvalidRequestError(f"digests are of at most {MAX_MODELS} models, each of 1 to {_MAX_DIGEST} characters")
-
-
-def _check_set(versions: tuple[ModelVersion, ...], wait_s: float) -> None:
-    names = [each.model_id for each in versions]
-    if not 1 <= len(names) <= MAX_MODELS or len(set(names)) != len(names):
-        raise InvalidRequestError(f"a set has 1 to {MAX_MODELS} models, each named once")
-    check_wait_s("wait_s", wait_s)
 
 
 def _is_url(text: str) -> bool:

@@ -17,10 +17,11 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.manifest import Manifest, Version
-from weightsync.types.publication import GrantFacts, Publication, Source, TransferGrant
+from weightsync.types.publication import Publication, Source
 from weightsync.types.seal import seal_of
 from weightsync.types.spec import Box, TensorSpec
 from weightsync.types.table import SpecTable, TensorTable
+from weightsync.types.transfer_messages import GrantFacts, TransferGrant
 
 _MAX_KNOWN = 4
 """Of one receiver: a model has one, and another for a while when it has changed."""
@@ -194,7 +195,7 @@ class KnownLayouts:
 
 def _check_seal(message: GrantMessage, head: PublicationHead) -> None:
     said, proof = msgspec.json.encode(head), msgspec.json.encode(message.proof)
-    if message.seal != seal_of(said, proof, source=message.source, life=message.life):
+    if message.seal != seal_of(said, proof, source=message.source, incarnation=message.incarnation):
         raise InvalidRequestError("it was damaged on the way: its seal does not fit")
 
 

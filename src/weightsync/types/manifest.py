@@ -10,7 +10,7 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError, VersionError
 from weightsync.types.spec import TensorSpec, check_id
-from weightsync.types.table import DIGEST_BYTES, TensorTable, packed_digest, written_digest
+from weightsync.types.table import DIGEST_BYTES, PackedDigests, TensorTable, packed_digest, written_digest
 
 MAX_VERSION = 2**63 - 1
 
@@ -105,6 +105,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises:
             InvalidRequestError: `digests` lacks a tensor, has one that is not in the manifest, or one that is none.
         """
+        if isinstance(digests, PackedDigests) and digests.names == self.table.names:
+            return self.with_packed_digests(digests.packed, model_digest)
         if digests.keys() != self.table.by_name.keys():
             odd = sorted(digests.keys() ^ self.table.by_name.keys())[:5]
             raise InvalidRequestError(f"digests and manifest disagree on {odd}", version=str(self.version))

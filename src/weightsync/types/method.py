@@ -1,4 +1,4 @@
-"""SyncMethod: one way of getting version v of a model into the engines."""
+"""Push: the training ranks' side of a push, and the report of one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from weightsync.types.manifest import Version
+from weightsync.types.progress import log_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class SyncReport:
         digests_equal: True: every engine proved it from live bytes; None: some can't be proved, see
             `unprovable`. A mismatch is an error, never a report.
         unprovable: reasons by engine id.
+        checksums: engines' own, of their live weights, by engine id, compared among engines of one size: SGLang's.
+            They say that engines agree, not that this is what was published.
     """
 
     version: Version
@@ -45,6 +48,16 @@ class SyncReport:
     phases_s: Mapping[str, float]
     digests_equal: bool | None
     unprovable: Mapping[str, str]
+    checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """One line for a log: `v3: 0.4 MB (1.2 %) in 0.14 s, paused 82 ms, proved`."""
+        line = log_line(
+            version=self.version.number, moved_bytes=self.sent_bytes, total_bytes=self.total_bytes,
+            by_deltas=self.num_deltas > 0, seconds=self.seconds, paused_s=self.paused_s,
+            unproved_by=None if self.digests_equal else self.unprovable,
+        )  # fmt: skip
+        return line + (f", without {', '.join(self.lost)}" if self.lost else "")
 
     @property
     def lost_engine_ids(self) -> tuple[str, ...]:
@@ -55,9 +68,10 @@ class SyncReport:
 msgspec.json.Decoder(SyncReport)  # as for the messages in types/engine.py: learnt once, under the import lock
 
 
-class SyncMethod(Protocol):
-    """How a controller (or a trainer's own loop) asks for a sync. Every training rank calls both methods,
-    in the same order."""
+class Push(Protocol):
+    """The training ranks' side of a push: a `PushSync`, whose three methods every rank calls in the same order, or a
+    `RayWeightSync`, which calls them on all ranks. A controller syncs by it through `PushMethod`.
+    """
 
     def initialize(self) -> None:
         """Meets the engines once, so that a wrong set-up fails before the first step."""

@@ -21,6 +21,11 @@ _CLOSES = frozenset({"close", "remove", "__exit__"})
 _forgotten: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
 def of_one_process(kind: type[_T]) -> type[_T]:
     """Class decorator: in a forked child every public method and property raises `StateError`, and changes nothing.
 

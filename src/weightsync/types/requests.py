@@ -6,11 +6,14 @@ when it is read, so a receiver allocates nothing on an unchecked size.
 
 from __future__ import annotations
 
+import itertools
+from operator import add, le, mod
+
 import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.dtypes import itemsize_bytes
-from weightsync.types.spec import MAX_NBYTES, check_name, check_shape
+from weightsync.types.spec import MAX_NBYTES, check_names, check_shape
 
 MAX_TENSORS_A_CHUNK = 1 << 20
 MAX_PATCHED_ELEMENTS = 1 << 32
@@ -51,18 +54,16 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             )
         if len(set(self.names)) != len(self.names):
             raise InvalidRequestError("a request names every tensor once")
-        for name in self.names:
-            check_name(name)
+        check_names(self.names)
         self.check_parts(self.tensor_bytes())
 
     def tensor_bytes(self) -> tuple[int, ...]:
         """Bytes of each tensor."""
-        return tuple(
-            [
-                check_shape(shape, dtype=dtype, name=name)
-                for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
-            ]
-        )
+        sizes: dict[tuple[tuple[int, ...], str], int] = {}
+        for name, kind in zip(self.names, zip(map(tuple, self.shapes), self.dtypes, strict=True), strict=True):
+            if kind not in sizes:  # of a model's many tensors few differ in these
+                sizes[kind] = check_shape(kind[0], dtype=kind[1], name=name)
+        return tuple(map(sizes.__getitem__, zip(map(tuple, self.shapes), self.dtypes, strict=True)))
 
     def check_parts(self, sizes: tuple[int, ...]) -> None:
         """Checks what a strategy's own request has besides.
@@ -240,6 +241,8 @@ def _check_extent(offset_bytes: int, size_bytes: int) -> None:
 
 def _check_alignment(offsets: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     each = {dtype: itemsize_bytes(dtype) for dtype in set(dtypes)}
+    if not any(map(mod, offsets, itertools.repeat(max(each.values())))):  # all are powers of 2
+        return
     for offset, dtype in zip(offsets, dtypes, strict=True):
         if offset % each[dtype]:
             raise InvalidRequestError(f"a {dtype} at byte {offset} is not aligned: no view of it can be made")
@@ -250,10 +253,13 @@ def _check_layout(offsets: tuple[int, ...], sizes: tuple[int, ...], bucket_bytes
         raise InvalidRequestError(f"{len(sizes)} tensors have {len(offsets)} offsets")
     if not 0 <= bucket_bytes <= MAX_NBYTES:
         raise InvalidRequestError(f"a bucket of {bucket_bytes} bytes can't be")
-    end = 0
-    for offset, size in sorted(zip(offsets, sizes, strict=True)):  # no work to speak of where they rise already
-        if offset < end:
-            raise InvalidRequestError(f"tensors overlap in the bucket, or lie before it: offset {offset} < {end}")
-        end = offset + size
+    if offsets and offsets[0] >= 0 and all(map(le, map(add, offsets, sizes), offsets[1:])):  # as senders lay them
+        end = offsets[-1] + sizes[-1]
+    else:
+        end = 0
+        for offset, size in sorted(zip(offsets, sizes, strict=True)):
+            if offset < end:
+                raise InvalidRequestError(f"tensors overlap in the bucket, or lie before it: offset {offset} < {end}")
+            end = offset + size
     if not end <= bucket_bytes <= end + _MAX_PADDING_BYTES * (len(sizes) + 1):
         raise InvalidRequestError(f"the tensors end at byte {end}, the bucket at {bucket_bytes}")

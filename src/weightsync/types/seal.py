@@ -13,16 +13,16 @@ import msgspec
 _DIGITS = 32
 
 
-def seal_of(head: bytes, proof: bytes, *, source: int, life: str | None) -> str:
+def seal_of(head: bytes, proof: bytes, *, source: int, incarnation: str | None) -> str:
     """32 hex digits.
 
     Args:
         head: a publication without its layout (`types.layout.PublicationHead`), as msgspec writes it in JSON.
         proof: likewise.
-        source, life: as in the grant.
+        source, incarnation: as in the grant.
     """
     state = hashlib.sha256()
-    for piece in (head, proof, msgspec.json.encode([source, life])):
+    for piece in (head, proof, msgspec.json.encode([source, incarnation])):
         state.update(len(piece).to_bytes(8, "little"))
         state.update(piece)
     return state.hexdigest()[:_DIGITS]

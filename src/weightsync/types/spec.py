@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -96,9 +97,19 @@ def check_name(name: str) -> None:
             raise InvalidRequestError(f"a tensor's name is text that UTF-8 can say, not {ascii(name)[:100]}") from None
 
 
+def check_names(names: Sequence[str]) -> None:
+    """`check_name` of each."""
+    lengths = set(map(len, names))
+    if not lengths or (min(lengths) >= 1 and max(lengths) <= MAX_NAME_LENGTH and all(map(str.isascii, names))):
+        return
+    for name in names:
+        check_name(name)
+
+
 def check_id(what: str, value: str) -> None:
     """Raises InvalidRequestError where `value` can't be an id."""
-    if not 1 <= len(value) <= _MAX_ID or not value.isprintable():  # nor is a lone surrogate
+    # a lone surrogate is not printable
+    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_ID or not value.isprintable():
         raise InvalidRequestError(f"{what} has 1 to {_MAX_ID} printable characters")
 
 

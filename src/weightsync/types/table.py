@@ -6,7 +6,7 @@ sum or a plan of that list asks the list for it: it is made once, and lives as l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -26,6 +26,21 @@ class SpecTable(tuple[TensorSpec, ...]):
     """A tuple of specs that is never changed, and what was made of it."""
 
     _derived: dict[Any, Any]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of each spec, in order; `dtypes` and `shapes` likewise."""
+        return tuple([spec.name for spec in self])
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """See `names`."""
+        return tuple([spec.dtype for spec in self])
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """See `names`."""
+        return tuple([spec.shape for spec in self])
 
     def derive(self, make: Callable[..., Derived], *others: Any) -> Derived:
         """`make(self, *others)`, made at the first call and kept with the table. Not to be changed by anybody.
@@ -91,6 +106,31 @@ class TensorTable(SpecTable):
     def total_bytes(self) -> int:
         """Bytes of all parts held."""
         return sum(self.sizes_bytes)
+
+
+class PackedDigests(Mapping[str, str]):
+    """Digests by name, as `codec.digest.tensor_digest` writes them: of 100,000 tensors nobody wants the texts.
+
+    Args:
+        names: each once.
+        packed: `DIGEST_BYTES` for each, one behind the other.
+    """
+
+    def __init__(self, names: Sequence[str], packed: bytes) -> None:
+        self.names = tuple(names)
+        self.packed = packed
+        self._places: dict[str, int] | None = None
+
+    def __getitem__(self, name: str) -> str:
+        if self._places is None:
+            self._places = {name: place for place, name in enumerate(self.names)}
+        return written_digest(self.packed, self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 def packed_digest(digest: str) -> bytes:

@@ -115,7 +115,7 @@ def test_no_controller_is_3_and_a_wrong_call_is_2(tmp_path: Path) -> None:
         assert (code, text) == (2, "")
     code, text, error = run(server.url)
     assert (code, text) == (3, "")
-    assert "does a weightsync controller run there?" in error
+    assert "does a weightsync controller, rollout service, agent or engine run there?" in error
     assert run("localhost:80")[0] == 2
     assert run(server.url, "--every-s", "0", "--watch")[0] == 2
     with StatusServer(status()) as server:  # something else answers there
@@ -179,7 +179,7 @@ def test_watching_follows_the_controller_and_its_loss() -> None:
         server.now = statuses.evicted()
         watched.until("1 of 3 instances is evicted: inst-2")
         port = int(server.url.rsplit(":", 1)[1])
-    watched.until("No answer from the controller since")
+    watched.until("No answer since")
     watched.until("1 of 3 instances is evicted: inst-2")
     with StatusServer(status(), port=port):
         watched.until("All 3 instances serve actor 12")
@@ -192,5 +192,5 @@ def test_watching_ends_with_the_code_of_what_it_showed() -> None:
         for watched in (first, second):
             watched.until("1 of 3 instances is evicted: inst-2")
         assert first.close() == 1
-    second.until("No answer from the controller since")
+    second.until("No answer since")
     assert second.close() == 3

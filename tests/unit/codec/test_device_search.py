@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.unit.codec.test_codec_delta import sources
-from tests.unit.codec.test_codec_delta_cases import BASE, RESULT, Bytes, fast_link
-from weightsync.codec.delta import ElementKind, Unit, encode_delta
+from tests.unit.codec.test_delta import sources
+from tests.unit.codec.test_delta_cases import BASE, RESULT, Bytes, fast_link
+from weightsync.codec.delta import encode_delta
 from weightsync.codec.delta_planes import find_changes
+from weightsync.codec.delta_units import ElementKind, Unit
 from weightsync.codec.device_search import DeviceSearch
 from weightsync.errors import UnsupportedError
 
@@ -20,9 +21,7 @@ def test_the_delta_is_the_same_byte_for_byte(source: tuple[Bytes, Bytes, tuple[U
     """Red with one step changed in `DeviceSearch`."""
     old, new, units = source
     blobs = [
-        encode_delta(
-            old, new, units, costs=fast_link(), mode="planes", base=BASE, result=RESULT, search=search
-        ).to_bytes()
+        encode_delta(old, new, units, costs=fast_link(), base=BASE, result=RESULT, search=search).to_bytes()
         for search in (None, DeviceSearch("cpu"))
     ]
     assert blobs[0] == blobs[1]

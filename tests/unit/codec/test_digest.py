@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 
 from tests.unit.codec import digest_reference as reference
 from weightsync.codec import digest as module
-from weightsync.codec.digest import (
-    ShardSum,
-    digest_of,
-    model_digest,
-    patch_sum,
-    patched_digest,
-    shard_sum,
-    tensor_digest,
-    tensor_digests,
-)
+from weightsync.codec import tensor_digest as tensor_digest_module
+from weightsync.codec.digest import ShardSum, digest_of, model_digest, patch_sum, patched_digest, shard_sum
+from weightsync.codec.tensor_digest import tensor_digest, tensor_digests
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
 from weightsync.plan.boxes import split_box, whole_box
 from weightsync.tensors import tensor_from_bytes
@@ -188,7 +181,8 @@ def test_large_tensors_go_through_several_threads_and_pieces(monkeypatch: pytest
     once = shard_sum(whole(tensor))
     alone = tensor_digest(tensor)
     monkeypatch.setattr(module, "num_workers", lambda: 7)
-    monkeypatch.setattr(module, "PIECE_BYTES", 99_999)
+    for each in (module, tensor_digest_module):
+        monkeypatch.setattr(each, "PIECE_BYTES", 99_999, raising=False)
     assert shard_sum(whole(tensor)) == once
     turned = tensor.t().contiguous().t()
     assert not turned.is_contiguous()
@@ -267,7 +261,7 @@ def test_a_patch_equals_the_recomputed_digest(data: st.DataObject) -> None:
 
 def test_a_large_patch_goes_through_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "num_workers", lambda: 7)
-    monkeypatch.setattr(module, "_SMALL_BYTES", 8000)
+    monkeypatch.setattr(module, "SMALL_BYTES", 8000)
     old = random_tensor("bfloat16", (1 << 20,), 1)
     positions = torch.arange(0, 1 << 20, 2)
     new = old.clone()

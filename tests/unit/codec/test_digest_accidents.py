@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from weightsync.codec import kernels
-from weightsync.codec.digest import ShardSum, patch_sum, patched_digest, shard_sum, tensor_digest
+from weightsync.codec.digest import ShardSum, patch_sum, patched_digest, shard_sum
+from weightsync.codec.tensor_digest import tensor_digest
 from weightsync.errors import InvalidRequestError
 from weightsync.types import HeldTensor, Manifest, PatchBase, TensorSpec, Version
 
@@ -220,7 +221,7 @@ from weightsync.codec import kernels
 
 assembly = "".join(kernels.run_sum.inspect_asm().values())
 data = np.arange(100_003, dtype=np.uint32).view(np.uint8)
-wide = bool(re.search("vpmuludq.*%[yz]mm", assembly))
+wide = bool(re.search("vpmuludq.*%[yz]mm", assembly)) and "gather" not in assembly
 num_hits = sum(kernels.run_sum.stats.cache_hits.values())
 print(*kernels.run_sum(data.ctypes.data + 3, len(data) - 7, 12345, 1, 2), wide, num_hits)
 """
@@ -228,14 +229,19 @@ print(*kernels.run_sum(data.ctypes.data + 3, len(data) - 7, 12345, 1, 2), wide, 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86-64 processor")
 def test_a_processor_without_avx512_gets_vector_code_and_the_same_sum(tmp_path: Path) -> None:
-    """Both find one folder of compiled code: neither may be given the other's."""
+    """Words side by side are loaded together, not gathered one by one, which takes twice as long.
+
+    Both find one folder of compiled code: neither may be given the other's.
+    """
     found = {}
+    unlimited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_CPU_")}
     for name, limits in {"this one": {}, "avx2": {"NUMBA_CPU_NAME": "znver3", "NUMBA_CPU_FEATURES": ""}}.items():
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **limits}
+        environment = {**unlimited, "NUMBA_CACHE_DIR": str(tmp_path), **limits}
         done = subprocess.run(
             [sys.executable, "-c", _CHILD], env=environment, capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stderr
         found[name] = done.stdout.split()
     assert found["avx2"][2:] == ["True", "0"]
+    assert found["this one"][2] == "True"
     assert found["avx2"][:2] == found["this one"][:2]

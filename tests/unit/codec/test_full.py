@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from weightsync.codec.digest import tensor_digest
 from weightsync.codec.full import FullCodec
+from weightsync.codec.tensor_digest import tensor_digest
 from weightsync.errors import DigestMismatchError, InvalidRequestError, UnsupportedError
 from weightsync.tensors import spec_of
 from weightsync.types import Full, Manifest, Patch, Version, WeightChunk

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightsync.codec import digest as module
 from weightsync.codec import whole
 from weightsync.codec.digest import ShardSum, digest_of, model_digest, shard_sum, shard_sums
 from weightsync.codec.whole import whole_digest, whole_sum
@@ -93,6 +94,31 @@ def test_converted_together_is_what_a_chunk_has(wanted: str, kinds: list[tuple[s
     expected = one_by_one(table, [chunks[spec.name] for spec in table])
     assert whole_sum(*found, convert=True) == expected
     assert shard_sums(extractor.local_shards(wanted)) == expected
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 13, 4 << 20])
+def test_large_ones_together_are_each_alone(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    """Cores take pieces of all tensors of a list, and neither a piece nor one that is not plain is lost."""
+    monkeypatch.setattr(module, "_RUN_BYTES", piece_bytes)
+    monkeypatch.setattr(module, "_MANY_BYTES", 2048)
+    monkeypatch.setattr(whole, "_SMALL_BYTES", 2048)
+    torch.manual_seed(0)
+    tensors = {
+        "exact": torch.randn(4, 1024),
+        "more": torch.randn(4097),
+        "odd": torch.randint(0, 256, (100_003,), dtype=torch.uint8),
+        "empty": torch.empty(0),
+        "one": torch.randn(1),
+        "turned": torch.randn(70, 90).t(),
+        "parameter": torch.nn.Parameter(torch.randn(3000)),
+        "bfloat16": torch.randn(40_001).bfloat16(),
+    }
+    held = [HeldTensor(spec=spec_of(name, tensor), box=None, tensor=tensor) for name, tensor in tensors.items()]
+    alone = sum((shard_sum(each) for each in held), ShardSum.zero())
+    assert shard_sums(held) == alone
+    assert shard_sums(held, together=True) == alone
+    table = TensorTable([each.spec for each in held])
+    assert whole_sum(table, [tensor.detach() for tensor in tensors.values()]) == alone
 
 
 def test_what_is_not_the_tables_is_refused() -> None:

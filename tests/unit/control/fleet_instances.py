@@ -10,12 +10,12 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from weightsync.clients.fanout import in_thread
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.errors import (
     WeightSyncError,
 )
+from weightsync.handles.fanout import in_thread
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import ServerThread, api_app
 from weightsync.types import Version
@@ -27,7 +27,7 @@ from weightsync.types.fleet import (
     PrepareRequest,
     ReleaseRequest,
 )
-from weightsync.types.publication import ModelStatus, ServiceStatus
+from weightsync.types.service import ModelStatus, ServiceStatus
 
 LONG_S = 15.0
 LEASE_S = 0.8
@@ -59,11 +59,11 @@ class Instance:
         self.url = self.server.start()
         self._beats: Any = None
 
-    def beat_once(self, life: str = "1") -> float:
+    def beat_once(self, incarnation: str = "1") -> float:
         served = tuple(self.served.values())
         lacks = tuple(model for model in self.models if model not in self.served)
         reply = self.pool.heartbeat(
-            HeartbeatRequest(instance_id=self.name, life=life, url=self.url, serves=served, lacks=lacks)
+            HeartbeatRequest(instance_id=self.name, incarnation=incarnation, url=self.url, serves=served, lacks=lacks)
         )
         if not reply.lease_s:
             self.served |= {each.model_id: each for each in reply.catch_up}
@@ -186,4 +186,4 @@ class World:
 
 def bring(method: FleetMethod, number: int, model: str = "actor", run_id: str = "r") -> int:
     method.trained(model, v(number, run_id), SENDER)
-    return method.sync(model, v(number, run_id))
+    return method.sync_weights(model, v(number, run_id))

@@ -25,10 +25,10 @@ def at(version: int, *, model: str = "m", run_id: str = "r") -> ModelVersion:
     return ModelVersion(model_id=model, run_id=run_id, version=version, sender_endpoint="http://agent")
 
 
-def beat(name: str = "a", *serves: ModelVersion, life: str = "1", **fields: Any) -> HeartbeatRequest:
+def beat(name: str = "a", *serves: ModelVersion, incarnation: str = "1", **fields: Any) -> HeartbeatRequest:
     lacks = () if serves else MODELS
     fields = {"lacks": lacks, **fields}
-    return HeartbeatRequest(instance_id=name, life=life, url=f"http://{name}", serves=serves, **fields)
+    return HeartbeatRequest(instance_id=name, incarnation=incarnation, url=f"http://{name}", serves=serves, **fields)
 
 
 def made(*, learnt: bool = True) -> tuple[RolloutPool, Clock]:

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Response
 from weightsync.control.metrics import ControllerMetrics
 from weightsync.control.web.page import OPEN_PATHS, add_page
 from weightsync.net.messages import encode
-from weightsync.net.server import ServerThread, api_app
+from weightsync.net.server import ServerSettings, ServerThread, api_app
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.types.control import (
     BarrierStatus,
@@ -21,6 +21,7 @@ from weightsync.types.control import (
     SyncSpan,
     ValidationRun,
 )
+from weightsync.types.progress import TransferProgress
 
 NOW_S = 1_790_000_000.0
 RUN = "run-a1b2c3"
@@ -123,6 +124,45 @@ def waiting() -> ControllerStatus:
     return status(models={"actor": syncing, "verifier": model(12)}, barriers=(barrier,), syncs=(now, *status().syncs))
 
 
+def moving() -> ControllerStatus:
+    """A sync under way that takes long: two instances fetch, and one of them is slow."""
+    slow = TransferProgress(done_bytes=4_000_000_000, total_bytes=16_000_000_000, seconds=8.0)
+    fast = TransferProgress(done_bytes=12_000_000_000, total_bytes=16_000_000_000, seconds=8.0)
+    short = TransferProgress(done_bytes=1_000_000_000, total_bytes=16_000_000_000, seconds=0.5)
+    instances = (
+        instance("inst-0", 12, lag=1, progress={"actor": fast}),
+        instance("inst-1", 12, lag=1, progress={"actor": slow}),
+        instance("inst-2", 12, lag=1, progress={"actor": short}),
+    )
+    now = SyncRecord(
+        model_tag="actor", run_id=RUN, version=13, started_s=NOW_S - 8.0, seconds=8.0, outcome="running",
+        spans=tuple(SyncSpan(name="transfer", start_s=0.1, seconds=7.9, who=f"inst-{n}") for n in range(3)),
+    )  # fmt: skip
+    models = {"actor": model(13, 12, state="syncing"), "verifier": model(12)}
+    return status(models=models, instances=instances, syncs=(now, *status().syncs))
+
+
+def plotted() -> ControllerStatus:
+    """Eighteen versions of which one took 40 s and one failed, in bytes that differ."""
+    syncs = []
+    for version in range(18, 0, -1):
+        slow = 40.0 if version == 11 else 1.0 + 0.1 * (version % 5)
+        nbytes = 16_000_000_000 if version % 6 == 1 else 190_000_000 + 9_000_000 * (version % 4)
+        spans = (
+            SyncSpan(name="transfer", start_s=0.1, seconds=slow - 0.4, who="inst-0", nbytes=nbytes),
+            SyncSpan(name="transfer", start_s=0.1, seconds=slow - 0.6, who="inst-1", nbytes=nbytes),
+            SyncSpan(name="pause", start_s=slow - 0.2, seconds=0.05),
+            SyncSpan(name="commit", start_s=slow - 0.2, seconds=0.2),
+        )
+        failed = version == 6
+        record = SyncRecord(
+            model_tag="actor", run_id=RUN, version=version, started_s=NOW_S - 60.0 * (19 - version), seconds=slow,
+            outcome="failed" if failed else "served", error=ERROR if failed else None, spans=spans,
+        )  # fmt: skip
+        syncs.append(record)
+    return status(models={"actor": model(18)}, syncs=tuple(syncs))
+
+
 def hostile() -> ControllerStatus:
     """Names and errors that would run as markup, and long ones."""
     bad = InstanceStatus(
@@ -146,9 +186,7 @@ class StatusServer:
     def __init__(self, now: ControllerStatus, *, token: str | None = None, port: int = 0) -> None:
         self.now = now
         self.asked = 0
-        self.app: FastAPI = api_app("a controller's face")
         self.metrics = ControllerMetrics(lambda: self.now)
-        add_page(self.app, self._status)
 
         async def status() -> Response:
             return Response(encode(self._status()), media_type="application/json")
@@ -156,9 +194,9 @@ class StatusServer:
         async def metrics() -> Response:
             return Response(self.metrics.render(), media_type=CONTENT_TYPE)
 
-        self.app.add_api_route("/status", status)
-        self.app.add_api_route("/metrics", metrics)
-        self.server = ServerThread(self.app, token=token, port=port, open_paths=OPEN_PATHS)
+        self.app: FastAPI = api_app("a controller's face", ("GET", "/status", status), ("GET", "/metrics", metrics))
+        add_page(self.app, self._status)
+        self.server = ServerThread(self.app, ServerSettings(token=token, port=port), open_paths=OPEN_PATHS)
 
     def _status(self) -> ControllerStatus:
         self.asked += 1

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from weightsync.clients.fanout import in_thread
 from weightsync.control.barrier import VersionBarrier
 from weightsync.errors import ConfigError, DeadlineExceededError, NotPublishedError, TransferAbortedError
+from weightsync.handles.fanout import in_thread
 from weightsync.types.fleet import ModelVersion
 
 LONG_S = 10.0

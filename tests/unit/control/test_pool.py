@@ -9,9 +9,9 @@ import time
 import pytest
 
 from tests.unit.control.pool_kit import LEASE_S, MODELS, Clock, at, beat, made, states
-from weightsync.clients.fanout import in_thread
 from weightsync.control.pool import RolloutPool
 from weightsync.errors import ConfigError, StateError
+from weightsync.handles.fanout import in_thread
 from weightsync.types import Version
 from weightsync.types.fleet import AbsentVersion
 
@@ -84,18 +84,18 @@ def test_an_answer_of_no_lease_may_be_lost() -> None:
 def test_a_second_process_waits_for_the_lease_of_the_first() -> None:
     """Evicted or not: it answers until its lease is over. Seen to fail for one that was evicted."""
     pool, clock = made()
-    pool.heartbeat(beat(life="1"))
+    pool.heartbeat(beat(incarnation="1"))
     with pytest.raises(StateError, match="another process is instance 'a'"):
-        pool.heartbeat(beat(life="2"))
+        pool.heartbeat(beat(incarnation="2"))
     pool.evict("a", "as told")
     with pytest.raises(StateError, match="another process"):
-        pool.heartbeat(beat(life="2"))
+        pool.heartbeat(beat(incarnation="2"))
     assert not pool.fenced("a")
     clock.now += LEASE_S
     assert pool.fenced("a")
-    assert pool.heartbeat(beat(life="2")).admitted
+    assert pool.heartbeat(beat(incarnation="2")).admitted
     with pytest.raises(StateError, match="another process"):
-        pool.heartbeat(beat(life="1"))
+        pool.heartbeat(beat(incarnation="1"))
 
 
 def test_a_heartbeat_from_before_its_commit_evicts_nobody() -> None:
@@ -226,7 +226,7 @@ def test_one_that_leaves_is_forgotten_at_once() -> None:
         pool.evict("a", "it left")
         assert pool.unfenced(MODELS) == ()
         assert pool.fenced("a")
-    assert pool.heartbeat(beat("a", at(1), life="2")).admitted, "its name is free"
+    assert pool.heartbeat(beat("a", at(1), incarnation="2")).admitted, "its name is free"
     told = len(seen)
     pool.heartbeat(beat("stranger", at(1), leaving=True))
     assert (len(seen), set(states(pool))) == (told, {"a", "b"})
@@ -235,11 +235,11 @@ def test_one_that_leaves_is_forgotten_at_once() -> None:
 def test_a_life_that_is_over_does_not_take_the_newer_one_with_it() -> None:
     """Seen to fail."""
     pool, clock = made()
-    pool.heartbeat(beat(life="1"))
+    pool.heartbeat(beat(incarnation="1"))
     clock.now += LEASE_S
-    pool.heartbeat(beat(life="2"))
+    pool.heartbeat(beat(incarnation="2"))
     (member,) = pool.members(MODELS)
-    pool.heartbeat(beat(life="1", leaving=True))
+    pool.heartbeat(beat(incarnation="1", leaving=True))
     assert pool.takes_part(member)
     assert states(pool) == {"a": "live"}
 
@@ -253,8 +253,8 @@ def test_who_was_heard_since() -> None:
     clock.now += 1.0
     pool.heartbeat(beat())
     assert pool.heard_since(member, since)
-    assert not pool.heard_since(dataclasses.replace(member, life="2"), since)
-    assert not pool.takes_part(dataclasses.replace(member, life="2"))
+    assert not pool.heard_since(dataclasses.replace(member, incarnation="2"), since)
+    assert not pool.takes_part(dataclasses.replace(member, incarnation="2"))
 
 
 def test_many_at_once() -> None:

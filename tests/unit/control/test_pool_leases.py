@@ -30,8 +30,8 @@ class Exchange:
 class Process:
     """One life of a service, with its own view of its lease."""
 
-    def __init__(self, name: str, life: str) -> None:
-        self.name, self.life = name, life
+    def __init__(self, name: str, incarnation: str) -> None:
+        self.name, self.incarnation = name, incarnation
         self.alive = True
         self.lease_end_s = 0.0
         self.serves = dict.fromkeys(MODELS, 0)  # 0: nothing
@@ -42,7 +42,7 @@ class Process:
     def request(self) -> HeartbeatRequest:
         serves = tuple(at(version, model=model) for model, version in self.serves.items() if version)
         lacks = tuple(model for model, version in self.serves.items() if not version)
-        return beat(self.name, *serves, life=self.life, lacks=lacks, whole=self.whole)
+        return beat(self.name, *serves, incarnation=self.incarnation, lacks=lacks, whole=self.whole)
 
     def heard(self, reply: HeartbeatReply, sent_s: float) -> None:
         if reply.lease_s <= 0:
@@ -178,7 +178,7 @@ class Leases(RuleBasedStateMachine):
     def commits(self, index: int, halfway: bool) -> None:
         member = self.members[index % len(self.members)]
         process = self.processes[member.instance_id]
-        if process.life != member.life or member.instance_id in self.done | set(self.evicted):
+        if process.incarnation != member.incarnation or member.instance_id in self.done | set(self.evicted):
             return
         process.serves["m"] = self.version
         process.whole = not halfway
@@ -222,7 +222,9 @@ class Leases(RuleBasedStateMachine):
             if not live:
                 assert not (found and self.pool.fenced(name)), f"{name} is fenced, and still answers"
             for process in found:
-                assert not live or process.life == live[0].life, f"two processes of the name {name} have a lease"
+                assert not live or process.incarnation == live[0].incarnation, (
+                    f"two processes of the name {name} have a lease"
+                )
 
     @invariant()
     def nobody_answers_with_an_old_version(self) -> None:

@@ -17,8 +17,8 @@ def folder_of(path: Path, *, count: int) -> Path:
 
 def test_pythons_own_sources_are_found_and_text() -> None:
     text = ByteText()
-    assert text.num_train_bytes > 1_000_000
-    assert text.num_held_out_bytes > 50_000
+    assert text._train.size > 1_000_000
+    assert text._held_out.size > 50_000
     batch = text.batch(rank=0, update=0, num_rows=4, row_length=64)
     assert batch.shape == (4, 64)
     assert batch.dtype == torch.int64

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.standins.processes import run_ranks
 from weightsync.demo.data import ByteText
 from weightsync.demo.engine import DemoEngine
 from weightsync.demo.model import (
@@ -19,7 +20,6 @@ from weightsync.demo.model import (
     sample,
 )
 from weightsync.errors import ConfigError
-from weightsync.testing.processes import run_ranks
 
 pytest.importorskip("transformers")
 

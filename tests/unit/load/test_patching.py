@@ -16,7 +16,7 @@ from weightsync.load.module import ModuleWeightLoader
 from weightsync.load.spans import overlaps_itself
 from weightsync.tensors import byte_array
 from weightsync.testing.contracts import bytes_of, manifest_of
-from weightsync.testing.loader_patches import patches_of
+from weightsync.testing.contracts.loader_patches import patches_of
 from weightsync.types import Full, Patch, Version
 from weightsync.types.dtypes import ITEMSIZE_BYTES
 
@@ -163,7 +163,7 @@ def some_model() -> Buffers:
 @pytest.fixture
 def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patching, "_PIECE_ELEMENTS", 4)
-    monkeypatch.setattr(patching, "_cores", lambda: 1)  # call numbers mean something then
+    monkeypatch.setattr(patching, "num_cores", lambda: 1)  # call numbers mean something then
 
 
 def calls_of_a_good_commit(monkeypatch: pytest.MonkeyPatch) -> int:
@@ -214,7 +214,7 @@ def test_a_failure_at_every_point_of_a_commit_leaves_exactly_what_was(
 def test_nothing_is_undone_while_another_thread_writes_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece fails at once, another is slow: what it writes late must not outlive the undo."""
     monkeypatch.setattr(patching, "_PIECE_ELEMENTS", 4)
-    monkeypatch.setattr(patching, "_cores", lambda: 4)
+    monkeypatch.setattr(patching, "num_cores", lambda: 4)
     module = Buffers(w=raw(400, dtype=torch.int32))
     before = live_bytes(module)
     loader, _ = prepared(module)
@@ -434,6 +434,35 @@ def test_blocks_of_a_piece_are_all_written_and_all_read_again() -> None:
     assert (live[::3] == new).all()
     assert not live[1::3].any()
     assert not live[2::3].any()
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 128, 511, 577, 1100])
+def test_every_element_of_every_block_counts(count: int, kind: Any) -> None:
+    """What was another one before, and what lies outside."""
+    random = np.random.default_rng(count)
+    live = random.integers(0, 256, 4 * count + 4).astype(kind)
+    where = np.sort(random.choice(len(live), count, replace=False)).astype(np.uint32)
+    expected, new = live[where], live[where] ^ kind(1)
+    wrong = random.random(count) < 0.1
+    expected[wrong] ^= kind(2)
+    outside = np.arange(count) >= count - count // 10
+    where[outside] += np.uint32(len(live))
+    after = live.copy()
+    after[where[~outside]] = new[~outside]
+    found = patching.kernels().exchange(live, where, expected, new)
+    assert found == (np.count_nonzero(wrong | outside), np.count_nonzero(outside))
+    assert (live == after).all()
+
+
+@pytest.mark.parametrize("at", [0, 30, 62, 64, 130])
+def test_what_is_overwritten_in_its_block_is_seen(at: int) -> None:
+    live = np.zeros(400, dtype=np.uint16)
+    where = np.arange(200, dtype=np.uint32)
+    where[at + 1] = at  # no patch has this: it stands for another writer
+    new = np.arange(1, 201, dtype=np.uint16)
+    before, after = patching.kernels().exchange(live, where, np.zeros(200, dtype=np.uint16), new)
+    assert (before, after) == (1, 1)
 
 
 def test_an_unaligned_live_tensor_takes_the_slow_path() -> None:

@@ -23,7 +23,7 @@ from weightsync.types.fleet import (
     PrepareRequest,
     ReleaseRequest,
 )
-from weightsync.types.publication import ModelStatus
+from weightsync.types.service import ModelStatus
 
 ids = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=20)
 urls = st.builds("http://{}".format, ids)
@@ -40,7 +40,7 @@ def heartbeats(draw: Any) -> HeartbeatRequest:
     taken = {each.model_id for each in serves}
     lacks = draw(st.lists(ids.filter(lambda name: name not in taken), max_size=3, unique=True))
     return HeartbeatRequest(
-        instance_id=draw(ids), life=draw(ids), url=draw(urls), serves=serves, lacks=tuple(lacks),
+        instance_id=draw(ids), incarnation=draw(ids), url=draw(urls), serves=serves, lacks=tuple(lacks),
         whole=draw(st.booleans()), error=draw(st.none() | st.text()), leaving=draw(st.booleans()),
     )  # fmt: skip
 
@@ -75,7 +75,7 @@ def test_nothing_more_is_taken(message: Any) -> None:
 
 def test_a_controller_from_before_takes_a_heartbeat() -> None:
     """It refuses fields that it does not know. Seen to fail: each heartbeat said that it is not the last one."""
-    beat = HeartbeatRequest(instance_id="a", life="1", url="http://a", lacks=("m",))
+    beat = HeartbeatRequest(instance_id="a", incarnation="1", url="http://a", lacks=("m",))
     assert b"leaving" not in encode(beat)
     assert b"leaving" in encode(msgspec.structs.replace(beat, leaving=True))
 
@@ -85,7 +85,7 @@ def test_a_version_knows_its_run() -> None:
 
 
 ONE = {"model_id": "m", "run_id": "r", "version": 1}
-BEAT = {"instance_id": "a", "life": "1", "url": "http://a", "serves": [ONE]}
+BEAT = {"instance_id": "a", "incarnation": "1", "url": "http://a", "serves": [ONE]}
 REPLY = {"state": "live", "lease_s": 1.0, "every_s": 1.0}
 WRONG: list[tuple[type[Any], dict[str, Any], dict[str, Any]]] = [
     (ModelVersion, ONE, {"version": -1}),
@@ -95,7 +95,7 @@ WRONG: list[tuple[type[Any], dict[str, Any], dict[str, Any]]] = [
     (ModelVersion, ONE, {"sender_endpoint": "ftp://a"}),
     (ModelVersion, ONE, {"sender_endpoint": "http://" + "a" * 2048}),
     (HeartbeatRequest, BEAT, {"instance_id": ""}),
-    (HeartbeatRequest, BEAT, {"life": "\0"}),
+    (HeartbeatRequest, BEAT, {"incarnation": "\0"}),
     (HeartbeatRequest, BEAT, {"url": "a:80"}),
     (HeartbeatRequest, BEAT, {"url": ""}),
     (HeartbeatRequest, BEAT, {"serves": []}),

@@ -12,14 +12,14 @@ import torch
 from weightsync.clients.agent import AgentClient
 from weightsync.errors import ConfigError, InvalidRequestError
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.host.puller import Puller
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
 from weightsync.net.messages import decode, encode
-from weightsync.publish.manager import WeightManager
-from weightsync.publish.push import PushSync
-from weightsync.rollout.puller import Puller
-from weightsync.rollout.service import RolloutService
-from weightsync.rollout.settings import RolloutConfig
+from weightsync.trainer.publisher import WeightManager
+from weightsync.trainer.push import PushSync
 from weightsync.types import Manifest, TensorSpec, Version
-from weightsync.types.publication import FinishRequest, RegisterRequest, TransferRequest
+from weightsync.types.transfer_messages import FinishRequest, RegisterRequest, TransferRequest
 
 LONE = ("\ud800", "a\udcffb", "\udfff")
 """The second is what Python makes of a file name that is no UTF-8."""

@@ -16,8 +16,9 @@ from tests.unit.types.messages import specs
 from weightsync.errors import InvalidRequestError
 from weightsync.types import Box, Manifest, TensorSpec, Version
 from weightsync.types.layout import GrantMessage, KnownLayouts, PublicationHead, PublicationLayout
-from weightsync.types.publication import Publication, Source, SourceProof, Transport
+from weightsync.types.publication import Publication, Source, SourceProof
 from weightsync.types.seal import seal_of
+from weightsync.types.transfer_messages import Transport
 
 START = 4096
 
@@ -44,10 +45,10 @@ def message(of: Publication, layout: bytes | None, **changes: Any) -> GrantMessa
     fields: dict[str, Any] = {
         "transfer_id": "0" * 32, "source": 0, "transport": Transport.TCP, "host": "h", "port": 1, "take_up_s": 1.0,
         "proof": SourceProof(block_checksums="0" * 16, part_digests=bytes(16 * num), lane_a=0, lane_b=0),
-        "head": head, "layout": msgspec.Raw(b"null" if layout is None else layout), "life": None, **changes,
+        "head": head, "layout": msgspec.Raw(b"null" if layout is None else layout), "incarnation": None, **changes,
     }  # fmt: skip
     sealed = msgspec.json.encode(head if fields["head"] is None else fields["head"])
-    seal = seal_of(sealed, msgspec.json.encode(fields["proof"]), source=0, life=None)
+    seal = seal_of(sealed, msgspec.json.encode(fields["proof"]), source=0, incarnation=None)
     return msgspec.json.decode(msgspec.json.encode(GrantMessage(**fields, seal=seal)), type=GrantMessage)
 
 

@@ -1,1 +1,1 @@
-"""Ways to bring a version to the rollout side; each is a `ModelSync` of `control.controller`."""
+"""Ways to bring a version to the rollout side; each is a `SyncMethod`."""

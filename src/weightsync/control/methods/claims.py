@@ -7,9 +7,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
-from weightsync.clients.fanout import in_thread
 from weightsync.control.barrier import VersionBarrier
 from weightsync.errors import NotPublishedError, WeightSyncError
+from weightsync.handles.fanout import in_thread
 from weightsync.types import Deadline
 from weightsync.types.fleet import ModelVersion
 

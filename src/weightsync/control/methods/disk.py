@@ -6,14 +6,10 @@ import collections
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from weightsync.clients.fanout import in_thread
-from weightsync.clients.probe import Capabilities, Feature, probe
-from weightsync.clients.sglang_api import SGLangApi, SGLangRouter
-from weightsync.control.method import ModelSync
+from weightsync.control.method import Peers, SyncMethod
 from weightsync.control.methods.disk_engines import (
     DiskEngine,
     DiskSettings,
@@ -26,16 +22,16 @@ from weightsync.control.methods.disk_engines import (
 from weightsync.control.methods.folder import VersionFolder
 from weightsync.errors import (
     ConfigError,
-    DeadlineExceededError,
     DigestMismatchError,
-    EngineError,
     InvalidRequestError,
     NoEnginesError,
     SyncFailedError,
     VersionError,
     WeightSyncError,
-    as_weightsync_error,
 )
+from weightsync.handles.fanout import call_all
+from weightsync.handles.probe import Capabilities, Feature, probe, served_models
+from weightsync.handles.sglang_api import SGLangApi, SGLangRouter
 from weightsync.types import Deadline, Version
 from weightsync.types.deadline import check_wait_s
 
@@ -46,17 +42,20 @@ _RESUME_S = 10.0
 _GRACE_S = 6.0  # how much longer than its deadline a call may take to say so, and to undo its pause
 
 
-class DiskMethod(ModelSync):
-    """A `ModelSync` over a folder of versions. Thread-safe.
+class DiskMethod(SyncMethod):
+    """A `SyncMethod` over a folder of versions. Thread-safe.
 
     What each URL is it says itself (`clients.probe`): an SGLang router, whose workers are asked for at each sync; an
     SGLang server; a vLLM server in development mode. A sync succeeds where every engine has loaded the version and
     says so; where there are several of one kind, their checksums of live weights have to be the same. Engines that
-    fail are named in the error, with the state that each was left in; the others go on with the new version.
+    fail are named in the error, with the state that each was left in; the others go on with the new version. One that
+    was evicted is not asked to load any more; a router that it belongs to has to be told by whoever runs it.
 
     Args:
         folder: where trainers publish.
         urls: by model: of its router, of its server, or of several servers.
+        backend, served_model: what the URLs have to be, and to serve, where that is said: "vllm" or "sglang", and the
+            model's name in the server's own list.
         running, kv_cache, load_format: see `DiskSettings`.
         engine_root: the folder's root as engines see it, where that is another path.
         token: bearer token for each of `urls`, and for the workers of a router.
@@ -69,11 +68,15 @@ class DiskMethod(ModelSync):
         ConfigError: a setting that can't be.
     """
 
+    peers: Peers
+
     def __init__(
         self,
         folder: VersionFolder,
         urls: Mapping[str, str | Sequence[str]],
         *,
+        backend: str | None = None,
+        served_model: str | None = None,
         running: Running = "keep",
         kv_cache: KvCache = "clear",
         load_format: str | None = None,
@@ -87,18 +90,19 @@ class DiskMethod(ModelSync):
         if not self._urls or not all(self._urls.values()):
             raise NoEnginesError("method disk needs the URL of at least one engine or router for each model")
         self._settings = DiskSettings(running=running, kv_cache=kv_cache, load_format=load_format)
+        self._backend = backend
+        self._served_model = served_model
         self._engine_root = Path(engine_root) if engine_root is not None else folder.root
         self._token = token
         self._timeout_s = check_wait_s("timeout_s", timeout_s)
         self._compare = compare_checksums
         self._lock = threading.Lock()
         self._known: dict[str, Capabilities] = {}
-        self._engines: dict[str, DiskEngine] = {}
-        self._failed: dict[str, set[str]] = {}  # by model, of its last sync
-        self._evicted: dict[str, set[str]] = {}  # by model
+        self._engines: dict[str, DiskEngine[Any]] = {}
+        self.peers = Peers()
 
-    def prepare(self) -> None:
-        """Meets every router and server once, so that a wrong set-up fails before the first sync. Changes nothing.
+    def initialize(self) -> None:
+        """Meets every router and server once.
 
         Raises:
             ConfigError: one of them lacks what this method needs; says why.
@@ -109,8 +113,8 @@ class DiskMethod(ModelSync):
             for url in self._members(tag, Deadline(_PROBE_S * len(self._urls[tag]))):
                 self._engine(url)
 
-    def sync(self, model_tag: str, version: Version) -> int:
-        """See `ModelSync.sync`. Loads this version where it is there still, else the latest one of its run.
+    def sync_weights(self, model_tag: str, version: Version) -> int:
+        """See `SyncMethod.sync_weights`. Loads this version where it is there still, else the latest one of its run.
 
         Raises:
             InvalidRequestError: there is no such model.
@@ -128,28 +132,13 @@ class DiskMethod(ModelSync):
             if errors:
                 raise self._told(model_tag, version, members, errors, "nothing was changed")
             self._load(engines, path, version, errors)
-        with self._lock:
-            self._failed[model_tag] = set(errors)
+        self.peers.note_failed(model_tag)
         if errors:
             served = sorted(set(members) - set(errors))
             left = [f"{', '.join(served)} serve {version}"] if served else []
             left += [f"{url}: {error.state_left or 'not known'}" for url, error in sorted(errors.items())]
             raise self._told(model_tag, version, members, errors, "; ".join(left))
         return version.number
-
-    def evict_failed(self, model_tag: str) -> Sequence[str]:
-        """See `ModelSync.evict_failed`. They are not asked to load any more until `readmit`; a router that they belong
-        to has to be told by whoever runs it.
-        """
-        with self._lock:
-            failed = self._failed.pop(model_tag, set())
-            self._evicted.setdefault(model_tag, set()).update(failed)
-        return sorted(failed)
-
-    def readmit(self, model_tag: str, url: str) -> None:
-        """An engine takes part again, from the next sync on."""
-        with self._lock:
-            self._evicted.get(model_tag, set()).discard(url)
 
     def close(self) -> None:
         """Closes all connections. Idempotent."""
@@ -175,9 +164,7 @@ class DiskMethod(ModelSync):
                     router.close()
             else:
                 found.append(url.rstrip("/"))
-        with self._lock:
-            evicted = self._evicted.get(model_tag, set())
-            members = tuple(dict.fromkeys(url for url in found if url not in evicted))
+        members = self.peers.live(model_tag, dict.fromkeys(found))
         if not members:
             raise NoEnginesError(f"every engine of model {model_tag!r} was evicted")
         return members
@@ -187,11 +174,34 @@ class DiskMethod(ModelSync):
             known = self._known.get(url)
         if known is None:
             known = probe(url, token=self._token, timeout_s=_PROBE_S)
+            self._check_is_meant(known)
             with self._lock:
                 self._known[url] = known
         return known
 
-    def _engine(self, url: str) -> DiskEngine:
+    def _check_is_meant(self, known: Capabilities) -> None:
+        """It is what the configuration says, and serves that model.
+
+        Raises:
+            ConfigError: it is not, or does not.
+        """
+        if self._backend is not None and not known.engine.startswith(self._backend):
+            raise ConfigError(
+                f"inference_service.backend is {self._backend!r}, and {known.url} is {known.engine}",
+                peer=known.url,
+                state_left="nothing was changed",
+            )
+        if self._served_model is None:
+            return
+        served = served_models(known.url, token=self._token, timeout_s=_PROBE_S)
+        if served is not None and self._served_model not in served:
+            raise ConfigError(
+                f"inference_service.model is {self._served_model!r}, and {known.url} serves {', '.join(served)}",
+                peer=known.url,
+                state_left="nothing was changed",
+            )
+
+    def _engine(self, url: str) -> DiskEngine[Any]:
         """The handle of an engine, made when it is met first.
 
         Raises:
@@ -210,7 +220,7 @@ class DiskMethod(ModelSync):
             )
         known.need(Feature.RELOAD)
         sums = self._compare and known.can(Feature.CHECKSUM)
-        made: DiskEngine
+        made: DiskEngine[Any]
         if known.engine == "vllm":
             made = VllmDisk(VllmReloadApi(url, token=self._token), self._settings, sums=sums)
         else:
@@ -233,14 +243,14 @@ class DiskMethod(ModelSync):
     # --- how ---
 
     def _load(
-        self, engines: Mapping[str, DiskEngine], path: Path, version: Version, errors: dict[str, WeightSyncError]
+        self, engines: Mapping[str, DiskEngine[Any]], path: Path, version: Version, errors: dict[str, WeightSyncError]
     ) -> None:
         """Load, compare, resume; who fails a step takes no further one, and is added to `errors`. Comparing and
         resuming have a time of their own: who hangs in a load must not keep the others paused for good.
         """
         compared = self._compare and len(engines) > 1
 
-        def load(engine: DiskEngine) -> None:
+        def load(engine: DiskEngine[Any]) -> None:
             engine.load(path, version, deadline=Deadline(self._timeout_s))
             if not compared:
                 engine.resume(deadline=Deadline(_RESUME_S))
@@ -269,8 +279,8 @@ class DiskMethod(ModelSync):
         errors: Mapping[str, WeightSyncError],
         state_left: str,
     ) -> SyncFailedError:
+        self.peers.note_failed(model_tag, errors)
         with self._lock:
-            self._failed[model_tag] = set(errors)
             for url in errors:  # it is met anew: what it can may have changed
                 self._known.pop(url, None)
             left = [self._engines.pop(url) for url in errors if url in self._engines]
@@ -285,11 +295,11 @@ class DiskMethod(ModelSync):
 
 
 def _unequal(
-    sums: Mapping[str, tuple[str, ...] | None], engines: Mapping[str, DiskEngine]
+    sums: Mapping[str, tuple[str, ...] | None], engines: Mapping[str, DiskEngine[Any]]
 ) -> dict[str, WeightSyncError]:
     """Errors of engines whose checksums differ from those of most engines of their kind with as many workers."""
     wrong: dict[str, WeightSyncError] = {}
-    groups: dict[tuple[type[DiskEngine], int], dict[str, tuple[str, ...]]] = {}
+    groups: dict[tuple[type[DiskEngine[Any]], int], dict[str, tuple[str, ...]]] = {}
     for url, each in sums.items():
         if each is not None:
             groups.setdefault((type(engines[url]), len(each)), {})[url] = each
@@ -308,14 +318,6 @@ def _unequal(
 
 def _each(calls: Mapping[str, Callable[[], _T]], timeout_s: float, errors: dict[str, WeightSyncError]) -> dict[str, _T]:
     """Makes all calls at once; results of those that went well, errors of the others into `errors`."""
-    running = {url: in_thread(call, name=f"weightsync-disk-{url}") for url, call in calls.items()}
-    wait_for(running.values(), timeout=timeout_s + _GRACE_S)
-    results: dict[str, _T] = {}
-    for url, future in running.items():
-        if not future.done():
-            errors[url] = DeadlineExceededError("it did not answer in time", peer=url, state_left="not known")
-        elif (error := future.exception()) is not None:
-            errors[url] = as_weightsync_error(error, EngineError, "it could not be called", peer=url)
-        else:
-            results[url] = future.result()
+    results, failed = call_all(calls, what="a step of a load", timeout_s=timeout_s + _GRACE_S)
+    errors.update(failed)
     return results

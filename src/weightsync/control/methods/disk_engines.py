@@ -10,21 +10,27 @@ say from outside which weights are there, and the next load that succeeds lets i
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, TypeVar
 
-from weightsync.clients.sglang_api import SGLangApi
-from weightsync.clients.sglang_messages import PauseMode, UpdateFromDisk
-from weightsync.clients.vllm_api import VllmHttpApi
 from weightsync.errors import ConfigError, EngineError, UnsupportedError, VersionError, WeightSyncError
+from weightsync.handles.sglang_api import SGLangApi
+from weightsync.handles.sglang_messages import PauseMode, UpdateFromDisk
+from weightsync.handles.vllm_api import VllmHttpApi
+from weightsync.net.client import JsonClient
 from weightsync.types import Deadline, Version
 
+_A = TypeVar("_A", bound=JsonClient)
 Running = Literal["keep", "abort"]
 KvCache = Literal["clear", "keep"]
+
+_logger = logging.getLogger(__name__)
 
 _OLD = "it serves its old version"
 _UNKNOWN = "it is paused, with the old weights, the new ones or parts of both; the next sync that succeeds resumes it"
@@ -62,86 +68,109 @@ class DiskSettings:
         return self.kv_cache == "clear"
 
 
-class DiskEngine(Protocol):
-    """A server that loads from a folder. Thread-safe; one load at a time."""
-
-    @property
-    def name(self) -> str:
-        """Its URL."""
-        ...
-
-    def load(self, path: Path, version: Version, *, deadline: Deadline) -> None:
-        """Loads a version; it is paused then. After an error the error's `state_left` says what it is."""
-        ...
-
-    def checksum(self, *, deadline: Deadline) -> tuple[str, ...] | None:
-        """One for each worker; None where it has no such means. Engines of one kind and size compare."""
-        ...
-
-    def resume(self, *, deadline: Deadline) -> None:
-        """Goes on with generation."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class SGLangDisk:
-    """A `DiskEngine` for SGLang.
+class DiskEngine(abc.ABC, Generic[_A]):
+    """A server that loads from a folder. Thread-safe; one load at a time.
 
     Args:
-        api: of one server; closed with this.
+        api: of that server; closed with this.
         settings: how it loads.
-        sums: whether it has `/weights_checker`.
+        sums: whether it can say checksums of its live weights.
     """
 
-    def __init__(self, api: SGLangApi, settings: DiskSettings, *, sums: bool) -> None:
+    def __init__(self, api: _A, settings: DiskSettings, *, sums: bool) -> None:
         self._api = api
         self._settings = settings
         self._sums = sums
-        kept: PauseMode = "retract" if settings.clear else "in_place"
-        self._mode: PauseMode = kept if settings.running == "keep" else "abort"
-
-    @property
-    def name(self) -> str:
-        """See `DiskEngine`."""
-        return self._api.url
+        self.name = api.url
 
     def load(self, path: Path, version: Version, *, deadline: Deadline) -> None:
-        """See `DiskEngine`."""
-        with _undone(lambda left_s: self._api.resume(timeout_s=left_s)):
-            self._api.pause(self._mode, timeout_s=deadline.check("time to pause"))
-        request = UpdateFromDisk(
-            model_path=str(path),
-            load_format=self._settings.load_format,
-            weight_version=str(version),
-            flush_cache=self._settings.clear,
-            abort_all_requests=False,  # the pause has seen to them
-        )
+        """Loads a version; it is paused then. After an error the error's `state_left` says what it is."""
+        try:
+            self._pause(deadline)
+        except UnsupportedError as error:  # there is no such route
+            error.state_left = _OLD
+            raise
+        except WeightSyncError as error:  # the pause that failed is ended; where that fails too, it may be paused
+            error.state_left = f"{_OLD}; it is paused, perhaps"
+            try:
+                self._resume(Deadline(_RESUME_S))
+                error.state_left = _OLD
+            except WeightSyncError as failed:
+                _logger.warning("%s was paused in vain, and could not be resumed: %s", self.name, failed)
+            raise
         with _left(_UNKNOWN):
-            self._api.update_from_disk(request, timeout_s=deadline.check("time to load"))
-            info = self._api.model_info(timeout_s=deadline.check("answer"))
-            _check_name(info.weight_version, version, self.name)
-            if info.model_path != str(path):
-                raise EngineError(f"it loaded {path}, and says that it has {info.model_path}", peer=self.name)
+            self._load(str(path), str(version), deadline)
 
     def checksum(self, *, deadline: Deadline) -> tuple[str, ...] | None:
-        """See `DiskEngine`."""
+        """One for each worker; None where it has no such means. Engines of one kind and size compare."""
         if not self._sums:
             return None
         with _left(_UNKNOWN):
-            told = self._api.checksum(timeout_s=deadline.check("checksum"))
-            if not told.ranks:
-                raise EngineError("it answered with a checksum of nothing", peer=self.name)
-            return tuple(rank.per_gpu_checksum for rank in told.ranks)
+            return self._checksum(deadline.check("checksum"))
 
     def resume(self, *, deadline: Deadline) -> None:
-        """See `DiskEngine`."""
+        """Goes on with generation."""
         with _left(_NEW):
-            self._api.resume(timeout_s=deadline.check("time to resume"))
+            self._resume(deadline)
+            if self._is_paused(deadline):
+                raise EngineError("it answered resume well, and is paused", peer=self.name)
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""
         self._api.close()
+
+    @abc.abstractmethod
+    def _pause(self, deadline: Deadline) -> None: ...
+
+    @abc.abstractmethod
+    def _load(self, path: str, version: str, deadline: Deadline) -> None:
+        """Loads, drops what was cached, names the version, and looks whether it has that name."""
+
+    @abc.abstractmethod
+    def _checksum(self, timeout_s: float) -> tuple[str, ...]: ...
+
+    @abc.abstractmethod
+    def _resume(self, deadline: Deadline) -> None: ...
+
+    def _is_paused(self, deadline: Deadline) -> bool:
+        """Whether it says so, where it can be asked."""
+        return False
+
+    def _check_name(self, named: str | None, version: str) -> None:
+        if named != version:
+            raise VersionError(f"it was told to load {version}, and says that it has {named}", peer=self.name)
+
+
+class SGLangDisk(DiskEngine[SGLangApi]):
+    """SGLang; it has `/weights_checker`, or says no checksums."""
+
+    def _pause(self, deadline: Deadline) -> None:
+        kept: PauseMode = "retract" if self._settings.clear else "in_place"
+        mode: PauseMode = kept if self._settings.running == "keep" else "abort"
+        self._api.pause(mode, timeout_s=deadline.check("time to pause"))
+
+    def _load(self, path: str, version: str, deadline: Deadline) -> None:
+        request = UpdateFromDisk(
+            model_path=path,
+            load_format=self._settings.load_format,
+            weight_version=version,
+            flush_cache=self._settings.clear,
+            abort_all_requests=False,  # the pause has seen to them
+        )
+        self._api.update_from_disk(request, timeout_s=deadline.check("time to load"))
+        info = self._api.model_info(timeout_s=deadline.check("answer"))
+        self._check_name(info.weight_version, version)
+        if info.model_path != path:
+            raise EngineError(f"it loaded {path}, and says that it has {info.model_path}", peer=self.name)
+
+    def _checksum(self, timeout_s: float) -> tuple[str, ...]:
+        reply = self._api.checksum(timeout_s=timeout_s)
+        if not reply.ranks:
+            raise EngineError("it answered with a checksum of nothing", peer=self.name)
+        return tuple(rank.per_gpu_checksum for rank in reply.ranks)
+
+    def _resume(self, deadline: Deadline) -> None:
+        self._api.resume(timeout_s=deadline.check("time to resume"))
 
 
 class VllmReloadApi(VllmHttpApi):
@@ -150,76 +179,45 @@ class VllmReloadApi(VllmHttpApi):
     def reload_weights(self, path: str, *, timeout_s: float) -> None:
         """Every worker loads the checkpoint in that folder. After an error live weights may be anything."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        told = self._call("POST", "/collective_rpc", timeout_s, json=body)
-        results = told.get("results")
+        reply = self._call("POST", "/collective_rpc", timeout_s, json=body)
+        results = reply.get("results")
         if not isinstance(results, list) or not results or any(each is not None for each in results):
             raise EngineError(f"{self.name} answered reload_weights with {results!r:.300}", peer=self.name)
 
     def checksums(self, *, timeout_s: float) -> dict[str, str]:
         """vLLM's own checksums of live weights, by its own names."""
-        told: Any = self._call("POST", "/weight_checker", timeout_s, json={"action": "checksum"}).get("checksums")
-        if not isinstance(told, dict) or not told or not all(isinstance(each, str) for each in told.values()):
+        sums: Any = self._call("POST", "/weight_checker", timeout_s, json={"action": "checksum"}).get("checksums")
+        if not isinstance(sums, dict) or not sums or not all(isinstance(each, str) for each in sums.values()):
             raise EngineError(f"{self.name} answered with no checksums", peer=self.name)
-        return told
+        return sums
 
 
-class VllmDisk:
-    """A `DiskEngine` for a vLLM server in development mode.
+class VllmDisk(DiskEngine[VllmReloadApi]):
+    """A vLLM server in development mode; it has `/weight_checker`, or says no checksums."""
 
-    Args:
-        api: of one server; closed with this.
-        settings: how it loads.
-        sums: whether it has `/weight_checker`.
-    """
+    def _pause(self, deadline: Deadline) -> None:
+        clear = self._settings.clear
+        self._api.pause(self._settings.running, clear_cache=clear, timeout_s=deadline.check("time to pause"))
+        if not self._is_paused(deadline):
+            raise EngineError("it answered pause well, and is not paused", peer=self.name)
 
-    def __init__(self, api: VllmReloadApi, settings: DiskSettings, *, sums: bool) -> None:
-        self._api = api
-        self._settings = settings
-        self._sums = sums
+    def _load(self, path: str, version: str, deadline: Deadline) -> None:
+        self._api.reload_weights(path, timeout_s=deadline.check("time to load"))
+        if self._settings.clear and not self._api.reset_prefix_cache(timeout_s=deadline.check("answer")):
+            raise EngineError("it could not drop what it cached of the old weights", peer=self.name)
+        if self._api.weight_version(timeout_s=deadline.check("answer")) is not None:  # older releases have no names
+            self._api.set_weight_version(version, timeout_s=deadline.check("answer"))
+            self._check_name(self._api.weight_version(timeout_s=deadline.check("answer")), version)
 
-    @property
-    def name(self) -> str:
-        """See `DiskEngine`."""
-        return self._api.name
+    def _checksum(self, timeout_s: float) -> tuple[str, ...]:
+        sums = self._api.checksums(timeout_s=timeout_s)
+        return (hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest(),)
 
-    def load(self, path: Path, version: Version, *, deadline: Deadline) -> None:
-        """See `DiskEngine`."""
-        with _undone(lambda left_s: self._api.resume(timeout_s=left_s)):
-            clear = self._settings.clear
-            self._api.pause(self._settings.running, clear_cache=clear, timeout_s=deadline.check("time to pause"))
-            if not self._api.is_paused(timeout_s=deadline.check("answer")):
-                raise EngineError("it answered pause well, and is not paused", peer=self.name)
-        with _left(_UNKNOWN):
-            self._api.reload_weights(str(path), timeout_s=deadline.check("time to load"))
-            if clear and not self._api.reset_prefix_cache(timeout_s=deadline.check("answer")):
-                raise EngineError("it could not drop what it cached of the old weights", peer=self.name)
-            if self._api.weight_version(timeout_s=deadline.check("answer")) is not None:  # older releases have no names
-                self._api.set_weight_version(str(version), timeout_s=deadline.check("answer"))
-                _check_name(self._api.weight_version(timeout_s=deadline.check("answer")), version, self.name)
+    def _resume(self, deadline: Deadline) -> None:
+        self._api.resume(timeout_s=deadline.check("time to resume"))
 
-    def checksum(self, *, deadline: Deadline) -> tuple[str, ...] | None:
-        """See `DiskEngine`."""
-        if not self._sums:
-            return None
-        with _left(_UNKNOWN):
-            told = self._api.checksums(timeout_s=deadline.check("checksum"))
-        return (hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest(),)
-
-    def resume(self, *, deadline: Deadline) -> None:
-        """See `DiskEngine`."""
-        with _left(_NEW):
-            self._api.resume(timeout_s=deadline.check("time to resume"))
-            if self._api.is_paused(timeout_s=deadline.check("answer")):
-                raise EngineError("it answered resume well, and is paused", peer=self.name)
-
-    def close(self) -> None:
-        """Closes the connections. Idempotent."""
-        self._api.close()
-
-
-def _check_name(told: str | None, version: Version, peer: str) -> None:
-    if told != str(version):
-        raise VersionError(f"it was told to load {version}, and says that it has {told}", peer=peer)
+    def _is_paused(self, deadline: Deadline) -> bool:
+        return self._api.is_paused(timeout_s=deadline.check("answer"))
 
 
 @contextlib.contextmanager
@@ -229,20 +227,4 @@ def _left(state: str) -> Iterator[None]:
         yield
     except WeightSyncError as error:
         error.state_left = state
-        raise
-
-
-@contextlib.contextmanager
-def _undone(resume: Callable[[float], None]) -> Iterator[None]:
-    """A pause that failed is ended; where that fails too, it may be paused."""
-    try:
-        yield
-    except UnsupportedError as error:  # there is no such route
-        error.state_left = _OLD
-        raise
-    except WeightSyncError as error:
-        error.state_left = f"{_OLD}; it is paused, perhaps"
-        with contextlib.suppress(WeightSyncError):
-            resume(_RESUME_S)
-            error.state_left = _OLD
         raise

@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from weightsync.clients.fanout import in_thread
-from weightsync.clients.rollout import RolloutClient
+from weightsync.clients.agent import AgentClient
+from weightsync.clients.host import RolloutClient
 from weightsync.control.barrier import VersionBarrier
-from weightsync.control.method import ModelSync
+from weightsync.control.method import Peers, SyncMethod
 from weightsync.control.methods.claims import Once, asking_about
 from weightsync.control.methods.spans import Spans
 from weightsync.control.policy import CommitPolicy
@@ -40,10 +40,11 @@ from weightsync.errors import (
     WeightSyncError,
     as_weightsync_error,
 )
+from weightsync.handles.fanout import in_thread
 from weightsync.types import Deadline, Version
 from weightsync.types.control import BarrierStatus, InstanceStatus, SyncSpan
 from weightsync.types.fleet import CommitVersionsRequest, ModelVersion, PrepareReply, PrepareRequest, ReleaseRequest
-from weightsync.types.publication import ServiceStatus
+from weightsync.types.service import ServiceStatus
 
 _COMMIT_AGAIN_S = 0.2
 _LOOK_S = 0.25
@@ -55,14 +56,14 @@ Set = tuple[ModelVersion, ...]
 Hook = Callable[[str, str], None]
 
 
-class FleetMethod(ModelSync):
-    """A `ModelSync` over a `RolloutPool`. Thread-safe.
+class FleetMethod(SyncMethod):
+    """A `SyncMethod` over a `RolloutPool`. Thread-safe.
 
     Args:
         pool: the instances.
         sets: models that are served together; others go by themselves.
         commit_policy: "each", "all" or "quorum(n)".
-        token: bearer token of the instances' services.
+        token: bearer token of the instances' services, and of agents that are asked for their run.
         verify: see `JsonClient`.
         barrier_timeout_s: how long the models of a set wait for each other.
         prepare_timeout_s: how long an instance may take to fetch and stage.
@@ -75,6 +76,7 @@ class FleetMethod(ModelSync):
     """
 
     asks_agents = True
+    pool: RolloutPool
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class FleetMethod(ModelSync):
         self.pool = pool
         self.policy = CommitPolicy.parse(commit_policy)
         self.barrier = VersionBarrier(sets)
+        self.agent_client = functools.partial(AgentClient, token=token, verify=verify)
         self._client = functools.lru_cache(maxsize=1024)(lambda url: RolloutClient(url, token=token, verify=verify))
         self._barrier_timeout_s = barrier_timeout_s
         self._prepare_timeout_s = prepare_timeout_s
@@ -101,21 +104,21 @@ class FleetMethod(ModelSync):
         self._hook = hook
         self._lock = threading.Condition()
         self._running: dict[tuple[str, ...], tuple[Set, Future[None]]] = {}
-        self._failed: dict[str, set[str]] = {}
+        self._peers = Peers()
         self._spans: dict[str, Spans] = {}
         pool.subscribe(self._wake)
 
-    # --- ModelSync ---
+    # --- SyncMethod ---
 
     def trained(self, model_tag: str, version: Version, sender_endpoint: str | None = None) -> None:
-        """See `ModelSync.trained`. A set waits for this of each of its models."""
+        """See `SyncMethod.trained`. A set waits for this of each of its models."""
         sender = sender_endpoint or self._sender_of(model_tag)
         if sender:
             self.barrier.arrive(_named(model_tag, version, sender))
             self._wake()
 
-    def sync(self, model_tag: str, version: Version) -> int:
-        """See `ModelSync.sync`. Of a set, one call does the work, and the others wait for it.
+    def sync_weights(self, model_tag: str, version: Version) -> int:
+        """See `SyncMethod.sync_weights`. Of a set, one call does the work, and the others wait for it.
 
         Raises:
             InvalidRequestError: nobody said which agent has this model.
@@ -131,8 +134,7 @@ class FleetMethod(ModelSync):
                 f"nobody said which agent has model {model_tag!r}: give train_worker_notify_weight_update (or POST "
                 "/notify_version) its sender_endpoint"
             )
-        with self._lock:
-            self._failed.pop(model_tag, None)
+        self._peers.note_failed(model_tag)
         spans = self._spans[model_tag] = Spans()
         wanted = _named(model_tag, version, sender)
         versions: Set = (wanted,)
@@ -188,25 +190,24 @@ class FleetMethod(ModelSync):
         return next(each.version for each in versions if each.model_id == model_tag)
 
     def evict_failed(self, model_tag: str) -> Sequence[str]:
-        """See `ModelSync.evict_failed`. Returns when they answer no more."""
-        with self._lock:
-            failed = sorted(self._failed.pop(model_tag, set()))
+        """They come in again when they have caught up. Returns when they answer no more."""
+        failed = self._peers.take_failed(model_tag)
         for instance_id in failed:
             self.pool.evict(instance_id, "it failed all retries of a sync")
         self.pool.wait_fenced(failed)
         return failed
 
     def spans(self, model_tag: str) -> tuple[SyncSpan, ...]:
-        """See `ModelSync.spans`."""
+        """See `SyncMethod.spans`."""
         spans = self._spans.get(model_tag)
         return () if spans is None else spans.so_far()
 
     def instances(self) -> tuple[InstanceStatus, ...]:
-        """See `ModelSync.instances`."""
+        """See `SyncMethod.instances`."""
         return self.pool.status({tag: each.of for tag, each in self.barrier.published().items()})
 
     def barriers(self) -> tuple[BarrierStatus, ...]:
-        """See `ModelSync.barriers`."""
+        """See `SyncMethod.barriers`."""
         return self.barrier.status()
 
     # --- the protocol ---
@@ -289,11 +290,12 @@ class FleetMethod(ModelSync):
     def _prepare(self, member: Member, versions: Set, spans: Spans) -> None:
         self._hook("prepare", member.instance_id)
         mine = tuple(each for each in versions if each.model_id in member.models)
-        with spans.of("transfer", who=member.instance_id) as first:
+        with spans.of("transfer", who=member.instance_id) as span:
             reply: PrepareReply = self._client(member.url).prepare_versions(
                 PrepareRequest(versions=mine, wait_s=self._prepare_timeout_s)
             )
-            first("agent", reply.waited_s)
+            span.first("agent", reply.waited_s)
+            span.moved(sum(status.received_bytes for status in reply.models.values()))
         staged = {each.model_id: each.of for each in reply.versions}
         for each in mine:
             if staged.get(each.model_id) != each.of:
@@ -311,7 +313,7 @@ class FleetMethod(ModelSync):
             try:
                 with spans.of("commit", who=member.instance_id):
                     request = CommitVersionsRequest(versions=mine, wait_s=max(0.1, deadline.remaining_s))
-                    said: ServiceStatus = self._client(member.url).commit_versions(request)
+                    report: ServiceStatus = self._client(member.url).commit_versions(request)
                 break
             except WeightSyncError as error:
                 if deadline.remaining_s < 2 * _COMMIT_AGAIN_S or not self.pool.takes_part(member):
@@ -322,7 +324,7 @@ class FleetMethod(ModelSync):
             with self._lock:
                 self._lock.wait(_COMMIT_AGAIN_S)
         for each in mine:
-            status = said.models.get(each.model_id)
+            status = report.models.get(each.model_id)
             if status is None or (status.run_id, status.version) != (each.run_id, each.version):
                 serves = None if status is None else f"{status.run_id}/{status.version}"
                 raise VersionError(f"it answered commit well and serves {serves}", version=str(each.of))
@@ -342,9 +344,8 @@ class FleetMethod(ModelSync):
             self.pool.evict(member.instance_id, f"{type(error).__name__}: {error}"[:500])
 
     def _note_failed(self, versions: Set, failed: dict[Member, WeightSyncError]) -> None:
-        with self._lock:
-            for each in versions:
-                self._failed[each.model_id] = {member.instance_id for member in failed}
+        for each in versions:
+            self._peers.note_failed(each.model_id, [member.instance_id for member in failed])
 
     def _at_once(
         self,

@@ -59,22 +59,29 @@ class VersionFolder:
     """Both sides: a trainer publishes, a method reads. Thread-safe; any number of processes.
 
     Args:
-        root: a folder that engines reach too; made where it is not there.
+        root: a folder that engines reach too. The first version makes it where it is not there; its parent has to be.
         keep: so many versions of a model stay, the newest ones. Beyond them stay the one that `latest` names and those
             that are being loaded.
 
     Raises:
-        ConfigError: `keep` is below 1, or `root` is something else than a folder.
+        ConfigError: `keep` is below 1, or `root` is something else than a folder, or lies in none.
     """
 
     def __init__(self, root: str | Path, *, keep: int = 3) -> None:
         if keep < 1:
             raise ConfigError(f"keep is a number of versions, 1 or more, not {keep}")
         try:
-            Path(root).mkdir(parents=True, exist_ok=True)
-            self.root = Path(root).resolve(strict=True)
-        except OSError as error:
+            self.root = Path(root).resolve()
+            exists, has_place = self.root.exists(), self.root.parent.is_dir()
+        except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"{root} can't be a folder of versions: {error}") from error
+        if exists and not self.root.is_dir():
+            raise ConfigError(f"{root} can't be a folder of versions: it is something else")
+        if not has_place:  # mistyped, or a disk that is not mounted: nobody would look for versions there
+            raise ConfigError(
+                f"{root} can't be a folder of versions: there is no folder {self.root.parent}. Make it, or mend the "
+                "path (sync_weight_path)"
+            )
         self._keep = keep
 
     # --- the trainer's side ---
@@ -204,6 +211,7 @@ class VersionFolder:
         """The model's folder and the version's place in it, for one publisher at a time."""
         final = self._final(model_tag, version)
         model = final.parent
+        self.root.mkdir(exist_ok=True)
         model.mkdir(exist_ok=True)
         _flush(self.root)
         with _opened(model / _LOCK, os.O_RDWR | os.O_CREAT) as fd:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
-from weightsync.clients.fanout import in_thread
-from weightsync.control.method import ModelSync
+from weightsync.control.method import SyncMethod
 from weightsync.errors import (
     AuthError,
+    ConfigError,
     DeadlineExceededError,
     EngineError,
     EngineUnreachableError,
@@ -24,6 +24,7 @@ from weightsync.errors import (
     WeightSyncError,
     as_weightsync_error,
 )
+from weightsync.handles.fanout import in_thread
 from weightsync.types import Deadline, Version
 from weightsync.types.deadline import check_wait_s
 
@@ -47,8 +48,8 @@ class ServedWeights:
     path: str | None
 
 
-class HostedMethod(ModelSync, Generic[_H]):
-    """A `ModelSync` over a hosted service. Thread-safe.
+class HostedMethod(SyncMethod, Generic[_H]):
+    """A `SyncMethod` over a hosted service. Thread-safe.
 
     Args:
         holders: who holds the service's clients, of the model "default"; or one for each model, by its tag; more by
@@ -57,20 +58,35 @@ class HostedMethod(ModelSync, Generic[_H]):
 
     Raises:
         InvalidRequestError: a time one can't wait.
+        ConfigError: a holder lacks a call, see `hold`.
     """
 
     service = "the service"
+    calls: ClassVar[tuple[str, ...]] = ()
+    """What a holder has to have."""
 
     def __init__(self, holders: _H | Mapping[str, _H], *, timeout_s: float = 600.0) -> None:
-        self._holders: dict[str, _H] = dict(holders) if isinstance(holders, Mapping) else {"default": holders}
+        self._holders: dict[str, _H] = {}
         self._timeout_s = check_wait_s("timeout_s", timeout_s)
+        for model_tag, holder in (holders if isinstance(holders, Mapping) else {"default": holders}).items():
+            self.hold(model_tag, holder)
 
     def hold(self, model_tag: str, holder: _H) -> None:
-        """From now on this is who holds the service's clients of a model."""
+        """From now on this is who holds the service's clients of a model.
+
+        Raises:
+            ConfigError: it lacks a call that a sync needs. Nothing was changed.
+        """
+        lacks = [name for name in self.calls if not callable(getattr(holder, name, None))]
+        if lacks:
+            raise ConfigError(
+                f"{type(holder).__name__} can't hold {self.service}'s clients of model {model_tag!r}: it has no "
+                f"{', no '.join(lacks)}; see {self.service.title()}ServiceHolder"
+            )
         self._holders[model_tag] = holder
 
-    def sync(self, model_tag: str, version: Version) -> int:
-        """See `ModelSync.sync`.
+    def sync_weights(self, model_tag: str, version: Version) -> int:
+        """See `SyncMethod.sync_weights`.
 
         Raises:
             InvalidRequestError: there is no holder of this model.
@@ -88,10 +104,6 @@ class HostedMethod(ModelSync, Generic[_H]):
                 raise
             raise typed from error
         return self._checked(served, version)
-
-    def evict_failed(self, model_tag: str) -> Sequence[str]:
-        """See `ModelSync.evict_failed`. Nobody: a service is one."""
-        return ()
 
     @abc.abstractmethod
     def _update(self, holder: _H, model_tag: str, version: Version, deadline: Deadline) -> ServedWeights:

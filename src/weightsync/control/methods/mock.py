@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from weightsync.control.method import ModelSync
+from weightsync.control.method import Peers, SyncMethod
 from weightsync.errors import (
     DeadlineExceededError,
     EngineError,
@@ -34,14 +34,14 @@ class MockCall:
         outcome: the number that is served, the names that were evicted, or the error's kind.
     """
 
-    call: Literal["sync", "trained", "evict_failed"]
+    call: Literal["sync_weights", "trained", "evict_failed"]
     model_tag: str
     version: Version | None
     outcome: str
 
 
-class MockMethod(ModelSync):
-    """A `ModelSync` that says it has served what it was asked for. Nothing is moved. Thread-safe.
+class MockMethod(SyncMethod):
+    """A `SyncMethod` that says it has served what it was asked for. Nothing is moved. Thread-safe.
 
     A sync that is told to fail fails at the last instance that takes part; `evict_failed` takes that one out.
 
@@ -55,6 +55,8 @@ class MockMethod(ModelSync):
         NoEnginesError: no instance.
         InvalidRequestError: a time one can't wait, or a negative number of failures.
     """
+
+    peers: Peers
 
     def __init__(
         self,
@@ -76,8 +78,7 @@ class MockMethod(ModelSync):
         self._closed = threading.Event()
         self._asked: list[MockCall] = []
         self._served: dict[str, Version] = {}
-        self._failed: dict[str, str] = {}  # by model, of its last sync
-        self._evicted: dict[str, set[str]] = {}
+        self.peers = Peers()
         _logger.warning("sync method 'mock': nothing is moved, whatever is said to be served")
 
     @property
@@ -93,16 +94,15 @@ class MockMethod(ModelSync):
 
     def live(self, model_tag: str) -> tuple[str, ...]:
         """The instances of this model that take part."""
-        with self._lock:
-            return self._live(model_tag)
+        return self.peers.live(model_tag, self._names)
 
     def fail(self, number: int, times: int = 1) -> None:
         """The next `times` syncs of this version fail."""
         with self._lock:
             self._failures[number] = times
 
-    def sync(self, model_tag: str, version: Version) -> int:
-        """See `ModelSync.sync`.
+    def sync_weights(self, model_tag: str, version: Version) -> int:
+        """See `SyncMethod.sync_weights`.
 
         Raises:
             NoEnginesError: every instance was evicted.
@@ -113,22 +113,19 @@ class MockMethod(ModelSync):
         try:
             number = self._sync(model_tag, version)
         except Exception as error:
-            self._note("sync", model_tag, version, type(error).__name__)
+            self._note("sync_weights", model_tag, version, type(error).__name__)
             raise
-        self._note("sync", model_tag, version, str(number))
+        self._note("sync_weights", model_tag, version, str(number))
         return number
 
     def evict_failed(self, model_tag: str) -> Sequence[str]:
-        """See `ModelSync.evict_failed`."""
-        with self._lock:
-            failed = self._failed.pop(model_tag, None)
-            names = [] if failed is None else [failed]
-            self._evicted.setdefault(model_tag, set()).update(names)
+        """See `SyncMethod.evict_failed`."""
+        names = super().evict_failed(model_tag)
         self._note("evict_failed", model_tag, None, ", ".join(names))
         return names
 
     def trained(self, model_tag: str, version: Version, sender_endpoint: str | None = None) -> None:
-        """See `ModelSync.trained`."""
+        """See `SyncMethod.trained`."""
         self._note("trained", model_tag, version, "")
 
     def close(self) -> None:
@@ -141,29 +138,26 @@ class MockMethod(ModelSync):
         if self._delay_s > self._timeout_s:
             raise DeadlineExceededError(f"the mock takes longer than {self._timeout_s:g} s", version=str(version))
         with self._lock:
-            live = self._live(model_tag)
+            live = self.live(model_tag)
             if not live:
                 raise NoEnginesError(f"every instance of model {model_tag!r} was evicted")
             if self._failures.get(version.number, 0):
                 self._failures[version.number] -= 1
-                self._failed[model_tag] = live[-1]
+                self.peers.note_failed(model_tag, live[-1:])
                 raise SyncFailedError(
                     f"1 of {len(live)} mock instances was told to fail",
                     causes={live[-1]: EngineError("told to fail", peer=live[-1])}, version=str(version),
                     state_left="nothing was moved",
                 )  # fmt: skip
-            self._failed.pop(model_tag, None)
+            self.peers.note_failed(model_tag)
             before = self._served.get(model_tag)
             if before is None or before.run_id != version.run_id or version.is_newer_than(before):
                 self._served[model_tag] = version
             return self._served[model_tag].number
 
-    def _live(self, model_tag: str) -> tuple[str, ...]:
-        return tuple(name for name in self._names if name not in self._evicted.get(model_tag, ()))
-
     def _note(
         self,
-        call: Literal["sync", "trained", "evict_failed"],
+        call: Literal["sync_weights", "trained", "evict_failed"],
         model_tag: str,
         version: Version | None,
         outcome: str,

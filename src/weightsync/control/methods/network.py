@@ -1,22 +1,16 @@
-"""NetworkMethod: new weights reach engines over the network, by a push or by telling a server where they are.
-
-A push moves the bytes through a process group, in the engine's own update protocol: the handles of the push's engines
-(`VllmEngine`, `SGLangEngine`) speak it, and their arguments say how generation is paused and what becomes of caches.
-A told service is document 5's: one POST says which model, which kind of weights, and where they are.
+"""NetworkMethod: an inference service is told over HTTP where new weights are. The call is document 5's: one POST says
+which model, which kind of weights, and where they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from weightsync.clients.foreign import ForeignClient
-from weightsync.control.method import ModelSync
+from weightsync.control.method import SyncMethod
 from weightsync.control.methods.folder import VersionFolder
 from weightsync.errors import (
     ConfigError,
@@ -25,22 +19,11 @@ from weightsync.errors import (
     EngineUnreachableError,
     InvalidRequestError,
     NoEnginesError,
-    SyncFailedError,
     VersionError,
 )
-from weightsync.types import SyncReport, Version
+from weightsync.handles.foreign import ForeignClient
+from weightsync.types import Version
 from weightsync.types.deadline import check_wait_s
-
-_UNNAMED = "unnamed"
-"""What a controller calls a run that no trainer has named."""
-
-
-class Push(Protocol):
-    """What has the trainer's weights and the engines' handles: a `PushSync` of this process, or its stand-in on Ray."""
-
-    def sync_weights(self, version: int) -> SyncReport:
-        """See `SyncMethod.sync_weights`."""
-        ...
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,18 +89,20 @@ class ToldService:
         with contextlib.closing(client), self._path(model_tag, version) as path:
             message = UpdateWeights(model_name=self.model_name, weight_type=self.weight_type, weight_path=path)
             try:
-                told = client.call("POST", "/update_weights", WeightsUpdated, message=message, timeout_s=self.timeout_s)
+                reply = client.call(
+                    "POST", "/update_weights", WeightsUpdated, message=message, timeout_s=self.timeout_s
+                )
             except (EngineUnreachableError, DeadlineExceededError) as error:
                 error.state_left = "it serves its old version, or the new one if it heard the call"
                 raise
-        if told.success is not True:
+        if reply.success is not True:
             raise EngineError(
-                f"{self.base_url} answered well, and says that it failed: {told.message or 'no reason'}",
+                f"{self.base_url} answered well, and says that it failed: {reply.message or 'no reason'}",
                 peer=self.base_url,
                 version=str(version),
             )
-        if told.version not in (None, version.number, str(version.number), str(version)):
-            raise VersionError(f"{self.base_url} was told of {version}, and serves {told.version}", peer=self.base_url)
+        if reply.version not in (None, version.number, str(version.number), str(version)):
+            raise VersionError(f"{self.base_url} was told of {version}, and serves {reply.version}", peer=self.base_url)
         return version.number
 
     def _client(self) -> ForeignClient:
@@ -133,90 +118,32 @@ class ToldService:
             yield str(path)
 
 
-class NetworkMethod(ModelSync):
-    """A `ModelSync` over the network. Thread-safe.
-
-    A push succeeds where its report says that every engine serves the version; engines that were left out make it a
-    failure, until `evict_failed` goes on without them. A told service succeeds where it says so.
+class NetworkMethod(SyncMethod):
+    """A `SyncMethod` over services that are told where weights are. Thread-safe.
 
     Args:
-        models: by model: a push, or a told service.
-        allow_lost: engines that a push left out are no failure.
+        services: by model.
 
     Raises:
         NoEnginesError: there is no model.
-        ConfigError: one of them is neither.
+        ConfigError: one of them is no `ToldService`.
     """
 
-    def __init__(self, models: Mapping[str, Push | ToldService], *, allow_lost: bool = False) -> None:
-        if not models:
-            raise NoEnginesError("method network needs a push or a service for each model")
-        for tag, each in models.items():
-            if not isinstance(each, ToldService) and not callable(getattr(each, "sync_weights", None)):
-                raise ConfigError(f"model {tag!r} has {each!r:.80}, which is no push and no ToldService")
-        self._models = dict(models)
-        self._allow_lost = allow_lost
-        self._lock = threading.Lock()
-        self._failed: dict[str, set[str]] = {}  # by model, of its last sync
-        self._evicted: dict[str, set[str]] = {}  # by model
+    def __init__(self, services: Mapping[str, ToldService]) -> None:
+        if not services:
+            raise NoEnginesError("method network needs a service for each model")
+        for tag, each in services.items():
+            if not isinstance(each, ToldService):
+                raise ConfigError(f"model {tag!r} has {each!r:.80}, which is no ToldService; PushMethod takes pushes")
+        self._services = dict(services)
 
-    def sync(self, model_tag: str, version: Version) -> int:
-        """See `ModelSync.sync`.
+    def sync_weights(self, model_tag: str, version: Version) -> int:
+        """See `SyncMethod.sync_weights`, and `ToldService.update` for errors.
 
         Raises:
             InvalidRequestError: there is no such model.
-            SyncFailedError: engines failed or were left out; `causes`, or the message, says which and why.
-            VersionError: another version is served than was asked for.
-            WeightSyncError: as the push or the service raises it.
         """
-        model = self._models.get(model_tag)
-        if model is None:
-            raise InvalidRequestError(f"there is no model {model_tag!r} here: {', '.join(self._models)}")
-        if isinstance(model, ToldService):
-            return model.update(model_tag, version)
-        with self._lock:
-            self._failed.pop(model_tag, None)
-        try:
-            report = model.sync_weights(version.number)
-        except SyncFailedError as error:
-            with self._lock:
-                self._failed[model_tag] = set(error.causes)
-            raise
-        return self._checked(model_tag, version, report)
-
-    def evict_failed(self, model_tag: str) -> Sequence[str]:
-        """See `ModelSync.evict_failed`. A push leaves out by itself who does not answer; from now on that is no failure
-        for these.
-        """
-        with self._lock:
-            failed = self._failed.pop(model_tag, set())
-            self._evicted.setdefault(model_tag, set()).update(failed)
-        return sorted(failed)
-
-    def readmit(self, model_tag: str, engine_id: str) -> None:
-        """An engine is missed again where it is left out."""
-        with self._lock:
-            self._evicted.get(model_tag, set()).discard(engine_id)
-
-    def _checked(self, model_tag: str, version: Version, report: SyncReport) -> int:
-        """The number that is served, by what the report says, whatever it was asked for."""
-        served = report.version
-        if served.number < version.number or version.run_id not in (_UNNAMED, served.run_id):
-            raise VersionError(
-                f"the push reports {served}, and {version} was asked for: does the trainer that notifies push it, and "
-                "under its push's run_id?",
-                version=str(version),
-            )
-        if not report.engine_ids:
-            raise NoEnginesError("the push reports a success on no engine", version=str(version))
-        with self._lock:
-            missed = set(report.lost) - self._evicted.get(model_tag, set())
-            self._failed[model_tag] = missed
-        if missed and not self._allow_lost:
-            raise SyncFailedError(
-                f"the push left engines out: {'; '.join(f'{who}: {report.lost[who]}' for who in sorted(missed))}",
-                causes={who: EngineError(report.lost[who], peer=who) for who in sorted(missed)},
-                version=str(version),
-                state_left=f"{', '.join(report.engine_ids)} serve it; the others serve an older version, or nothing",
-            )
-        return served.number
+        service = self._services.get(model_tag)
+        if service is None:
+            raise InvalidRequestError(f"there is no model {model_tag!r} here: {', '.join(self._services)}")
+        return service.update(model_tag, version)

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import functools
-import logging
-import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import wait as wait_for
+from collections.abc import Mapping
 
-from weightsync.clients.fanout import in_thread
-from weightsync.clients.rollout import RolloutClient
-from weightsync.control.method import ModelSync
-from weightsync.errors import (
-    DeadlineExceededError,
-    InvalidRequestError,
-    NoEnginesError,
-    NotPublishedError,
-    SyncFailedError,
-    VersionError,
-    WeightSyncError,
-    as_weightsync_error,
-)
+from weightsync.clients.host import RolloutClient
+from weightsync.control.method import Peers, SyncMethod
+from weightsync.errors import InvalidRequestError, NoEnginesError, NotPublishedError, SyncFailedError, VersionError
+from weightsync.handles.fanout import call_all
 from weightsync.types import Version
-from weightsync.types.publication import ModelStatus, NotifyRequest
+from weightsync.types.service import ModelStatus, NotifyRequest
 
 _MARGIN_S = 10.0
 
-_logger = logging.getLogger(__name__)
 
+class PullMethod(SyncMethod):
+    """A `SyncMethod` over rollout services. Thread-safe.
 
-class PullMethod(ModelSync):
-    """A `ModelSync` over rollout services. Thread-safe.
-
-    A sync succeeds where every live service serves the version, proved. Those that do not are named in the error, and
-    are tried again with the others: who serves it already answers at once. `evict_failed` goes on without them.
+    A sync succeeds where every live service serves the version that it has fetched and proved. Those that do not are
+    named in the error, and are tried again with the others: who serves it already answers at once. `evict_failed` goes
+    on without them.
 
     Args:
         services: rollout services, by a name that tells operators which it is.
@@ -45,6 +32,7 @@ class PullMethod(ModelSync):
     """
 
     asks_agents = True
+    peers: Peers
 
     def __init__(
         self, services: Mapping[str, RolloutClient], senders: Mapping[str, str], *, timeout_s: float = 300.0
@@ -54,17 +42,14 @@ class PullMethod(ModelSync):
         self._services = dict(services)
         self._senders = dict(senders)
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._failed: dict[str, set[str]] = {}  # by model, of its last sync
-        self._evicted: dict[str, set[str]] = {}  # by model
+        self.peers = Peers()
 
     def live(self, model_tag: str) -> tuple[str, ...]:
         """The services of this model that take part."""
-        with self._lock:
-            return tuple(name for name in self._services if name not in self._evicted.get(model_tag, ()))
+        return self.peers.live(model_tag, self._services)
 
-    def sync(self, model_tag: str, version: Version) -> int:
-        """See `ModelSync.sync`.
+    def sync_weights(self, model_tag: str, version: Version) -> int:
+        """See `SyncMethod.sync_weights`.
 
         Raises:
             InvalidRequestError: nobody said which agent has this model.
@@ -82,18 +67,12 @@ class PullMethod(ModelSync):
             run_id=version.run_id, model_id=model_tag, version=version.number, sender_endpoint=sender,
             wait_s=self._timeout_s,
         )  # fmt: skip
-        calls = {
-            name: in_thread(functools.partial(_tell, self._services[name], notice), name=f"weightsync-tell-{name}")
-            for name in names
-        }
-        wait_for(calls.values(), timeout=self._timeout_s + _MARGIN_S)
-        causes: dict[str, WeightSyncError] = {}
-        for name, call in calls.items():
-            error = call.exception() if call.done() else DeadlineExceededError("it did not answer in time", peer=name)
-            if error is not None:
-                causes[name] = as_weightsync_error(error, SyncFailedError, "it could not be told", peer=name)
-        with self._lock:
-            self._failed[model_tag] = set(causes)
+        served, causes = call_all(
+            {name: functools.partial(_tell, self._services[name], notice) for name in names},
+            what="a notification",
+            timeout_s=self._timeout_s + _MARGIN_S,
+        )
+        self.peers.note_failed(model_tag, causes)
         denied = next((each for each in causes.values() if isinstance(each, NotPublishedError)), None)
         if denied is not None and len(causes) == len(names):
             raise NotPublishedError(
@@ -107,19 +86,7 @@ class PullMethod(ModelSync):
                 version=str(version),
                 state_left="the others do; those serve their old version, or refuse to serve",
             )
-        return min(call.result() for call in calls.values())
-
-    def evict_failed(self, model_tag: str) -> Sequence[str]:
-        """See `ModelSync.evict_failed`. They are not told of this model any more until `readmit`."""
-        with self._lock:
-            failed = self._failed.pop(model_tag, set())
-            self._evicted.setdefault(model_tag, set()).update(failed)
-        return sorted(failed)
-
-    def readmit(self, model_tag: str, name: str) -> None:
-        """A service takes part again, from the next sync on."""
-        with self._lock:
-            self._evicted.get(model_tag, set()).discard(name)
+        return min(served.values())
 
 
 def _tell(service: RolloutClient, notice: NotifyRequest) -> int:

@@ -5,28 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightsync.config import WeightSyncConfig
-from weightsync.control.method import ModelSync
+from weightsync.control.method import SyncMethod
 from weightsync.control.methods.disk import DiskMethod
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.methods.folder import VersionFolder
 from weightsync.control.methods.mock import MockMethod
 from weightsync.control.methods.network import NetworkMethod, ToldService
+from weightsync.control.methods.push import PushMethod
 from weightsync.control.methods.tinker import TinkerMethod
 from weightsync.control.methods.weaver import WeaverMethod
 from weightsync.control.pool import RolloutPool
+from weightsync.control.push_orders import PushOrders
 from weightsync.errors import ConfigError
+
+_STOCK = ("vllm", "sglang")
+"""Backends that have no `/update_weights` of their own."""
+_REPORT_S = 30.0
+"""So long after its own deadline a push may still report."""
 
 
 def method_of(
     config: WeightSyncConfig, models: Sequence[str], *, token: str | None = None, verify: bool | str = True
-) -> ModelSync:
+) -> SyncMethod:
     """The method of `config.sync_method`.
 
     - "pull": a `FleetMethod` with a pool of its own, by `config.fleet`.
     - "disk": a `DiskMethod` over `sync_weight_path`, whose engines are at the inference service's `base_url`.
-    - "network": that service is told by `POST /update_weights` where the weights are. The push through a process group
-      needs a trainer: give its method yourself.
+    - "network": that service is told by `POST /update_weights` where the weights are; where its `backend` is "vllm" or
+      "sglang", by that engine's own routes, as with "disk".
     - "tinker", "weaver": without a holder until `set_tinker_service_holder` or `set_weaver_service_holder`.
+    - "push": training ranks take it as an order, at their next `push.step()`; see `PushOrders`.
     - "mock": moves nothing.
 
     Args:
@@ -38,7 +46,8 @@ def method_of(
     Raises:
         ConfigError: something that the method needs is not in the configuration.
     """
-    service, fleet = config.inference_service, config.fleet
+    config = config.for_method(config.sync_method)
+    service, fleet, timeout_s = config.inference_service, config.fleet, config.transfer.transfer_timeout_s
     match config.sync_method:
         case "pull":
             return FleetMethod(
@@ -52,29 +61,37 @@ def method_of(
                 commit_timeout_s=fleet.commit_timeout_s,
                 straggler_s=fleet.straggler_s,
             )
-        case "disk":
-            folder = VersionFolder(_needed(config.sync_weight_path, "sync_weight_path", "disk"))
-            return DiskMethod(folder, dict.fromkeys(models, _base_url(config)), token=token)
+        case "disk" | "network" if config.sync_method == "disk" or service.backend in _STOCK:
+            folder = VersionFolder(_needed(config.sync_weight_path, "sync_weight_path", config.sync_method))
+            return DiskMethod(
+                folder, dict.fromkeys(models, _base_url(config)), backend=service.backend, served_model=service.model,
+                token=token, timeout_s=timeout_s,
+            )  # fmt: skip
         case "network":
-            told = ToldService(
+            each = ToldService(
                 base_url=_base_url(config),
                 model_name=_needed(service.model, "inference_service.model", "network"),
                 weights=_needed(config.sync_weight_path, "sync_weight_path", "network"),
                 weight_type=service.weight_type,
                 token=token,
+                timeout_s=timeout_s,
             )
-            return NetworkMethod(dict.fromkeys(models, told))
+            return NetworkMethod(dict.fromkeys(models, each))
         case "tinker":
-            return TinkerMethod({}, trainer_waits=config.sync_mode == "sync")
+            return TinkerMethod({}, trainer_waits=config.sync_mode == "sync", **_said(config))
         case "weaver":
-            return WeaverMethod({})
+            return WeaverMethod({}, **_said(config))
         case "mock":
             return MockMethod()
         case "push":
-            raise ConfigError(
-                "sync_method 'push' needs the training ranks: give WeightSyncController a method around PushSync, see "
-                "docs/control.md, in a process of theirs"
-            )
+            push_s = config.transfer.transfer_timeout_s + _REPORT_S
+            return PushMethod({tag: PushOrders(take_s=fleet.prepare_timeout_s, push_s=push_s) for tag in models})
+
+
+def _said(config: WeightSyncConfig) -> dict[str, float]:
+    """The deadline of a sync, where the configuration has one of its own."""
+    said = "transfer_timeout_s" in config.transfer.model_fields_set
+    return {"timeout_s": config.transfer.transfer_timeout_s} if said else {}
 
 
 def _base_url(config: WeightSyncConfig) -> str:

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from weightsync.clients.fanout import in_thread
 from weightsync.control.methods.hosted import HostedMethod, ServedWeights
 from weightsync.errors import EngineError, StateError, UnsupportedError, VersionError
+from weightsync.handles.fanout import in_thread
 from weightsync.types import Deadline, Version
 
 _SCHEME = "tinker://"
@@ -163,6 +163,7 @@ class TinkerMethod(HostedMethod[TinkerServiceHolder]):
     """
 
     service = "tinker"
+    calls = ("save_weights_for_sampler", "create_sampling_client", "served_path", "use")
 
     def __init__(
         self,
@@ -178,7 +179,7 @@ class TinkerMethod(HostedMethod[TinkerServiceHolder]):
         self._past_runs: set[tuple[str, str]] = set()
 
     def trained(self, model_tag: str, version: Version, sender_endpoint: str | None = None) -> None:
-        """See `ModelSync.trained`. Submits the save; what goes wrong with it is said by the sync."""
+        """See `SyncMethod.trained`. Submits the save; what goes wrong with it is said by the sync."""
         holder = self._holders.get(model_tag)
         if holder is not None:
             with self._lock:
@@ -213,9 +214,9 @@ class TinkerMethod(HostedMethod[TinkerServiceHolder]):
             lambda: holder.create_sampling_client(path).result(deadline.remaining_s),
         )
         left = deadline.check("answer of the new sampler", peer=self.service)
-        told = self._within(deadline, "answer of the new sampler", lambda: holder.served_path(client, timeout_s=left))
-        if told != path:
-            raise VersionError(f"the new sampler has {told!r:.200} and not {path}", peer=self.service)
+        found = self._within(deadline, "answer of the new sampler", lambda: holder.served_path(client, timeout_s=left))
+        if found != path:
+            raise VersionError(f"the new sampler has {found!r:.200} and not {path}", peer=self.service)
         served = ServedWeights(run_id=save.version.run_id, version=save.version.number, path=path)
         holder.use(client, served)
         return served

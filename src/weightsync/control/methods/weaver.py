@@ -31,6 +31,7 @@ class WeaverMethod(HostedMethod[WeaverServiceHolder]):
     """
 
     service = "weaver"
+    calls = ("update_weights", "served_weights")
 
     def _update(
         self, holder: WeaverServiceHolder, model_tag: str, version: Version, deadline: Deadline

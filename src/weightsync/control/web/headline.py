@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -49,7 +50,11 @@ def facts(status: ControllerStatus) -> tuple[Fact, ...]:
         newest.setdefault(record.model_tag, record)
     found = [
         *(_of_barrier(barrier) for barrier in status.barriers),  # first: a sync that waits or failed is its doing
-        *(fact for tag, model in status.models.items() for fact in _of_model(tag, model, newest.get(tag), status)),
+        *(
+            fact
+            for tag, model in status.models.items()
+            for fact in _of_model(tag, model, newest.get(tag), status.instances)
+        ),
         *_of_instances(status.instances),
         *_served(status),
     ]
@@ -88,7 +93,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _of_model(
-    tag: str, model: RolloutServiceState, newest: SyncRecord | None, status: ControllerStatus
+    tag: str, model: RolloutServiceState, newest: SyncRecord | None, instances: Sequence[InstanceStatus]
 ) -> Iterator[Fact]:
     error = (model.last_error or (newest.error if newest else None) or "")[:_DETAIL_CHARS]
     version = newest.version if newest is not None else model.train_model_version
@@ -108,11 +113,22 @@ def _of_model(
         yield Fact(level="wrong", text=f"{tag}: the sync of version {version} failed", detail=error)
     elif model.state == "syncing":
         so_far = f"{seconds_text(newest.seconds)} so far" if newest is not None else ""
-        yield Fact(level="busy", text=f"Syncing {tag} to version {version}", detail=so_far)
+        detail = "; ".join(filter(None, (so_far, _slowest(tag, instances))))
+        yield Fact(level="busy", text=f"Syncing {tag} to version {version}", detail=detail)
     elif model.state == "need_sync" and model.blocked:
         yield Fact(level="busy", text=f"{tag}: rollout waits for the end of a training step, and its sync")
     if model.waiting_for_validation is not None:
         yield Fact(level="busy", text=f"{tag}: version {model.waiting_for_validation.version} is being validated")
+
+
+def _slowest(tag: str, instances: Sequence[InstanceStatus]) -> str:
+    """How far the transfer is that has most to go yet, of those that take long."""
+    moves = [(each.instance_id, moved) for each in instances if (moved := each.progress.get(tag)) and moved.is_long]
+    if not moves:
+        return ""
+    name, moved = max(moves, key=lambda move: math.inf if move[1].left_s is None else move[1].left_s)
+    others = f" (the slowest of {len(moves)})" if len(moves) > 1 else ""
+    return f"{name[:100]} has {moved}{others}"
 
 
 def _of_instances(instances: Sequence[InstanceStatus]) -> Iterator[Fact]:
@@ -168,14 +184,8 @@ def _range(tag: str, model: RolloutServiceState, serving: Sequence[InstanceStatu
     versions = Counter(short_version(instance.models.get(tag), model) for instance in serving)
     if len(versions) == 1:
         return f"{tag} {next(iter(versions))}"
-    several = _several(versions)
-    return f"{tag} {several}"
-
-
-def _several(versions: Mapping[str, int]) -> str:
-    first = sorted(versions.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{number} serve {version}" for version, number in first[:_NAMED])
-    return f"({told}{', ...' if len(first) > _NAMED else ''})"
+    parts = ", ".join(f"{number} serve {version}" for version, number in versions.most_common(_NAMED))
+    return f"{tag} ({parts}{', ...' if len(versions) > _NAMED else ''})"
 
 
 def _served_number(model: RolloutServiceState) -> str:

@@ -6,6 +6,7 @@ const EVERY_MS = 1000;
 const LONGEST_MS = 15000;
 const TIMEOUT_MS = 5000;
 const STALE_S = 2; // a request that takes longer is told
+const SLOW_S = 2; // what takes longer says how far it is
 const MOST_BARS = 6; // of one name in one sync; more are drawn as one
 const MOST_CHARS = 400; // of one name or error; the rest is in /status
 const TOKEN_KEY = "weightsync-token";
@@ -199,6 +200,7 @@ function show(got) {
   models(status);
   fleet(status);
   barriers(status);
+  plots(got.versions);
   syncs(status, got.spans);
 }
 
@@ -230,17 +232,30 @@ function fleet(status) {
   at("fleet-part").hidden = all.length === 0;
   const counts = STATES.map((state) => [all.filter((instance) => instance.state === state).length, state]);
   put(at("fleet-count"), counts.filter(([number]) => number).map(([number, state]) => `${number} ${state}`).join(", "));
-  const heads = ["instance", "state", ...tags, "heartbeat", "lease left", "why"];
-  table("fleet", heads, all.map((instance) => ({
+  const moves = all.map(progress);
+  const moving = moves.some((text) => text); // a column that is there while somebody needs it
+  const heads = ["instance", "state", ...tags, ...(moving ? ["transfer"] : []), "heartbeat", "lease left", "why"];
+  table("fleet", heads, all.map((instance, index) => ({
     key: instance.instance_id,
     className: STATES.includes(instance.state) ? `is-${instance.state}` : "",
     cells: [
       { ...long(instance.instance_id), title: instance.url }, short(instance.state, "state"),
       ...tags.map((tag) => version(instance, tag, own(status.models, tag))),
+      ...(moving ? [short(moves[index], "number busy")] : []),
       number(`${seconds(instance.heartbeat_age_s)} s`),
       number(instance.lease_left_s > 0 ? `${seconds(instance.lease_left_s)} s` : "none"), long(instance.why),
     ],
   })));
+}
+
+// Of transfers that take longer than two seconds: how far, how fast, how long yet; as of the last heartbeat.
+function progress(instance) {
+  return Object.entries(instance.progress).filter(([, moved]) => moved.seconds >= SLOW_S).map(([tag, moved]) => {
+    const rate = moved.done_bytes / moved.seconds;
+    const left = rate > 0 ? `, ${seconds((moved.total_bytes - moved.done_bytes) / rate)} s to go` : "";
+    const share = Math.round((100 * moved.done_bytes) / (moved.total_bytes || 1));
+    return `${clipped(tag)} ${share} % of ${figure(moved.total_bytes / 1e6)} MB, ${figure(rate / 1e6)} MB/s${left}`;
+  }).join("; ");
 }
 
 function version(instance, tag, model) {
@@ -274,6 +289,11 @@ const syncKey = (sync) => `${sync.model_tag}\n${sync.run_id}\n${sync.version}\n$
 const syncName = (sync) => clipped(`${sync.model_tag} ${sync.version}`);
 const outcome = (sync) => `${sync.outcome === "running" ? "is running" : sync.outcome}, ${seconds(sync.seconds)} s`;
 
+// Of a transfer that has ended: how much came, and how fast.
+function moved(span) {
+  return span.nbytes > 0 && span.seconds > 0 ? `; ${figure(span.nbytes / 1e6)} MB, ${figure(span.nbytes / 1e9 / span.seconds)} GB/s` : "";
+}
+
 // What is drawn of a sync: a few bars of one name each for itself, many as one that tells the slowest.
 function bars(sync, names) {
   const found = [];
@@ -285,13 +305,15 @@ function bars(sync, names) {
       said: `${name}${who}: ${seconds(end - start)} s, from ${seconds(start)} s${more}`,
     });
     if (those.length <= MOST_BARS) {
-      for (const span of those) add(span.start_s, span.start_s + span.seconds, span.who === null ? "" : `, ${span.who}`);
+      for (const span of those) {
+        add(span.start_s, span.start_s + span.seconds, span.who === null ? "" : `, ${span.who}`, moved(span));
+      }
       continue;
     }
     const slowest = those.reduce((most, span) => (span.seconds > most.seconds ? span : most));
     add(
       Math.min(...those.map((span) => span.start_s)), Math.max(...those.map((span) => span.start_s + span.seconds)),
-      `, ${those.length} of them`, `; the longest: ${slowest.who || "nobody in particular"}, ${seconds(slowest.seconds)} s`,
+      `, ${those.length} of them`, `; the longest: ${slowest.who || "nobody in particular"}, ${seconds(slowest.seconds)} s${moved(slowest)}`,
     );
   }
   found.sort((a, b) => a.start - b.start || b.end - a.end);
@@ -309,10 +331,10 @@ function syncs(status, names) {
   at("syncs-part").hidden = status.syncs.length === 0;
   const rows = status.syncs.map((sync) => ({ sync, ...bars(sync, names) }));
   const all = rows.flatMap((each) => each.list);
-  const ends = rows.map((each) => Math.max(each.sync.seconds, ...each.list.map((bar) => bar.end))).sort((a, b) => a - b);
-  const usual = ends[Math.floor(ends.length / 2)] || 1; // what lasts far longer is cut, and does not squeeze the rest
-  const from = Math.max(Math.min(0, ...all.map((bar) => bar.start)), -usual);
-  const to = Math.max(0.01, Math.min(ends[ends.length - 1] || 1, 3 * usual));
+  const ends = rows.map((each) => Math.max(each.sync.seconds, ...each.list.map((bar) => bar.end)));
+  const whole = [Math.min(0, ...all.map((bar) => bar.start)), Math.max(0.01, ...ends)];
+  const [from, to] = timelineZoom.of(...whole);
+  const inside = (bar) => bar.end >= from && bar.start <= to;
   const place = (value) => (100 * (Math.min(to, Math.max(from, value)) - from)) / (to - from);
   const known = [...names.map((name, index) => [name, `span-${index}`]), ["other", "span-other"]];
   const used = known.filter(([, className]) => all.some((bar) => bar.className === className));
@@ -324,7 +346,7 @@ function syncs(status, names) {
   for (let tick = Math.ceil(from / step - 1e-9); tick * step <= to + 1e-9; tick++) ticks.push(tick * step);
   keyed(at("axis"), ticks, (tick) => tick.toFixed(6), () => made("span"), (span, tick) => {
     span.style.left = `${place(tick)}%`;
-    put(span, `${Number(tick.toFixed(6))}${Math.abs(tick) < 1e-9 ? " s" : ""}`);
+    put(span, `${Number(tick.toFixed(6))} s`);
   });
   keyed(at("timeline"), rows, (each) => syncKey(each.sync), () => {
     const line = made("div", "sync");
@@ -340,7 +362,7 @@ function syncs(status, names) {
     ended.title = sync.error || "";
     lanes.style.height = `${each.lanes * 10 + 4}px`;
     lanes.style.setProperty("--zero", `${place(0)}%`);
-    lanes.classList.toggle("cut", Math.max(sync.seconds, ...each.list.map((bar) => bar.end)) > to + 1e-6);
+    lanes.classList.toggle("cut", each.list.some((bar) => bar.end > to + 1e-6));
     lanes.classList.toggle("cut-before", each.list.some((bar) => bar.start < from - 1e-6));
     const said = (bar) => `${syncName(sync)}: ${bar.said}`;
     keyed(lanes, each.list.map((bar, index) => ({ ...bar, index })), (bar) => `${bar.index} ${bar.name}`, () => {
@@ -350,6 +372,7 @@ function syncs(status, names) {
       return bar;
     }, (element, bar) => {
       element.className = `bar ${bar.className}`;
+      element.hidden = !inside(bar);
       element.style.left = `${place(bar.start)}%`;
       element.style.width = `max(2px, ${place(bar.end) - place(bar.start)}%)`;
       element.style.top = `${bar.lane * 10 + 2}px`;
@@ -358,7 +381,7 @@ function syncs(status, names) {
       if (document.activeElement === element) put(at("said"), said(bar));
     });
   });
-  const every = at("timeline").querySelectorAll(".bar");
+  const every = at("timeline").querySelectorAll(".bar:not([hidden])");
   if (every.length && at("timeline").querySelector('.bar[tabindex="0"]') === null) every[0].tabIndex = 0;
   table("words", ["sync", "began", "ended", "waited for", "error"], rows.map(({ sync, list }) => ({
     key: syncKey(sync),
@@ -385,7 +408,7 @@ function point(event) {
 
 for (const kind of ["mouseover", "focusin"]) at("timeline").addEventListener(kind, point);
 at("timeline").addEventListener("keydown", (event) => {
-  const every = Array.from(at("timeline").querySelectorAll(".bar"));
+  const every = Array.from(at("timeline").querySelectorAll(".bar:not([hidden])"));
   const now = every.indexOf(document.activeElement);
   const next = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: every.length - 1 }[event.key];
   if (next === undefined || every[next] === undefined) return;
@@ -393,5 +416,7 @@ at("timeline").addEventListener("keydown", (event) => {
   every[next].focus();
 });
 
-setInterval(head, 1000);
-ask();
+document.addEventListener("DOMContentLoaded", () => { // plots.js is there
+  setInterval(head, 1000);
+  ask();
+});

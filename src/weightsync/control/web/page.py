@@ -1,4 +1,4 @@
-"""The web page of a controller, and what it reads: three static files and one answer in JSON.
+"""The web page of a controller, and what it reads: four static files and one answer in JSON.
 
 The page takes nothing from elsewhere, and what instances say enters it as text alone. Its files hold no secret, so they
 are served without the token, which a browser can't send with an address; `/overview` demands it.
@@ -13,15 +13,17 @@ import msgspec
 from fastapi import FastAPI, Response
 
 from weightsync.control.web.headline import Fact, facts, troubled_first
-from weightsync.net.messages import encode
+from weightsync.control.web.history import History, VersionPoint
+from weightsync.net.server import json_of
 from weightsync.types.control import SPANS, ControllerStatus
 
-OPEN_PATHS = frozenset({"/", "/page.js", "/page.css"})
+OPEN_PATHS = frozenset({"/", "/page.js", "/plots.js", "/page.css"})
 """What a server answers without a token."""
 
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/plots.js": ("plots.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
 }
 _HEADERS = {
@@ -41,35 +43,41 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         facts: what is to be said, the worst first.
         status: the tables; of the instances the troubled ones first.
+        versions: what the plots show.
         spans: names of what a sync waits for, in the order of the legend.
     """
 
     facts: tuple[Fact, ...]
     status: ControllerStatus
+    versions: tuple[VersionPoint, ...] = ()
     spans: tuple[str, ...] = SPANS
 
 
-def add_page(app: FastAPI, status: Callable[[], ControllerStatus]) -> None:
-    """Adds `/`, its two files, and `/overview`.
+def add_page(app: FastAPI, status: Callable[[], ControllerStatus]) -> Callable[[ControllerStatus], None]:
+    """Adds `/`, its files, and `/overview`.
 
     Args:
         app: the server's; let it answer `OPEN_PATHS` without a token.
         status: called for each `/overview`, in the server's event loop: it must be quick.
+
+    Returns:
+        To be given the status after each change of a model, so that the plots miss no version.
     """
+    history = History()
     folder = importlib.resources.files(__package__)
     for path, (name, media_type) in _FILES.items():
         app.add_api_route(path, _file((folder / name).read_bytes(), media_type), methods=["GET"])
 
     async def overview() -> Response:
         now = status()
+        history.look(now)
         now = msgspec.structs.replace(now, instances=troubled_first(now.instances))
-        return Response(
-            encode(Overview(facts=facts(now), status=now)),
-            media_type="application/json",
-            headers={"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"},
-        )
+        answer = json_of(Overview(facts=facts(now), status=now, versions=history.points()))
+        answer.headers.update({"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"})
+        return answer
 
     app.add_api_route("/overview", overview, methods=["GET"])
+    return history.look
 
 
 def _file(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:

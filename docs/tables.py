@@ -1,0 +1,247 @@
+"""The tables of the documentation that the code writes: keys, arguments, strategies, and what was measured."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+import documents
+import weightsync
+from weightsync import _config_foreign as foreign
+from weightsync import _config_problems as problems
+from weightsync import _config_reads as reads
+from weightsync import config as schema
+from weightsync.errors import ConfigError
+
+_BENCH = Path(__file__).resolve().parents[1] / "bench"
+_QUOTE = "'"
+_MACHINES = {
+    "AMD": ("2026-11-21-amd.json", "2026-11-22-control-amd.json", "2026-11-22-amd.json"),
+    "Intel 6/207": ("2026-11-22-intel-amx.json",),
+    "the same, AVX2 alone": ("2026-11-22-intel-avx2-limited.json",),
+    "Intel 6/167, one run": ("2026-11-22-intel.json", "2026-11-22-intel-again.json"),
+}
+"""What was measured where, below bench/results, on 2 virtual cores; a later file's rows replace an earlier one's."""
+
+
+def keys_table(prefix: str, section: type[BaseModel]) -> str:
+    """The keys of a section with values, defaults and meanings."""
+    rows = []
+    for key, field in section.model_fields.items():
+        if key in schema.SECTIONS:
+            continue
+        choices = ", ".join(f"`{choice.strip(_QUOTE)}`" for choice in problems.choices_of(field.annotation))
+        words = problems.must_be(key, field.annotation)
+        values = f"globs, each with one of {choices}" if key == "dtype_overrides" else choices
+        shown = values if _is_choice(field) else words
+        rows.append((f"`{prefix}{key}`", shown, _default(field), _read_with(f"{prefix}{key}"), str(field.description)))
+    return _markdown(("key", "values", "default", "read with", "meaning"), rows)
+
+
+def _read_with(key: str) -> str:
+    """The methods with which a key is read; with the others it is refused."""
+    methods = reads.read_with(key)
+    return "all" if methods == reads.METHODS else ", ".join(f"`{method}`" for method in methods)
+
+
+def strategy_table() -> str:
+    """What `select_strategy` answers for every combination."""
+    rows = []
+    for backend, colocated, use_cuda_ipc in itertools.product(
+        ("gloo", "nccl", "cuda_ipc"), (False, True), (None, True, False)
+    ):
+        common = {"backend": backend, "colocated": colocated, "use_cuda_ipc": use_cuda_ipc}
+        answers = [
+            _answer(common),
+            _both(_answer({**common, "pack_weights": True}), _answer({**common, "training_backend": "megatron"})),
+            *(_answer({**common, "strategy": name}) for name in ("broadcast", "cuda_ipc", "packed_cuda_ipc")),
+        ]
+        asked = "null" if use_cuda_ipc is None else _yes(use_cuda_ipc)
+        rows.append((f"`{backend}`", _yes(colocated), asked, *answers))
+    named = (f"named `{name}`" for name in ("broadcast", "cuda_ipc", "packed_cuda_ipc"))
+    packed = "nothing named, `pack_weights` or `megatron`"
+    return _markdown(("backend", "colocated", "use_cuda_ipc", "nothing named", packed, *named), rows)
+
+
+_CONTRADICTIONS: tuple[dict[str, Any], ...] = (
+    {"transfer": {"strategy": "broadcast", "backend": "cuda_ipc"}},
+    {"transfer": {"strategy": "broadcast", "use_cuda_ipc": True}},
+    {"transfer": {"strategy": "broadcast", "backend": "nccl", "colocated": True}},
+    {"transfer": {"strategy": "cuda_ipc", "use_cuda_ipc": False}},
+    {"transfer": {"backend": "cuda_ipc", "use_cuda_ipc": False}},
+    {"transfer": {"backend": "nccl", "colocated": True, "use_cuda_ipc": False}},
+    {"transfer": {"strategy": "cuda_ipc", "pack_weights": True}},
+    {"transfer": {"strategy": "packed_cuda_ipc", "pack_weights": False}},
+    {"transfer": {"strategy": "cuda_ipc", "master_addr": "10.0.0.5"}},
+    {"transfer": {"delta": True, "colocated": True}},
+    {"extract": {"group_by_module": True}, "transfer": {"training_backend": "megatron"}},
+    {"sync_method": "disk"},
+    {"sync_method": "tinker", "inference_service": {"backend": "vllm"}},
+    {"sync_method": "disk", "sync_weight_path": "/weights", "inference_service": {"backend": "embedded"}},
+    {"fleet": {"models": ["actor"]}, "inference_service": {"model_tag": "critic"}},
+    {"staleness_threshold": 3},
+    {"sync_method": "pull", "fleet": {"straggler_s": 5.0}},
+    {"sync_method": "pull", "fleet": {"barrier_timeout_s": 60.0}},
+    {"sync_method": "pull", "transfer": {"backend": "nccl"}},
+    {"sync_method": "disk", "sync_weight_path": "/weights", "generator": {"use_cuda_ipc": True}},
+)
+
+
+def contradictions_table() -> str:
+    """What is refused, in the words of the errors themselves."""
+    rows = []
+    for tree in _CONTRADICTIONS:
+        theirs = {key: tree[key] for key in foreign.FOREIGN_ROOTS if key in tree and key not in schema.SECTIONS}
+        own = {key: value for key, value in tree.items() if key not in theirs}
+        try:
+            schema.WeightSyncConfig.load({"weight_sync": own, **theirs} if theirs else own)
+        except ConfigError as error:
+            combination, _, why = error.message.partition(": ")[2].partition(": ")
+            rows.append((" with ".join(f"`{each}`" for each in combination.split(" with ")), why))
+        else:
+            raise AssertionError(f"{tree} is not refused")
+    return _markdown(("refused", "in these words"), rows)
+
+
+def foreign_table() -> str:
+    """The names of other frameworks and what they set."""
+    notes = {
+        "use_flashrl": "true groups by module; false says nothing",
+        "weight_transfer_threshold_cuda_ipc_GB": f"a GB is {foreign.BYTES_A_GB} bytes",
+        "training_backend": "`fsdp2` is taken for `fsdp`",
+    }
+    rows = [
+        (f"`{'.'.join(theirs)}`", f"`{'.'.join(ours)}`", notes.get(theirs[-1], ""))
+        for theirs, ours in foreign.FOREIGN_KEYS.items()
+    ]
+    return _markdown(("their key", "our key", "note"), rows)
+
+
+def arguments_table(called: Callable[..., Any]) -> str:
+    """The arguments of a function or a class with their defaults, in the words of its docstring."""
+    meant = _meanings(inspect.getdoc(called) or "")
+    rows = []
+    for name, parameter in inspect.signature(called).parameters.items():
+        if name in ("self", "cls") or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        default = parameter.default
+        if default is not parameter.empty and (callable(default) or repr(default).startswith("<")):
+            shown = "see there"
+        else:
+            shown = "" if default is parameter.empty else f"`{default!r}`"
+        rows.append((f"`{name}`", shown, meant.get(name, "").replace("|", "\\|")))
+    return _markdown(("argument", "default", "meaning"), rows)
+
+
+def _meanings(docstring: str) -> dict[str, str]:
+    """What a Google docstring says of each argument; `a, b: text` counts for both."""
+    section = re.search(r"^(?:Args|Attributes):\n((?:[ ]{4}.*\n|\n)+)", docstring + "\n", re.MULTILINE)
+    found: dict[str, str] = {}
+    entries = re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", section[1] if section else "", re.MULTILINE)
+    for names, text in entries:
+        for name in names.split(","):
+            found[name.strip()] = re.sub(r"\s+", " ", text).strip()
+    return found
+
+
+def measured_table() -> str:
+    """Every row of the speed table with each machine's figure; those over the target are bold."""
+    said = _bench_rows()
+    figures = {machine: _figures(files) for machine, files in _MACHINES.items()}
+    rows = []
+    for row, sentence in said.items():
+        if not any(row in taken for taken in figures.values()):
+            continue
+        target = next(taken[row][1] for taken in reversed(figures.values()) if row in taken)
+        cells = [_cell(row, taken, target) for taken in figures.values()]
+        rows.append((f"`{row}`: {sentence}", *cells, f"{target:g}"))
+    return _markdown(("row", *_MACHINES, "at most"), rows)
+
+
+def _bench_rows() -> dict[str, str]:
+    """Row and sentence, read from bench/*.py without running them."""
+    rows: dict[str, str] = {}
+    for file in sorted(_BENCH.glob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ROWS":
+                rows.update(ast.literal_eval(node.value))
+    return rows
+
+
+def _figures(files: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Ratio and target of each row."""
+    read = [json.loads((_BENCH / "results" / file).read_text(encoding="utf-8")) for file in files]
+    return {each["row"]: (each["ratio"], each["target"]) for each in itertools.chain(*read)}
+
+
+def _cell(row: str, taken: dict[str, tuple[float, float]], target: float) -> str:
+    if row not in taken:
+        return ""
+    ratio = taken[row][0]
+    return f"**{ratio:.2f}**" if ratio > target else f"{ratio:.2f}"
+
+
+TABLES = {
+    "controller-keys": lambda: keys_table("", schema.WeightSyncConfig),
+    "transfer-keys": lambda: keys_table("transfer.", schema.TransferConfig),
+    "extract-keys": lambda: keys_table("extract.", schema.ExtractConfig),
+    "fleet-keys": lambda: keys_table("fleet.", schema.FleetConfig),
+    "publish-keys": lambda: keys_table("publish.", schema.PublishConfig),
+    "push-keys": lambda: keys_table("push.", schema.PushConfig),
+    "serve-keys": lambda: keys_table("serve.", schema.ServeConfig),
+    "inference-service-keys": lambda: keys_table("inference_service.", schema.InferenceServiceConfig),
+    "foreign-keys": foreign_table,
+    "strategies": strategy_table,
+    "contradictions": contradictions_table,
+    "publish-arguments": lambda: arguments_table(weightsync.publish),
+    "push-arguments": lambda: arguments_table(weightsync.push),
+    "serve-arguments": lambda: arguments_table(weightsync.serve),
+    "weight-manager-arguments": lambda: arguments_table(weightsync.WeightManager),
+    "push-sync-arguments": lambda: arguments_table(weightsync.PushSync),
+    "rollout-config-arguments": lambda: arguments_table(weightsync.RolloutConfig),
+    "measured": measured_table,
+    "documents": documents.tables,
+}
+
+
+def _is_choice(field: FieldInfo) -> bool:
+    return bool(set(problems.choices_of(field.annotation)) - {"null"})
+
+
+def _default(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    if default == {}:
+        return "empty"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
+    return f"`{yaml.safe_dump(default).splitlines()[0]}`"
+
+
+def _answer(transfer: dict[str, object]) -> str:
+    try:
+        return f"`{schema.select_strategy(schema.WeightSyncConfig.load({'transfer': transfer}))}`"
+    except ConfigError:
+        return "refused"
+
+
+def _both(first: str, second: str) -> str:
+    return first if first == second else f"{first}, {second}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,444 @@
+"""The inference side as the documents have it: loaders, the client of the engines, and the call graph's manager.
+
+A document's actor has one call for weights, `update_named_weights(request_dict)` (or `handle_weight_update`,
+`update_weights`). `ActorEngine` takes every step of a push through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from weightsync.adapters.compat.calls import answer_of, done, in_thread
+from weightsync.adapters.compat.receiver import Joining, WeightTransferReceiver
+from weightsync.adapters.compat.sender import TransferRequest
+from weightsync.adapters.compat.strategy import WeightTransferStrategy
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.remote import RemoteWeightLoader as _RemoteLoader
+from weightsync.engine.worker import EngineWorker
+from weightsync.errors import ConfigError, EngineError, StateError, UnsupportedError, as_weightsync_error
+from weightsync.handles.by_url import engine_at
+from weightsync.handles.fanout import EngineFanout
+from weightsync.load import base
+from weightsync.load.sglang import SGLangWeightLoader as _SGLangLoader
+from weightsync.load.vllm import VLLMWeightLoader as _VLLMLoader
+from weightsync.load.whole import check_closed, check_complete, check_open, check_verified, stage, staging_for
+from weightsync.tensors import spec_of
+from weightsync.types import (
+    AnyUpdateRequest,
+    EngineHandle,
+    EngineOp,
+    EngineReply,
+    EngineRequest,
+    Full,
+    HeldTensor,
+    Manifest,
+    TensorTable,
+    Update,
+    Version,
+    WeightSyncInitInfo,
+)
+from weightsync.types.engine import REQUEST_TYPES
+
+_OPS = {kind: op for op, kind in REQUEST_TYPES.items()}
+_STEP_S = 300.0
+_CALLS = ("update_named_weights", "handle_weight_update", "update_weights")
+_NO_ANSWER = "its handler answers nothing: return what receive_and_load_weights returns, and the proof is seen"
+
+
+class WeightLoader:
+    """Loads weights into the model of one worker. A subclass overrides `load_weights(named_tensors)`, or the plan's
+    `load_weights(receiver, request)`; it is called once a version, with all of it, while nothing is generated. One of
+    ours (`ours`) loads as ours do.
+
+    Generations go through `serving.generation()`.
+    """
+
+    def ours(self) -> base.WeightLoader:
+        """Our loader under this one."""
+        return _Theirs(self)
+
+    @functools.cached_property
+    def _loader(self) -> base.WeightLoader:
+        return self.ours()
+
+    @functools.cached_property
+    def serving(self) -> EmbeddedEngine:
+        """The engine that a push drives: its `version`, its `generation()`."""
+        self._receiver: WeightTransferReceiver | None = None
+        return EmbeddedEngine([EngineWorker(self._loader, strategies=self._strategy)], engine_id=type(self).__name__)
+
+    async def load_weights(self, named_tensors: Any = None, request: Any = None) -> Any:
+        """Loads tensors by name (all of a model's, at once, while the caller keeps generations away), pairs of a
+        receiver, or one step of a push.
+
+        Args:
+            named_tensors: a dict; or a receiver, or what it yields; or a request that a receiver has parsed.
+            request: what the receiver is to receive.
+
+        Raises:
+            ManifestMismatchError: tensors are missing, or don't fit. Nothing was changed.
+            StateError: pushes load this model.
+        """
+        if named_tensors is None:
+            named_tensors = request
+        if isinstance(named_tensors, WeightTransferReceiver):
+            return await named_tensors.receive_and_load_weights(request, self)
+        if isinstance(named_tensors, AsyncIterator):
+            named_tensors = dict([pair async for each in named_tensors for pair in _pairs(*each)])
+        if isinstance(named_tensors, Mapping):
+            return await in_thread(lambda: self._load(named_tensors))
+        return await in_thread(lambda: self.step(named_tensors, None))
+
+    def step(self, request: EngineRequest, receiver: WeightTransferReceiver | None) -> EngineReply:
+        """Runs one step of a push on the model; of a chunk it receives, too.
+
+        Raises:
+            StateError: no receiver has come to this loader yet.
+        """
+        serving = self.serving
+        self._receiver = receiver or self._receiver
+        if self._receiver is None:
+            raise StateError("no receiver has come here: receiver.receive_and_load_weights(request, loader)")
+        return serving.call(_OPS[type(request)], request, timeout_s=_STEP_S)
+
+    def _strategy(self, name: str) -> Joining:
+        assert self._receiver is not None
+        return Joining(self._receiver, name)
+
+    def _load(self, named_tensors: Mapping[str, torch.Tensor]) -> None:
+        if "serving" in self.__dict__:
+            raise StateError("pushes load this model: send the weights by one", state_left="nothing was changed")
+        version = Version(run_id=f"by-hand-{uuid.uuid4().hex[:8]}", number=0)
+        specs = TensorTable.of(spec_of(name, tensor) for name, tensor in named_tensors.items())
+        self._loader.begin(Manifest(version=version, model_id="default", tensors=specs))
+        try:
+            self._loader.load_weights(Full(name=name, tensor=tensor) for name, tensor in named_tensors.items())
+            self._loader.verify()
+            self._loader.commit(version)
+        except BaseException:
+            self._loader.abort("it was not loaded")
+            raise
+
+
+class VLLMWeightLoader(WeightLoader):
+    """Of one vLLM worker's model. A prefix cache of the old weights is the caller's to drop, behind each sync.
+
+    Args:
+        engine: that has the worker, as `engine.worker`: vLLM's own; or an object with a `model`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def ours(self) -> base.WeightLoader:
+        worker, model = getattr(self.engine, "worker", self.engine), _model_of(self.engine)
+        if not callable(getattr(model, "load_weights", None)):
+            raise UnsupportedError(f"{type(model).__name__} has no load_weights", state_left="nothing was changed")
+        model_config, vllm_config = (getattr(worker, name, None) for name in ("model_config", "vllm_config"))
+        return _VLLMLoader(model, model_config=model_config, vllm_config=vllm_config)
+
+
+class SGLangWeightLoader(WeightLoader):
+    """Of one SGLang worker's model, by its own `load_weights`.
+
+    Args:
+        engine: as for `VLLMWeightLoader`.
+        tp_size: how many workers share a tensor.
+    """
+
+    def __init__(self, engine: Any, *, tp_size: int = 1) -> None:
+        self.engine, self._tp_size = engine, tp_size
+
+    def ours(self) -> base.WeightLoader:
+        return _SGLangLoader(_model_of(self.engine), tp_size=self._tp_size)
+
+
+class RemoteWeightLoader(WeightLoader):
+    """Of an engine elsewhere, over HTTP.
+
+    Args:
+        engine: its URL, or a handle.
+        token: its bearer token.
+    """
+
+    def __init__(self, engine: str | EngineHandle, *, token: str | None = None) -> None:
+        self.engine, self._token = engine, token
+
+    def ours(self) -> base.WeightLoader:
+        return _RemoteLoader(self.engine, token=self._token)
+
+
+class ActorEngine:
+    """An `EngineHandle` of a document's actor: a Ray actor's handle, or an object here, whose coroutines then run in an
+    event loop of each call. It has one worker.
+
+    Args:
+        actor: with one of `update_named_weights`, `handle_weight_update` and `update_weights`.
+        engine_id: a name for messages.
+
+    Raises:
+        ConfigError: it has none of them.
+    """
+
+    def __init__(self, actor: Any, *, engine_id: str) -> None:
+        name = next((name for name in _CALLS if callable(getattr(actor, name, None))), None)
+        if name is None:
+            raise ConfigError(f"{engine_id} is neither an engine's handle, nor a URL, nor has it one of {_CALLS}")
+        self._actor, self._name, self._engine_id = actor, name, engine_id
+        self._group: str | None = None
+        self._version: Version | None = None
+        self._staged: Version | None = None
+
+    @property
+    def engine_id(self) -> str:
+        return self._engine_id
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        """See `EngineHandle`. What the actor's own code raises is an EngineError with its words."""
+        if op is EngineOp.DESCRIBE and self._group is None:
+            return self._assumed(op, request)  # it has no receiver yet that could parse a request
+        body = msgspec.to_builtins(request)
+        said = body["update"] if op is EngineOp.UPDATE_WEIGHTS else {"op": op.value, **body}
+        try:
+            answer = answer_of(self._actor, self._name, said, timeout_s=timeout_s)
+        except BaseException as error:
+            raise as_weightsync_error(error, EngineError, f"its {self._name} failed", peer=self._engine_id) from error
+        if op is EngineOp.INIT:
+            self._group, self._version = request.info.group_name, None  # type: ignore[union-attr]
+        if answer is not None:
+            return msgspec.structs.replace(msgspec.convert(answer, EngineReply), engine_id=self._engine_id)
+        return self._assumed(op, request)
+
+    def initialize(self, strategy: Any, cfg: Any, info: WeightSyncInitInfo, rank_offset: int) -> None:
+        """The document's `initialize_weight_sync`, with the arguments that this actor's has."""
+        given = {"strategy": strategy, "cfg": cfg, "sync_info": info, "rank_offset": rank_offset}
+        takes = _arguments(self._actor, "initialize_weight_sync")
+        named = {name: value for name, value in given.items() if takes is None or name in takes}
+        answer_of(self._actor, "initialize_weight_sync", **named, timeout_s=_STEP_S)
+
+    def _assumed(self, op: EngineOp, request: Any) -> EngineReply:
+        """What can be said of an actor that raised nothing and answered nothing."""
+        match op:
+            case EngineOp.BEGIN:
+                self._staged = request.manifest.version
+            case EngineOp.COMMIT:
+                self._version = self._staged
+            case EngineOp.ABORT:
+                self._group = None
+        return EngineReply(engine_id=self._engine_id, group=self._group, version=self._version, unprovable=_NO_ANSWER)
+
+
+class InferenceEngine:
+    """A document's inference actor, whole: what `initialize_weight_sync` and `update_named_weights` do there.
+
+    Args:
+        loader: of its model.
+    """
+
+    def __init__(self, loader: WeightLoader) -> None:
+        self.loader = loader
+        self.receiver: WeightTransferReceiver | None = None
+
+    async def initialize_weight_sync(
+        self, strategy: WeightTransferStrategy, sync_info: WeightSyncInitInfo, rank_offset: int, cfg: Any = None
+    ) -> None:
+        """Makes the receiver; see `WeightTransferStrategy.create_receiver`."""
+        self.receiver = await strategy.create_receiver(cfg, sync_info, rank_offset)
+
+    async def update_named_weights(self, request_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """One step of a push; its answer has the proof.
+
+        Raises:
+            StateError: `initialize_weight_sync` comes first.
+        """
+        if self.receiver is None:
+            raise StateError("initialize_weight_sync comes first", state_left="nothing was changed")
+        return await self.receiver.receive_and_load_weights(self.receiver.parse_request(request_dict), self.loader)
+
+
+class InferenceEngineClient(EngineFanout):
+    """The documents' client: our fan-out, with their calls.
+
+    Args:
+        engines: in the order of their ranks: handles of ours, URLs, `InferenceEngine`s, Ray's actor handles.
+        token: of the URLs.
+    """
+
+    def __init__(self, engines: Sequence[Any], *, token: str | None = None) -> None:
+        handles = [_handle(engine, index, token) for index, engine in enumerate(engines)]
+        super().__init__(handles)
+        self._own = [handle for handle, engine in zip(handles, engines, strict=True) if isinstance(engine, str)]
+
+    def close(self) -> None:
+        """Ends the connections to engines that were named by URLs. Idempotent."""
+        for handle in self._own:
+            getattr(handle, "close", lambda: None)()
+
+    async def initialize_weight_sync(
+        self, strategy: WeightTransferStrategy, sync_info: WeightSyncInitInfo, cfg: Any = None
+    ) -> None:
+        """Has every actor make its receiver, with the rank that follows from the sizes before it. Engines of ours
+        need not be told: they learn all of it from the sender."""
+        rank = 1
+        for engine in self._engines.values():
+            if isinstance(engine, ActorEngine):
+                await in_thread(functools.partial(engine.initialize, strategy, cfg, sync_info, rank))
+                rank += 1
+            else:
+                sizes = EngineFanout([engine]).get_world_sizes
+                rank += sum((await in_thread(lambda sizes=sizes: sizes(timeout_s=10.0))).values())  # type: ignore[misc]
+
+    async def update_named_weights(self, request: AnyUpdateRequest) -> Mapping[str, EngineReply]:
+        """Announces one chunk to every engine; done when their loaders have let go of it."""
+        return await asyncio.wrap_future(super().update_weights(request, timeout_s=_STEP_S))
+
+    def update_weights(self, request: Any = None, *, timeout_s: float = _STEP_S, **legacy: Any) -> Any:
+        """A sender's announcement of a chunk, as ours; or all that a sender was given (`get_request()`, or its fields),
+        to be awaited: it is moved then.
+
+        Raises:
+            ConfigError: names alone, without the sender that has the weights.
+        """
+        if isinstance(request, TransferRequest):
+            return request.sender.send_pending(self)
+        if request is None:
+            if "sender" not in legacy:
+                raise ConfigError("update_weights takes what a sender's get_request() gave: names alone move nothing")
+            return legacy["sender"].send_pending(self)
+        return super().update_weights(request, timeout_s=timeout_s)
+
+
+class WeightSyncManager:
+    """The call graph's controller: `initialize()` once, `sync_weights()` after a training step.
+
+    Args:
+        trainers: the training actors, of every rank, with `initialize_weight_sync(strategy, cfg, inference_client)` and
+            `sync_weights()`: objects here, or Ray's actor handles.
+        inference_client: the engines.
+        strategy: how bytes move.
+        cfg: for both sides.
+    """
+
+    def __init__(
+        self,
+        trainers: Sequence[Any],
+        inference_client: InferenceEngineClient,
+        strategy: WeightTransferStrategy,
+        cfg: Any = None,
+    ) -> None:
+        self._trainers, self._client, self._strategy, self._cfg = list(trainers), inference_client, strategy, cfg
+
+    def initialize(self) -> None:
+        """Has both sides make their ends."""
+        self._initialize_inference_receivers(self._initialize_training_senders())
+
+    def sync_weights(self) -> Any:
+        """Pushes; returns when every engine serves the weights. The first rank's answer.
+
+        Raises:
+            WeightSyncError: as the trainers raise it.
+        """
+        return self._trigger_training_sync()
+
+    def _initialize_training_senders(self) -> WeightSyncInitInfo:
+        return self._all("initialize_weight_sync", self._strategy, self._cfg, self._client)  # type: ignore[no-any-return]
+
+    def _initialize_inference_receivers(self, sync_info: WeightSyncInitInfo) -> None:
+        done(self._client.initialize_weight_sync(self._strategy, sync_info, self._cfg))
+
+    def _trigger_training_sync(self) -> Any:
+        return self._all("sync_weights")
+
+    def _all(self, method: str, *args: Any) -> Any:
+        async def asked() -> list[Any]:
+            calls = [functools.partial(answer_of, each, method, *args, timeout_s=_STEP_S) for each in self._trainers]
+            return await asyncio.gather(*map(in_thread, calls))
+
+        return done(asked())[0]
+
+
+class _Theirs(base.WeightLoader):
+    """Our bracket over a document's own `load_weights`: staged, then called once at the commit."""
+
+    def __init__(self, loader: WeightLoader) -> None:
+        self._theirs = loader
+        self._manifest: Manifest | None = None
+        self._staging: dict[str, torch.Tensor] = {}
+        self._came: set[str] = set()
+        self._verified, self._healthy = False, True
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy
+
+    def begin(self, manifest: Manifest) -> None:
+        check_closed(self._manifest)
+        self._staging = staging_for(manifest.by_name(), self._staging)
+        self._manifest, self._came, self._verified = manifest, set(), False
+
+    def load_weights(self, updates: Iterable[Update]) -> None:
+        stage(updates, check_open(self._manifest).by_name(), self._staging, self._came)
+
+    def verify(self) -> None:
+        check_complete(check_open(self._manifest).by_name(), self._came)
+        self._verified = True
+
+    def live_tensors(self) -> Iterator[HeldTensor]:
+        raise UnsupportedError("what this loader does with tensors is its own affair")
+
+    def commit(self, version: Version) -> None:
+        check_verified(self._manifest, version, verified=self._verified)
+        self._healthy = self._verified = False  # one that fails is not tried again
+        call: Any = self._theirs.load_weights
+        staging, self._staging = self._staging, {}  # theirs from here on: who knows where they keep it
+        if len(inspect.signature(call).parameters) > 1:
+            specs = check_open(self._manifest).tensors
+            request = {
+                "names": [spec.name for spec in specs],
+                "dtypes": [spec.dtype for spec in specs],
+                "shapes": [list(spec.shape) for spec in specs],
+            }
+            done(call(_pairwise(staging), request))
+        else:
+            done(call(staging))
+        self._manifest, self._healthy = None, True
+
+    def abort(self, reason: str) -> None:
+        self._manifest, self._verified = None, False
+
+
+async def _pairwise(tensors: Mapping[str, torch.Tensor]) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    for pair in tensors.items():
+        yield pair
+
+
+def _pairs(name: Any, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """One pair, or those of a group that came as two lists."""
+    yield from zip(name, tensor, strict=True) if isinstance(name, list | tuple) else [(name, tensor)]
+
+
+def _model_of(engine: Any) -> Any:
+    worker = getattr(engine, "worker", engine)
+    return worker.get_model() if callable(getattr(worker, "get_model", None)) else getattr(worker, "model", worker)
+
+
+def _handle(engine: Any, index: int, token: str | None) -> EngineHandle:
+    if isinstance(engine, str):
+        return engine_at(engine, token=token)
+    if callable(getattr(engine, "call", None)) and hasattr(engine, "engine_id"):
+        return engine  # type: ignore[no-any-return]
+    return ActorEngine(engine, engine_id=f"actor-{index}")
+
+
+def _arguments(actor: Any, method: str) -> set[str] | None:
+    """The names of a method's arguments; None where Ray does not say."""
+    called = getattr(actor, method)
+    return None if hasattr(called, "remote") else set(inspect.signature(called).parameters)

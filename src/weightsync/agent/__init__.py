@@ -1,0 +1,1 @@
+"""The agent: the process beside a trainer that proves and serves its publications."""

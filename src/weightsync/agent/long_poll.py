@@ -1,0 +1,124 @@
+"""LongPoll: requests that wait at the agent until there is something new. A waiter costs no thread, and they are
+counted, see `Places`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+
+from fastapi import Request
+
+from weightsync.errors import InvalidRequestError
+from weightsync.net.places import Places
+from weightsync.types import Version
+from weightsync.types.spec import check_id
+
+MAX_WAIT_S = 60.0
+"""No request waits longer. Whoever wants more asks again."""
+_MAX_WAITERS = 1024
+
+
+class LongPoll:
+    """The requests that wait now. `changed` may be called from any thread, `until` in the server's loop.
+
+    Args:
+        max_waiters: no more than so many wait.
+    """
+
+    def __init__(self, *, max_waiters: int = _MAX_WAITERS) -> None:
+        self._places = Places(max_waiters)
+        self._lock = threading.Lock()
+        self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+        self._closed = False
+
+    @property
+    def num_waiters(self) -> int:
+        """How many wait now."""
+        with self._lock:
+            return len(self._waiting)
+
+    async def until(self, ready: Callable[[], bool], request: Request, *, wait_s: float) -> None:
+        """Returns when `ready` says so, or after `wait_s`, or when the caller has gone, or at `close`, or to make room
+        for another one's request.
+
+        Raises:
+            StateError: too many wait already.
+        """
+        if wait_s <= 0 or ready():
+            return
+        awake = asyncio.Event()
+        with self._places.take(request, awake.set) as place:
+            with self._lock:
+                self._waiting[awake] = asyncio.get_running_loop()
+            gone = asyncio.ensure_future(_disconnected(request))
+            gone.add_done_callback(lambda _: awake.set())
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        while not (ready() or gone.done() or self._closed or place.lost):
+                            await awake.wait()
+                            awake.clear()
+            finally:
+                gone.cancel()
+                with self._lock:
+                    del self._waiting[awake]
+
+    def changed(self) -> None:
+        """Each waiter looks whether it is ready."""
+        with self._lock:
+            for awake, loop in self._waiting.items():
+                with contextlib.suppress(RuntimeError):  # that loop has ended, and its requests with it
+                    loop.call_soon_threadsafe(awake.set)
+
+    def close(self) -> None:
+        """Nobody waits any longer. Idempotent."""
+        self._closed = True
+        self.changed()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def asked_wait_s(request: Request) -> float:
+    """How long a request may wait for its answer, as its query says; 0 where it says nothing.
+
+    Raises:
+        InvalidRequestError: it says what is no such time.
+    """
+    said = request.query_params.get("wait_s", "0")
+    with contextlib.suppress(ValueError):
+        if 0 <= float(said) <= MAX_WAIT_S:  # NaN fails both
+            return float(said)
+    raise InvalidRequestError(f"wait_s is a number of seconds from 0 to {MAX_WAIT_S:g}, not {said[:30]!r}")
+
+
+def asked_version(request: Request) -> Version | None:
+    """The version in `after=RUN/NUMBER` of a query; None where there is none.
+
+    Raises:
+        InvalidRequestError: it is no version.
+    """
+    said = request.query_params.get("after")
+    if said is None:
+        return None
+    run_id, _, number = said.rpartition("/")
+    if not (number.isascii() and number.isdigit() and len(number) < 20):
+        raise InvalidRequestError(f"after is a version as RUN/NUMBER, not {said[:100]!r}")
+    check_id("run_id", run_id)
+    return Version(run_id=run_id, number=int(number))
+
+
+def asked_number(request: Request) -> int:
+    """The count in `after=N` of a query; 0 where there is none.
+
+    Raises:
+        InvalidRequestError: it is no count.
+    """
+    said = request.query_params.get("after", "0")
+    if not (said.isascii() and said.isdigit() and len(said) < 20):
+        raise InvalidRequestError(f"after is a number, 0 or more, not {said[:30]!r}")
+    return int(said)

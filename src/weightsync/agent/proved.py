@@ -1,0 +1,77 @@
+"""Proved: a publication that an agent has proved; StoredDelta: a delta that it keeps in shared memory."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightsync.types.agent_messages import DeltaReport
+from weightsync.types.publication import Publication, Source, SourceProof
+
+
+class Proved(msgspec.Struct, frozen=True, kw_only=True):
+    """A publication that an agent has proved, and the index of the source that it has."""
+
+    publication: Publication
+    source: int
+    proof: SourceProof
+
+    @property
+    def run_id(self) -> str:
+        """Which run."""
+        return self.publication.manifest.version.run_id
+
+    @property
+    def number(self) -> int:
+        """Number of the version."""
+        return self.publication.manifest.version.number
+
+    @property
+    def where(self) -> Source:
+        """The segment."""
+        return self.publication.sources[self.source]
+
+    def lies_like(self, other: Proved | tuple[Publication, int]) -> bool:
+        """Whether each byte of both is of the same element, so that a delta can lead from one to the other."""
+        publication, source = (other.publication, other.source) if isinstance(other, Proved) else other
+        mine, theirs = self.where, publication.sources[source]
+        return (
+            self.source == source
+            and self.run_id == publication.manifest.version.run_id
+            and (mine.data_start, mine.data_end) == (theirs.data_start, theirs.data_end)
+            and self.publication.parts_of(source) == publication.parts_of(source)
+        )
+
+
+class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """One delta in shared memory.
+
+    Attributes:
+        run_id: of both versions.
+        base, version: numbers of the versions that it leads from and to.
+        base_digest, digest: of the source's bytes before and after.
+        blob: where it lies.
+        block_checksums: over the blob.
+        num_changed, num_elements: how many elements it changes, and of how many.
+        seconds: that it took to make.
+    """
+
+    run_id: str
+    base: int
+    base_digest: str
+    version: int
+    digest: str
+    blob: Source
+    block_checksums: str
+    num_changed: int
+    num_elements: int
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the blob."""
+        return self.blob.data_end
+
+
+def facts_of(delta: StoredDelta) -> DeltaReport:
+    """What users are told of a delta."""
+    return DeltaReport(**{name: getattr(delta, name) for name in DeltaReport.__struct_fields__})

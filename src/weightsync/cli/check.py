@@ -1,0 +1,172 @@
+"""`weightsync check`: whether an engine would take a model's weights, before a training run."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weightsync.cli.shared import Token, Verify, told
+from weightsync.errors import ConfigError, EngineError, InvalidRequestError, ManifestMismatchError, WeightSyncError
+
+if TYPE_CHECKING:
+    from weightsync.types import EngineHandle, TensorSpec
+
+_NUM_SHOWN = 20
+_ANSWER_S = 30.0
+_RUN = "weightsync-check"
+
+
+def check(
+    model: Annotated[
+        str, typer.Option(metavar="FOLDER|FILE|URL", help="A checkpoint (*.safetensors), or a trainer's agent.")
+    ],
+    engine: Annotated[
+        str, typer.Option(metavar="URL", help="vllm+http://..., sglang+http://..., or http://..., which is asked.")
+    ],
+    dtype: Annotated[
+        str, typer.Option(help="What the trainer is going to send floating-point weights as; keep: as they are.")
+    ] = "bfloat16",
+    model_id: Annotated[str, typer.Option(help="The model's name, where the engine has one.")] = "default",
+    token: Token = None,
+    verify: Verify = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Also where the engine has a trainer, whose next sync joins anew then.")
+    ] = False,
+) -> None:
+    """Asks an engine whether a model's names, shapes and dtypes are its own; nothing moves, and it goes on serving.
+
+    The engine is shown what a trainer would send, as at the beginning of a sync, and answers before a byte moves. What
+    differs is counted, and the first ten tensors are named, with the closest names that it has. A checkpoint's names
+    are those that a trainer sends without a name_map.
+
+    Exit codes: 0: it would take them. 1: it would not, or does not answer. 2: a wrong option, or no such file.
+
+    Example: weightsync check --model ./checkpoint --engine vllm+http://127.0.0.1:8000
+    """
+    with told():
+        from weightsync.handles.by_url import engine_at
+        from weightsync.handles.sglang import SGLangEngine
+
+        specs = _specs(model, token=token, verify=verify or True, dtype=dtype)
+        handle = engine_at(engine, token=token, verify=verify or True)
+        try:
+            if isinstance(handle, SGLangEngine):
+                raise ConfigError(
+                    f"{handle.engine_id} is SGLang, which names no tensor before it loads: it can be asked nothing"
+                )
+            _ask(handle, specs, model_id, anyway=anyway)
+        except (ManifestMismatchError, EngineError) as error:
+            raise _at(error, handle) from None
+        finally:
+            handle.close()  # type: ignore[attr-defined]
+        total = sum(spec.nbytes for spec in specs)
+        print(f"{handle.engine_id} would take it: {len(specs)} tensors, {total / 1e6:.1f} MB")
+
+
+def _at(error: WeightSyncError, handle: EngineHandle) -> WeightSyncError:
+    error.peer = error.peer or handle.engine_id
+    return error
+
+
+def _specs(model: str, *, token: str | None, verify: bool | str, dtype: str) -> Sequence[TensorSpec]:
+    """What a trainer of that model would send.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the dtype is none.
+        WeightSyncError: the agent does not answer.
+    """
+    if model.startswith(("http://", "https://")):
+        from weightsync.clients.agent import AgentClient
+
+        client = AgentClient(model, token=token, verify=verify)
+        try:
+            return client.manifest(timeout_s=_ANSWER_S).publication.manifest.tensors
+        finally:
+            client.close()
+    from weightsync.types import TensorSpec
+    from weightsync.types.dtypes import CASTABLE, target_dtype
+
+    wanted = None if dtype == "keep" else dtype
+    if wanted is not None and wanted not in CASTABLE:
+        raise ConfigError(f"--dtype is one of {', '.join(sorted(CASTABLE))} or keep, not {dtype!r}")
+    return [
+        TensorSpec(
+            name=spec.name, dtype=spec.dtype if wanted is None else target_dtype(spec.dtype, wanted), shape=spec.shape
+        )
+        for spec in _headers(Path(model))
+    ]
+
+
+def _headers(path: Path) -> list[TensorSpec]:
+    """The tensors of a checkpoint, from the headers of its files."""
+    from weightsync.plan.safetensors import read_header
+
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        what = "has no *.safetensors" if path.is_dir() else "is not there"
+        raise ConfigError(f"--model is a folder or a file of safetensors, or an agent's URL: {path} {what}")
+    found: dict[str, TensorSpec] = {}
+    for file in files:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            opened.seek(0)
+            head = opened.read(8 + min(length, file.stat().st_size))
+        try:
+            _, tensors, _ = read_header(memoryview(head))
+        except InvalidRequestError as error:
+            raise ConfigError(f"{file}: {error.message}") from None
+        for name, spec in tensors.items():
+            if name in found:
+                raise ConfigError(f"{path} has {name!r} twice", parameter=name)
+            found[name] = spec
+    return list(found.values())
+
+
+def _ask(handle: EngineHandle, specs: Sequence[TensorSpec], model_id: str, *, anyway: bool) -> None:
+    """Opens a session and aborts it.
+
+    Raises:
+        ManifestMismatchError: the engine's model is another.
+        ConfigError: it has a trainer.
+        WeightSyncError: it does not answer, or fails.
+    """
+    from weightsync.transfer.base import init_requests
+    from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
+    from weightsync.types import (
+        AbortRequest,
+        BeginRequest,
+        DescribeRequest,
+        EngineOp,
+        InitRequest,
+        Manifest,
+        TensorTable,
+        Version,
+    )
+
+    told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ANSWER_S)
+    if told_of.run_id is not None and not told_of.run_id.startswith(_RUN) and not anyway:
+        raise ConfigError(
+            f"{handle.engine_id} has a trainer, {told_of.run_id}, and would leave it for the check: ask before "
+            "a run, or "
+            "say --anyway"
+        )
+    run_id, session = f"{_RUN}-{uuid.uuid4().hex[:8]}", f"check-{uuid.uuid4().hex[:8]}"
+    info, _ = PackedCudaIpcTransferStrategy().create_init_info({handle.engine_id: told_of.world_size})
+    requests = init_requests(info, {handle.engine_id: told_of.world_size}, run_id=run_id, model_id=model_id)
+    init: InitRequest = requests[handle.engine_id]
+    handle.call(EngineOp.INIT, init, timeout_s=_ANSWER_S)
+    manifest = Manifest(version=Version(run_id=run_id, number=0), model_id=model_id, tensors=TensorTable.of(specs))
+    begin = BeginRequest(session=session, manifest=manifest, deadline_s=_ANSWER_S)
+    try:
+        handle.call(EngineOp.BEGIN, begin, timeout_s=_ANSWER_S)
+    finally:
+        handle.call(EngineOp.ABORT, AbortRequest(session=session, reason="nothing but a check"), timeout_s=_ANSWER_S)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(check)

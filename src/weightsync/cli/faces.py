@@ -1,0 +1,205 @@
+"""What answers at a URL, and what it says of itself: a controller, a rollout service, an agent or an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weightsync.cli.status_tables import tables_of
+from weightsync.cli.tables import table
+from weightsync.control.web.headline import Fact, facts, seconds_text
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    EngineUnreachableError,
+    WeightSyncError,
+)
+from weightsync.handles.by_url import engine_at, read_engine_url
+from weightsync.net.client import JsonClient
+from weightsync.net.messages import decode
+from weightsync.observe import now_s
+from weightsync.types import DescribeRequest, EngineHandle, EngineOp, EngineReply
+from weightsync.types.control import ControllerStatus
+from weightsync.types.service import ModelStatus, ServiceStatus
+from weightsync.types.transfer_messages import AgentVersion, EndedTransfers, Receivers
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_LEVELS = ("wrong", "busy", "ok")
+_MOST_TRANSFERS = 10
+_RUNS = "a weightsync controller, rollout service, agent or engine"
+_NO_SIGN = (EngineUnreachableError, DeadlineExceededError, AuthError)
+"""What does not say that something else answers there."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One look.
+
+    Attributes:
+        facts: sentences, the worst first.
+        tables: what there is besides.
+        raw: all of it, as it was told.
+    """
+
+    facts: Sequence[Fact]
+    tables: Sequence[Table]
+    raw: Any
+
+
+class Face:
+    """Whatever answers at a URL; it is asked what it is at the first look that it answers.
+
+    Args:
+        url: of a controller, a service, an agent or an engine; an engine's may say what it is, vllm+http://...
+        token, verify: see `JsonClient`.
+
+    Raises:
+        ConfigError: the URL is none.
+    """
+
+    def __init__(self, url: str, *, token: str | None, verify: bool | str) -> None:
+        self._url, self._token, self._verify = url, token, verify
+        self._client: JsonClient | None = None
+        self._engine: EngineHandle | None = None
+        self._known: Callable[[float], Seen] | None = None
+        if "+" in url.partition("://")[0]:
+            read_engine_url(url)
+        else:
+            self._client = JsonClient(url, runs=_RUNS, token=token, verify=verify)
+
+    def look(self, timeout_s: float) -> Seen:
+        """Asks it.
+
+        Raises:
+            EngineUnreachableError, DeadlineExceededError: nobody answers.
+            AuthError: it refuses the token.
+            EngineError: what answers is none of ours, and no engine.
+        """
+        if self._known is not None:
+            return self._known(timeout_s)
+        for way in (self._ask_status, self._ask_agent) if self._client is not None else ():
+            try:
+                seen = way(timeout_s)
+            except _NO_SIGN:
+                raise
+            except WeightSyncError:
+                continue
+            self._known = way
+            return seen
+        return self._ask_engine(timeout_s)
+
+    def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        if self._client is not None:
+            self._client.close()
+        if self._engine is not None:
+            self._engine.close()  # type: ignore[attr-defined]
+
+    def _ask_status(self, timeout_s: float) -> Seen:
+        """A controller and a service both have `/status`."""
+        assert self._client is not None
+        body = self._client.exchange("GET", "/status", timeout_s=timeout_s)
+        told = decode(body, dict[str, Any], what="its status")
+        if "sync_mode" in told:
+            now = decode(body, ControllerStatus, what="the status of a controller")
+            return Seen(facts=facts(now), tables=tuple(tables_of(now)), raw=now)
+        service = decode(body, ServiceStatus, what="the status of a service")
+        found = [fact for name, model in service.models.items() for fact in _of_model(name, model)]
+        rows = (
+            (
+                name, f"{model.run_id}/{model.version}" if model.version is not None else "none", model.sender,
+                model.state, "; ".join(f"{who} {version or 'none'}" for who, version in model.engines.items()),
+                str(model) if model.version is not None else None,
+            )
+            for name, model in service.models.items()
+        )  # fmt: skip
+        heads = ("model", "served", "from", "state", "engines", "last version")
+        return Seen(facts=_worst_first(found), tables=(table("Models", heads, rows),), raw=service)
+
+    def _ask_agent(self, timeout_s: float) -> Seen:
+        assert self._client is not None
+        now = self._client.call("GET", "/get_version", AgentVersion, timeout_s=timeout_s)
+        ended = self._client.call("GET", "/get_transfers", EndedTransfers, timeout_s=timeout_s)
+        book = self._client.call("GET", "/receivers", Receivers, timeout_s=timeout_s)
+        can = self._client.call("GET", "/get_capabilities", dict[str, Any], timeout_s=timeout_s)
+        deltas = ", ".join(f"{delta['base']} -> {delta['version']}" for delta in can.get("deltas", ()))
+        why_none = can.get("why_no_delta") or "no receiver has asked for one"
+        kept = (("digest", now.model_digest), ("publisher", now.incarnation), ("deltas", deltas or f"none: {why_none}"))
+        rows = (
+            (each.receiver_id, f"{each.run_id}/{each.version}", "all of it" if each.ok else "ended early")
+            for each in reversed(ended.ended[-_MOST_TRANSFERS:])
+        )
+        tables = [table(f"Publication of {now.model_id}", ("what", "is"), kept)]
+        if book.receivers:
+            who = [
+                (
+                    each.receiver_id, each.version or "nothing yet",
+                    f"{each.received_bytes / 1e6:.1f} MB",
+                    "" if each.bytes_per_s is None else f"{each.bytes_per_s / 1e6:.1f} MB/s",
+                    str(each.num_failed or ""),
+                    f"{seconds_text(max(0.0, now_s() - each.since_s))} ago",
+                )
+                for each in book.receivers[:_MOST_TRANSFERS]
+            ]  # fmt: skip
+            heads = ("receiver", "has", "sent", "rate", "ended early", "registered")
+            tables.append(table(f"Receivers, {book.num_registered} in all", heads, who))
+        if ended.ended:
+            tables.append(table("Last transfers", ("receiver", "version", "got"), rows))
+        return Seen(
+            facts=tuple(_of_agent(now, ended)),
+            tables=tables,
+            raw={"version": now, "can": can, "receivers": book, "ended": ended},
+        )
+
+    def _ask_engine(self, timeout_s: float) -> Seen:
+        if self._engine is None:
+            try:
+                self._engine = engine_at(self._url, token=self._token, verify=self._verify, timeout_s=timeout_s)
+            except ConfigError as error:  # of what answers there: the URL is one
+                raise EngineError(f"{error.message}; nor does {_RUNS} run there", peer=error.peer) from None
+        reply = self._engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
+        return Seen(facts=tuple(engine_facts(self._engine, reply)), tables=(), raw=reply)
+
+
+def engine_facts(handle: EngineHandle, reply: EngineReply) -> Iterator[Fact]:
+    """What an engine says of itself, the worst first."""
+    if reply.unhealthy or not reply.intact:
+        why = reply.unhealthy or "its weights are half-loaded"
+        yield Fact(level="wrong", text=f"{why}: the next version that is loaded in full heals it")
+    kind = type(handle).__name__.removesuffix("Engine").replace("Http", "engine server")
+    takes = "whole tensors and patches" if "patch" in reply.accepts else "whole tensors"
+    serves = f"serves {reply.version or 'no version yet'}" + ("" if reply.serving else ", paused or refusing")
+    yield Fact(
+        level="ok" if reply.serving else "busy", text=f"{kind}, {reply.world_size} workers, takes {takes}, {serves}"
+    )
+
+
+def _of_model(name: str, model: ModelStatus) -> Iterator[Fact]:
+    serves = f"{name} serves {model.run_id}/{model.version}" if model.version is not None else f"{name}: no version yet"
+    for who, why in {**model.sender_errors, **model.errors}.items():
+        yield Fact(level="wrong", text=f"{serves}; {who} failed", detail=why)
+    if model.state in ("pulling", "loading"):
+        so_far = f"{seconds_text(max(0.0, now_s() - model.since_s))} so far" if model.since_s is not None else ""
+        moved = str(model.progress) if model.progress is not None and model.progress.is_long else ""
+        wanted = f" version {model.wanted}" if model.wanted is not None else ""
+        yield Fact(level="busy", text=f"{name}: {model.state}{wanted}", detail="; ".join(filter(None, (so_far, moved))))
+    yield Fact(level="ok", text=serves, detail=str(model) if model.pull_s is not None else "")
+
+
+def _of_agent(now: AgentVersion, ended: EndedTransfers) -> Iterator[Fact]:
+    if now.coming is not None:
+        yield Fact(level="busy", text=f"Proving {now.model_id} {now.coming_run_id}/{now.coming}")
+    if now.version is None:
+        yield Fact(level="ok", text=f"Nothing of {now.model_id} is published yet")
+    else:
+        served = f"{ended.newest} transfers since the agent started"
+        yield Fact(level="ok", text=f"Publishes {now.model_id} {now.run_id}/{now.version}", detail=served)
+
+
+def _worst_first(found: Sequence[Fact]) -> tuple[Fact, ...]:
+    return tuple(sorted(found, key=lambda fact: _LEVELS.index(fact.level)))

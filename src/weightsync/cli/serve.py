@@ -1,0 +1,172 @@
+"""`weightsync serve`: the rollout service of a host, beside its engines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weightsync.cli.shared import Token, Verify, told
+from weightsync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weightsync.types.service import ModelStatus
+    from weightsync.verbs.serving import Service
+
+_LOOK_S = 0.5
+_PROGRESS_S = 2.0
+"""What takes longer says how far it is."""
+_MIDDLEWARE = "weightsync.engine.vllm.lease_middleware.LeaseMiddleware"
+
+
+def serve(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODEL=URL",
+            help="An engine of this host: vllm+http://..., sglang+http://..., weightsync+http://..., or http://..., "
+            "which is asked what it is. Again for each further one.",
+        ),
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="URL", help="A trainer's agent, http://trainer-0:8765; one a trainer host."),
+    ] = None,
+    token: Token = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen: 127.0.0.1, beyond loopback with a token.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="9000; 0 lets the system choose.")] = None,
+    lease: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Serving lease: engines answer while this service is alive. It is made."),
+    ] = None,
+    controller: Annotated[
+        str | None, typer.Option(metavar="URL", help="Controller whose fleet this host is part of; needs --lease.")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(metavar="URL", help="URL by which the controller reaches this service.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The service's name, for operators; this host's.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML; options win over it.", exists=True, dir_okay=False)] = None,
+    verify: Verify = None,
+) -> None:
+    """Keeps the engines of this host at the newest version that a trainer has published.
+
+    It waits at each --from until there is something newer, fetches it, proves every tensor, and loads it into the
+    engines; generation pauses for the load alone. Trainers may come later, and be started again; so may engines whose
+    URL says what they are (vllm+http://, sglang+http://, weightsync+http://): of others the command has to ask.
+    Without --from a trainer has to name this service: weightsync.publish(..., to=["http://THIS-HOST:9000"]).
+
+    A vLLM is started so, and needs no code:
+
+      VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --weight-transfer-config '{"backend": "weightsync"}'
+
+    With --lease a vLLM that was started again, or whose service has died, refuses to answer with old weights: the
+    command prints what to start it with.
+
+    Example: weightsync serve --engine actor=vllm+http://127.0.0.1:8000 --from http://trainer-0:8765
+
+    How it is: weightsync status with the URL that it prints.
+    """
+    with told():
+        from weightsync.config import WeightSyncConfig
+        from weightsync.verbs.serving import serve as begin
+
+        models = _models(engine or ())
+        settings = WeightSyncConfig() if config is None else WeightSyncConfig.load(config)
+        lease = lease or settings.serve.lease
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        if lease is not None:
+            _print_lease(lease)
+        running = begin(
+            models or None, sources=source or None, token=token, host=host, port=port, lease=lease,
+            controller=controller, advertise=advertise, service_id=name, config=settings, verify=verify or True,
+        )  # fmt: skip
+        with running:
+            followed = source or list(settings.serve.sources)
+            print(
+                f"{', '.join(running.status().models)} at {running.url} (process {os.getpid()}), "
+                + (f"following {', '.join(followed)}" if followed else "waiting for a trainer that names this service"),
+                flush=True,
+            )
+            _watch(running, stop)
+        print("stopped by a signal; engines go on with what they serve", flush=True)
+
+
+def _models(pairs: Sequence[str]) -> dict[str, list[str]]:
+    """Engines by model.
+
+    Raises:
+        ConfigError: one is no MODEL=URL.
+    """
+    models: dict[str, list[str]] = {}
+    for pair in pairs:
+        model_id, equals, url = pair.partition("=")
+        if not equals or "://" in model_id:
+            raise ConfigError(f"--engine is MODEL=URL, e.g. actor=vllm+http://127.0.0.1:8000, not {pair!r}")
+        models.setdefault(model_id, []).append(url)
+    return models
+
+
+def _print_lease(path: str) -> None:
+    """Made before vLLM starts, which refuses to without it."""
+    from weightsync.memory import ServingLease
+
+    path = os.path.abspath(path)
+    if not os.path.exists(path):
+        ServingLease(path).release()
+    print(
+        f"lease file {path}; start vLLM with these beside its other options:\n"
+        f"  WEIGHTSYNC_LEASE_FILE={path} VLLM_SERVER_DEV_MODE=1\n"
+        f"  --middleware {_MIDDLEWARE}",
+        flush=True,
+    )
+
+
+def _watch(running: Service, stop: threading.Event) -> None:
+    """Prints what is served, what goes wrong, once each, and how far a long pull is, until it is told to stop."""
+    troubles: dict[str, str] = {}
+    served: dict[str, str] = {}
+    last_s = time.monotonic()
+    while not stop.wait(_LOOK_S):
+        for model_id, status in running.status().models.items():
+            now = f"{status.run_id}/{status.version}" if status.version is not None and status.state == "idle" else ""
+            if now and served.get(model_id) != now:
+                served[model_id] = now
+                print(f"{model_id} serves {now}: {_how(status)}", flush=True)
+            trouble = _trouble(status)
+            if trouble and troubles.get(model_id) != trouble:
+                print(f"{model_id}: {trouble}", flush=True)
+            troubles[model_id] = trouble
+            if time.monotonic() - last_s > _PROGRESS_S and (line := running.progress(model_id)) is not None:
+                last_s = time.monotonic()
+                print(f"{model_id}: {line}", flush=True)
+
+
+def _trouble(status: ModelStatus) -> str:
+    told_of = {**status.sender_errors, **status.errors}
+    return "; ".join(f"{who}: {why}" for who, why in told_of.items())
+
+
+def _how(status: ModelStatus) -> str:
+    deltas = f" in {status.num_deltas} deltas" if status.num_deltas else ""
+    if status.pull_s is None:
+        return "from its life before, by its record"
+    return (
+        f"{status.received_bytes / 1e6:.1f} MB by {status.transport}{deltas} in {status.pull_s:.2f} s, loaded in "
+        f"{status.load_s or 0:.2f} s, paused {1e3 * (status.paused_s or 0):.0f} ms"
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(serve)

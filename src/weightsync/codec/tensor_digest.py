@@ -1,0 +1,141 @@
+"""Digests of single tensors: xxh3 of their bytes, on all cores."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from weightsync.codec.threads import batches, map_all
+from weightsync.many import addresses, are_plain, copy_runs, sizes_bytes
+from weightsync.plan.boxes import split_box, whole_box
+from weightsync.tensors import byte_array
+from weightsync.types import Box
+from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
+
+PIECE_BYTES = 16 << 20
+"""What one thread copies at a time where a tensor is not contiguous host memory: the bound on extra memory."""
+
+SMALL_BYTES = 1 << 20
+"""Work below this is not worth another thread."""
+
+_RUN_BYTES = 4 << 20
+"""What one thread takes at a time of a bucket."""
+
+_GATHERED = 64
+"""From so many small tensors on it is worth a compiled loop to lay them side by side."""
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's bytes in row-major order, whatever its strides and device, on the caller's thread.
+
+    Name, dtype and shape are not part of it. It reads memory at its own speed and releases the GIL; a tensor
+    that is not contiguous host memory is copied in pieces of `PIECE_BYTES`.
+
+    Returns:
+        "xxh3:" and the 32 hex digits of XXH3-128 with seed 0.
+    """
+    if is_plain(tensor):
+        return f"xxh3:{xxhash.xxh3_128_hexdigest(byte_array(tensor).data)}"
+    state = xxhash.xxh3_128()
+    for block in split_box(whole_box(tuple(tensor.shape)), PIECE_BYTES // tensor.element_size()):
+        state.update(host_bytes(cut_out(tensor, block)).data)
+    return f"xxh3:{state.hexdigest()}"
+
+
+def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """`tensor_digest` of each, by name, in the mapping's order, on all cores."""
+    packed = packed_digests(list(tensors.values()))
+    return {name: written_digest(packed, index) for index, name in enumerate(tensors)}
+
+
+def packed_digests(tensors: Sequence[torch.Tensor]) -> bytes:
+    """The 16 bytes of `tensor_digest` of each, one behind the other, on all cores."""
+    large = [index for index, tensor in enumerate(tensors) if tensor.nbytes > SMALL_BYTES]
+    if not large:
+        return b"".join(map_all(_digests_of_small, _batches(tensors)))
+    found = {
+        index: packed_digest(digest)
+        for index, digest in zip(
+            sorted(large, key=lambda index: -tensors[index].nbytes),
+            map_all(tensor_digest, sorted((tensors[index] for index in large), key=lambda tensor: -tensor.nbytes)),
+            strict=True,
+        )
+    }
+    small = [index for index in range(len(tensors)) if index not in found]
+    packed = b"".join(map_all(_digests_of_small, _batches([tensors[index] for index in small])))
+    for place, index in enumerate(small):
+        found[index] = packed[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)]
+    return b"".join([found[index] for index in range(len(tensors))])
+
+
+def bucket_digests(bucket: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
+    """`tensor_digest` of each, as 16 bytes, on all cores.
+
+    Args:
+        bucket: 1-D uint8, contiguous, on any device; what is not host memory is copied in pieces of `PIECE_BYTES`.
+        offsets, sizes: bytes, one a tensor; the ranges lie in the bucket.
+    """
+
+    def run(cut: slice) -> list[bytes]:
+        first, end = min(offsets[cut]), max(map(sum, zip(offsets[cut], sizes[cut], strict=True)))
+        if end - first > PIECE_BYTES:
+            return [
+                packed_digest(tensor_digest(bucket[offset : offset + size]))
+                for offset, size in zip(offsets[cut], sizes[cut], strict=True)
+            ]
+        data = byte_array(bucket[first:end]).data
+        digest = xxhash.xxh3_128_digest
+        return [
+            digest(data[offset - first : offset - first + size])
+            for offset, size in zip(offsets[cut], sizes[cut], strict=True)
+        ]
+
+    return list(itertools.chain.from_iterable(map_all(run, batches(sizes, _RUN_BYTES))))
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    """Consecutive ones, of so many bytes together that a thread is worth it."""
+    return [tensors[cut] for cut in batches([tensor.nbytes for tensor in tensors], SMALL_BYTES)]
+
+
+def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
+    """`packed_digests` on the caller's thread: gathered by one compiled loop, so that none of them needs a view."""
+    if len(tensors) < _GATHERED or not are_plain(tensors):
+        return b"".join([packed_digest(tensor_digest(tensor)) for tensor in tensors])
+    sizes = sizes_bytes(tensors)
+    ends = np.cumsum(sizes)
+    gathered = np.empty(int(ends[-1]), np.uint8)
+    copy_runs(gathered.ctypes.data + ends - sizes, addresses(tensors), sizes)
+    memory, digest, start = gathered.data, xxhash.xxh3_128_digest, 0
+    found = []
+    for end in ends.tolist():
+        found.append(digest(memory[start:end]))
+        start = end
+    return b"".join(found)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def cut_out(tensor: torch.Tensor, block: Box, *, origin: tuple[int, ...] = ()) -> torch.Tensor:
+    """The block of a tensor that starts at `origin` (at 0 where it is not given); a view."""
+    starts = origin or (0,) * len(block.shape)
+    return tensor.detach()[
+        tuple(
+            slice(place - start, place - start + extent)
+            for place, start, extent in zip(block.offset, starts, block.shape, strict=True)
+        )
+    ]
+
+
+def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """A tensor's bytes in row-major order; a copy only where it is not plain already."""
+    if not is_plain(tensor):
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return byte_array(tensor)

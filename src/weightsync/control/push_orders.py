@@ -1,0 +1,174 @@
+"""PushOrders: a push that a controller orders, and training ranks elsewhere make. See design/0024."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+
+from weightsync.errors import (
+    DeadlineExceededError,
+    StateError,
+    SyncInProgressError,
+    TransferAbortedError,
+    VersionError,
+)
+from weightsync.types import Deadline, SyncReport
+from weightsync.types.push_orders import PushOrder
+
+
+class _Order:
+    """One order, as it is known here."""
+
+    def __init__(self, version: int, run_id: str | None) -> None:
+        self.told = PushOrder(order_id=secrets.token_hex(8), version=version)
+        self.run_id = run_id
+        self.taken = False
+        self.outcome: SyncReport | Exception | None = None
+
+
+class PushOrders:
+    """The pushes of one model's ranks; a `types.Push`. Thread-safe.
+
+    Args:
+        take_s: within so long a rank has to take an order: at its next step.
+        push_s: within so long from then on it has to report.
+    """
+
+    def __init__(self, *, take_s: float, push_s: float) -> None:
+        self._take_s = take_s
+        self._push_s = push_s
+        self._changed = threading.Condition()
+        self._order: _Order | None = None
+        self._run_id: str | None = None  # whose ranks push
+        self._closed = False
+
+    def initialize(self) -> None:
+        """Nothing: the ranks meet their engines themselves."""
+
+    def trained(self, run_id: str) -> None:
+        """The ranks of this run push from now on: an order of another run's is given up, taken or not."""
+        with self._changed:
+            self._run_id = run_id
+            self._changed.notify_all()
+            if (order := self._order) is not None and order.outcome is None:
+                order.outcome = self._taken_over(order.run_id)
+
+    def sync_weights(self, version: int, run_id: str | None = None) -> SyncReport:
+        """Orders a push of that version or a newer one, and waits for its report.
+
+        Args:
+            version: its number.
+            run_id: of the trainer; None: of whoever takes the order.
+
+        Raises:
+            VersionError: another run has taken over.
+            DeadlineExceededError: no rank took it, or none reported, in time.
+            SyncInProgressError: another order is under way.
+            TransferAbortedError: it was closed.
+            WeightSyncError: what the ranks' push raised.
+        """
+        with self._changed:
+            if self._order is not None:
+                raise SyncInProgressError("a push is ordered already")
+            if self._closed:
+                raise TransferAbortedError("this controller is closing")
+            order = self._order = _Order(version, run_id)
+            order.outcome = self._taken_over(run_id)
+            self._changed.notify_all()
+            try:
+                if not self._changed.wait_for(
+                    lambda: order.taken or order.outcome is not None or self._closed, self._take_s
+                ):
+                    raise DeadlineExceededError(
+                        f"no training rank took the order to push within {self._take_s:g} s: does the trainer call "
+                        "push.step(), with this controller?",
+                        state_left="engines serve what they served",
+                    )
+                if not self._changed.wait_for(lambda: order.outcome is not None or self._closed, self._push_s):
+                    raise DeadlineExceededError(
+                        f"the training ranks did not report within {self._push_s:g} s how their push ended",
+                        state_left="unknown: engines serve their old version, or the new one, or refuse to serve",
+                    )
+                if order.outcome is None:
+                    raise TransferAbortedError("this controller is closing")
+            finally:
+                self._order = None
+        if isinstance(order.outcome, Exception):
+            raise order.outcome
+        return order.outcome
+
+    def next(
+        self,
+        version: int | None,
+        run_id: str | None = None,
+        *,
+        wait_s: float = 0.0,
+        given_up: threading.Event | None = None,
+    ) -> PushOrder | None:
+        """The order that ranks with that version are to take; nobody else gets it then. None: there is none.
+
+        Args:
+            version: number of what they have; None: they take none.
+            run_id: theirs; None: they take orders of no named run.
+            wait_s: how long to wait for one.
+            given_up: ends the wait likewise; see `look_again`.
+
+        Raises:
+            VersionError: another run has taken over, before or meanwhile.
+        """
+        deadline = Deadline(wait_s)
+        with self._changed:
+
+            def ended() -> bool:
+                if (taken_over := self._taken_over(run_id)) is not None:
+                    raise taken_over
+                return self._closed or (given_up is not None and given_up.is_set())
+
+            def found() -> _Order | None:
+                order = self._order
+                if order is None or order.taken or order.outcome is not None:
+                    return None
+                if version is None or version < order.told.version or order.run_id not in (None, run_id):
+                    return None
+                return order
+
+            self._changed.wait_for(lambda: ended() or found() is not None, deadline.remaining_s)
+            order = found()
+            if ended() or order is None:
+                return None
+            order.taken = True
+            self._changed.notify_all()
+            return order.told
+
+    def look_again(self) -> None:
+        """Who waits looks whether it still has to."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def done(self, order_id: str, outcome: SyncReport | Exception) -> None:
+        """The ranks have pushed, or failed.
+
+        Raises:
+            StateError: nobody waits for that order's report any more.
+        """
+        with self._changed:
+            order = self._order
+            if order is None or not order.taken or order.told.order_id != order_id or order.outcome is not None:
+                raise StateError("nobody waits for the report of that order: it was given up, or is over")
+            order.outcome = outcome
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends what waits. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _taken_over(self, run_id: str | None) -> VersionError | None:
+        """Why an order of this run's is not to be waited for; None where it is."""
+        if run_id is None or self._run_id in (None, run_id):
+            return None
+        return VersionError(
+            f"run {self._run_id} has taken over from {run_id}, whose ranks were to push",
+            state_left="engines serve what they served",
+        )

@@ -1,0 +1,1 @@
+"""What serves: the worker that loads, and the gate before generations."""

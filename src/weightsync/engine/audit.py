@@ -1,0 +1,150 @@
+"""Audit: reads all live weights again, tensor by tensor, while the engine serves, and says what digest they have.
+
+Patches come in between, and may come faster than gigabytes are read. What was read of a tensor stays true then, plus
+the sum of what the patch has changed in it: so an audit goes on over as many patches as it takes, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Mapping
+
+from weightsync.codec.digest import ShardSum, model_digest, shard_sum
+from weightsync.errors import DigestMismatchError, TransferAbortedError
+from weightsync.plan.boxes import split_box, whole_box
+from weightsync.types import HeldTensor, TensorSpec, Version, itemsize_bytes
+
+_PIECE_BYTES = 1 << 20
+"""Small enough that a piece is summed by the audit's own thread alone, and that stopping it takes no time."""
+_NICE = 10
+_ENDS_S = 2.0
+
+
+class Audit:
+    """One reading of live weights, in one or several runs: `begin`, `run`, and from any thread `pause`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, ShardSum] = {}  # of whole tensors that were read, as they are now
+        self._paused = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether what it found last says nothing: a session may write the live weights by now."""
+        return self._paused.is_set()
+
+    def begin(self) -> None:
+        """A run is about to be made, unless it is paused before."""
+        self._paused.clear()
+        self._idle.clear()
+
+    def pause(self, *, wait_s: float) -> bool:
+        """Ends its run soon, and waits so long for that; whether it has ended. If not, it is of no use any more."""
+        self._paused.set()
+        return self._idle.wait(wait_s)
+
+    def follow(self, changes: Mapping[str, ShardSum]) -> None:
+        """While it is paused, a patch was committed that adds this to the sums of these tensors."""
+        for name in self._sums.keys() & changes:
+            self._sums[name] += changes[name]
+
+    def run(self, held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
+        """The digest of what is held; on one core, behind everything else that wants it.
+
+        Raises:
+            TransferAbortedError: it was paused; a tensor that it was at is read anew in the next run.
+        """
+        _be_nice()
+        try:
+            parts = ShardSum.zero()
+            for each in held:
+                if each.box is not None:
+                    parts += self._read(each)
+                elif each.spec.name not in self._sums:
+                    self._sums[each.spec.name] = self._read(each)
+            return model_digest(specs, sum(self._sums.values(), parts))
+        finally:
+            self._idle.set()
+
+    def _read(self, each: HeldTensor) -> ShardSum:
+        total = ShardSum.zero()
+        box = each.box or whole_box(each.spec.shape)
+        for block in split_box(box, _PIECE_BYTES // itemsize_bytes(each.spec.dtype)):
+            if self._paused.is_set():
+                raise TransferAbortedError("the audit was paused: another session began")
+            cut = tuple(
+                slice(place - start, place - start + extent)
+                for place, start, extent in zip(block.offset, box.offset, block.shape, strict=True)
+            )
+            total += shard_sum(HeldTensor(spec=each.spec, box=block, tensor=each.tensor[cut]))
+        return total
+
+
+class Audits:
+    """The audits of one worker, one after the other. Not thread-safe: the worker calls it under its lock.
+
+    Attributes:
+        failure: what the last one found; None where all is well.
+    """
+
+    def __init__(self) -> None:
+        self.failure: DigestMismatchError | None = None
+        self._current: Audit | None = None
+
+    @property
+    def finding(self) -> str | None:
+        """`failure`, in words."""
+        return None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+
+    def begin(self) -> Audit:
+        """The one that was interrupted goes on, or a new one begins; its `run` is the caller's to make."""
+        self.pause()
+        audit = self._current = self._current or Audit()
+        audit.begin()
+        return audit
+
+    def interrupt(self) -> None:
+        """Ends a run soon; waits for nobody."""
+        if self._current is not None:
+            self._current.pause(wait_s=0.0)
+
+    def pause(self) -> None:
+        """Ends a run, before live weights are written; one that does not end is of no use any more."""
+        if self._current is not None and not self._current.pause(wait_s=_ENDS_S):
+            self._current = None
+
+    def follow(self, changes: Mapping[str, ShardSum]) -> None:
+        """See `Audit.follow`."""
+        if self._current is not None:
+            self._current.follow(changes)
+
+    def forget(self) -> None:
+        """The next one reads everything again."""
+        self._current = None
+
+    def judge(self, audit: Audit, digest: str, *, of: Version, committed: str | None) -> None:
+        """What a run has read, against what was committed.
+
+        Raises:
+            DigestMismatchError: it is another; `failure` from now on.
+        """
+        if audit.paused:
+            return
+        self._current = None
+        if digest == committed:
+            return
+        self.failure = DigestMismatchError(
+            f"an audit found that the live weights have digest {digest}, {committed} was committed",
+            version=str(of),
+            state_left="this engine refuses to serve until the next full load",
+        )
+        raise self.failure
+
+
+def _be_nice() -> None:
+    """Lowers this thread's priority, where threads have one of their own (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,0 +1,1 @@
+"""vLLM's side: the plug-in and the middleware that vLLM loads."""

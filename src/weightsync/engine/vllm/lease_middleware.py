@@ -1,0 +1,276 @@
+"""LeaseMiddleware: a vLLM server of a fleet answers while its rollout service holds a lease, and never else.
+
+    vllm ... --middleware weightsync.engine.vllm.lease_middleware.LeaseMiddleware     with WEIGHTSYNC_LEASE_FILE=PATH
+
+    request --> no lease: 503 --> a set is being committed: wait --> vLLM --> lease still there? --> the answer
+                                                                                    └ no: 503, or the stream is cut
+
+What passes without a lease is a list of routes that can't answer with what the model says; all else is guarded, what
+later releases of vLLM add included. Its control routes among them obey no web page. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from weightsync.errors import ConfigError, ForbiddenError, NotServingError, WeightSyncError
+from weightsync.memory import LeaseReader
+from weightsync.types import Deadline
+
+LEASE_FILE_VARIABLE = "WEIGHTSYNC_LEASE_FILE"
+_HELD_S = 30.0
+_HELD_LOOK_S = 0.005
+"""A hold is ended by another process, in shared memory."""
+_RETRY_AFTER_S = 1
+_LEAVES_S = 1.0
+"""How long an application may take to notice that its client has left."""
+_TURNS = 64
+_TRY_AGAIN_LATER = 1013
+"""The websocket's word for 503."""
+
+_READS = frozenset(
+    {
+        "/docs", "/fault_tolerance/status", "/get_world_size", "/health", "/is_paused", "/is_sleeping",
+        "/kv_event_sources", "/load", "/metrics", "/metrics/", "/openapi.json", "/ping", "/server_info",
+        "/tokenizer_info", "/v1/models", "/version", "/weight_info",
+    }
+)  # fmt: skip
+_CONTROLS = frozenset(
+    {
+        "/abort_requests", "/collective_rpc", "/fault_tolerance/apply", "/finish_weight_update",
+        "/inference/v1/abort_requests", "/init_weight_transfer_engine", "/is_scaling_elastic_ep", "/pause", "/ping",
+        "/release_kv_cache_memory", "/reset_encoder_cache", "/reset_mm_cache", "/reset_prefix_cache", "/resume",
+        "/scale_elastic_ep", "/shutdown_weight_transfer_engine", "/sleep", "/start_draft_weight_update",
+        "/start_profile", "/start_weight_update", "/stop_profile", "/update_weight_version", "/update_weights",
+        "/wake_up", "/weight_checker",
+    }
+)  # fmt: skip
+UNGUARDED = {"GET": _READS, "HEAD": _READS, "POST": _CONTROLS}
+"""Routes that pass without a lease, by method."""
+
+_Scope = MutableMapping[str, Any]
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
+
+_logger = logging.getLogger(__name__)
+
+
+class LeaseMiddleware:
+    """ASGI middleware. One event loop.
+
+    Without a lease file the server is not to start: the application's start fails. Where a server does not ask for
+    that, everything is refused but what is `UNGUARDED`.
+
+    Args:
+        app: what is guarded.
+        path: of the lease file; what `WEIGHTSYNC_LEASE_FILE` says where not given.
+        held_s: how long a request waits for a set of models to be committed.
+    """
+
+    def __init__(self, app: _App, *, path: str | None = None, held_s: float = _HELD_S) -> None:
+        self._app = app
+        self._held_s = held_s
+        self._lifted: asyncio.Task[None] | None = None
+        self._lease: LeaseReader | None = None
+        self._why_not: ConfigError | None = None
+        try:
+            self._lease = _lease(path)
+        except ConfigError as error:
+            self._why_not = error  # raised here it would be taken for an application that needs no start
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        """Lets it pass, refuses it, or cuts its answer off.
+
+        Raises:
+            NotServingError: the lease was lost when part of the answer had been sent. The server closes the connection
+                before the answer's end.
+        """
+        if scope["type"] == "lifespan":
+            await self._start(scope, receive, send)
+        elif scope["type"] == "http" and _route(scope) in UNGUARDED.get(scope["method"], ()):
+            if scope["method"] == "POST" and _is_of_another_page(scope):
+                await _Answer(self._refusal, "http", receive, send).refuse(_foreign())
+            else:
+                await self._app(scope, receive, send)
+        elif scope["type"] in ("http", "websocket"):
+            answer = _Answer(self._refusal, scope["type"], receive, send)
+            try:
+                await self._admit()
+            except NotServingError as error:
+                await answer.refuse(error)
+                return
+            await answer.of(self._app, scope)
+
+    async def _start(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if self._why_not is None:
+            await self._app(scope, receive, send)
+            return
+        _logger.error("this server does not start: %s", self._why_not)
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": f"ConfigError: {self._why_not}"})
+
+    def _refusal(self) -> str | None:
+        return str(self._why_not) if self._lease is None else self._lease.refusal()
+
+    async def _admit(self) -> None:
+        """Returns when it may be answered.
+
+        Raises:
+            NotServingError: it may not.
+        """
+        deadline = Deadline(self._held_s)
+        while True:
+            if (refused := self._refusal()) is not None:
+                raise _fenced(refused)
+            assert self._lease is not None
+            if not self._lease.held:
+                return
+            if deadline.expired:
+                raise NotServingError(
+                    f"a set of models has been under way for over {self._held_s:g} s", state_left="held"
+                )
+            if self._lifted is None or self._lifted.done():  # one look for all that wait
+                self._lifted = asyncio.ensure_future(self._until_lifted(self._lease))
+            await asyncio.wait({self._lifted}, timeout=deadline.remaining_s)
+
+    async def _until_lifted(self, lease: LeaseReader) -> None:
+        while lease.held and lease.refusal() is None:
+            await asyncio.sleep(_HELD_LOOK_S)
+
+
+class _LostError(Exception):
+    """Ends the application's work on an answer that may not be given. No handler of its own knows it."""
+
+
+class _Answer:
+    """One answer on its way out: each part leaves under the lease, or not at all.
+
+    When the lease was lost, what the application sends goes nowhere, and it is told that its client has left: so it
+    ends the generation. One that does not listen is ended by `_LostError`.
+    """
+
+    def __init__(self, refusal: Callable[[], str | None], kind: str, receive: _Receive, send: _Send) -> None:
+        self._refusal = refusal
+        self._kind = kind
+        self._receive = receive
+        self._send = send
+        self._head: _Message | None = None  # kept until there is something to answer
+        self._begun = False
+        self._lost: str | None = None
+        self._left = asyncio.Event()
+        self._patience = Deadline(0.0)
+        self._num_dropped = 0
+
+    async def of(self, app: _App, scope: _Scope) -> None:
+        """What the application answers.
+
+        Raises:
+            NotServingError: the lease was lost when a part of it had been sent.
+        """
+        try:
+            await app(scope, self._heard, self._checked)
+        except Exception:
+            if self._lost is None:
+                raise
+        if self._lost is None:
+            return
+        error = _fenced(self._lost)
+        if self._begun and self._kind == "http":
+            raise error
+        await self.refuse(error)
+
+    async def refuse(self, error: WeightSyncError) -> None:
+        """Answers with an error."""
+        if self._kind == "websocket":
+            await self._send({"type": "websocket.close", "code": _TRY_AGAIN_LATER, "reason": error.message[:100]})
+            return
+        body = json.dumps(_told(error)).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        if isinstance(error, NotServingError):
+            headers.append((b"retry-after", str(_RETRY_AFTER_S).encode()))
+        await self._send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _heard(self) -> _Message:
+        if not self._left.is_set():
+            real, left = asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._left.wait())
+            try:
+                await asyncio.wait({real, left}, return_when=asyncio.FIRST_COMPLETED)
+                if real.done():
+                    return real.result()
+            finally:
+                real.cancel()
+                left.cancel()
+        return {"type": f"{self._kind}.disconnect", "code": _TRY_AGAIN_LATER}
+
+    async def _checked(self, message: _Message) -> None:
+        if self._lost is None and (refused := self._refusal()) is not None:
+            self._lost, self._patience = refused, Deadline(_LEAVES_S)
+            self._left.set()
+        if self._lost is not None:
+            if self._patience.expired:
+                raise _LostError
+            self._num_dropped += 1
+            if self._num_dropped % _TURNS == 0:  # one that never waits is told, too; others in their own wait
+                await asyncio.sleep(0)
+        elif message["type"] == "http.response.start":
+            self._head = message
+        else:
+            head, self._head = self._head, None
+            self._begun = True
+            if head is not None:
+                await self._send(head)
+            await self._send(message)
+
+
+def _lease(path: str | None) -> LeaseReader:
+    path = path or os.environ.get(LEASE_FILE_VARIABLE)
+    if not path:
+        raise ConfigError(
+            f"{LEASE_FILE_VARIABLE} is not set: give it the path of the lease file of this host's rollout service"
+        )
+    try:
+        return LeaseReader(path)
+    except WeightSyncError as error:
+        raise ConfigError(f"{LEASE_FILE_VARIABLE}: {error.message}") from error
+
+
+def _route(scope: _Scope) -> str:
+    """The path as the application's router looks it up."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
+
+
+def _is_of_another_page(scope: _Scope) -> bool:
+    """Whether a web page of another origin sent it: its browser says so. vLLM asks nobody for a token on its control
+    routes, and some of them take all they need from the address: a page needs to know the port alone."""
+    fields = dict(scope.get("headers", ()))
+    origin, host = (fields.get(name, b"").decode("latin-1").lower() for name in (b"origin", b"host"))
+    return bool(origin) and origin.partition("://")[2] != host
+
+
+def _foreign() -> ForbiddenError:
+    return ForbiddenError(
+        "a web page of another origin sent this, and this engine's control routes obey none",
+        state_left="nothing was done",
+    )
+
+
+def _fenced(why: str) -> NotServingError:
+    return NotServingError(f"this engine refuses to serve: {why}", state_left="fenced")
+
+
+def _told(error: WeightSyncError) -> dict[str, Any]:
+    """The error as clients of OpenAI's interface read it, and as ours do."""
+    shown = {"message": error.message, "type": type(error).__name__, "param": None, "code": error.http_status}
+    return {"error": shown, "weightsync": error.to_dict()}

@@ -1,0 +1,1 @@
+"""Handles: one engine, however it is reached, and the fan-out over many. No torch."""

@@ -1,0 +1,164 @@
+"""engine_at: the handle of an engine, from its URL.
+
+    vllm+http://HOST:8000       a vLLM server, by its own routes
+    sglang+http://HOST:30000    an SGLang server, by its own routes
+    weightsync+http://HOST:8123 an engine server of this library
+    http://HOST:PORT            one of these: it is asked which
+
+Each of them with `https`, too. What is there is asked before it is used, where it answers: a server of another kind, or
+one without the routes that are needed, is refused in words that say what to do. Nothing is changed on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Literal, TypeAlias, get_args
+
+from weightsync.errors import AuthError, ConfigError, EngineUnreachableError, WeightSyncError
+from weightsync.handles.http import HttpEngine
+from weightsync.handles.probe import Capabilities, Feature, probe
+from weightsync.handles.sglang import SGLangApi, SGLangEngine
+from weightsync.handles.vllm import VllmEngine, VllmHttpApi
+from weightsync.net.http_edge import checked_url
+from weightsync.types import DescribeRequest, EngineHandle, EngineOp
+
+Kind: TypeAlias = Literal["vllm", "sglang", "weightsync"]
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_SCHEMES = (*(f"{kind}+{scheme}" for kind in _KINDS for scheme in ("http", "https")), "http", "https")
+_ASK_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineUrl:
+    """An engine's URL, read.
+
+    Attributes:
+        kind: what the URL says that it is; None where it does not.
+        url: plain, as HTTP takes it.
+    """
+
+    kind: Kind | None
+    url: str
+
+
+def read_engine_url(text: str) -> EngineUrl:
+    """Reads a URL; asks nobody.
+
+    Raises:
+        ConfigError: it is none, or its scheme is none of ours; names the closest one.
+    """
+    if "@" in text:
+        checked_url(text, whose="an engine's")  # a password is not quoted
+    scheme, found, rest = text.partition("://")
+    if not found or scheme not in _SCHEMES:
+        close = difflib.get_close_matches(scheme if found else "", _SCHEMES, n=1)
+        hint = f"did you mean {close[0]}://? " if close else ""
+        raise ConfigError(
+            f"{text!r} is no engine's URL: {hint}it begins with one of {', '.join(f'{each}://' for each in _SCHEMES)}"
+        )
+    said, plus, plain = scheme.rpartition("+")
+    kind = next((each for each in _KINDS if plus and each == said), None)
+    return EngineUrl(kind=kind, url=checked_url(f"{plain}://{rest}", whose="an engine's"))
+
+
+def engine_at(
+    text: str,
+    *,
+    token: str | None = None,
+    verify: bool | str = True,
+    need: Feature = Feature.PUSH,
+    must_answer: bool = True,
+    timeout_s: float = _ASK_S,
+) -> EngineHandle:
+    """The handle of the engine at a URL; the caller closes it.
+
+    Args:
+        text: see the module. The handle's name is the URL without what stands before its `+`.
+        token: bearer token of the engine, or of the proxy before it.
+        verify: see `JsonClient`; vLLM's is always checked.
+        need: what it has to be able to do.
+        must_answer: False: an engine whose URL says what it is need not be there yet.
+        timeout_s: for all that it is asked.
+
+    Raises:
+        ConfigError: the URL is none; or what is there is of another kind, or can't do what is needed.
+        EngineUnreachableError: nobody answers.
+        AuthError: it refuses the token.
+        EngineError: it is there, and fails.
+    """
+    said = read_engine_url(text)
+    try:
+        kind = kind_at(said, token=token, verify=verify, need=need, timeout_s=timeout_s)
+    except EngineUnreachableError as error:
+        if said.kind is None:
+            error.message += f"; so it can't be asked what it is: start it, or write {' or '.join(_named(said.url))}"
+            raise
+        if must_answer:
+            raise
+        kind = said.kind
+    match kind:
+        case "vllm":
+            return VllmEngine(VllmHttpApi(said.url, token=token))
+        case "sglang":
+            return SGLangEngine(SGLangApi(said.url, token=token, verify=verify))
+        case "weightsync":
+            return HttpEngine(said.url, token=token, verify=verify)
+
+
+def kind_at(
+    said: EngineUrl, *, token: str | None, verify: bool | str, need: Feature, timeout_s: float = _ASK_S
+) -> Kind:
+    """What runs there, where that can do what is needed. See `engine_at`."""
+    if said.kind in (None, "weightsync"):
+        error = _is_ours(said.url, token=token, verify=verify, timeout_s=timeout_s)
+        if error is None:
+            return "weightsync"
+        if said.kind == "weightsync":
+            raise error
+    found = probe(said.url, token=token, verify=verify, timeout_s=timeout_s)
+    kind = next((each for each in _KINDS if each == found.engine), None)
+    if kind is None:
+        raise ConfigError(_what_it_is(found), peer=said.url)
+    if said.kind not in (None, kind):
+        raise ConfigError(
+            f"{said.url} is {kind}, and its URL says {said.kind}: write {_named(said.url, kind)[0]}", peer=said.url
+        )
+    found.need(need)
+    return kind
+
+
+def _is_ours(url: str, *, token: str | None, verify: bool | str, timeout_s: float) -> WeightSyncError | None:
+    """Why no engine server of ours answers there; None where one does.
+
+    Raises:
+        EngineUnreachableError: nobody answers at all.
+        AuthError: it refuses the token.
+    """
+    engine = HttpEngine(url, token=token, verify=verify)
+    try:
+        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
+    except EngineUnreachableError:
+        raise
+    except AuthError as error:
+        error.message += "; give the token that the engine was started with"
+        raise
+    except WeightSyncError as error:
+        return error
+    finally:
+        engine.close()
+    return None
+
+
+def _what_it_is(found: Capabilities) -> str:
+    if found.engine == "sglang-router":
+        return f"{found.url} is an SGLang router: weights go to its workers, so name each of them (sglang+http://...)"
+    return (
+        f"{found.url} answers, and is no engine that can be synced: neither vLLM, SGLang nor an EngineServer; look at "
+        "the port"
+    )
+
+
+def _named(url: str, *kinds: Kind) -> list[str]:
+    return [f"{kind}+{url}" for kind in kinds or _KINDS]

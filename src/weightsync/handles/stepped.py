@@ -1,0 +1,135 @@
+"""SteppedEngine: what the handles of foreign engines share: a step for each request, one session, errors by name."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineUnreachableError,
+    StateError,
+    WeightSyncError,
+)
+from weightsync.handles.chunk_turns import OpenSession
+from weightsync.observe import LONG_RUN_BYTES, Recorder
+from weightsync.types import (
+    AbortRequest,
+    AnyUpdateRequest,
+    BeginRequest,
+    CommitRequest,
+    Deadline,
+    DescribeRequest,
+    EngineOp,
+    EngineReply,
+    EngineRequest,
+    InitRequest,
+    PauseRequest,
+    ResumeRequest,
+    StageRequest,
+    UpdateRequest,
+)
+
+
+class SteppedEngine(abc.ABC):
+    """An `EngineHandle` over another system's own calls. Thread-safe. One handle a trainer; others may describe at any
+    time.
+
+    Args:
+        peer: how the calls' errors name the engine.
+        engine_id: name for messages; `peer` where not given.
+    """
+
+    def __init__(self, peer: str, engine_id: str | None) -> None:
+        self._peer = peer
+        self._engine_id = engine_id or peer
+        self._session = OpenSession()
+        self._run_id: str | None = None  # of the latest init of this handle
+        self._paused_by: str | None = None
+        self._world_size = 1
+        self._log = Recorder(self._engine_id, max_bytes=LONG_RUN_BYTES)
+
+    @property
+    def engine_id(self) -> str:
+        """Name of the engine."""
+        return self._engine_id
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        """Runs one step; see `EngineHandle.call`."""
+        deadline = Deadline(timeout_s)
+        try:
+            match request:
+                case DescribeRequest():
+                    return self._describe(deadline)
+                case InitRequest():
+                    self._init(request, deadline)
+                case BeginRequest():
+                    self._begin(request, deadline)
+                case UpdateRequest(update=update):
+                    self._update(update, deadline)
+                    return self._reply(drain=False)
+                case StageRequest():
+                    return self._stage(request, deadline)
+                case PauseRequest():
+                    self._pause(request, deadline)
+                case CommitRequest():
+                    self._commit(request, deadline)
+                case ResumeRequest():
+                    self._resume(request, deadline)
+                case AbortRequest():
+                    self._abort(request, deadline)
+                case _:
+                    raise StateError(f"an engine has no step {op}")
+        except WeightSyncError as error:
+            if isinstance(error, (EngineUnreachableError, DeadlineExceededError)):
+                self._forget_group()
+            if error.peer in (None, self._peer):
+                error.peer = self._engine_id
+            raise
+        return self._reply()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Closes connections; changes nothing on the engine. Idempotent."""
+
+    @abc.abstractmethod
+    def _describe(self, deadline: Deadline) -> EngineReply: ...
+
+    @abc.abstractmethod
+    def _init(self, request: InitRequest, deadline: Deadline) -> None: ...
+
+    @abc.abstractmethod
+    def _begin(self, request: BeginRequest, deadline: Deadline) -> None: ...
+
+    @abc.abstractmethod
+    def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None: ...
+
+    @abc.abstractmethod
+    def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply: ...
+
+    @abc.abstractmethod
+    def _pause(self, request: PauseRequest, deadline: Deadline) -> None: ...
+
+    @abc.abstractmethod
+    def _commit(self, request: CommitRequest, deadline: Deadline) -> None: ...
+
+    @abc.abstractmethod
+    def _resume(self, request: ResumeRequest, deadline: Deadline) -> None: ...
+
+    @abc.abstractmethod
+    def _abort(self, request: AbortRequest, deadline: Deadline) -> None: ...
+
+    @abc.abstractmethod
+    def _forget_group(self) -> None:
+        """A call was lost: nobody knows any more which group the engine is in."""
+
+    @abc.abstractmethod
+    def _reply(self, *, drain: bool = True) -> EngineReply:
+        """What is believed of the engine; what was timed since the last time, where it is to `drain` that."""
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raises ConfigError where a setting is none of those that there are."""
+    if value not in allowed:
+        raise ConfigError(f"{name} is one of {', '.join(map(str, allowed))}, not {value!r}")

@@ -1,0 +1,386 @@
+"""VllmEngine: an `EngineHandle` for a vLLM server or an offline `LLM` whose weight-transfer backend is ours.
+
+What each step becomes, in vLLM's own calls (design/0006-vllm.md has the reasons):
+
+    init    init_weight_transfer_engine {init}; a pause that a dead trainer left behind ends
+    begin   start_weight_update, update_weights {begin}  (with several workers all steps travel by init: `_several`)
+    update  update_weights {update}, one after the other in the order of seq
+    stage   update_weights {stage}
+    pause   pause(mode, clear_cache)
+    commit  update_weights {commit}, finish_weight_update(version), reset_prefix_cache
+    resume  resume
+    abort   init_weight_transfer_engine {abort}, finish_weight_update where vLLM still holds an update for active
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    StateError,
+    SyncInProgressError,
+    TransferAbortedError,
+    WeightSyncError,
+)
+from weightsync.handles.fanout import in_thread
+from weightsync.handles.stepped import SteppedEngine, check_choice
+from weightsync.handles.vllm_api import OfflineVllmApi, VllmApi, VllmHttpApi
+from weightsync.handles.vllm_messages import (
+    UNPROVABLE,
+    VllmInitMessage,
+    VllmState,
+    VllmUpdateMessage,
+    as_info,
+    state_in,
+    version_in,
+)
+from weightsync.types import (
+    AbortRequest,
+    AnyUpdateRequest,
+    BeginRequest,
+    CommitRequest,
+    Deadline,
+    EngineReply,
+    InitRequest,
+    PauseRequest,
+    ResumeRequest,
+    StageRequest,
+)
+
+__all__ = ["OfflineVllmApi", "VllmEngine", "VllmHttpApi"]
+
+_logger = logging.getLogger(__name__)
+
+_ALREADY = "already active"  # vLLM's words
+_MEND_FIRST_S = 0.5
+_MEND_ATTEMPT_S = 20.0
+_MEND_MARGIN_S = 300.0  # beyond the pause's lease
+
+PauseMode = Literal["keep", "wait", "abort"]
+KvCachePolicy = Literal["clear", "keep"]
+
+
+class VllmEngine(SteppedEngine):
+    """Thread-safe. One handle a trainer; others may describe at any time.
+
+    Args:
+        api: a `VllmHttpApi` or an `OfflineVllmApi`.
+        engine_id: name for messages; the api's where not given.
+        pause_mode: what vLLM does with running requests at a pause. "keep": they stand still and go on afterwards, on
+            the new weights; "wait": they finish first, within `pause_timeout_s`; "abort": they end with what they have.
+        kv_cache: "clear": nothing computed on old weights is ever used after a commit; requests that were kept are
+            computed anew. "keep": prefixes and kept requests go on with keys and values of the old weights: cheaper,
+            and no longer what the new weights would have said.
+        in_place: load into live weights: no staging memory, but vLLM is paused for the whole transfer, and an abort
+            leaves it out of service until the next sync. By default updates are staged beside them.
+
+    Raises:
+        ConfigError: an unknown pause_mode or kv_cache.
+    """
+
+    def __init__(
+        self,
+        api: VllmApi,
+        *,
+        engine_id: str | None = None,
+        pause_mode: PauseMode = "keep",
+        kv_cache: KvCachePolicy = "clear",
+        in_place: bool = False,
+    ) -> None:
+        check_choice("pause_mode", pause_mode, get_args(PauseMode))
+        check_choice("kv_cache", kv_cache, get_args(KvCachePolicy))
+        super().__init__(api.name, engine_id)
+        self._api = api
+        self._pause_mode = pause_mode
+        self._clear = kv_cache == "clear"
+        self._in_place = in_place
+        self._state = VllmState()
+        self._digest: str | None = None  # of what the open session brings
+        self._patches = False  # whether the open session brings a change alone
+        self._joined: str | None = None  # group of the latest init; None since a call to the engine was lost
+        self._pause_ends: Deadline | None = None  # until when to mend a pause of ours, if an abort could not
+        self._mending = threading.Event()  # set: stop
+        self._stale_cache = False  # what is cached may be of other weights than those that serve
+
+    def close(self) -> None:
+        self._mending.set()
+        self._api.close()
+
+    # --- the steps ---
+
+    def _describe(self, deadline: Deadline) -> EngineReply:
+        self._world_size = self._api.world_size(timeout_s=deadline.check("answer"))
+        paused = self._api.is_paused(timeout_s=deadline.check("answer"))
+        state = self._look(deadline)
+        return msgspec.structs.replace(
+            self._reply(drain=False),
+            serving=state.healthy and not paused,
+            intact=state.healthy,
+            group=state.group if state.group == self._joined else None,
+            run_id=state.run_id,
+        )
+
+    def _init(self, request: InitRequest, deadline: Deadline) -> None:
+        self._joined = None
+        self._mending.set()
+        self._session.end(TransferAbortedError("a trainer joins anew"))
+        self._world_size = self._api.world_size(timeout_s=deadline.check("answer"))
+        self._send_init(VllmInitMessage(init=request, in_place=self._in_place), deadline)
+        self._run_id = request.run_id
+        self._believe(group=request.info.group_name, run_id=request.run_id, session=None, writes_live=self._in_place)
+        state = self._look(deadline)
+        self._name_version(state, deadline)
+        if state.healthy and self._api.is_paused(timeout_s=deadline.check("answer")):
+            self._stale_cache = self._clear
+            self._go_on(deadline)
+        self._joined = request.info.group_name
+
+    def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
+        state = self._look(deadline)
+        if state.session is not None:
+            raise SyncInProgressError(f"session {state.session} is open", version=str(request.manifest.version))
+        if state.writes_live != self._in_place:
+            raise StateError(
+                f"the engine loads {'in place' if state.writes_live else 'beside live weights'}, in another way than "
+                "this handle asked for: join again",
+                version=str(request.manifest.version),
+                state_left="nothing was changed",
+            )
+        self._end_update(state, deadline)
+        self._start_update(deadline)
+        try:
+            self._send_update(VllmUpdateMessage(begin=request), deadline)
+            self._believe(session=request.session)
+            self._digest, self._patches = request.manifest.model_digest, request.base is not None
+        except WeightSyncError:
+            with contextlib.suppress(WeightSyncError):
+                self._end_update(self._look(deadline), deadline)
+            raise
+        self._session.end(TransferAbortedError("the engine has none open"))
+        self._session.start(request.session, request.manifest.version)
+
+    def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
+        session = self._session.turns(update.session)
+        with session.turn(update.seq, deadline), self._log.phase("load", detail=f"chunk {update.seq}"):
+            if self._in_place and update.seq == 0 and not self._api.is_paused(timeout_s=deadline.check("answer")):
+                raise StateError(
+                    "chunks go into live weights while vLLM is paused, and somebody ended the pause",
+                    state_left="nothing was loaded",
+                )
+            self._send_update(VllmUpdateMessage(update=update), deadline)
+
+    def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
+        self._session.turns(request.session)
+        with self._log.phase("verify"):
+            self._send_update(VllmUpdateMessage(stage=request), deadline)
+        self._digest = request.manifest.model_digest
+        if self._patches:  # a worker that answers well has proved the change on its live weights
+            return msgspec.structs.replace(self._reply(), digests_equal=True, model_digest=self._digest)
+        return msgspec.structs.replace(
+            self._reply(), digests_equal=None, unprovable=self._state.unprovable or UNPROVABLE
+        )
+
+    def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
+        self._session.turns(request.session)
+        self._mending.set()
+        patience_s = min(request.timeout_s, deadline.check("answer"))
+        with self._log.phase("pause"):
+            try:
+                self._paused_by = request.session
+                self._pause_ends = Deadline(request.lease_s + _MEND_MARGIN_S)
+                self._api.pause(self._pause_mode, clear_cache=self._clear, timeout_s=patience_s)
+            except WeightSyncError as error:
+                with contextlib.suppress(WeightSyncError):
+                    patience = Deadline(max(1.0, deadline.remaining_s))
+                    if self._is_ours(self._look(patience), request.session):
+                        self._api.resume(timeout_s=patience.check("answer"))
+                        self._paused_by = None
+                if isinstance(error, DeadlineExceededError):
+                    raise DeadlineExceededError(
+                        f"vLLM did not stand still within {patience_s:g} s (pause_mode {self._pause_mode}): raise "
+                        "pause_timeout_s, or keep running requests instead of waiting for them",
+                        state_left="told to go on" if self._paused_by is None else "paused, perhaps",
+                    ) from error
+                raise
+
+    def _commit(self, request: CommitRequest, deadline: Deadline) -> None:
+        session = self._session.turns(request.session)
+        if self._paused_by != request.session or not self._api.is_paused(timeout_s=deadline.check("answer")):
+            raise StateError("commit comes while the session holds the pause; it does not", state_left="not committed")
+        with self._log.phase("commit"):
+            self._stale_cache = self._clear
+            self._send_update(VllmUpdateMessage(commit=request), deadline)
+            self._believe(version=session.version, digest=self._digest, session=None, healthy=True)
+            if self._several:
+                self._name_version(self._state, deadline)
+            else:
+                self._api.finish_update(str(session.version), timeout_s=deadline.check("answer"))
+                self._believe(updating=False)
+            self._drop_stale_cache(deadline)
+        self._session.end()
+
+    def _resume(self, request: ResumeRequest, deadline: Deadline) -> None:
+        state = self._look(deadline)
+        if not self._is_ours(state):
+            raise StateError(
+                f"can't resume: run {state.run_id} or its session {state.session} has the engine now",
+                state_left="as whoever took over left it",
+            )
+        if not state.healthy:
+            raise StateError(
+                "can't resume: the weights are half-loaded, or differ between workers", state_left="paused"
+            )
+        if self._paused_by in (None, request.session):
+            with self._log.phase("resume"):
+                self._go_on(deadline)
+
+    def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
+        self._mending.set()
+        try:
+            self._abort_once(request, deadline)
+        except WeightSyncError:
+            if self._paused_by == request.session and self._pause_ends is not None:
+                self._mending = stop = threading.Event()
+                until = self._pause_ends
+                in_thread(lambda: self._mend(request, stop, until), name=f"weightsync-mend-{self._engine_id}")
+            raise
+
+    def _mend(self, request: AbortRequest, stop: threading.Event, until: Deadline) -> None:
+        """Ends a pause of ours that the abort could not end, e.g. because a commit kept vLLM busy: it has no lease."""
+        wait_s = _MEND_FIRST_S
+        while not until.expired and not stop.wait(wait_s):
+            try:
+                self._abort_once(request, Deadline(_MEND_ATTEMPT_S), stop)
+            except WeightSyncError as error:
+                _logger.warning("engine %s: a pause of ours could not be ended yet: %s", self._engine_id, error)
+            else:
+                return
+            wait_s = min(2 * wait_s, _MEND_ATTEMPT_S)
+
+    def _abort_once(self, request: AbortRequest, deadline: Deadline, stop: threading.Event | None = None) -> None:
+        ours = self._session.end(TransferAbortedError(f"aborted: {request.reason}"), name=request.session)
+        self._send_init(VllmInitMessage(abort=request), deadline)
+        if ours:
+            self._believe(session=None, group=None)
+        state = self._look(deadline)
+        if not self._is_ours(state) or (stop is not None and stop.is_set()):
+            return
+        self._end_update(state, deadline)
+        if self._paused_by == request.session and state.healthy:
+            self._name_version(state, deadline)
+            self._go_on(deadline)
+
+    # --- what the steps share ---
+
+    def _look(self, deadline: Deadline) -> VllmState:
+        """The workers' state: vLLM returns no data, so they are told what we believe, and object with the truth."""
+        expected = self._state
+        try:
+            self._send_init(VllmInitMessage(expect=expected), deadline)
+        except StateError as error:
+            try:
+                told = state_in(error)
+            except InvalidRequestError as odd:
+                raise EngineError(f"the engine told an odd state: {odd}", peer=self._engine_id) from odd
+            if told is None:
+                raise
+            self._state = expected = told
+        return expected
+
+    def _is_ours(self, state: VllmState, session: str | None = None) -> bool:
+        """Whether the engine is in this handle's own run still, with no session open but `session`: only then are its
+        pause and its update this handle's to end."""
+        if state.run_id != self._run_id:
+            self._paused_by = None
+            return False
+        return state.session in (None, session)
+
+    def _name_version(self, state: VllmState, deadline: Deadline) -> None:
+        """Gives vLLM the name of what it serves: whoever committed it may not have come to that."""
+        if state.version is not None:
+            told = self._api.weight_version(timeout_s=deadline.check("answer"))
+            if told is not None and version_in(told) != state.version:
+                self._api.set_weight_version(str(state.version), timeout_s=deadline.check("answer"))
+
+    def _believe(self, **changes: Any) -> None:
+        """Notes what a step has changed. Whatever is wrong in it the next `_look` corrects, at the price of an error in
+        vLLM's log."""
+        self._state = msgspec.structs.replace(self._state, **changes)
+
+    @property
+    def _several(self) -> bool:
+        """Whether the engine has several workers. vLLM's own check of "an update is active" raises on each of them, and
+        its executor never recovers from two failures of one call. So their steps travel by init, which is served in
+        any state, and vLLM's start and finish stay out of it: nobody else's can come between."""
+        return self._world_size > 1
+
+    def _start_update(self, deadline: Deadline) -> None:
+        if self._several:
+            return
+        try:
+            self._api.start_update(timeout_s=deadline.check("answer"))
+        except EngineError as error:
+            if _ALREADY not in error.message:
+                raise
+            # releases in which a failed update stays active; ours would know of any other
+            self._believe(updating=True)
+            self._end_update(self._state, deadline)
+            self._api.start_update(timeout_s=deadline.check("answer"))
+        self._believe(updating=True)
+
+    def _end_update(self, state: VllmState, deadline: Deadline) -> None:
+        """Clears vLLM's "update already active", which a failed sync leaves behind."""
+        if not state.updating or self._several:
+            return
+        with contextlib.suppress(WeightSyncError):  # workers that had ended it already object; the others end it
+            self._api.finish_update(None, timeout_s=deadline.check("answer"))
+        self._believe(updating=False)
+
+    def _go_on(self, deadline: Deadline) -> None:
+        self._drop_stale_cache(deadline)
+        self._api.resume(timeout_s=deadline.check("answer"))
+        self._paused_by = None
+
+    def _drop_stale_cache(self, deadline: Deadline) -> None:
+        if not self._stale_cache:
+            return
+        if not self._api.reset_prefix_cache(timeout_s=deadline.check("answer")):
+            raise EngineError(
+                "vLLM could not drop its prefix cache: it would answer from keys and values of the old weights",
+                state_left="paused",
+            )
+        self._stale_cache = False
+
+    def _send_init(self, message: VllmInitMessage, deadline: Deadline) -> None:
+        self._api.init_engine(as_info(message), timeout_s=deadline.check("answer"))
+
+    def _send_update(self, message: VllmUpdateMessage, deadline: Deadline) -> None:
+        if self._several:
+            self._send_init(VllmInitMessage(step=message), deadline)
+            return
+        self._api.update(as_info(message), timeout_s=deadline.check("answer"))
+
+    def _forget_group(self) -> None:
+        self._joined = None
+
+    def _reply(self, *, drain: bool = True) -> EngineReply:
+        return EngineReply(
+            engine_id=self._engine_id,
+            world_size=self._world_size,
+            serving=self._state.healthy and self._paused_by is None,
+            version=self._state.version,
+            model_digest=self._state.digest,
+            digests_equal=True if self._state.proved else None,
+            unprovable=self._state.unprovable,
+            accepts=self._state.accepts,
+            writes_live=self._state.writes_live,
+            phases=self._log.drain() if drain else (),
+        )

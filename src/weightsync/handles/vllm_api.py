@@ -1,0 +1,285 @@
+"""VllmApi: the calls that vLLM itself offers for weight updates, over HTTP or on an offline `LLM` of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlencode
+
+import msgspec
+
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    UnsupportedError,
+    WeightSyncError,
+)
+from weightsync.handles.fanout import in_thread
+from weightsync.handles.vllm_messages import BACKEND, error_in_text
+from weightsync.net.client import JsonClient
+from weightsync.net.messages import encode
+
+_T = TypeVar("_T")
+_HEAD = 1000  # characters of a foreign error's text that are kept
+_FIRST_ROUTES = ("/get_world_size", "/is_paused", "/start_weight_update")  # asked before anything is changed
+HOW_TO_START = (
+    f'start vLLM with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{{"backend":"{BACKEND}"}}\', '
+    "in an environment where weightsync is installed"
+)
+
+
+class VllmApi(Protocol):
+    """vLLM's own calls. Each blocks until answered, at most `timeout_s`, and raises typed errors alone."""
+
+    @property
+    def name(self) -> str: ...
+
+    def world_size(self, *, timeout_s: float) -> int: ...
+
+    def is_paused(self, *, timeout_s: float) -> bool: ...
+
+    def weight_version(self, *, timeout_s: float) -> str | None:
+        """What was set at the last finish; None where this release has no such thing."""
+        ...
+
+    def set_weight_version(self, version: str, *, timeout_s: float) -> None: ...
+
+    def init_engine(self, info: dict[str, Any], *, timeout_s: float) -> None: ...
+
+    def start_update(self, *, timeout_s: float) -> None: ...
+
+    def update(self, info: dict[str, Any], *, timeout_s: float) -> None: ...
+
+    def finish_update(self, version: str | None, *, timeout_s: float) -> None: ...
+
+    def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None: ...
+
+    def resume(self, *, timeout_s: float) -> None: ...
+
+    def reset_prefix_cache(self, *, timeout_s: float) -> bool:
+        """Drops every prefix and KV entry, running requests' too (they are computed anew); whether it worked."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class VllmHttpApi(JsonClient):
+    """A vLLM server's development routes. Thread-safe.
+
+    Args:
+        url: e.g. "http://127.0.0.1:8000".
+        token: bearer token, for a proxy that asks for one: vLLM's own `--api-key` does not guard these routes.
+        connect_timeout_s: how long to try to connect.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, connect_timeout_s: float = 3.0) -> None:
+        super().__init__(url, runs="a vLLM server", token=token, connect_timeout_s=connect_timeout_s)
+        if self.url.endswith("/v1"):
+            raise ConfigError(f"a vLLM server's URL ends before /v1: {self.url.removesuffix('/v1')}, not {url!r}")
+
+    @property
+    def name(self) -> str:
+        """The URL."""
+        return self.url
+
+    def world_size(self, *, timeout_s: float) -> int:
+        """Workers of the engine: TP x PP x DP."""
+        body = self._call("GET", "/get_world_size", timeout_s, params={"include_dp": True})
+        return int(_field(body, "world_size", int, self.name))
+
+    def is_paused(self, *, timeout_s: float) -> bool:
+        """Whether generation is paused, by whomever."""
+        return bool(_field(self._call("GET", "/is_paused", timeout_s), "is_paused", bool, self.name))
+
+    def weight_version(self, *, timeout_s: float) -> str | None:
+        """See the protocol."""
+        try:
+            body = self._call("GET", "/weight_info", timeout_s)
+        except UnsupportedError:
+            return None
+        return str(_field(body, "weight_version", str, self.name))
+
+    def set_weight_version(self, version: str, *, timeout_s: float) -> None:
+        """Names the version without loading anything."""
+        self._call("POST", "/update_weight_version", timeout_s, json={"new_version": version})
+
+    def init_engine(self, info: dict[str, Any], *, timeout_s: float) -> None:
+        """Passes `info` to every worker's backend, in any state."""
+        self._call("POST", "/init_weight_transfer_engine", timeout_s, json={"init_info": info})
+
+    def start_update(self, *, timeout_s: float) -> None:
+        """Opens an update; the flag is for releases that would prepare a load of their own otherwise."""
+        self._call("POST", "/start_weight_update", timeout_s, json={"is_checkpoint_format": False})
+
+    def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
+        """Passes `info` to every worker's backend, within an update."""
+        self._call("POST", "/update_weights", timeout_s, json={"update_info": info})
+
+    def finish_update(self, version: str | None, *, timeout_s: float) -> None:
+        """Closes an update; names the version, where given."""
+        body = {} if version is None else {"weight_version": version}
+        self._call("POST", "/finish_weight_update", timeout_s, json=body)
+
+    def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
+        """Stops generation; returns when it stands."""
+        self._call("POST", "/pause", timeout_s, params={"mode": mode, "clear_cache": clear_cache})
+
+    def resume(self, *, timeout_s: float) -> None:
+        """Goes on with generation."""
+        self._call("POST", "/resume", timeout_s)
+
+    def reset_prefix_cache(self, *, timeout_s: float) -> bool:
+        """See the protocol."""
+        params = {"reset_running_requests": True, "reset_external": True}
+        body = self._call("POST", "/reset_prefix_cache", timeout_s, params=params)
+        return bool(body.get("success", True))  # releases that answer without a body raise where it fails
+
+    def _call(
+        self, method: str, path: str, timeout_s: float, *, json: Any = None, params: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        query = {
+            name: str(value).lower() if isinstance(value, bool) else value for name, value in (params or {}).items()
+        }
+        body = self.exchange(
+            method,
+            f"{path}?{urlencode(query)}" if query else path,
+            content=None if json is None else encode(json),
+            timeout_s=timeout_s,
+        )
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(body or b"{}", type=dict[str, Any])
+        raise EngineError(f"{self.url} answered {path} with 200 and no JSON", peer=self.url)
+
+    def _error_in(self, status: int, body: bytes, path: str) -> WeightSyncError:
+        path = path.partition("?")[0]
+        if status in (404, 405):
+            return UnsupportedError(
+                f"{self.name} has no route {path}: {HOW_TO_START}",
+                peer=self.name,
+                state_left="nothing was changed" if path in _FIRST_ROUTES else None,
+            )
+        if status in (401, 403):
+            return AuthError(f"{self.name} refuses the token for {path}", peer=self.name)
+        text = body.decode("utf-8", "replace")
+        return error_of(text, f"{self.name} answered {path} with status {status}", peer=self.name)
+
+
+class OfflineVllmApi:
+    """A `vllm.LLM` of this process. Its calls are made one at a time, each in a thread of its own.
+
+    vLLM's `LLM` is not made for several threads: don't call `generate` while a sync runs, except from a thread that
+    holds `lock`. So nothing generates during a sync, and every pause mode means the same.
+
+    Args:
+        llm: made with `weight_transfer_config={"backend": "weightsync"}`.
+        name: for messages.
+
+    Attributes:
+        lock: held by every call.
+    """
+
+    def __init__(self, llm: Any, *, name: str = "vllm-offline") -> None:
+        self._llm = llm
+        self.name = name
+        self.lock = threading.RLock()
+
+    def world_size(self, *, timeout_s: float) -> int:
+        """Workers of the engine: TP x PP x DP."""
+        parallel = self._llm.llm_engine.vllm_config.parallel_config
+        return int(getattr(parallel, "world_size_across_dp", parallel.world_size))
+
+    def is_paused(self, *, timeout_s: float) -> bool:
+        """Whether generation is paused, by whomever."""
+        return bool(self._call("is_sleeping", lambda: self._llm.llm_engine.is_sleeping(), timeout_s))
+
+    def weight_version(self, *, timeout_s: float) -> str | None:
+        """See the protocol."""
+        if not hasattr(self._llm, "get_weight_version"):
+            return None
+        return str(self._call("get_weight_version", self._llm.get_weight_version, timeout_s))
+
+    def set_weight_version(self, version: str, *, timeout_s: float) -> None:
+        """Names the version without loading anything."""
+        self._call("update_weight_version", lambda: self._llm.update_weight_version(version), timeout_s)
+
+    def init_engine(self, info: dict[str, Any], *, timeout_s: float) -> None:
+        """Passes `info` to every worker's backend, in any state."""
+        message = {"init_info": info}
+        self._call("init_weight_transfer_engine", lambda: self._llm.init_weight_transfer_engine(message), timeout_s)
+
+    def start_update(self, *, timeout_s: float) -> None:
+        """Opens an update."""
+        self._call("start_weight_update", self._llm.start_weight_update, timeout_s)
+
+    def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
+        """Passes `info` to every worker's backend, within an update."""
+        self._call("update_weights", lambda: self._llm.update_weights({"update_info": info}), timeout_s)
+
+    def finish_update(self, version: str | None, *, timeout_s: float) -> None:
+        """Closes an update; names the version, where given."""
+        self._call("finish_weight_update", lambda: self._llm.finish_weight_update(version), timeout_s)
+
+    def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
+        """Stops scheduling (vLLM's sleep at level 0). What was enqueued and not stepped stays, but under "abort"."""
+        kept = "abort" if mode == "abort" else "keep"  # a wait would need somebody who steps the engine
+        self._call("sleep", lambda: self._llm.sleep(level=0, mode=kept), timeout_s)
+
+    def resume(self, *, timeout_s: float) -> None:
+        """Goes on with scheduling."""
+        self._call("wake_up", lambda: self._llm.wake_up(tags=["scheduling"]), timeout_s)
+
+    def reset_prefix_cache(self, *, timeout_s: float) -> bool:
+        """See the protocol."""
+        reset = self._llm.reset_prefix_cache
+        return bool(
+            self._call(
+                "reset_prefix_cache", lambda: reset(reset_running_requests=True, reset_connector=True), timeout_s
+            )
+        )
+
+    def close(self) -> None:
+        """Does nothing: the `LLM` is the caller's."""
+
+    def _call(self, what: str, function: Callable[[], _T], timeout_s: float) -> _T:
+        def locked() -> _T:
+            with self.lock:
+                return function()
+
+        call = in_thread(locked, name=f"weightsync-{what}")
+        try:
+            return call.result(timeout_s)
+        except TimeoutError as error:
+            if call.done():  # vLLM's own
+                raise error_of(str(error), f"{what} failed", peer=self.name) from error
+            raise DeadlineExceededError(
+                f"{self.name} did not return from {what} within {timeout_s:g} s", peer=self.name
+            ) from None
+        except AttributeError as error:
+            raise UnsupportedError(f"this vLLM has no {what}: {error}", peer=self.name) from error
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise error_of(str(error), f"{what} failed with {type(error).__name__}", peer=self.name) from error
+
+
+def error_of(text: str, what: str, *, peer: str) -> WeightSyncError:
+    """The typed error in an exception's text, or one that says what vLLM said."""
+    typed = error_in_text(text, peer=peer)
+    if typed is not None:
+        return typed
+    if "Weight transfer not configured" in text or "Invalid init_info" in text or "Invalid update_info" in text:
+        return UnsupportedError(
+            f"{peer} has another weight-transfer backend, or none: {HOW_TO_START}; it said: {text[:_HEAD]}", peer=peer
+        )
+    return EngineError(f"{what}: {text[:_HEAD]}", peer=peer)
+
+
+def _field(body: dict[str, Any], name: str, kind: type[Any], peer: str) -> Any:
+    value = body.get(name)
+    if not isinstance(value, kind):
+        raise EngineError(f"{peer} answered without a {name}: is this a vLLM server?", peer=peer)
+    return value

@@ -1,0 +1,282 @@
+"""Agents: a puller's conversation with the agents of a publication: registration, grants, acknowledgements."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import ssl
+from collections.abc import Mapping
+from concurrent.futures import wait as wait_for
+from urllib.parse import urlsplit
+
+from weightsync.clients.agent import AgentClient
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    NotRegisteredError,
+    TransferAbortedError,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.handles.fanout import in_thread
+from weightsync.memory import host_nonce
+from weightsync.transfer.shm import ShmSource
+from weightsync.transfer.source import Checksums, RangedSource
+from weightsync.transfer.tcp import TcpSource
+from weightsync.types import Deadline, Version
+from weightsync.types.layout import KnownLayouts
+from weightsync.types.publication import DeltaBase, DeltaLink, Source
+from weightsync.types.transfer_messages import (
+    FinishRequest,
+    RegisterRequest,
+    RenewRequest,
+    TransferGrant,
+    TransferRequest,
+    Transport,
+)
+
+CALL_S = 10.0
+"""No call takes longer."""
+_ACKNOWLEDGE_S = 1.5
+_GIVE_UP_S = 1.0
+"""How long telling agents may take, all of them together: within the `GRACE_S` of a puller."""
+_WHY_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Granted:
+    """A grant, and the endpoint that was asked for it: the only one that is called about it."""
+
+    endpoint: str
+    grant: TransferGrant
+
+
+class Agents:
+    """Calls agents in one receiver's name.
+
+    Args:
+        receiver_id: name of the receiver, for the agents' operator.
+        model_id: which model.
+        token: the agents' bearer token.
+        verify: see `AgentClient`; for the block servers too.
+        transport: the only one that will do; None: the agent chooses.
+        num_streams: TCP connections to each agent.
+        stall_s: a connection over which nothing comes for so long is opened anew.
+    """
+
+    def __init__(
+        self,
+        *,
+        receiver_id: str,
+        model_id: str,
+        token: str | None,
+        verify: bool | str,
+        transport: Transport | None,
+        num_streams: int,
+        stall_s: float,
+    ) -> None:
+        self._receiver_id = receiver_id
+        self._model_id = model_id
+        self._token = token
+        self._verify = verify
+        self._transport = transport
+        self._num_streams = num_streams
+        self._stall_s = stall_s
+        self._clients: dict[str, AgentClient] = {}
+        self._registered: set[str] = set()
+        self._layouts = KnownLayouts()
+
+    def newest(
+        self, endpoint: str, *, timeout_s: float, after: Version | None = None, wait_s: float = 0.0
+    ) -> Version | None:
+        """An agent's newest publication; None before the first. See `AgentClient.get_version`."""
+        found = self.client(endpoint).get_version(after=after, wait_s=wait_s, timeout_s=timeout_s)
+        if found.model_id != self._model_id:
+            raise InvalidRequestError(f"{endpoint} serves model {found.model_id!r}, not {self._model_id!r}")
+        if found.run_id is None or found.version is None:
+            return None
+        return Version(run_id=found.run_id, number=found.version)
+
+    def grant(
+        self, endpoint: str, version: Version | None, deadline: Deadline, *, mode: str = "auto", base: DeltaBase | None
+    ) -> TransferGrant:
+        """A grant; registers first where the agent does not know us (any more).
+
+        Raises:
+            VersionError: it answered with another version, or a delta from another base, than was asked for.
+            InvalidRequestError: it serves another model.
+            EngineError: what it answered is not what it said: it was damaged on the way.
+            WeightSyncError: there is none to be had.
+        """
+        client = self.client(endpoint)
+        request = TransferRequest(
+            receiver_id=self._receiver_id,
+            model_id=self._model_id,
+            run_id=None if version is None else version.run_id,
+            version=None if version is None else version.number,
+            host_nonce=None if self._transport is Transport.TCP else host_nonce(),
+            mode=mode,
+            base=base,
+        )
+        for again in (True, False):
+            if endpoint not in self._registered:
+                left = min(CALL_S, deadline.check("time to register", peer=endpoint))
+                client.register(RegisterRequest(receiver_id=self._receiver_id), timeout_s=left)
+                self._registered.add(endpoint)
+            try:
+                left = min(CALL_S, deadline.check("time to ask", peer=endpoint))
+                grant = client.request_transfer(request, layouts=self._layouts, timeout_s=left)
+            except NotRegisteredError:  # it was started again
+                self._registered.discard(endpoint)
+                if not again:
+                    raise
+                continue
+            try:
+                self._check_answer(endpoint, grant, request)
+            except WeightSyncError:
+                self._finish(client, grant, ok=False, timeout_s=_GIVE_UP_S)
+                raise
+            return grant
+        raise AssertionError("unreachable")
+
+    def _check_answer(self, endpoint: str, grant: TransferGrant, asked: TransferRequest) -> None:
+        """A grant is of what was asked for. Nothing of it counts before."""
+        manifest = grant.publication.manifest
+        if manifest.model_id != asked.model_id:
+            raise InvalidRequestError(
+                f"{endpoint} granted model {manifest.model_id!r}, {asked.model_id!r} was asked for", peer=endpoint
+            )
+        if asked.version is not None and (asked.run_id, asked.version) != (
+            manifest.version.run_id,
+            manifest.version.number,
+        ):
+            raise VersionError(
+                f"{endpoint} granted {manifest.version}, {asked.run_id}/{asked.version} was asked for",
+                version=str(manifest.version),
+            )
+        if grant.delta is not None and grant.base != asked.base:
+            raise VersionError(f"{endpoint} answered with a delta from another base than was asked for")
+        if self._transport is Transport.SHM and grant.transport is not Transport.SHM:
+            raise InvalidRequestError(f"{endpoint} is not on this host: its memory can't be mapped", peer=endpoint)
+
+    def source(self, granted: Granted) -> RangedSource:
+        """Where the bytes of a grant's source are read from; the caller's to close.
+
+        Raises:
+            VersionError: another version lies there by now.
+            SharedMemoryError: the segment is gone.
+        """
+        grant = granted.grant
+        where, manifest = grant.publication.sources[grant.source], grant.publication.manifest
+        if grant.transport is Transport.SHM:
+            return ShmSource(where, grant.proof, stamp=(manifest.version, manifest.model_id))
+        return self._tcp(granted, where, grant.proof, grant.transfer_id)
+
+    def blob(self, granted: Granted, link: DeltaLink) -> RangedSource:
+        """Where one delta of a grant is read from; the caller's to close.
+
+        Raises:
+            SharedMemoryError: it is gone.
+        """
+        if granted.grant.transport is Transport.SHM:
+            return ShmSource(link.blob, link, stamp=None)
+        return self._tcp(granted, link.blob, link, link.transfer_id)
+
+    def _tcp(self, granted: Granted, where: Source, checksums: Checksums, transfer_id: str) -> TcpSource:
+        grant = granted.grant
+        return TcpSource(
+            where,
+            checksums,
+            transfer_id=transfer_id,
+            address=(urlsplit(granted.endpoint).hostname or "", grant.port),  # no other host than was registered
+            num_streams=self._num_streams,
+            stall_s=self._stall_s,
+            tls=self._tls(granted.endpoint),
+        )
+
+    def renew(self, granted: Granted) -> None:
+        """This receiver is at work on a grant, though it reads nothing now.
+
+        Raises:
+            TransferAbortedError: the agent says that it is over, and why.
+            WeightSyncError: the agent could not be asked.
+        """
+        self._renew(self.client(granted.endpoint), granted.grant)
+
+    def why_over(self, granted: Mapping[int, Granted], *, within_s: float) -> str | None:
+        """What an agent says of a transfer that has ended; None where none says so in time."""
+        deadline = Deadline(min(_WHY_S, within_s))
+        for each in tuple(granted.values()):
+            try:
+                left = deadline.check("time to ask why")
+                self._renew(self.client(each.endpoint), each.grant, timeout_s=left)
+            except TransferAbortedError as error:
+                return error.message
+            except WeightSyncError:
+                continue
+        return None
+
+    @staticmethod
+    def _renew(client: AgentClient, grant: TransferGrant, *, timeout_s: float = _ACKNOWLEDGE_S) -> None:
+        ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta[:1]]
+        for transfer_id in ids:  # deltas that were granted together share what is renewed
+            client.renew_transfer(RenewRequest(transfer_id=transfer_id), timeout_s=timeout_s)
+
+    def acknowledge(self, granted: dict[int, Granted]) -> None:
+        """The bytes are here and right: from now on it does not matter what becomes of the source. Forgets them."""
+        self._tell_all(granted, ok=True, timeout_s=_ACKNOWLEDGE_S)  # proved by digest: no answer changes that
+        granted.clear()
+
+    def give_up(self, granted: dict[int, Granted]) -> None:
+        """The agent may forget transfers that this attempt will not go on with."""
+        self._tell_all(granted, ok=False, timeout_s=_GIVE_UP_S)
+
+    def _tell_all(self, granted: Mapping[int, Granted], *, ok: bool, timeout_s: float) -> None:
+        """All at once: an agent that does not answer costs its time, and not that of the others."""
+        calls = [
+            functools.partial(self._finish, self.client(each.endpoint), each.grant, ok=ok, timeout_s=timeout_s)
+            for each in granted.values()
+        ]
+        if len(calls) == 1:
+            calls[0]()
+        else:
+            wait_for([in_thread(call, name="weightsync-finish") for call in calls], timeout=timeout_s)
+
+    @staticmethod
+    def _finish(client: AgentClient, grant: TransferGrant, *, ok: bool, timeout_s: float) -> None:
+        granted_ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta]
+        deadline = Deadline(timeout_s)
+        for transfer_id in granted_ids:
+            try:
+                left = deadline.check("time to tell an agent")
+                client.finish_transfer(FinishRequest(transfer_id=transfer_id, ok=ok), timeout_s=left)
+            except (EngineUnreachableError, DeadlineExceededError):
+                return  # it finds out by itself that nobody reads them
+            except WeightSyncError:
+                continue
+
+    def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        for client in tuple(self._clients.values()):
+            client.close()
+
+    def client(self, endpoint: str) -> AgentClient:
+        """The client of one agent.
+
+        Raises:
+            ConfigError: the endpoint is no URL.
+        """
+        if endpoint not in self._clients:
+            self._clients[endpoint] = AgentClient(endpoint, token=self._token, verify=self._verify)
+        return self._clients[endpoint]
+
+    def _tls(self, endpoint: str) -> ssl.SSLContext | None:
+        if urlsplit(endpoint).scheme != "https":
+            return None
+        if isinstance(self._verify, str):
+            return ssl.create_default_context(cafile=self._verify)
+        context = ssl.create_default_context()
+        if not self._verify:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context

@@ -1,0 +1,225 @@
+"""AgentState: what one agent has said, what is claimed of it, and when it is asked next. No clock of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from weightsync.errors import NotPublishedError, WeightSyncError
+from weightsync.types import Version
+
+WAIT_S = 30.0
+"""So long a request waits at an agent, where nobody waits for its answer."""
+SHORTEST_S = 0.02
+"""From one request to the next, whatever an agent answers."""
+OVERDUE_S = 1.0
+"""So long a request waits, where somebody waits for what should be there."""
+TURNS = 3
+"""An agent names a new run when its trainer was started again. More often than so many times in a row, several trainers
+answer at one address."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+_MAX_CLAIMS = 256
+"""Of one agent; another agent's never give way to them."""
+_DOUBT_S = 120.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A version to pull, and the agent that has said that it has it."""
+
+    version: Version
+    endpoint: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A request to an agent.
+
+    Attributes:
+        at_s: not before.
+        after: the version that is known.
+        wait_s: so long it may wait there for another one; 0: it is answered at once.
+    """
+
+    at_s: float
+    after: Version | None
+    wait_s: float
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Claim:
+    """Somebody says that an agent has a version. Times are of the clock of `FollowedRun`.
+
+    Attributes:
+        number: of the claim; they rise.
+        version, endpoint: what is claimed, and of whom.
+        began_s: since when.
+        grace_s: a denial counts that was asked for so long after: a trainer may tell of a version before its agent has
+            heard of it.
+        until_s: how long its agent may be silent about it, or not have the run.
+        is_told: somebody wants to hear of a denial; else its agent is asked on for a while, whatever run it has.
+        checked: whether what is served may count as this version. One that was brought before has to be of the same
+            life of its trainer.
+        there_s: since when its agent is known to have it, or a newer one of its run; None: it is not known to.
+        error: why it will not be served.
+    """
+
+    number: int
+    version: Version
+    endpoint: str
+    began_s: float
+    grace_s: float
+    until_s: float
+    is_told: bool
+    checked: bool = True
+    there_s: float | None = None
+    error: WeightSyncError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its agent's word is waited for."""
+        return self.error is None and (self.there_s is None or not self.checked)
+
+    @property
+    def deniable_s(self) -> float:
+        """From then on a denial counts."""
+        return self.began_s + self.grace_s
+
+    @property
+    def denied(self) -> NotPublishedError | None:
+        """That its agent has said that it has it not."""
+        return self.error if isinstance(self.error, NotPublishedError) else None
+
+
+class AgentState:
+    """One agent. Not thread-safe: its owner's lock.
+
+    Args:
+        poll_s: see `FollowedRun`.
+
+    Attributes:
+        newest: the last version that it has named, of any run; None: none yet.
+        since_s: since when it names that one.
+        asked_s: when the last request began that it has answered.
+        woken_s: it is to be asked once, at this time or later.
+        not_before_s: it is asked no sooner.
+        pause_s: the last pause after a request that brought nothing; 0: there was none.
+        num_turns: how often in a row it has named another run, or a lower number.
+        why: what it said last.
+        error: why it could not be asked last; None: it could.
+        coming: what it is about to have, as it has said last.
+        broken: a pull from it has failed, and none succeeded since.
+        claims: what is waited for.
+        denied: the lowest version of a run that it has denied, and not passed.
+        doubted: it did not have this one when its time was over; it is asked for it until `doubted_until_s`.
+    """
+
+    def __init__(self, poll_s: float | None) -> None:
+        self._poll_s = poll_s
+        self.newest: Version | None = None
+        self.since_s = -math.inf
+        self.asked_s = -math.inf
+        self.woken_s = -math.inf
+        self.not_before_s = -math.inf
+        self.pause_s = 0.0
+        self.num_turns = 0
+        self.why = "it was not asked yet"
+        self.error: str | None = None
+        self.coming: Version | None = None
+        self.broken = False
+        self.claims: list[Claim] = []
+        self.denied: Version | None = None
+        self.doubted: Version | None = None
+        self.doubted_until_s = -math.inf
+
+    @property
+    def struggles(self) -> bool:
+        """Whether others come first."""
+        return self.broken or self.error is not None
+
+    def has(self, run_id: str | None) -> bool:
+        """Whether it has named that run last."""
+        return self.newest is not None and self.newest.run_id == run_id
+
+    def is_said_to_have(self, run_id: str) -> bool:
+        """Whether somebody has said so, and it may be true."""
+        doubted = self.doubted is not None and self.doubted.run_id == run_id
+        return doubted or any(claim.version.run_id == run_id for claim in self.claims)
+
+    def next_ask(self, now_s: float) -> Ask | None:
+        """The next request; None: there is no reason for one."""
+        moments = [self.woken_s, *(claim.deniable_s for claim in self.claims)]
+        waiting = [moment_s for moment_s in moments if self.asked_s < moment_s]
+        if not (waiting or self.claims or self.newest is None or self.doubted or self._poll_s is not None):
+            return None
+        wait_s = OVERDUE_S if self.claims else WAIT_S
+        if waiting:
+            wait_s = max(0.0, min(waiting) - now_s)
+        return Ask(at_s=self.not_before_s, after=self.newest, wait_s=min(WAIT_S, wait_s))
+
+    def wake(self, now_s: float) -> None:
+        """It is asked once, now."""
+        self.woken_s, self.pause_s = now_s, 0.0
+        self.not_before_s = min(self.not_before_s, max(now_s, self.asked_s + SHORTEST_S))
+
+    def answered(self, newest: Version | None, asked: Ask, *, asked_s: float, now_s: float) -> None:
+        """It was asked at `asked_s`, and names that version, or none yet."""
+        before, self.newest = self.newest, newest or self.newest
+        self.asked_s, self.error, self.why = max(asked_s, self.asked_s), None, f"it has {newest or 'nothing yet'}"
+        self.not_before_s = asked_s + SHORTEST_S
+        if newest is not None and newest != before:
+            goes_on = before is None or (newest.run_id == before.run_id and newest.number > before.number)
+            self.since_s, self.num_turns = now_s, 0 if goes_on else self.num_turns + 1
+            if self.num_turns > TURNS:
+                self.pause(now_s, longest=True)
+        elif now_s - asked_s < asked.wait_s:  # it lets nobody wait
+            self.pause(now_s)
+        elif asked.wait_s:
+            self.pause_s = 0.0
+
+    def pause(self, now_s: float, *, longest: bool = False) -> None:
+        """It has said nothing new, or nothing: the pause before the next request grows, up to `poll_s`."""
+        first_s, longest_s = SHORTEST_S, OVERDUE_S
+        if not self.claims:
+            longest_s = _LONGEST_PAUSE_S if self._poll_s is None else min(WAIT_S, self._poll_s)
+            first_s = min(_FIRST_PAUSE_S, longest_s)
+        self.pause_s = longest_s if longest else min(longest_s, max(first_s, 2 * self.pause_s))
+        self.not_before_s = now_s + self.pause_s
+
+    def add(self, claim: Claim) -> None:
+        """A claim more; the oldest gives way."""
+        self.claims.append(claim)
+        del self.claims[:-_MAX_CLAIMS]
+
+    def doubt(self, version: Version, now_s: float) -> None:
+        """It has not what nobody waits for: it is asked for it on, the newest of a run."""
+        known = self.doubted
+        if known is None or known.run_id != version.run_id or version.is_newer_than(known):
+            self.doubted, self.doubted_until_s = version, now_s + _DOUBT_S
+
+    def deny(self, version: Version) -> None:
+        """From this number of its run on, what comes is denied at once."""
+        if not self.knows_denied(version):
+            self.denied = version
+
+    def forget(self, now_s: float, brought: Version | None = None) -> None:
+        """Claims and doubts that are settled, by what was brought or by what it has."""
+        newest, doubted, denied = self.newest, self.doubted, self.denied
+        if newest is not None and denied is not None and (denied.run_id != newest.run_id or is_in(denied, newest)):
+            self.denied = None
+        if doubted is not None and (now_s >= self.doubted_until_s or is_in(doubted, newest) or is_in(doubted, brought)):
+            self.doubted = None
+        for claim in self.claims:
+            if claim.there_s is None and is_in(claim.version, brought):
+                claim.there_s = now_s
+        self.claims = [claim for claim in self.claims if claim.is_open]
+
+    def knows_denied(self, version: Version) -> bool:
+        """Whether that version was denied before, or a lower one."""
+        denied = self.denied
+        return denied is not None and denied.run_id == version.run_id and version.number >= denied.number
+
+
+def is_in(version: Version, newest: Version | None) -> bool:
+    """Whether who has `newest` needs that version no more."""
+    return newest is not None and version.run_id == newest.run_id and version.number <= newest.number

@@ -1,0 +1,136 @@
+"""Permit: which version of a model a fleet's service may commit; what is staged waits for it.
+
+    engines' threads: ... stage -> Hold.staged() waits ... -> pause -> commit -> resume
+    the fleet:        prepare -> reply "staged"       -> allow(version)
+                                                      -> release(): the load is aborted, the old version stays
+
+A service that is in no fleet has no permit, and its engines wait for nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from weightsync.errors import DeadlineExceededError, TransferAbortedError
+from weightsync.types import Deadline, Version
+
+
+class CommitGate:
+    """Of one model. Thread-safe, under its owner's lock.
+
+    Args:
+        changed: the owner's lock, notified after each change.
+        tell: called after each change, without waiting for anybody.
+    """
+
+    def __init__(self, changed: threading.Condition, tell: Callable[[], None]) -> None:
+        self._changed = changed
+        self._tell = tell
+        self._allowed: Version | None = None
+        self._hold: PendingCommit | None = None
+
+    @property
+    def staged(self) -> Version | None:
+        """What every engine that needs it has staged, and waits with."""
+        with self._changed:
+            return self._hold.version if self._hold is not None and self._hold.complete else None
+
+    def allows(self, version: Version) -> bool:
+        """Whether that version may be committed."""
+        with self._changed:
+            allowed = self._allowed
+            return allowed is not None and allowed.run_id == version.run_id and not version.is_newer_than(allowed)
+
+    def allow(self, version: Version) -> None:
+        """It and older ones of its run may be committed; what waits for that goes on."""
+        with self._changed:
+            self._allowed = version
+            self._tell()
+
+    def release(self, why: str, *, older_than: Version | None = None) -> None:
+        """Aborts what is held; engines go on with what they serve.
+
+        Args:
+            why: for the error.
+            older_than: only where what is held is older than this version, or of another run.
+        """
+        with self._changed:
+            hold = self._hold
+            if hold is None or self.allows(hold.version):  # there is no way back: some may have committed
+                return
+            same_run = older_than is not None and older_than.run_id == hold.version.run_id
+            if older_than is not None and same_run and not older_than.is_newer_than(hold.version):
+                return
+            hold.why = hold.why or why
+            self._tell()
+
+    def hold(self, version: Version, num_engines: int) -> PendingCommit:
+        """Begins the load of a version into so many engines."""
+        with self._changed:
+            self._hold = PendingCommit(self, self._changed, self._tell, version, num_engines)
+            return self._hold
+
+    def ended(self, hold: PendingCommit) -> None:
+        """That load is over."""
+        with self._changed:
+            if self._hold is hold:
+                self._hold = None
+                self._tell()
+
+
+class PendingCommit:
+    """One load of one version; made by `CommitGate.hold`.
+
+    Attributes:
+        version: which.
+        why: why it is aborted; None: it is not.
+    """
+
+    def __init__(
+        self,
+        permit: CommitGate,
+        changed: threading.Condition,
+        tell: Callable[[], None],
+        version: Version,
+        num_engines: int,
+    ) -> None:
+        self.version = version
+        self.why: str | None = None
+        self._permit = permit
+        self._changed = changed
+        self._tell = tell
+        self._num_missing = num_engines
+
+    @property
+    def complete(self) -> bool:
+        """Whether every engine waits, or has gone on."""
+        return self._num_missing <= 0 and self.why is None
+
+    def staged(self, deadline: Deadline) -> None:
+        """From an engine's thread: it has staged the version; returns when it may be committed.
+
+        Raises:
+            TransferAbortedError: it may not. Nothing was paused or committed.
+            DeadlineExceededError: nobody said so in time. Likewise.
+        """
+        with self._changed:
+            self._num_missing -= 1
+            self._tell()
+            while self.why is not None or not self._permit.allows(self.version):
+                if self.why is not None:
+                    raise TransferAbortedError(
+                        f"it was not committed: {self.why}", version=str(self.version), state_left="serving as before"
+                    )
+                if not self._changed.wait(deadline.remaining_s) and deadline.expired:
+                    raise DeadlineExceededError(
+                        "it is staged, and nobody said that it may be committed",
+                        version=str(self.version), state_left="serving as before",
+                    )  # fmt: skip
+
+    def failed(self, why: str) -> None:
+        """From an engine's thread: its load has failed; the others need not wait, unless they may commit already."""
+        with self._changed:
+            if not self._permit.allows(self.version):
+                self.why = self.why or why
+            self._tell()

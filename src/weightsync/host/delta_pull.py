@@ -1,0 +1,174 @@
+"""The delta part of a pull: blobs into memory of their own, then onto the staging, then laid out for engines.
+
+The staging is not touched before every blob is here, so that a pull that is cut off leaves it what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import SharedMemoryError, TransferError
+from weightsync.host.agent_calls import Agents, Granted
+from weightsync.host.delta_apply import Changed, DeltaApplier
+from weightsync.host.staged_version import PatchedTensor, StagedPatch
+from weightsync.host.staging import Held, Target, TargetMap
+from weightsync.memory import Segment
+from weightsync.transfer.source import Arrived, Destination, RangedSource
+from weightsync.types import itemsize_bytes
+from weightsync.types.publication import DeltaLink
+
+Read = Callable[[RangedSource, list[int], Destination, Arrived], None]
+"""`RangedSource.read` of a source, with a deadline."""
+
+_Places: TypeAlias = npt.NDArray[np.int64]
+
+POSITION_BYTES = 4
+_MAX_ELEMENTS = 1 << 32
+_ALIGNMENT = 16
+
+
+def num_bytes(granted: Mapping[int, Granted]) -> int:
+    """How much has to come: of each source its deltas, or all of it."""
+    total = 0
+    for index, each in granted.items():
+        delta = each.grant.delta
+        pieces = [each.grant.publication.sources[index]] if delta is None else [link.blob for link in delta]
+        total += sum(piece.data_end - piece.data_start for piece in pieces)
+    return total
+
+
+def fetch_blobs(agents: Agents, granted: Granted, read: Read, arrived: Callable[[int], None]) -> list[memoryview]:
+    """The deltas of a grant, whole, in order; each block's checksum was right.
+
+    Args:
+        agents: the conversation that the grant is of.
+        granted: a grant with deltas.
+        read: reads a source.
+        arrived: told of bytes as they come.
+
+    Raises:
+        TransferError: they say that they have more bytes than what they are to save.
+        WeightSyncError: see `RangedSource.read`.
+    """
+    grant = granted.grant
+    assert grant.delta is not None
+    whole = grant.publication.sources[grant.source]
+    size_bytes = sum(link.blob.data_end - link.blob.data_start for link in grant.delta)
+    if size_bytes > whole.data_end - whole.data_start:
+        raise TransferError(f"deltas of {size_bytes} bytes are none", peer=granted.endpoint)
+    return [_fetch(agents, granted, link, read, arrived) for link in grant.delta]
+
+
+def _fetch(agents: Agents, granted: Granted, link: DeltaLink, read: Read, arrived: Callable[[int], None]) -> memoryview:
+    start, end = link.blob.data_start, link.blob.data_end
+    memory = memoryview(bytearray(end - start))
+    source = agents.blob(granted, link)
+    try:
+        read(
+            source,
+            list(range(link.blob.num_blocks)),
+            lambda offset, length: memory[offset - start : offset - start + length],
+            lambda block, data: arrived(len(data)),
+        )
+    finally:
+        source.close()
+    return memory
+
+
+def apply_blobs(
+    granted: Granted, blobs: Sequence[memoryview], target: Target, held: Held, *, keep_at_most: int
+) -> list[Changed] | None:
+    """Brings one source's part of the staging to the granted version; its dirt is the caller's business.
+
+    Returns:
+        What was changed; None where it was more than `keep_at_most` elements.
+
+    Raises:
+        DeltaFormatError: a blob is none.
+        DigestMismatchError: what came out is not what was published.
+    """
+    grant = granted.grant
+    index = grant.source
+    source, parts = grant.publication.sources[index], grant.publication.parts_of(index)
+    applier = DeltaApplier(
+        source, parts, TargetMap(target, source, parts), held.digests[index], keep_at_most=keep_at_most
+    )
+    assert grant.delta is not None
+    for link, blob in zip(grant.delta, blobs, strict=True):
+        applier.apply(blob, link)
+    applier.check_result(grant.proof.digest)
+    for block in range(source.num_blocks):
+        target.note(grant.publication.manifest.version, index, block)
+    return applier.changed
+
+
+def lay_out_patch(
+    changes: Sequence[Changed], target: Target, held: Held, limit_bytes: int
+) -> tuple[StagedPatch, Segment] | None:
+    """Positions and new values in a segment of their own, the caller's to close; None where there is no use or no room.
+
+    Args:
+        changes: of all sources.
+        target: the staging, with the new version.
+        held: what it had before.
+        limit_bytes: the largest that is wanted.
+    """
+    by_name: dict[str, list[Changed]] = {}
+    for change in changes:
+        by_name.setdefault(change.spec.name, []).append(change)
+    wanted: list[tuple[Changed, _Places]] = []
+    tensors: list[PatchedTensor] = []
+    end = 0
+    for name, pieces in by_name.items():
+        spec = pieces[0].spec
+        size_bytes = itemsize_bytes(spec.dtype)
+        each = size_bytes // pieces[0].width_bytes
+        places = pieces[0].places if len(pieces) == 1 else np.unique(np.concatenate([piece.places for piece in pieces]))
+        if each > 1:
+            places = np.unique(places // each)
+        if spec.nbytes // size_bytes > _MAX_ELEMENTS:
+            return None
+        positions_offset, values_offset = end, _aligned(end + POSITION_BYTES * len(places))
+        end = _aligned(values_offset + size_bytes * len(places))
+        if end > limit_bytes:
+            return None
+        wanted.append((pieces[0], places))
+        tensors.append(
+            PatchedTensor(name=name, count=len(places), positions_offset=positions_offset, values_offset=values_offset)
+        )
+    try:
+        segment = Segment(max(1, end))
+    except SharedMemoryError:  # engines load the whole
+        return None
+    try:
+        _fill(segment, tensors, wanted, target)
+    except BaseException:
+        segment.close()
+        raise
+    patch = StagedPatch(base=held.version, base_digest=held.model_digest, segment=segment.name, tensors=tuple(tensors))
+    return patch, segment
+
+
+def _fill(
+    segment: Segment,
+    tensors: Sequence[PatchedTensor],
+    wanted: Sequence[tuple[Changed, _Places]],
+    target: Target,
+) -> None:
+    """Writes positions and values to where `tensors` says."""
+    flat = np.frombuffer(segment.memory, np.uint8)
+    there = np.frombuffer(target.segment.memory, np.uint8)
+    for tensor, (piece, places) in zip(tensors, wanted, strict=True):
+        place, size_bytes = target.place(tensor.name), itemsize_bytes(piece.spec.dtype)
+        np.frombuffer(segment.memory, np.uint32, tensor.count, tensor.positions_offset)[:] = places
+        elements = np.dtype((np.void, size_bytes))
+        values = flat[tensor.values_offset : tensor.values_offset + size_bytes * tensor.count].view(elements)
+        values[:] = there[place.offset : place.offset + place.nbytes].view(elements)[places]
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,234 @@
+"""EngineUpdate: brings one engine from a staging to serving a version, by the steps of `update.session`.
+
+Its chunks are the `packed_cuda_ipc` strategy's requests for CPU tensors: the staging is the bucket, which the engine
+maps. An engine that takes patches and serves exactly the version before is given the change alone. Where that can't
+be, or fails, it is loaded in full by the same call: the staging holds all of the version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from weightsync.errors import (
+    DigestMismatchError,
+    InvalidRequestError,
+    LoadError,
+    ManifestMismatchError,
+    SharedMemoryError,
+    StateError,
+    SyncFailedError,
+    UnsupportedError,
+    VersionError,
+)
+from weightsync.handles.fanout import DirectEngine
+from weightsync.host.commit_gate import PendingCommit
+from weightsync.host.staged_requests import full_chunks, full_request, patch_requests, patch_that_fits
+from weightsync.host.staged_version import StagedVersion
+from weightsync.observe import Recorder
+from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
+from weightsync.types import (
+    AnyUpdateRequest,
+    Deadline,
+    DescribeRequest,
+    EngineHandle,
+    EngineOp,
+    EngineReply,
+    PackedCudaIpcWeightUpdateRequest,
+    PatchBase,
+    TensorTable,
+    Version,
+)
+from weightsync.types.deadline import MAX_WAIT_S
+from weightsync.update.group import TransferGroup
+from weightsync.update.session import UpdateSession
+
+CHUNK_BYTES = 256 << 20
+_DESCRIBE_S = 10.0
+"""An engine that stands still keeps the others waiting no longer than this."""
+
+_FALLS_BACK = (
+    VersionError,
+    UnsupportedError,
+    DigestMismatchError,
+    LoadError,
+    InvalidRequestError,
+    ManifestMismatchError,
+    SharedMemoryError,
+    StateError,
+)
+"""What a patch may fail with while the whole version can be loaded yet: not a deadline, nor an engine that is gone."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """How it went.
+
+    Attributes:
+        version: that the engine serves now.
+        unprovable: why the engine could not prove its live bytes; None where it did.
+        paused_s: how long no generation could start.
+        num_chunks: how many requests its weights came in.
+        patched: whether it was given the change alone.
+        checksum: the engine's own, of its live weights; None where it has none.
+    """
+
+    version: Version
+    unprovable: str | None
+    paused_s: float
+    num_chunks: int
+    patched: bool
+    checksum: str | None = None
+
+
+class EngineUpdate:
+    """Loads one engine, version after version. One load at a time.
+
+    Args:
+        engine: a handle of it.
+        model_id: which model.
+        pause_timeout_s: how long it may take to finish running generations.
+        chunk_bytes: how much it is given at a time; nothing is copied for it.
+        recorder: where its phases go.
+
+    Attributes:
+        takes_patches: whether it can be given changed elements alone, as it said last.
+    """
+
+    def __init__(
+        self,
+        engine: EngineHandle,
+        model_id: str,
+        *,
+        pause_timeout_s: float = 10.0,
+        chunk_bytes: int = CHUNK_BYTES,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.engine_id = engine.engine_id
+        self._engine = engine
+        self._client = DirectEngine(engine)
+        self._pause_timeout_s = pause_timeout_s
+        self._chunk_bytes = chunk_bytes
+        self._recorder = recorder or Recorder(f"load/{engine.engine_id}")
+        strategy = PackedCudaIpcTransferStrategy(keep_mapped=False)  # a trainer may die, and its memory is needed
+        self._group = TransferGroup(strategy, model_id=model_id, join_timeout_s=MAX_WAIT_S, recorder=self._recorder)
+        self._kept_chunks: (
+            tuple[TensorTable, Mapping[str, int], tuple[PackedCudaIpcWeightUpdateRequest, ...]] | None
+        ) = None
+        self.takes_patches = False
+
+    def describe(self, *, timeout_s: float) -> EngineReply:
+        """What the engine says of itself.
+
+        Raises:
+            WeightSyncError: it does not answer.
+        """
+        return self._engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
+
+    def load(self, pulled: StagedVersion, *, deadline: Deadline, hold: PendingCommit | None = None) -> LoadReport:
+        """Makes the engine serve what was pulled; with `hold`, once that may be committed.
+
+        Raises:
+            WeightSyncError: typed; the engine serves its old version, or refuses to serve.
+        """
+        reply = self._ready(pulled.version, deadline)
+        patch = patch_that_fits(pulled, reply)
+        may_pause = _once(self._recorder, deadline, hold)
+        if patch is not None:
+            base = PatchBase(version=patch.base, model_digest=patch.base_digest)
+            session = self._session(pulled.version, deadline, may_pause)
+            requests = patch_requests(patch, pulled.manifest, session.name, max_bytes=self._chunk_bytes)
+            try:
+                return self._update(session, pulled, requests, base)
+            except _FALLS_BACK as error:
+                _logger.warning("engine %s: loaded in full, not patched: %s", self.engine_id, error)
+            self._ready(pulled.version, deadline)
+        session = self._session(pulled.version, deadline, may_pause)
+        chunks = enumerate(self._chunks_of(pulled))
+        return self._update(
+            session, pulled, (full_request(chunk, session.name, seq, pulled.segment) for seq, chunk in chunks)
+        )
+
+    def _session(self, version: Version, deadline: Deadline, may_pause: Callable[[], None]) -> UpdateSession:
+        return UpdateSession(
+            self._client,
+            version,
+            deadline,
+            pause_timeout_s=self._pause_timeout_s,
+            recorder=self._recorder,
+            may_pause=may_pause,
+        )
+
+    def _ready(self, version: Version, deadline: Deadline) -> EngineReply:
+        """What the engine says of itself; after this it is in our group."""
+        reply = self.describe(timeout_s=min(_DESCRIBE_S, deadline.check("time to ask the engine")))
+        self._recorder.extend(reply.phases)
+        self.takes_patches = "patch" in reply.accepts
+        with self._own_errors():
+            self._group.join(self._client, {self.engine_id: reply}, run_id=version.run_id, deadline=deadline)
+        return reply
+
+    def _update(
+        self,
+        session: UpdateSession,
+        pulled: StagedVersion,
+        requests: Iterable[AnyUpdateRequest],
+        base: PatchBase | None = None,
+    ) -> LoadReport:
+        num_chunks = 0
+        with self._own_errors():
+            try:
+                session.begin(pulled.manifest, base)
+                session.pause_live_writers()
+                for request in requests:
+                    session.update(request)
+                    num_chunks += 1
+                unprovable = session.finish(pulled.manifest)
+                self.takes_patches |= any("patch" in reply.accepts for reply in session.resumed.values())
+            except BaseException as error:
+                self._group.leave()
+                session.abort(str(error) or type(error).__name__)
+                raise
+        return LoadReport(
+            version=pulled.version,
+            unprovable=unprovable.get(self.engine_id),
+            paused_s=session.paused_s,
+            num_chunks=num_chunks,
+            patched=base is not None,
+            checksum=session.checksums.get(self.engine_id),
+        )
+
+    def _chunks_of(self, pulled: StagedVersion) -> tuple[PackedCudaIpcWeightUpdateRequest, ...]:
+        """What a version is given in; made anew where the tensors or their places are others than the last time."""
+        table, offsets = pulled.manifest.table, pulled.offsets
+        kept = self._kept_chunks
+        if kept is None or kept[0] is not table or kept[1] is not offsets:
+            kept = self._kept_chunks = table, offsets, full_chunks(table, offsets, pulled.segment, self._chunk_bytes)
+        return kept[2]
+
+    @contextlib.contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        """Raises what the engine says, not that one engine of one has failed."""
+        try:
+            yield
+            return
+        except SyncFailedError as error:
+            own = error.causes.get(self.engine_id, error)
+        raise own
+
+
+def _once(recorder: Recorder, deadline: Deadline, hold: PendingCommit | None) -> Callable[[], None]:
+    """Returns when what is staged may be committed, see `PendingCommit.staged`; the second time at once: a load in full
+    behind a patch does not wait again."""
+    waiting = [] if hold is None else [hold]
+
+    def may_pause() -> None:
+        if waiting:
+            with recorder.phase("hold"):
+                waiting.pop().staged(deadline)
+
+    return may_pause

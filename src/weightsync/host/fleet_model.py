@@ -1,0 +1,86 @@
+"""FleetModel: one model of a service in a fleet. What is staged waits until the controller lets it commit."""
+
+from __future__ import annotations
+
+from weightsync.errors import StateError
+from weightsync.host.agent_state import Claim
+from weightsync.host.commit_gate import CommitGate
+from weightsync.host.model_updater import ModelUpdater
+from weightsync.host.sync_report import late
+from weightsync.types import Deadline, Version
+
+_GRACE_S = 1.0
+"""A trainer may tell its fleet of a version that its agent has been told of, and has not heard of yet."""
+
+
+class FleetModel(ModelUpdater):
+    """See `ModelUpdater`; its config has a controller."""
+
+    @property
+    def permit(self) -> CommitGate:
+        """What may be committed."""
+        assert self._permit is not None
+        return self._permit
+
+    def claimed(self, version: Version, endpoint: str) -> Claim:
+        """As `want`; a denial counts after a second."""
+        return self.want(version, endpoint, grace_s=_GRACE_S)
+
+    def prepare(self, version: Version, endpoint: str) -> Claim:
+        """As `want`; what is staged and older is let go."""
+        self.permit.release(f"{version} is prepared instead", older_than=version)
+        return self.claimed(version, endpoint)
+
+    def prepared(self, claim: Claim) -> Version | None:
+        """What every engine has staged, or serves, of that claim's run, from its version on; None: not yet.
+
+        Raises:
+            WeightSyncError: see `settled`.
+        """
+        version = claim.version
+        with self._changed:
+            staged = self.permit.staged
+            if staged is not None and staged.run_id == version.run_id and not version.is_newer_than(staged):
+                return staged
+            return self.served if self.settled(claim) else None
+
+    def is_there(self, claim: Claim) -> bool:
+        """Whether its agent has said that it has it.
+
+        Raises:
+            WeightSyncError: see `settled`.
+        """
+        with self._changed:
+            self._check_open(claim.version)
+            self._followed.check(claim)
+            return claim.there_s is not None
+
+    def waited_s(self, claim: Claim) -> float:
+        """Seconds from that claim on in which its version, or a newer one of its run, was not there."""
+        lacked_s = 0.0 if claim.there_s is None else claim.there_s - claim.began_s
+        return lacked_s + self._pulls.waited_s(claim.version, claim.began_s + lacked_s)
+
+    def check_may_commit(self, version: Version) -> None:
+        """Raises StateError where that version is neither staged nor served."""
+        with self._changed:
+            if self.permit.staged != version and not self.engines.serve(version) and not self.permit.allows(version):
+                raise StateError(
+                    f"model {self.model_id} has {self.permit.staged or 'nothing'} staged: prepare it first",
+                    version=str(version),
+                    state_left="nothing was changed",
+                )
+
+    def wait_served(self, version: Version, deadline: Deadline) -> None:
+        """Until every engine serves what may be committed now.
+
+        Raises:
+            SyncFailedError: its load has failed. It is tried again, by and by.
+            DeadlineExceededError: it takes longer. It goes on.
+        """
+        with self._changed:
+            begun = self._num_failed
+            while not self.serves(version):
+                if self._num_failed > begun:
+                    raise self._sync_failed(version, "its old version, or it refuses to serve")
+                if not self._changed.wait(deadline.remaining_s) and deadline.expired:
+                    raise late(version, deadline)

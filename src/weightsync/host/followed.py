@@ -1,0 +1,419 @@
+"""FollowedRun: which run of one model is followed, what is to be pulled next, from whom, and when agents are asked.
+
+Agents are who know. What one says of itself is kept as its record, and everything is decided from these records. What
+others say of an agent (a notification, a controller) is a claim: a reason to ask that agent, and no more.
+
+No thread, no socket, no clock of its own: `upstream` asks, and its owner's lock guards it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from weightsync.errors import NotPublishedError, TransferAbortedError, VersionError
+from weightsync.host.adoption import ANOTHER_INCARNATION, Adoption, Verdict, published_anew
+from weightsync.host.agent_state import OVERDUE_S, TURNS, AgentState, Ask, Claim, Target, is_in
+from weightsync.types import Version
+from weightsync.types.transfer_messages import AgentVersion
+
+_MAX_RUNS_OVER = 1000
+_MAX_OTHERS = 8
+
+_logger = logging.getLogger(__name__)
+Served = Mapping[str, Version | None]
+"""What each engine serves; None: nothing, or it does not say."""
+
+
+class FollowedRun:
+    """Of one model. Not thread-safe: its owner's lock.
+
+    Args:
+        model_id: which model.
+        clock: seconds, rising.
+        settle: told of which life of its trainer it is what was taken over from engines, see `EngineGroup.settle`.
+        taken_over: called when another run took over.
+        patience_s: how long an agent may lack what another one of its run has, before that one is pulled from.
+        timeout_s: how long a claim waits for its agent's word.
+        poll_s: agents are asked for ever, and after so long where they don't let a request wait. None: until each has
+            named a version, and then where there is a reason.
+
+    Attributes:
+        agents: by endpoint: those that may be called.
+        run_id: what is followed; None: nothing yet.
+        is_anew: it is published anew under numbers that are served, by another life of its trainer.
+        count: rises with every claim and every run.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        *,
+        clock: Callable[[], float],
+        settle: Callable[[str | None], None],
+        taken_over: Callable[[], None],
+        patience_s: float,
+        timeout_s: float,
+        poll_s: float | None,
+    ) -> None:
+        self._model_id = model_id
+        self._clock = clock
+        self._settle = settle
+        self._taken_over = taken_over
+        self._patience_s = patience_s
+        self._timeout_s = timeout_s
+        self._poll_s = poll_s
+        self.agents: dict[str, AgentState] = {}
+        self.run_id: str | None = None
+        self.is_anew = False
+        self.count = 0
+        self._current: str | None = None
+        self._pulled = -1
+        self._loaded = True
+        self._incarnation: str | None = None
+        self._adoption: Adoption | None = None
+        self._runs_over: dict[str, str] = {}
+
+    # --- what it is told ---
+
+    def know(self, endpoint: str) -> None:
+        """That agent may be called; it is asked until it has named a version."""
+        self.agents.setdefault(endpoint, AgentState(self._poll_s))
+
+    def wake(self, endpoint: str) -> None:
+        """That agent is asked once, now."""
+        self.agents[endpoint].wake(self._clock())
+
+    def claim(self, version: Version, endpoint: str, *, grace_s: float | None) -> Claim:
+        """Somebody says that an agent has a version: that agent is asked.
+
+        Args:
+            version, endpoint: what, and who; that agent is known.
+            grace_s: see `Claim`; at most `patience_s`. None: nobody wants to hear of a denial.
+
+        Raises:
+            TransferAbortedError: another run took over from that one.
+        """
+        self._check_run(version)
+        self.count += 1
+        now_s = self._clock()
+        brought = version.run_id == self.run_id and version.number <= self._pulled
+        made = Claim(
+            number=self.count, version=version, endpoint=endpoint, began_s=now_s,
+            grace_s=self._patience_s if grace_s is None else min(grace_s, self._patience_s),
+            until_s=now_s + self._timeout_s, is_told=grace_s is not None, checked=not brought,
+            there_s=now_s if brought else None,
+        )  # fmt: skip
+        self.agents[endpoint].add(made)
+        self.wake(endpoint)
+        return made
+
+    def pulled(self, endpoint: str, version: Version, incarnation: str | None) -> None:
+        """A version has come from an agent, proved."""
+        self.agents[endpoint].broken = False
+        if version.run_id != self.run_id:
+            return
+        self._current, self._pulled, self._loaded = endpoint, version.number, False
+        self._incarnation, self._adoption = incarnation, None
+        for agent in self.agents.values():
+            agent.forget(self._clock(), version)
+
+    def loaded(self) -> None:
+        """Every engine serves what was pulled last."""
+        self._loaded, self.is_anew = True, False
+
+    def adopted(self, adoption: Adoption, endpoint: str | None = None) -> None:
+        """Engines serve it already; where nothing is followed yet, that run is, from this agent, or the first to name
+        it. Agents are asked whether it is theirs."""
+        if self.run_id is None:
+            self._adoption = adoption
+            if endpoint is not None:
+                self._follow(adoption.version.run_id, endpoint)
+
+    def struggles(self, endpoint: str) -> None:
+        """A pull from an agent does not get on: has it gone? It is asked, once a second at most."""
+        if self._clock() - self.agents[endpoint].woken_s >= OVERDUE_S:
+            self.wake(endpoint)
+
+    def failed(self, endpoint: str) -> None:
+        """A pull from an agent has failed: others that have something come first, until one from it succeeds."""
+        self.agents[endpoint].broken = True
+        self._look_at_others(endpoint)
+
+    def heard(self, endpoint: str, said: AgentVersion, *, asked: Ask, asked_s: float) -> None:
+        """What an agent has answered to a request that began at `asked_s`."""
+        agent, newest = self.agents[endpoint], None
+        if said.run_id is not None and said.version is not None:
+            newest = Version(run_id=said.run_id, number=said.version)
+        agent.coming = None
+        if said.coming_run_id is not None and said.coming is not None:
+            agent.coming = Version(run_id=said.coming_run_id, number=said.coming)
+        before, turns = agent.newest, agent.num_turns
+        agent.answered(newest, asked, asked_s=asked_s, now_s=self._clock())
+        if turns == TURNS < agent.num_turns:
+            _logger.warning(
+                "model %s: %s names one run after another, now %s: do several trainers answer at that address? It is "
+                "asked now and then",
+                self._model_id, endpoint, newest,
+            )  # fmt: skip
+        if newest is not None:
+            self._take_up(endpoint, agent, before, newest)
+        if self._adoption is not None:
+            self._judge_adoption(self._adoption, said)
+        ours = newest is not None and newest.run_id == self.run_id
+        if ours and self._loaded and said.incarnation == self._incarnation:
+            self.is_anew = False
+        if newest is not None and ours and newest.number <= self._pulled and self._is_another_life(said):
+            self.is_anew = True  # though nobody claims anything
+        unsure = self._adoption is not None and not self._adoption.sure and self._incarnation is None
+        for claim in tuple(agent.claims):
+            if not claim.checked and not unsure:
+                self._check_life(claim, said, asked_s, ours=ours)
+            elif claim.checked and newest is not None:
+                self._judge(agent, claim, said, newest, before, asked_s)
+        self._forget(agent)
+
+    def not_heard(self, endpoint: str, why: str) -> None:
+        """An agent could not be asked."""
+        agent = self.agents[endpoint]
+        if agent.error is None:
+            _logger.warning("model %s: %s does not say what it has: %s", self._model_id, endpoint, why)
+        agent.error = agent.why = why
+        agent.coming = None
+        agent.pause(self._clock())
+        if agent.newest is not None and not agent.claims:
+            agent.woken_s = -math.inf  # nobody waits for its word: it may have ended long ago
+        self._forget(agent)
+        if agent.claims or endpoint == self._current:
+            self._look_at_others(endpoint)
+
+    # --- what it says ---
+
+    def next_ask(self, endpoint: str) -> Ask | None:
+        """The next request to an agent; None: there is no reason for one."""
+        agent = self.agents[endpoint]
+        self._forget(agent)
+        return agent.next_ask(self._clock())
+
+    def target(self, served: Served, answering: Served) -> Target | None:
+        """What to pull next; None: nothing.
+
+        Args:
+            served: by every engine.
+            answering: the same of those that are there.
+        """
+        if self.run_id is None:
+            return None
+        # what those need that are there; and where they need nothing, what the others would
+        for low in (_lowest(answering.values(), self.run_id), _lowest(served.values(), self.run_id)):
+            if (found := self._best(low)) is not None:
+                return found
+        return None
+
+    def follows(self, version: Version) -> bool:
+        """Whether that version's run is the one that is followed."""
+        return self.run_id == version.run_id
+
+    def check(self, claim: Claim) -> None:
+        """Whether a claim may still come true.
+
+        Raises:
+            TransferAbortedError: another run took over from that one.
+            NotPublishedError: its agent says that it has it not.
+            VersionError: its agent never had that run, or publishes it anew.
+        """
+        if claim.error is not None:
+            raise claim.error.with_traceback(None)
+        self._check_run(claim.version)
+
+    def is_sure_of(self, version: Version) -> bool:
+        """Whether what is served under that name may be a success: nobody vouches for what was taken over before an
+        agent, or a controller, has said so."""
+        known = self._adoption
+        return known is None or known.sure or known.version.run_id != version.run_id
+
+    @property
+    def wanted(self) -> Target | None:
+        """The newest version that is known or claimed, whether it is there or not, and who is pulled from."""
+        if self.run_id is None or self._current is None:
+            return None
+        numbers = [0, self._pulled]
+        for endpoint, agent in self.agents.items():
+            if agent.has(self.run_id) or endpoint == self._current:
+                named = [agent.newest, agent.doubted, *(claim.version for claim in agent.claims)]
+                numbers += [each.number for each in named if each is not None and each.run_id == self.run_id]
+        return Target(version=Version(run_id=self.run_id, number=max(numbers)), endpoint=self._current)
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Why agents could not be asked, by endpoint; without those that could."""
+        return {endpoint: agent.error for endpoint, agent in self.agents.items() if agent.error is not None}
+
+    @property
+    def doubts(self) -> str | None:
+        """What was announced and is not there, or is there with other bytes; None where all is well."""
+        if self.is_anew and self.run_id is not None:
+            return published_anew(Version(run_id=self.run_id, number=self._pulled), self._pulled)
+        for endpoint, agent in self.agents.items():
+            lacking = [agent.doubted, *(claim.version for claim in agent.claims if claim.there_s is None)]
+            for version in lacking:
+                if version is not None and version.run_id not in self._runs_over:
+                    return f"{version} was announced, and {endpoint} has it not: {agent.why}"
+        return None
+
+    # --- helpers ---
+
+    def _follow(self, run_id: str, endpoint: str) -> None:
+        self.run_id, self._current = run_id, endpoint
+        self.count += 1
+        if self._adoption is not None and self._adoption.version.run_id == run_id:
+            self._pulled = self._adoption.version.number
+            for agent in self.agents.values():
+                for claim in agent.claims:
+                    if is_in(claim.version, self._adoption.version):  # it seems to be served
+                        claim.checked, claim.there_s = False, self._clock()
+
+    def _take_up(self, endpoint: str, agent: AgentState, before: Version | None, newest: Version) -> None:
+        """Whose word is it: a run that takes over was claimed of this agent, or comes after the one that it had."""
+        if newest.run_id == self.run_id or newest.run_id in self._runs_over:
+            return
+        if self.run_id is None:
+            self._follow(newest.run_id, endpoint)
+            _logger.info("model %s: %s has %s", self._model_id, endpoint, newest)
+            return
+        had = before is not None and before.run_id == self.run_id
+        if not had and not agent.is_said_to_have(newest.run_id):
+            return
+        _logger.info("model %s: run %s takes over from %s", self._model_id, newest.run_id, self.run_id)
+        self._runs_over[self.run_id] = newest.run_id
+        while len(self._runs_over) > _MAX_RUNS_OVER:
+            del self._runs_over[next(iter(self._runs_over))]
+        for each in self.agents.values():
+            each.broken = False
+        self._pulled, self._loaded, self.is_anew = -1, True, False
+        self._incarnation, self._adoption = None, None
+        self._follow(newest.run_id, endpoint)
+        self._taken_over()
+
+    def _judge(
+        self,
+        agent: AgentState,
+        claim: Claim,
+        said: AgentVersion,
+        newest: Version,
+        before: Version | None,
+        asked_s: float,
+    ) -> None:
+        """An agent that names a version says what it has not, too."""
+        version = claim.version
+        has = newest.number if newest.run_id == version.run_id else -1
+        soon = said.coming if said.coming_run_id == version.run_id and said.coming is not None else -1
+        if has >= version.number:
+            claim.there_s, agent.since_s = self._clock(), -math.inf  # it was named, so nobody waits for another agent
+        over = max(has, soon) < 0 and before is not None and before.run_id == version.run_id
+        late = asked_s >= claim.deniable_s or over or agent.knows_denied(version)
+        if max(has, soon) >= version.number or not late:
+            return
+        _logger.warning(
+            "model %s: %s was announced and is given up: %s has %s", self._model_id, version, claim.endpoint, newest
+        )
+        in_run = max(has, soon) >= 0
+        if not over and (in_run or not claim.is_told):
+            agent.doubt(version, self._clock())  # it may come late
+        if in_run and (claim.is_told or over):
+            agent.deny(version)
+        claim.error = NotPublishedError(
+            f"{claim.endpoint} did not have it: it has {newest}", version=str(version),
+            newest=max(has, soon) if in_run else None,
+        )  # fmt: skip
+
+    def _check_life(self, claim: Claim, said: AgentVersion, asked_s: float, *, ours: bool) -> None:
+        """What seems to be served may be of an earlier life of the same run."""
+        if asked_s < claim.began_s:
+            return
+        if self._is_another_life(said) and said.run_id in (None, claim.version.run_id):
+            claim.error = VersionError(published_anew(claim.version, self._pulled), version=str(claim.version))
+            _logger.warning("model %s: %s", self._model_id, claim.error)
+            self.is_anew = self.is_anew or ours
+        else:
+            claim.checked = True
+
+    def _is_another_life(self, said: AgentVersion) -> bool:
+        return said.incarnation not in (None, self._incarnation) and self._incarnation is not None
+
+    def _judge_adoption(self, adoption: Adoption, said: AgentVersion) -> None:
+        verdict = adoption.judge(said)
+        if verdict is Verdict.ANEW:
+            if not self.is_anew:
+                _logger.warning("model %s: the run of %s is published anew", self._model_id, adoption.version)
+            self._incarnation, self.is_anew = ANOTHER_INCARNATION, True
+        elif verdict is Verdict.OURS:
+            self._incarnation, self._adoption = said.incarnation, None
+            self._settle(said.incarnation)
+        elif verdict is Verdict.UNPROVED and not adoption.sure:
+            self._pulled, self._incarnation, self._adoption = -1, None, None
+            self._settle(None)
+
+    def _check_run(self, version: Version) -> None:
+        if (by := self._runs_over.get(version.run_id)) is not None:
+            raise TransferAbortedError(f"run {version.run_id} was taken over by {by}", version=str(version))
+
+    def _forget(self, agent: AgentState) -> None:
+        """What is settled, and claims whose time is over."""
+        now_s = self._clock()
+        for claim in agent.claims:
+            if claim.is_open and now_s >= claim.until_s:
+                self._give_up(agent, claim)
+        agent.claims = [claim for claim in agent.claims if claim.version.run_id not in self._runs_over]
+        agent.forget(now_s)
+
+    def _give_up(self, agent: AgentState, claim: Claim) -> None:
+        """Its time is over. What is claimed of the run that is followed is waited for until its agent denies it; what
+        its agent is about to have, too. Any other may come late: its agent is asked on for a while."""
+        if not claim.checked:
+            why = f"{claim.endpoint} does not say whether what is served is its own: {agent.why}"
+        elif self.run_id not in (None, claim.version.run_id) and not is_in(claim.version, agent.coming):
+            why = (
+                f"run {claim.version.run_id} was not taken up: {claim.endpoint} did not have it within "
+                f"{self._timeout_s:g} s: {agent.why}"
+            )
+            if agent.doubted is None:  # once, and not for each of many
+                _logger.warning("model %s: %s", self._model_id, why)
+            agent.doubt(claim.version, self._clock())
+        else:
+            return
+        claim.error = VersionError(why, version=str(claim.version))
+
+    def _best(self, low: int) -> Target | None:
+        """What brings engines further that serve `low`. Who was pulled from goes first, as long as it answers: deltas
+        build on what it has sent."""
+        current = self.agents.get(self._current or "")
+        stays = current is not None and current.has(self.run_id) and not current.struggles
+        now_s = self._clock()
+        found = [
+            (agent.struggles, endpoint != self._current, -agent.newest.number, endpoint)
+            for endpoint, agent in self.agents.items()
+            if agent.newest is not None
+            and agent.newest.run_id == self.run_id
+            and agent.newest.number > low
+            and (agent is current or not stays or now_s >= agent.since_s + self._patience_s)
+        ]
+        if self.run_id is None or not found:
+            return None
+        _, _, number, endpoint = min(found)
+        return Target(version=Version(run_id=self.run_id, number=-number), endpoint=endpoint)
+
+    def _look_at_others(self, endpoint: str) -> None:
+        """They are asked what they have, those first that are known to have the run, and answered last; where a request
+        waits at each, there is no need. None of them hurries: two that are dead would wake each other."""
+        if self._poll_s is not None:
+            return
+        others = [(agent, name) for name, agent in self.agents.items() if name != endpoint]
+        others.sort(key=lambda other: (not other[0].has(self.run_id), -other[0].asked_s, other[1]))
+        for agent, _ in others[:_MAX_OTHERS]:
+            agent.woken_s = self._clock()
+
+
+def _lowest(served: Iterable[Version | None], run_id: str) -> int:
+    return min((each.number if each is not None and each.run_id == run_id else -1 for each in served), default=-1)

@@ -1,0 +1,331 @@
+"""FleetMember: what a rollout service does as a member of a controller's fleet.
+
+    prepare   every model: pull, prove, stage; wait there, with generation going on
+    commit    [two models or more: nobody answers from here ...] pause, commit, resume each [... to here]
+    release   what is staged is let go
+    heartbeat the controller lends it the right to answer; one that it refuses catches up first
+
+A thread sends heartbeats, the last of which says that it leaves. A lease counts from before its heartbeat was sent, so
+that it is never longer here than there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import msgspec
+
+from weightsync.clients.controller import ControllerClient
+from weightsync.errors import AuthError, StateError, SyncFailedError, WeightSyncError
+from weightsync.handles.fanout import in_thread
+from weightsync.host.agent_state import Claim
+from weightsync.host.fleet_model import FleetModel
+from weightsync.host.settings import RolloutConfig
+from weightsync.memory import ServingLease, boot_s
+from weightsync.types import Deadline, Version
+from weightsync.types.fleet import (
+    AbsentVersion,
+    CommitVersionsRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    ModelVersion,
+    PrepareReply,
+    PrepareRequest,
+)
+
+_FIRST_EVERY_S = 0.5
+_HEARTBEAT_S = 5.0
+_LEAVE_S = 1.0
+_STOP_S = 5.0
+_LOOK_S = 0.05
+
+_logger = logging.getLogger(__name__)
+
+
+class FleetMember:
+    """Of one service. Thread-safe.
+
+    Args:
+        models: by model_id.
+        config: of the service; it has a controller.
+        lease: what engines look at.
+    """
+
+    def __init__(self, models: Mapping[str, FleetModel], config: RolloutConfig, lease: ServingLease) -> None:
+        assert config.controller is not None
+        self._models = models
+        self._config = config
+        self._lease = lease
+        self._incarnation = uuid.uuid4().hex
+        torn = lease.torn
+        lease.revoke()  # what is there was lent to another life, for weights that may be gone with it
+        self._client = ControllerClient(
+            config.controller, token=config.controller_token, verify=config.controller_verify
+        )
+        self._set = threading.Lock()
+        # models of sets that are not committed as a whole
+        self._broken: frozenset[str] = frozenset(models) if torn else frozenset()
+        self._num_commits = 0
+        self._catching_up: dict[str, Claim] = {}
+        self._adopting: dict[str, tuple[Version, Future[bool]]] = {}
+        self._url = ""
+        self._said: HeartbeatReply | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="weightsync-heartbeat", daemon=True)
+
+    def start(self, url: str) -> None:
+        """Starts to send heartbeats, from the service that listens at `url`."""
+        self._url = self._config.advertise or url
+        self._thread.start()
+
+    def close(self) -> None:
+        """Its engines answer no more; the controller is told so, where it hears it. Idempotent."""
+        self._lease.close()
+        self._stop.set()  # after it: what the thread says last is true
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+        self._client.close()
+
+    # --- what the controller asks ---
+
+    def begin_check(self, request: PrepareRequest) -> list[tuple[FleetModel, Claim]]:
+        """The agents are asked whether they have it.
+
+        Raises:
+            TransferAbortedError: another run took over from one of them.
+        """
+        return [
+            (self._models[each.model_id], self._models[each.model_id].claimed(each.of, each.sender_endpoint))
+            for each in request.versions
+        ]
+
+    def begin_prepare(self, request: PrepareRequest) -> list[tuple[FleetModel, Claim]]:
+        """Notes what is to be staged, and whom to call for it.
+
+        Raises:
+            TransferAbortedError: another run took over from one of them. The others are prepared.
+        """
+        return [
+            (self._models[each.model_id], self._models[each.model_id].prepare(each.of, each.sender_endpoint))
+            for each in request.versions
+        ]
+
+    def prepared(self, claims: list[tuple[FleetModel, Claim]]) -> PrepareReply | None:
+        """The reply, once all are staged; None: not yet.
+
+        Raises:
+            WeightSyncError: one of them failed.
+        """
+        found = [(model, claim, model.prepared(claim)) for model, claim in claims]
+        versions = [
+            ModelVersion(
+                model_id=model.model_id, run_id=staged.run_id, version=staged.number,
+                sender_endpoint=claim.endpoint,
+            )
+            for model, claim, staged in found
+            if staged is not None
+        ]  # fmt: skip
+        if len(versions) < len(found):
+            return None
+        return PrepareReply(
+            versions=tuple(versions),
+            models={model.model_id: model.status() for model, _, _ in found},
+            waited_s=max(model.waited_s(claim) for model, claim, _ in found),
+        )
+
+    def check_may_commit(self, request: CommitVersionsRequest) -> list[tuple[FleetModel, Version]]:
+        """The models, and the version of each.
+
+        Raises:
+            StateError: one of them is not staged. Nothing was changed.
+        """
+        pairs = [(self._models[each.model_id], each.of) for each in request.versions]
+        for model, version in pairs:
+            model.check_may_commit(version)
+        return pairs
+
+    def commit(self, request: CommitVersionsRequest) -> None:
+        """Serves what was prepared. Returns when all of it is served.
+
+        Raises:
+            StateError: another commit is under way, or one of them is not staged. Nothing was changed.
+            SyncFailedError: some failed. A single model serves its old version, or refuses to serve; of a set of
+                models nothing is answered until this service has caught up.
+        """
+        deadline = Deadline(request.wait_s)
+        if not self._set.acquire(timeout=deadline.remaining_s):
+            raise StateError("another commit is under way", state_left="nothing was changed")
+        try:
+            pairs = self.check_may_commit(request)
+            todo = [(model, version) for model, version in pairs if not model.serves(version)]
+            names = {model.model_id for model, _ in pairs}
+            self._num_commits += 1
+            if len(todo) > 1 or self._broken & names:
+                self._broken |= names
+                self._lease.hold(boot_s() + deadline.remaining_s)
+            for model, version in todo:
+                model.permit.allow(version)
+            self._wait(todo, deadline)
+            self._renew(0.0)  # what was started not long ago, and loaded now, need not wait for the next heartbeat
+            self._broken -= names
+            if not self._broken:
+                self._lease.lift()
+        finally:
+            self._set.release()
+
+    def release(self, model_ids: tuple[str, ...], why: str) -> None:
+        """Lets go of what is staged."""
+        for model_id in model_ids:
+            self._models[model_id].permit.release(why)
+
+    def _wait(self, pairs: list[tuple[FleetModel, Version]], deadline: Deadline) -> None:
+        causes: dict[str, WeightSyncError] = {}
+        for model, version in pairs:
+            try:
+                model.wait_served(version, deadline)
+            except WeightSyncError as error:
+                causes[model.model_id] = error
+        if causes:
+            if self._broken:
+                self._lease.hold(boot_s())  # from now on everything is refused
+            raise SyncFailedError(
+                f"{len(causes)} of {len(pairs)} models were not committed: "
+                + "; ".join(f"{who}: {error}" for who, error in causes.items()),
+                causes=causes,
+                state_left="nothing is answered before it has caught up" if self._broken else "see the model's error",
+            )
+
+    # --- heartbeats ---
+
+    def _beat(self) -> None:
+        every_s, silent = _FIRST_EVERY_S, False
+        while True:
+            sent_s, commits = boot_s(), self._num_commits
+            try:
+                said = self._client.heartbeat(self._request(), timeout_s=_HEARTBEAT_S)
+                every_s = said.every_s
+                self._heard(said, sent_s, commits)
+                if silent:
+                    _logger.info("the controller at %s answers again", self._client.url)
+                silent = False
+            except Exception as error:  # whatever it is: the lease runs out by itself
+                if not silent and not self._stop.is_set():
+                    hint = "; its token is RolloutConfig(controller_token=)" if isinstance(error, AuthError) else ""
+                    _logger.warning("the controller at %s lends no lease: %s%s", self._client.url, error, hint)
+                silent = True
+            if self._rest(every_s):
+                break
+        with contextlib.suppress(Exception):  # whoever does not hear it waits for the end of the lease
+            self._client.heartbeat(msgspec.structs.replace(self._request(), leaving=True), timeout_s=_LEAVE_S)
+
+    def _rest(self, every_s: float) -> bool:
+        """Until the next heartbeat: sooner where what had to be caught up with is served now. Whether it ends."""
+        said, deadline = self._said, Deadline(every_s)
+        behind = [] if said is None else [each for each in said.catch_up if each.model_id in self._models]
+        behind = [each for each in behind if not self._models[each.model_id].serves(each.of)]
+        while not deadline.expired:
+            if self._stop.wait(min(deadline.remaining_s, _LOOK_S if behind else every_s)):
+                return True
+            if behind and all(self._models[each.model_id].serves(each.of) for each in behind):
+                break
+        return self._stop.is_set()
+
+    def _request(self) -> HeartbeatRequest:
+        serves, lacks, errors, absent = [], [], [], []
+        for model_id, model in self._models.items():
+            served = model.served
+            status = model.status()
+            errors += [f"{model_id}: {who}: {why}" for who, why in (status.errors | status.sender_errors).items()]
+            if status.retrying:
+                errors.append(f"{model_id}: {status.retrying}")
+            claim = self._catching_up.get(model_id)
+            if claim is not None and claim.denied is not None:
+                version = claim.version
+                absent.append(
+                    AbsentVersion(
+                        of=ModelVersion(model_id=model_id, run_id=version.run_id, version=version.number),
+                        newest=claim.denied.newest,
+                    )
+                )
+            if served is None:
+                lacks.append(model_id)
+            else:
+                serves.append(
+                    ModelVersion(
+                        model_id=model_id, run_id=served.run_id, version=served.number,
+                        sender_endpoint=status.sender or "",
+                    )
+                )  # fmt: skip
+        return HeartbeatRequest(
+            instance_id=self._config.service_id,
+            incarnation=self._incarnation,
+            url=self._url,
+            serves=tuple(serves),
+            lacks=tuple(lacks),
+            whole=not self._broken,
+            leased=self._lease.left_s > 0,
+            error="; ".join(errors)[:2000] or None,
+            absent=tuple(absent),
+            digests={model_id: found for model_id, model in self._models.items() if (found := model.served_digest)},
+            progress={model_id: moved for model_id, model in self._models.items() if (moved := model.progress)},
+        )
+
+    def _heard(self, said: HeartbeatReply, sent_s: float, commits: int) -> None:
+        before, self._said = self._said, said
+        if before is None or before.state != said.state:
+            _logger.info("service %s is %s in its fleet%s", self._config.service_id, said.state,
+                         f": {said.why}" if said.why else "")  # fmt: skip
+        if said.lease_s <= 0:
+            self._lease.revoke()
+        elif said.admitted:
+            self._made_whole(commits)
+        self._renew(sent_s + said.lease_s if said.lease_s else 0.0)
+        for each in said.catch_up:
+            model = self._models.get(each.model_id)
+            if model is not None:
+                self._catch_up(model, each, said.digests.get(each.model_id))
+
+    def _renew(self, until_s: float) -> None:
+        self._lease.renew(until_s, seen_s=min(model.engines.seen_s() for model in self._models.values()))
+
+    def _made_whole(self, commits: int) -> None:
+        """The controller has seen what is served; a commit that was begun since then says more."""
+        if self._set.acquire(blocking=False):
+            try:
+                if self._num_commits == commits:
+                    self._broken = frozenset()
+                    self._lease.lift()
+            finally:
+                self._set.release()
+
+    def _adopted(self, model: FleetModel, wanted: ModelVersion, digest: str | None) -> bool:
+        """Whether the engines are being asked if they serve it already, which costs no transfer, and needs no trainer.
+        A process that was started anew knows nothing of them."""
+        if digest is None:
+            return False
+        before = self._adopting.get(model.model_id)
+        if before is None or before[0] != wanted.of:
+            ask = functools.partial(model.adopt, wanted.of, wanted.sender_endpoint, digest)
+            before = self._adopting[model.model_id] = wanted.of, in_thread(ask, name="weightsync-adopt")
+        return not before[1].done()
+
+    def _catch_up(self, model: FleetModel, wanted: ModelVersion, digest: str | None) -> None:
+        if model.serves(wanted.of):
+            return
+        model.add_sender(wanted.sender_endpoint)
+        if self._adopted(model, wanted, digest):
+            return
+        model.permit.release("the fleet has gone on", older_than=wanted.of)
+        model.permit.allow(wanted.of)
+        claim = self._catching_up.get(model.model_id)
+        if claim is None or claim.error is not None or claim.version != wanted.of:
+            try:
+                self._catching_up[model.model_id] = model.claimed(wanted.of, wanted.sender_endpoint)
+            except WeightSyncError as error:
+                _logger.warning("model %s: it can't catch up to %s: %s", model.model_id, wanted.of, error)

@@ -1,0 +1,158 @@
+"""RolloutConfig: how a rollout service works."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+from collections.abc import Mapping
+from typing import Any, Self
+
+from weightsync.config import WeightSyncConfig
+from weightsync.errors import ConfigError
+from weightsync.memory import ServingLease
+from weightsync.net.auth import checked_token
+from weightsync.net.server import TlsFiles
+from weightsync.types.deadline import check_wait_s
+from weightsync.types.spec import check_config_id
+from weightsync.types.transfer_messages import MODES, Transport
+
+_MAX_STREAMS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How a service works.
+
+    Attributes:
+        service_id: name of this host's service, for operators of trainers.
+        host, port, token, tls: of its own HTTP face; loopback unless a token is given.
+        senders: endpoints of agents that may be called for every model; `/register_sender` adds others for one.
+        sender_token: the agents' bearer token. A service that has one and no `token` of its own refuses
+            `/register_sender` of endpoints that are not in `senders`: it would give it to anybody.
+        sender_verify: see `AgentClient`.
+        pull_timeout_s: deadline of one pull.
+        load_timeout_s: deadline of one engine's load, pause included.
+        pause_timeout_s: how long an engine may take to finish running generations.
+        patience_s: after so long a version that was announced, and that its agent has not, is given up; and another
+            agent that has more of the run is pulled from.
+        poll_s: None: senders are asked until each has named a version, and from then on where the service is told to.
+            A number: what they publish is followed though nobody notifies, as with `weightsync agent`. A request waits
+            at each until there is something newer; where it lets none wait, it is asked every so many seconds.
+        transport: "tcp" or "shm" alone; chosen by itself where not given.
+        mode: "full"; "delta" for deltas wherever the agent has them, on the same host too; "auto" for deltas over TCP,
+            and for the publisher's own memory on the same host.
+        patch_limit: engines that take patches are given the changed elements alone where these, with their positions,
+            have at most this share of the model's bytes; 0: never.
+        num_streams: TCP connections of a pull.
+        path_root: for engines that load from a path: a folder in which the version that is being loaded is
+            `<model_id>/<run_id>-<version>/model.safetensors`, for as long as it is. See `host.version_path`.
+        controller: URL of the controller whose fleet it is part of: it loads what that lets it commit, and answers
+            while that lends it the right to.
+        controller_token: the controller's bearer token.
+        controller_verify: see `AgentClient`.
+        advertise: URL by which the controller reaches it; its own where not given.
+        lease: what its engines look at before they answer, see `ServingLease`. In a fleet it is lent by the controller.
+            Without a controller this service lends it: an engine that has started since its service saw to it
+            refuses, and so does each before its first version.
+        lease_s: without a controller: for how long engines answer after their service was last alive.
+
+    Raises:
+        ConfigError: a time makes no sense, or a token can't be one.
+    """
+
+    service_id: str = "rollout"
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = dataclasses.field(default=None, repr=False)
+    tls: TlsFiles | None = None
+    senders: tuple[str, ...] = ()
+    sender_token: str | None = dataclasses.field(default=None, repr=False)
+    sender_verify: bool | str = True
+    pull_timeout_s: float = 120.0
+    load_timeout_s: float = 120.0
+    pause_timeout_s: float = 10.0
+    patience_s: float = 10.0
+    poll_s: float | None = None
+    transport: Transport | None = None
+    mode: str = "auto"
+    patch_limit: float = 0.25
+    num_streams: int = 6
+    path_root: str | None = None
+    controller: str | None = None
+    controller_token: str | None = dataclasses.field(default=None, repr=False)
+    controller_verify: bool | str = True
+    advertise: str | None = None
+    lease: ServingLease | None = None
+    lease_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_config_id("service_id", self.service_id)
+        for name in ("token", "sender_token", "controller_token"):
+            object.__setattr__(self, name, checked_token(getattr(self, name)))
+        if isinstance(self.senders, str):
+            raise ConfigError(f"senders is a tuple of URLs; write senders=({self.senders!r},)")
+        if self.controller is not None and self.lease is None:
+            raise ConfigError(
+                "a service of a fleet has a controller and a lease, a file by which its engines see that it is alive: "
+                "add --lease FILE (serve.lease in YAML, lease=FILE of serve). By classes: RolloutConfig(controller=URL"
+                ", lease=ServingLease(FILE)), and its engines EmbeddedEngine.of(loader, lease=LeaseReader(FILE))"
+            )
+        if self.transport not in (None, *Transport):
+            raise ConfigError(f"transport is tcp or shm, not {self.transport!r}")
+        if self.poll_s is not None:
+            check_wait_s("poll_s", self.poll_s)
+        for name in ("pull_timeout_s", "load_timeout_s", "pause_timeout_s", "patience_s", "lease_s"):
+            check_wait_s(name, getattr(self, name))
+        check_num_streams(self.num_streams)
+        if self.mode not in MODES:
+            raise ConfigError(f"mode is one of {', '.join(MODES)}, not {self.mode!r}")
+        if not 0 <= self.patch_limit <= 1:
+            raise ConfigError(f"patch_limit is a share of the model, from 0 to 1, not {self.patch_limit}")
+
+    @classmethod
+    def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **options: Any) -> Self:
+        """As `config` says: the configuration that `WeightManager.from_config` is given too.
+
+        Args:
+            config: `serve` counts, but for its engines; and, where they are said, `delta`, `pause_timeout_s` and
+                `transfer_timeout_s` of `transfer` (the last as `pull_timeout_s`) and `lease_s` of `fleet`.
+            options: fields; they win. Where there is no `lease`, the caller releases the one that is made here.
+
+        Raises:
+            ConfigError: a setting makes no sense, or nobody reads it on the pull path.
+        """
+        settings = WeightSyncConfig.load(config).for_method("pull")
+        serve = settings.serve
+        values: dict[str, Any] = {
+            "service_id": serve.service_id or socket.gethostname()[:100] or "rollout", "host": serve.host,
+            "port": serve.port, "senders": serve.sources, "controller": serve.controller, "advertise": serve.advertise,
+        }  # fmt: skip
+        values |= pull_settings(settings)
+        if "lease_s" in settings.fleet.model_fields_set:
+            values["lease_s"] = settings.fleet.lease_s
+        with contextlib.ExitStack() as made:
+            if serve.lease is not None and "lease" not in options:
+                values["lease"] = lease = ServingLease(serve.lease)
+                made.callback(lease.release)
+            config_of_service = cls(**{**values, **options})
+            made.pop_all()
+        return config_of_service
+
+
+def pull_settings(config: WeightSyncConfig) -> dict[str, Any]:
+    """Fields of a `RolloutConfig` that the `transfer` section has something to say of."""
+    transfer = config.transfer
+    values: dict[str, Any] = {}
+    if transfer.delta is not None:
+        values["mode"] = "delta" if transfer.delta else "full"
+    for key, field in (("pause_timeout_s", "pause_timeout_s"), ("transfer_timeout_s", "pull_timeout_s")):
+        if key in transfer.model_fields_set:
+            values[field] = getattr(transfer, key)
+    return values
+
+
+def check_num_streams(num_streams: int) -> None:
+    """Raises ConfigError where that is no number of connections."""
+    if type(num_streams) is not int or not 1 <= num_streams <= _MAX_STREAMS:
+        raise ConfigError(f"num_streams is a whole number from 1 to {_MAX_STREAMS}, not {num_streams!r}")

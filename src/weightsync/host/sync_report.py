@@ -1,0 +1,57 @@
+"""What is told of a version that every engine of a service serves, and of one that is not served in time."""
+
+from __future__ import annotations
+
+import logging
+
+from weightsync.errors import DeadlineExceededError
+from weightsync.host.engine_group import GroupReport
+from weightsync.host.staged_version import StagedVersion
+from weightsync.observe import Metrics
+from weightsync.types import Deadline, SyncReport, Version
+
+_logger = logging.getLogger(__name__)
+
+
+def tell_served(
+    model_id: str, metrics: Metrics, pulled: StagedVersion, loaded: GroupReport, *, pull_s: float, load_s: float
+) -> None:
+    """Counts one sync, and logs it.
+
+    Args:
+        model_id, metrics: of what, and where.
+        pulled, loaded: how it came, and how engines took it.
+        pull_s, load_s: how long that took.
+    """
+    size = pulled.manifest.total_bytes
+    metrics.observe_sync(
+        SyncReport(
+            version=pulled.version,
+            engine_ids=tuple(loaded.engine_ids),
+            lost={},
+            total_bytes=size,
+            sent_bytes=pulled.received_bytes,
+            num_deltas=pulled.num_deltas,
+            full_because=None,
+            num_chunks=loaded.num_chunks,
+            seconds=pull_s + load_s,
+            paused_s=loaded.paused_s,
+            phases_s={"pull": pull_s, "load": load_s},
+            digests_equal=None if loaded.unprovable else True,
+            unprovable=loaded.unprovable,
+            checksums=loaded.checksums,
+        ),
+        model_id=model_id,
+    )
+    deltas = f" ({pulled.num_deltas} deltas of {pulled.received_bytes / 1e6:.1f} MB)" if pulled.num_deltas else ""
+    _logger.info(
+        "model %s: %s is served: %.1f MB by %s%s in %.3f s, loaded in %.3f s, paused for %.3f s",
+        model_id, pulled.version, size / 1e6, pulled.transport, deltas, pull_s, load_s, loaded.paused_s,
+    )  # fmt: skip
+
+
+def late(version: Version, deadline: Deadline) -> DeadlineExceededError:
+    """What a wait that took too long raises."""
+    return DeadlineExceededError(
+        f"{version} is not served within {deadline.timeout_s:g} s; it is still tried", version=str(version)
+    )

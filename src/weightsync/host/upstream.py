@@ -1,0 +1,157 @@
+"""Upstream: asks agents what they have, each in a thread of its own, with one request that waits there until there is
+something newer. What is asked, and what an answer means, is in `followed`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from weightsync.clients.agent import AgentClient
+from weightsync.errors import ConfigError, StateError
+from weightsync.host.agent_state import SHORTEST_S, Ask
+from weightsync.host.followed import FollowedRun
+from weightsync.types.transfer_messages import AgentVersion
+
+_ANSWER_S = 3.0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Line:
+    """The thread of one agent.
+
+    Attributes:
+        client: its connection; None: it has to be made anew.
+        asked_s: when its last request began.
+        ends_s: until when that one waits there; None: it does not.
+    """
+
+    client: AgentClient | None = None
+    asked_s: float = 0.0
+    ends_s: float | None = None
+
+
+class Upstream:
+    """The agents of one model. Thread-safe, under its owner's lock.
+
+    Args:
+        model_id: that agents have to have.
+        run: decides what is asked.
+        changed: the owner's lock; notified when agents are to be looked at.
+        connect: makes a client of an agent.
+        told: called without the lock after each answer, or failure.
+        clock: that of `run`.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        run: FollowedRun,
+        changed: threading.Condition,
+        *,
+        connect: Callable[[str], AgentClient],
+        told: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model_id = model_id
+        self._run = run
+        self._changed = changed
+        self._connect = connect
+        self._told = told
+        self._clock = clock
+        self._lines: dict[str, _Line] = {}
+        self._closed = False
+
+    def look(self) -> None:
+        """There may be a reason to ask somebody: a thread is started where there is none, and a request that would wait
+        for too long is ended. Under the lock.
+
+        Raises:
+            StateError: no thread can be started; the next call tries again.
+        """
+        for endpoint in () if self._closed else tuple(self._run.agents):
+            ask, line = self._run.next_ask(endpoint), self._lines.get(endpoint)
+            if ask is None:
+                continue
+            if line is None:
+                self._start(endpoint)
+            elif line.ends_s is not None and max(ask.at_s, self._clock()) + ask.wait_s < line.ends_s - SHORTEST_S:
+                self._interrupt(line)
+        self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the requests under way, and the threads soon. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for line in self._lines.values():
+                self._interrupt(line)
+            self._changed.notify_all()
+
+    def _start(self, endpoint: str) -> None:
+        line = self._lines[endpoint] = _Line()
+        name = f"weightsync-ask-agent-{self._model_id}"
+        try:
+            threading.Thread(target=self._ask_on, args=(endpoint, line), name=name, daemon=True).start()
+        except RuntimeError as error:
+            del self._lines[endpoint]
+            raise StateError(f"{endpoint} can't be asked what it has: {error}") from error
+
+    @staticmethod
+    def _interrupt(line: _Line) -> None:
+        if line.client is not None:
+            line.client.close()
+        line.client = line.ends_s = None
+
+    def _ask_on(self, endpoint: str, line: _Line) -> None:
+        while (ask := self._next(endpoint, line)) is not None:
+            try:
+                self._turn(endpoint, line, ask)
+                self._told()
+                with self._changed:
+                    self.look()
+            except StateError as error:  # nobody is here to be told
+                _logger.warning("model %s: %s", self._model_id, error)
+            except Exception:  # a bug: who waits for this agent's word must not wait for ever
+                _logger.exception("model %s: what %s answered could not be taken", self._model_id, endpoint)
+                with self._changed:
+                    self._run.not_heard(endpoint, "its answer could not be taken")
+        self._told()  # the time of a claim may be over
+
+    def _next(self, endpoint: str, line: _Line) -> Ask | None:
+        """The next request, when its time has come; None: this thread ends."""
+        with self._changed:
+            while not self._closed and (ask := self._run.next_ask(endpoint)) is not None:
+                if (left_s := ask.at_s - self._clock()) > 0:
+                    self._changed.wait(left_s)
+                    continue
+                line.asked_s = self._clock()
+                line.ends_s = line.asked_s + ask.wait_s if ask.wait_s else None
+                try:
+                    line.client = line.client or self._connect(endpoint)
+                    return ask
+                except ConfigError as error:
+                    self._run.not_heard(endpoint, str(error))
+            del self._lines[endpoint]
+            self._interrupt(line)
+            return None
+
+    def _turn(self, endpoint: str, line: _Line, ask: Ask) -> None:
+        client, why = line.client, ""
+        said: AgentVersion | None = None
+        try:
+            if client is not None:
+                answer = client.get_version(after=ask.after, wait_s=ask.wait_s, timeout_s=_ANSWER_S)
+                why = f"{endpoint} serves model {answer.model_id!r}, not {self._model_id!r}"
+                said = answer if answer.model_id == self._model_id else None
+        except Exception as error:  # whatever it is: who waits for this agent's word is told why there is none
+            why = f"{type(error).__name__}: {error}"
+        with self._changed:
+            line.ends_s = None
+            if said is not None:
+                self._run.heard(endpoint, said, asked=ask, asked_s=line.asked_s)
+            elif client is not None and client is line.client:  # else somebody has ended this request
+                self._run.not_heard(endpoint, why)

@@ -1,0 +1,118 @@
+"""ShardPatch: a change of a model whose live tensors are parts of the checkpoint's, at other places.
+
+The whole version that is served lies in host memory too (the base). The change is proved there, in the checkpoint's
+coordinates, and written into the live parts in the pause, through a `LivePlan`; the base follows after the pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.errors import LoadError
+from weightsync.load.live_plan import LivePlan
+from weightsync.load.patching import Change, LivePatch
+from weightsync.types import Box, Patch
+
+
+class ShardPatch:
+    """As `LivePatch`, with the same order of calls, and `follow` or `close` at the end.
+
+    Args:
+        plan: where the checkpoint's tensors are live in this worker.
+        base: whole tensors of what is served, by the checkpoint's name; not written before `follow`.
+    """
+
+    def __init__(self, plan: LivePlan, base: Mapping[str, torch.Tensor]) -> None:
+        self._plan = plan
+        self._base = base
+        self._whole = LivePatch()
+        self._live = LivePatch()
+        self._parts: dict[str, tuple[str, npt.NDArray[np.int64]]] = {}  # piece -> its tensor, which of its elements
+
+    def add(self, update: Patch) -> None:
+        """Copies an update and checks it.
+
+        Raises:
+            WeightSyncError: as `LivePatch.add`.
+        """
+        whole = self._base[update.name]
+        self._whole.add(whole, update)
+        positions = update.positions.detach().cpu().numpy().astype(np.int64)
+        for index, piece in enumerate(self._plan.pieces.get(update.name, ())):
+            chosen, local = _within(positions, tuple(whole.shape), piece.box)
+            if not len(chosen):
+                continue
+            key = f"{update.name}[{index}]"
+            values = update.values[torch.from_numpy(chosen)]
+            self._live.add(piece.live, Patch(name=key, positions=torch.from_numpy(local), values=values))
+            self._parts[key] = update.name, chosen
+
+    def gather(self) -> None:
+        """Reads what is there now.
+
+        Raises:
+            LoadError: a live element is not the base's, or can't be read.
+        """
+        self._whole.gather()
+        self._live.gather()
+        before = {change.spec.name: change.old for change in self._whole.changes()}
+        for change in self._live.changes():
+            name, chosen = self._parts[change.spec.name]
+            expected = before[name][torch.from_numpy(chosen)]
+            if not torch.equal(change.old.view(torch.uint8), expected.view(torch.uint8)):
+                raise LoadError("live elements are not those of the version that is served", parameter=name)
+
+    def changes(self) -> Iterator[Change]:
+        """What it does, in the checkpoint's coordinates; true after `gather`."""
+        return self._whole.changes()
+
+    def check_memory(self) -> None:
+        """See `LivePatch.check_memory`."""
+        self._live.check_memory()
+
+    def apply(self) -> None:
+        """See `LivePatch.apply`: the live parts alone."""
+        self._live.apply()
+
+    def undo(self) -> None:
+        """See `LivePatch.undo`."""
+        self._live.undo()
+
+    def follow(self) -> None:
+        """The change stays: the base becomes what is live. Outside of the pause.
+
+        Raises:
+            LoadError: the base is not what it was. It is of no version then.
+        """
+        self._whole.apply()
+
+    def close(self) -> None:
+        """Lets go of everything. Idempotent."""
+        self._whole.close()
+        self._live.close()
+        self._parts = {}
+
+
+def _within(
+    positions: npt.NDArray[np.int64], shape: tuple[int, ...], box: Box
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Which of these positions of a tensor lie in a box, and where in the box; both rise."""
+    if box.shape == shape:
+        return np.arange(len(positions)), positions
+    rest, step = positions, 1
+    for size in shape:
+        step *= size
+    inside = np.ones(len(positions), dtype=bool)
+    local = np.zeros(len(positions), dtype=np.int64)
+    for size, start, extent in zip(shape, box.offset, box.shape, strict=True):
+        step //= size
+        place, rest = np.divmod(rest, step) if step > 1 else (rest, np.zeros_like(rest))
+        place = place - start
+        inside &= (place >= 0) & (place < extent)
+        local = local * extent + place
+    chosen = np.flatnonzero(inside)
+    return chosen, local[chosen]

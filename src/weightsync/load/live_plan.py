@@ -1,0 +1,119 @@
+"""LivePlan: where each element of a checkpoint lies in a model's live parameters, and whether that is true.
+
+A plan is made by `live_trace`. It is not believed: `LivePlan.compare` says whether the live elements are those that
+were loaded, bit for bit, and `LivePlan.uncovered` whether any element of the checkpoint is live nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from weightsync.errors import ManifestMismatchError
+from weightsync.plan.boxes import check_partition, whole_box
+from weightsync.types import Box, TensorSpec
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LivePiece:
+    """A part of one checkpoint tensor, where it serves.
+
+    Attributes:
+        name: of the checkpoint's tensor.
+        box: which part of it.
+        live: a view of a live tensor, of the box's shape.
+        owner: name of that live tensor.
+    """
+
+    name: str
+    box: Box
+    live: torch.Tensor
+    owner: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LivePlan:
+    """Where a checkpoint's tensors are live in one worker.
+
+    Attributes:
+        pieces: by the checkpoint's name; none for a tensor that lives in other workers alone.
+        marked: by the checkpoint's name: why its live elements can't be told or written one by one.
+    """
+
+    pieces: Mapping[str, tuple[LivePiece, ...]]
+    marked: Mapping[str, str]
+    _places: Mapping[str, object]
+
+    def moved(self, model: nn.Module) -> str | None:
+        """The first live tensor that is not where it was when it was traced; None where all are there."""
+        now = places(model)
+        return next(
+            (name for name in now.keys() | self._places.keys() if now.get(name) != self._places.get(name)), None
+        )
+
+    def coverage(self) -> dict[str, list[Box]]:
+        """Which parts of each tensor are live in this worker, by its name; without those that are marked."""
+        return {name: [piece.box for piece in found] for name, found in self.pieces.items()}
+
+    def uncovered(self, workers: Sequence[Mapping[str, list[Box]]], specs: Iterable[TensorSpec]) -> dict[str, str]:
+        """Tensors of which a part is live in no worker, in words.
+
+        Args:
+            workers: `coverage` of each worker of the engine; one that has marked a tensor has no entry of it.
+            specs: the checkpoint's tensors.
+        """
+        odd: dict[str, str] = {}
+        for spec in specs:
+            whole = whole_box(spec.shape)
+            boxes = {box for held in workers for box in held.get(spec.name, ())}
+            if whole in boxes or spec.name in self.marked:
+                continue
+            try:
+                check_partition(spec.shape, sorted(boxes, key=lambda box: box.offset), parameter=spec.name)
+            except ManifestMismatchError:
+                odd[spec.name] = "not all of it is live: its loader leaves a part out, or puts it elsewhere"
+        return odd
+
+    def compare(self, whole: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Which tensors' live elements are not those of `whole`, by the checkpoint's name, in words.
+
+        Args:
+            whole: what the model's loader was given last, whole tensors by name, on any device.
+        """
+        odd: dict[str, str] = {}
+        for name, pieces in self.pieces.items():
+            for piece in pieces:
+                cut = tuple(
+                    slice(start, start + extent)
+                    for start, extent in zip(piece.box.offset, piece.box.shape, strict=True)
+                )
+                if not torch.equal(_bits(piece.live), _bits(whole[name][cut]).to(piece.live.device)):
+                    odd[name] = f"{piece.owner} does not hold it as it came: it is repacked, or computed from it"
+        return odd
+
+    def without(self, odd: Mapping[str, str]) -> LivePlan:
+        """The plan with these marked besides, for these reasons."""
+        pieces = {name: found for name, found in self.pieces.items() if name not in odd}
+        return dataclasses.replace(self, pieces=pieces, marked={**self.marked, **odd})
+
+
+def places(model: nn.Module) -> dict[str, object]:
+    """Where every live tensor is, under each of its names."""
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {name: (id(tensor), place(tensor)) for name, tensor in named}
+
+
+def place(tensor: torch.Tensor) -> object:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(_BITS[tensor.element_size()])

@@ -1,0 +1,114 @@
+"""What is known of vLLM's own modules: whose parameters are all that they compute with.
+
+A live plan sees where a loader writes. It can't see that a layer computes with something else: a packed copy, a product
+of weights, a scale that was read into a number. So a parameter is only written element by element where its layer is
+one of vLLM's own that are known to keep nothing besides; every other one is marked, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+_PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+_HARMLESS = {"Attention"}
+"""Their `process_weights_after_loading` is about the scales of a cache, and no weights."""
+_CACHES = {"kv_cache"}
+_PLAIN = (bool, int, float, str, bytes, type, torch.dtype, torch.device, torch.Size, types.ModuleType)
+_DEPTH = 3
+
+
+def doubts(model: nn.Module) -> dict[str, str]:
+    """Parameters that must not be written element by element, by every name that they have, with the reason."""
+    found: dict[str, str] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    live = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for path, module in modules.items():
+        if (why := _of_class(module)) is not None:
+            _mark(found, path, module, why, recurse=False)
+        if (why := _of_method(module)) is not None:
+            _mark(found, path, module, why, recurse=True)
+        hidden = next((key for key, value in vars(module).items() if _hides(key, value, live)), None)
+        later = hasattr(type(module), "process_weights_after_loading") and type(module).__name__ not in _HARMLESS
+        if hidden is None and not later:
+            continue
+        why = f"{path or type(module).__name__} " + ("works on weights" if later else f"keeps memory in {hidden}")
+        if next(module.parameters(), None) is None:  # of its neighbours' weights, perhaps
+            path = path.rpartition(".")[0]
+        _mark(found, path, modules[path], why, recurse=True)
+    of_one: dict[int, str] = {}
+    names = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in names:
+        if name in found:
+            of_one.setdefault(id(parameter), found[name])
+    return {name: of_one[id(parameter)] for name, parameter in names if id(parameter) in of_one}
+
+
+def _mark(found: dict[str, str], path: str, module: nn.Module, why: str, *, recurse: bool) -> None:
+    for name, _ in module.named_parameters(prefix=path, recurse=recurse, remove_duplicate=False):
+        found.setdefault(name, why)
+
+
+def _of_class(module: nn.Module) -> str | None:
+    home = type(module).__module__
+    if home.split(".")[0] == "vllm" or home.startswith("torch.nn."):
+        return None
+    return f"{type(module).__name__} is none of vLLM's layers, and may compute with something else"
+
+
+def _of_method(module: nn.Module) -> str | None:
+    method = getattr(module, "quant_method", None)
+    if method is None or (type(method).__name__ in _PLAIN_METHODS and type(method).__module__.startswith("vllm.")):
+        return None
+    return f"{type(method).__name__} may keep it in a form of its own"
+
+
+def _hides(key: str, value: object, live: set[int]) -> bool:
+    if key in ("_parameters", "_buffers", "_modules") or key in _CACHES:
+        return False
+    return any(_is_memory(each, live) for each in _reached(value, _DEPTH))
+
+
+def _reached(value: object, depth: int) -> Iterator[object]:
+    """What an attribute leads to: containers, functions with what they hold on to, objects."""
+    yield value
+    if depth == 0 or value is None or isinstance(value, (*_PLAIN, nn.Module, torch.Tensor)):
+        return
+    inner: list[object] = []
+    if isinstance(value, list | tuple | set | frozenset):
+        inner = list(value)
+    elif isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, functools.partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        inner = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, types.MethodType):
+        inner = [] if isinstance(value.__self__, nn.Module) else [value.__self__]
+    elif hasattr(value, "__dict__"):
+        inner = list(vars(value).values())
+    for each in inner:
+        yield from _reached(each, depth - 1)
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _is_memory(value: object, live: set[int]) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() > 1 and _storage(value) not in live
+    return (type(value).__module__ == "numpy" and getattr(value, "size", 0) > 1) or "Handler" in type(value).__name__
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

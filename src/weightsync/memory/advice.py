@@ -1,0 +1,29 @@
+"""What the kernel is told of a mapping (`madvise`), without holding Python's lock, which mmap's own method holds.
+
+docs/huge-pages.md says which advice was measured, and which is not given because nothing came of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import mmap
+
+
+class Advice(enum.IntEnum):
+    """Linux's numbers; a kernel that does not know one refuses it."""
+
+    SEQUENTIAL = 2
+    WILLNEED = 3
+    REMOVE = 9
+    HUGEPAGE = 14
+    POPULATE_READ = 22  # Linux 5.14, as the next; without them pages are faulted in one by one
+    POPULATE_WRITE = 23
+
+
+def advise(mapped: mmap.mmap, advice: Advice) -> None:
+    """Gives advice for all of a writable or private mapping; nothing happens where it is refused."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), ctypes.c_int(advice))

@@ -1,0 +1,71 @@
+"""Addresses of this machine: which of them another one can call, and sockets that listen on one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from weightsync.errors import ConfigError
+from weightsync.net.auth import is_loopback
+
+_ANY_PORT = 9
+
+
+def own_address_towards(host: str) -> str:
+    """The address of this machine that `host` sees: a datagram socket that connects asks the routing table, and sends
+    nothing.
+
+    Raises:
+        OSError: the name of that machine is not known here, or no route leads to it.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def address_towards(urls: Iterable[str], *, instead: str) -> str | None:
+    """This machine's address as the first of these machines sees it; None where all of them are this one.
+
+    Args:
+        urls: of the others.
+        instead: what to do where it can't be told, for the error.
+
+    Raises:
+        ConfigError: one is no URL, the name of that machine is not known here, or no route leads to it.
+    """
+    for url in urls:
+        host = urlsplit(url).hostname
+        if not host:
+            raise ConfigError(f"{url!r} is no URL: write it as http://HOST:PORT")
+        if is_loopback(host):
+            continue
+        try:
+            address = own_address_towards(host)
+        except OSError as error:
+            raise ConfigError(f"no address of this machine leads to {host} ({error}): {instead}") from error
+        if not is_loopback(address):
+            return address
+    return None
+
+
+def listening(host: str, port: int, *, backlog: int = 2048) -> socket.socket:
+    """A listening socket whose connections send at once.
+
+    asyncio turns Nagle's algorithm off only where the socket says that it is TCP; uvicorn's own sockets do
+    not say so, and every small answer then waits 40 ms for the peer's delayed acknowledgement (seen).
+
+    Raises:
+        ConfigError: the port is taken, or the address is not this host's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(backlog)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"can't listen on {host}:{port}: {error}; choose another port or host") from error
+    return listener

@@ -1,0 +1,45 @@
+"""`/timeline`: the route by which every face of ours tells its last phases, and what time it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+from fastapi import FastAPI, Response
+
+from weightsync.net.server import json_of
+from weightsync.types import PhaseRecord
+from weightsync.types.timeline import MAX_RECORDS, Timeline
+
+
+class Recorded(Protocol):
+    """A `Recorder`, of which this room knows no more."""
+
+    @property
+    def num_dropped(self) -> int: ...
+
+    def records(self) -> Sequence[PhaseRecord]: ...
+
+
+def add_timeline(app: FastAPI, recorded: Recorded, head: Callable[[], Timeline]) -> None:
+    """Adds `/timeline`, and `/timeline/clock`, which tells the time alone: a small answer to measure a clock with.
+
+    Args:
+        app: a server's; what stands before it asks for the token.
+        recorded: whose phases these are.
+        head: the answer without its phases, by the clock of this moment. Called in the server's event loop, or in a
+            thread: it must be quick, and `phases` that it has come on top.
+    """
+
+    async def clock() -> Response:
+        return json_of(msgspec.structs.replace(head(), phases=()))
+
+    def timeline() -> Response:  # in a thread: thousands of records take a while to write
+        now, records = head(), recorded.records()
+        kept = (*now.phases, *records[-MAX_RECORDS:])
+        left_out = max(0, len(records) - MAX_RECORDS)
+        return json_of(msgspec.structs.replace(now, phases=kept, num_dropped=recorded.num_dropped + left_out))
+
+    app.add_api_route("/timeline/clock", clock, methods=["GET"])
+    app.add_api_route("/timeline", timeline, methods=["GET"])

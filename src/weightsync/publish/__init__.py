@@ -1,1 +1,0 @@
-"""The trainer side, where extract, codec and transfer are put together."""

@@ -1,1 +1,0 @@
-"""The engine side, where transfer, codec and load are put together."""

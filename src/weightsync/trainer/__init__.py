@@ -1,0 +1,1 @@
+"""What trains: publishes its weights, or pushes them."""

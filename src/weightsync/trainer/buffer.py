@@ -1,0 +1,216 @@
+"""PublicationBuffer: the segments of one trainer host, of which the trainer always finds one to write."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+
+from weightsync.errors import SharedMemoryError
+from weightsync.memory import Lock, Reader, Segment, is_read
+from weightsync.trainer.spare import SpareSegment, pinned_segment
+from weightsync.types import Deadline
+
+_POLL_S = 0.002
+_NUM_SEGMENTS = 2
+_NUM_WITH_LEASE = 3
+_RESET_AT = 0.75
+_LOOKS_UNTIL_SHRINK = 4
+"""Two seconds: a receiver that takes lease after lease would need the third segment again at once."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteTurn:
+    """The right to write a segment; until `lock` is closed nobody may begin to read it."""
+
+    segment: Segment
+    lock: Lock
+
+
+class PublicationBuffer:
+    """Two segments, a third only while somebody holds a lease on one. One thread at a time.
+
+    Memory is allocated when it is first needed, whole: a write never meets a full /dev/shm. The first two are made by
+    `acquire` itself, since nothing can be published without them; the third, and whatever is given back, is a
+    background thread's work (`SpareSegment`), which also looks whether a lease has ended while nothing is published.
+
+    Args:
+        size_bytes: of each segment.
+        guard_s: how long `acquire` waits for readers of superseded versions, or for the third segment, at most.
+        let_go: told of a segment's memory before it is given back, for whoever has pinned its pages; from a thread.
+    """
+
+    def __init__(self, size_bytes: int, *, guard_s: float, let_go: Callable[[memoryview], None] | None = None) -> None:
+        self.size_bytes = size_bytes
+        self._guard_s = guard_s
+        self._segments: list[Segment] = []
+        self._current: Segment | None = None
+        self._lock = threading.Lock()  # of the list of segments, between the trainer's thread and the spare's
+        self._spare = SpareSegment(size_bytes, wanted=self._leased, still_needed=self._tend, let_go=let_go)
+        self._why_not = ""
+        self._num_idle_looks = 0
+
+    @property
+    def num_segments(self) -> int:
+        """How many hold, or held, a version: two, or three under a lease."""
+        return len(self._segments)
+
+    @property
+    def why_not(self) -> str:
+        """In words, why the last `acquire` that gave nothing did so."""
+        return self._why_not
+
+    def acquire(self, reset_superseded: Callable[[], None]) -> WriteTurn | None:
+        """A segment that nobody reads and that does not hold the newest version; None where there is none.
+
+        Args:
+            reset_superseded: called when most of `guard_s` is over: ends transfers of all but the newest version.
+
+        Raises:
+            SharedMemoryError: there is no room for the first two segments. Nothing was changed.
+        """
+        guard, patience = Deadline(self._guard_s), Deadline(_RESET_AT * self._guard_s)
+        told = False
+        failure: SharedMemoryError | None = None
+        while True:
+            turn = self._free()
+            if turn is None and len(self._segments) < _NUM_SEGMENTS:
+                turn = self._grown(pinned_segment(self.size_bytes))
+            if turn is None and failure is None:
+                try:
+                    turn = self._third()
+                except SharedMemoryError as error:  # a receiver's lease is no reason to end the trainer's step
+                    failure = error
+                    _logger.warning("no third segment beside a lease: %s", error)
+            if turn is not None:
+                return turn
+            if patience.expired and not told:
+                reset_superseded()
+                told = True
+            elif guard.expired:
+                self._why_not = self._said_of(failure)
+                return None
+            threading.Event().wait(min(_POLL_S, guard.remaining_s))
+
+    def written(self, turn: WriteTurn) -> None:
+        """The segment holds the newest version now; from here on it may be read."""
+        with self._lock:
+            self._current = turn.segment
+            turn.lock.close()
+            self._shrink()
+
+    def given_up(self, turn: WriteTurn) -> None:
+        """Nothing was published from it."""
+        turn.lock.close()
+
+    def close(self) -> None:
+        """Unlinks everything, when a segment that is being made is ready. Who has a lease keeps its memory, who only
+        maps it does not. Idempotent.
+        """
+        self._spare.close()
+        with self._lock:
+            segments, self._segments, self._current = self._segments, [], None
+        for segment in segments:
+            try:
+                lock = Lock(segment.name, None)
+            except (BlockingIOError, SharedMemoryError):
+                segment.close()
+            else:
+                with lock:
+                    self._spare.free(segment)
+
+    def _said_of(self, failure: SharedMemoryError | None) -> str:
+        """Why there was no segment."""
+        third = ""
+        if failure is not None:
+            third = f"; no third segment beside a lease: {failure}"
+        elif self._spare.under_way:
+            third = "; a third one is being made, and will be there for a later version"
+        return (
+            f"every segment was still read {self._guard_s:g} s after it was wanted: leases or transfers of receivers "
+            f"that stand still ({', '.join(self._readers())}){third}"
+        )
+
+    def _readers(self) -> list[str]:
+        """What each segment but the newest is read for."""
+        found = []
+        for segment in self._segments:
+            if segment is not self._current:
+                with contextlib.suppress(SharedMemoryError):
+                    kinds = [kind.name.lower() for kind in Reader if is_read(segment.name, kind)]
+                    found.append(f"{segment.name}: {' and '.join(kinds) or 'nobody'}")
+        return found
+
+    def _free(self) -> WriteTurn | None:
+        with self._lock:
+            for segment in [each for each in self._segments if each is not self._current]:
+                try:
+                    return WriteTurn(segment=segment, lock=Lock(segment.name, None))
+                except BlockingIOError:
+                    continue
+                except SharedMemoryError as error:  # somebody took its name away: nobody can be given it any more
+                    _logger.warning("a segment is lost, and replaced: %s", error)
+                    self._segments.remove(segment)
+                    self._spare.give_back(segment)
+        return None
+
+    def _leased(self) -> bool:
+        """Whether anybody maps a segment that does not hold the newest version. From any thread."""
+        for segment in list(self._segments):
+            with contextlib.suppress(SharedMemoryError):
+                if segment is not self._current and is_read(segment.name, Reader.MAPPED):
+                    return True
+        return False
+
+    def _third(self) -> WriteTurn | None:
+        """The third segment, where one is allowed and ready; begins to make it where there is none.
+
+        Raises:
+            SharedMemoryError: it could not be made.
+        """
+        if len(self._segments) >= _NUM_WITH_LEASE or not self._leased():
+            return None
+        spare = self._spare.take()
+        if spare is None:
+            self._spare.ask()
+            return None
+        turn = self._grown(spare)
+        self._spare.tend()
+        return turn
+
+    def _grown(self, segment: Segment) -> WriteTurn:
+        try:
+            turn = WriteTurn(segment=segment, lock=Lock(segment.name, None))
+        except BaseException:
+            segment.close()
+            raise
+        with self._lock:
+            self._segments.append(segment)
+        return turn
+
+    def _tend(self) -> bool:
+        """Gives back what no lease needs any more; whether something is left that a lease needs. From the spare's
+        thread.
+        """
+        with self._lock:
+            self._num_idle_looks = 0 if self._leased() else self._num_idle_looks + 1
+            if self._num_idle_looks >= _LOOKS_UNTIL_SHRINK:
+                self._num_idle_looks = 0
+                self._shrink()
+            return len(self._segments) > _NUM_SEGMENTS or self._spare.made
+
+    def _shrink(self) -> None:
+        """Gives the third segment back when there is no lease any more. Under one it would be needed again at once."""
+        if self._leased():
+            return
+        self._spare.discard()
+        for segment in self._segments if len(self._segments) > _NUM_SEGMENTS else ():
+            if segment is not self._current:
+                with contextlib.suppress(BlockingIOError, SharedMemoryError), Lock(segment.name, None):
+                    self._segments.remove(segment)
+                    self._spare.give_back(segment)
+                    return

@@ -1,0 +1,142 @@
+"""The engines as training rank 0 sees them: who answers, and who is left out for how long."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from weightsync.errors import (
+    DeadlineExceededError,
+    NoEnginesError,
+    StateError,
+    SyncFailedError,
+    SyncInProgressError,
+    WeightSyncError,
+    is_consequence,
+)
+from weightsync.observe import Recorder, now_s
+from weightsync.transfer.base import WeightTransferStrategy
+from weightsync.types import Deadline, EngineReply, InferenceEngineClient, PhaseRecord
+from weightsync.update.group import TransferGroup
+
+DESCRIBE_TIMEOUT_S = 3.0
+_SHUN_S, _SHUN_LONGEST_S = 30.0, 600.0  # how long an engine that did not join is left out
+_SHUN_BUSY_S = 5.0  # how long one is left out that hangs, or is still busy with an earlier sync
+
+_logger = logging.getLogger(__name__)
+
+
+class JoinedEngines:
+    """Chooses who takes part in each sync. Training rank 0 alone uses it.
+
+    Args:
+        client: all engines that are known; None on other ranks.
+        strategy: how bytes move.
+        model_id: which model.
+        join_timeout_s: how long building the group may take.
+        recorder: where phases go.
+
+    Attributes:
+        group: that those who take part are in.
+    """
+
+    def __init__(
+        self,
+        client: InferenceEngineClient | None,
+        strategy: WeightTransferStrategy,
+        *,
+        model_id: str,
+        join_timeout_s: float,
+        recorder: Recorder,
+    ) -> None:
+        self._all = client
+        self._recorder = recorder
+        self.group = TransferGroup(strategy, model_id=model_id, join_timeout_s=join_timeout_s, recorder=recorder)
+        self._shunned: dict[str, _Shunned] = {}
+        self._lost_before: set[str] = set()
+
+    def took_part(self, engine_ids: Sequence[str]) -> None:
+        """These engines began a sync: the next time that one fails it is left out for a short time again."""
+        for who in engine_ids:
+            self._shunned.pop(who, None)
+
+    def ready(
+        self, deadline: Deadline, *, run_id: str, require_all: bool
+    ) -> tuple[InferenceEngineClient, dict[str, EngineReply], dict[str, WeightSyncError]]:
+        """Sees to it that the engines that answer are in one transfer group.
+
+        Returns:
+            A client of these engines, what each of them says of itself, and why each of the others is left out.
+
+        Raises:
+            NoEnginesError: nobody answers.
+            SyncFailedError: some don't, and `require_all`.
+            GroupJoinError: somebody answered and did not join; it is left out of the next calls for a while.
+        """
+        if self._all is None:
+            raise NoEnginesError("training rank 0 needs a client of the engines")
+        lost = {who: shunned.error for who, shunned in self._shunned.items() if shunned.now}
+        asked = self._all.only([who for who in self._all.engine_ids if who not in lost])
+        replies, errors = asked.describe(timeout_s=min(DESCRIBE_TIMEOUT_S, deadline.check("time to ask the engines")))
+        for who, error in errors.items():
+            if isinstance(error, DeadlineExceededError):  # a hung engine would cost every sync that time
+                self._shun(who, error, _SHUN_BUSY_S)
+        lost.update(errors)
+        here = [who for who in asked.engine_ids if who in replies]
+        if not here:
+            why = "; ".join(f"{who}: {error}" for who, error in lost.items())
+            raise NoEnginesError(f"no engine answers: {why or 'none is known'}")
+        if lost and require_all:
+            raise SyncFailedError(
+                f"{', '.join(sorted(lost))} can't take part: check address and token, or go on without "
+                "(require_all=False)",
+                causes=lost,
+                state_left="nothing was changed",
+            )
+        for who in lost:
+            if who not in self._lost_before:
+                _logger.warning("syncing without engine %s: %s", who, lost[who])
+            self._recorder.add(PhaseRecord(name="engine lost", start_s=now_s(), end_s=now_s(), track=who))
+        self._lost_before = set(lost)
+        client = self._all.only(here)
+        joining = {who: replies[who] for who in here}
+        try:
+            self.group.join(client, joining, run_id=run_id, deadline=deadline)
+        except WeightSyncError as error:
+            self._shun_missing(error, joining)
+            raise
+        return client, joining, lost
+
+    def _shun_missing(self, error: WeightSyncError, joining: Mapping[str, EngineReply]) -> None:
+        """Leaves engines that did not join out of the next syncs, for a time that doubles."""
+        missing = set(error.details.get("missing_ranks", ()))
+        causes = error.causes if isinstance(error, SyncFailedError) else {}
+        rank = 1
+        for who, reply in joining.items():
+            ranks = range(rank, rank + reply.world_size)
+            rank = ranks.stop
+            if missing.intersection(ranks) or (who in causes and not is_consequence(causes[who])):
+                self._shun(who, error, _SHUN_S)
+
+    def leave_out_busy(self, error: WeightSyncError) -> None:
+        """Leaves engines out whose loader still sits in an earlier sync: one of them must not fail every sync."""
+        for who, cause in (error.causes if isinstance(error, SyncFailedError) else {}).items():
+            if isinstance(cause, (SyncInProgressError, StateError)):
+                self._shun(who, cause, _SHUN_BUSY_S)
+
+    def _shun(self, who: str, error: WeightSyncError, for_s: float) -> None:
+        self._shunned[who] = _Shunned(error=error, before=self._shunned.get(who), for_s=for_s)
+
+
+class _Shunned:
+    """An engine that answered and did not take part: left out for a time that doubles from failure to failure."""
+
+    def __init__(self, *, error: WeightSyncError, before: _Shunned | None, for_s: float) -> None:
+        self.error = error
+        self._for_s: float = min(_SHUN_LONGEST_S, 2 * before._for_s) if before else for_s
+        self._until = Deadline(self._for_s)
+
+    @property
+    def now(self) -> bool:
+        """Whether it is still left out."""
+        return not self._until.expired

@@ -1,0 +1,219 @@
+"""FolderPublisher: publishes a folder of safetensors files, and again whenever they change. No trainer needed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from weightsync.errors import ConfigError, InvalidRequestError, WeightSyncError
+from weightsync.extract.named import NamedTensorsExtractor
+from weightsync.plan.boxes import whole_box
+from weightsync.plan.safetensors import read_header
+from weightsync.tensors import byte_array, torch_dtype
+from weightsync.trainer.offload_report import OffloadReport
+from weightsync.trainer.publisher import WeightManager
+from weightsync.types import Box, TensorSpec
+from weightsync.types.process import of_one_process
+from weightsync.types.scarcity import is_passing
+
+_INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 8 + 100_000_000
+
+_logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 32
+"""In looks: so long what failed for want of something may wait to be tried again."""
+
+Look = Mapping[str, tuple[int, int, int]]
+"""Number, size and time of each file, by name."""
+
+
+@of_one_process
+class FolderPublisher:
+    """Publishes what lies in a folder as versions 1, 2, 3 ... of a run of its own.
+
+    The files that count are those that `model.safetensors.index.json` names, or every `*.safetensors`. A change counts
+    when two looks one after the other see the same files, sizes and times, so that half a copy is not taken for a
+    checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        manager: made for it; closed by the caller.
+        every_s: how often to look.
+
+    Raises:
+        ConfigError: there is no safetensors file.
+    """
+
+    def __init__(self, folder: Path, manager: WeightManager, *, every_s: float = 1.0) -> None:
+        self._folder = folder
+        self._manager = manager
+        self._every_s = every_s
+        self._version = 0
+        self._published: Look | None = None
+        checkpoint_files(folder)
+
+    def publish(self) -> OffloadReport:
+        """Publishes what lies there now, as the next version.
+
+        Raises:
+            ConfigError: a file is missing, is no safetensors file, or is being written. Nothing was published.
+        """
+        return self._publish(self._look())
+
+    def _publish(self, seen: Look) -> OffloadReport:
+        with contextlib.ExitStack() as stack:
+            files = [_CheckpointFile(path, seen, stack) for path in checkpoint_files(self._folder)]
+            extractor = _CheckpointExtractor(files)
+            self._version += 1
+            report = self._manager.offload(extractor, self._version)
+        if report.published:
+            self._published = seen
+        return report
+
+    def watch(self, stop: threading.Event, on_published: Callable[[OffloadReport], None]) -> None:
+        """Publishes each change until `stop` is set. What is no checkpoint is logged, and tried again when it changes;
+        what only failed for now, for want of room or descriptors say, is tried again, with longer and longer pauses.
+        """
+        before = self._published
+        refused: Look | None = None
+        num_failed = num_to_wait = 0
+        while not stop.wait(self._every_s):
+            try:
+                seen = self._look()
+            except OSError as error:  # no descriptor, say: the next look may have one
+                _logger.warning("%s can't be looked at: %s", self._folder, error)
+                continue
+            settled, before = seen == before, seen
+            if not settled:
+                num_failed = num_to_wait = 0
+            if not settled or seen in (self._published, refused):
+                continue
+            if num_to_wait:
+                num_to_wait -= 1
+                continue
+            try:
+                on_published(self._publish(seen))
+                num_failed = 0
+            except (WeightSyncError, OSError) as error:
+                if isinstance(error, ConfigError) and not is_passing(error):
+                    refused = seen
+                num_failed += 1
+                num_to_wait = min(_LONGEST_PAUSE, 2**num_failed // 2 - 1)
+                _logger.warning("%s was not published: %s", self._folder, error)
+
+    def _look(self) -> Look:
+        found = {}
+        for path in [self._folder / _INDEX, *self._folder.glob("*.safetensors")]:
+            with contextlib.suppress(OSError):
+                found[path.name] = _facts(path.stat())
+        return found
+
+
+def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint folder.
+
+    Raises:
+        ConfigError: there is none, or the index names one that is not there or lies elsewhere.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            if index.stat().st_size > _MAX_INDEX_BYTES:
+                raise ValueError(f"it has over {_MAX_INDEX_BYTES} bytes")
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+            raise ConfigError(f"{index} is no index of safetensors files: {error!r:.200}") from error
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise ConfigError(f"{index} names {name!r:.200}, which is no safetensors file of its folder")
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        raise ConfigError(f"{folder} has no *.safetensors file: give a checkpoint's folder")
+    for name in names:
+        if not os.path.isfile(folder / name):  # unlike Path's, it takes any name
+            raise ConfigError(f"{folder / name} is missing")
+    return tuple(folder / name for name in names)
+
+
+class _CheckpointFile:
+    """One opened file, with its header read. What is read of it is what was there when it was looked at.
+
+    It is read and not mapped: whoever cuts off a mapped file while it is read kills its reader.
+    """
+
+    def __init__(self, path: Path, seen: Look, stack: contextlib.ExitStack) -> None:
+        self._path = path
+        self._seen = seen.get(path.name)
+        try:
+            self._file: BinaryIO = stack.enter_context(path.open("rb", buffering=0))
+            self._check()
+            head = self._file.read(8)
+            length = min(int.from_bytes(head, "little"), _MAX_HEADER_BYTES)
+            _, self.specs, _ = read_header(memoryview(head + self._file.read(length)))
+        except InvalidRequestError as error:
+            raise ConfigError(f"{path}: {error.message}") from error
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error}") from error
+        size_bytes = os.fstat(self._file.fileno()).st_size
+        end = max((spec.offset + spec.nbytes for spec in self.specs.values()), default=size_bytes)
+        if end != size_bytes:
+            raise ConfigError(
+                f"{path} is cut off, or no safetensors file: {size_bytes} bytes, its tensors end at {end}"
+            )
+
+    def read(self, spec: TensorSpec) -> torch.Tensor:
+        """A tensor of it."""
+        tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        view = byte_array(tensor).data
+        offset = spec.offset
+        while view:
+            count = os.preadv(self._file.fileno(), [view[: 1 << 30]], offset)
+            if count == 0:
+                raise ConfigError(f"{self._path} was cut off while it was read", parameter=spec.name)
+            view, offset = view[count:], offset + count
+        self._check()
+        return tensor
+
+    def _check(self) -> None:
+        if _facts(os.fstat(self._file.fileno())) != self._seen:
+            raise ConfigError(f"{self._path} is being written: it changed while it was read")
+
+
+class _CheckpointExtractor(NamedTensorsExtractor):
+    """Reads a tensor when it is asked for, so that one at a time lies in memory."""
+
+    def __init__(self, files: Sequence[_CheckpointFile]) -> None:
+        self._places: dict[int, tuple[_CheckpointFile, TensorSpec]] = {}
+        stand_ins = []
+        for file in files:
+            for spec in file.specs.values():
+                stand_in = torch.empty_strided(spec.shape, (0,) * len(spec.shape), dtype=torch_dtype(spec.dtype))
+                self._places[id(stand_in)] = file, spec
+                stand_ins.append((spec.name, stand_in))
+        super().__init__(stand_ins)
+
+    def _local_box(self, tensor: torch.Tensor) -> Box | None:
+        return whole_box(tuple(tensor.shape))
+
+    def _local_part(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | None:
+        file, spec = self._places[id(tensor)]
+        return whole_box(spec.shape), file.read(spec)
+
+    def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        file, spec = self._places[id(tensor)]
+        return file.read(spec).to(dtype)
+
+
+def _facts(facts: os.stat_result) -> tuple[int, int, int]:
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns

@@ -1,0 +1,283 @@
+"""Notifier: tells rollout services, or a controller, of each version, and waits for nobody until it is asked to.
+
+One thread for each of them. Who is down is logged once, and told again every few seconds and with each new version: one
+that was started again is brought up to date by that. The services find versions without this, too, where they know an
+agent (`sources`): then a notification only wakes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Any
+
+from weightsync.clients.controller import ControllerClient
+from weightsync.clients.host import RolloutClient
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    DeadlineExceededError,
+    EngineUnreachableError,
+    NotPublishedError,
+    NotRegisteredError,
+    SyncFailedError,
+    UnsupportedError,
+    WeightSyncError,
+)
+from weightsync.handles.fanout import in_thread
+from weightsync.plan.names import did_you_mean
+from weightsync.types import Deadline, Version
+from weightsync.types.service import NotifyRequest, RegisterSenderRequest
+
+_CALL_S = 5.0
+_FIRST_CALL_S = 10.0
+_RETRY_S = 2.0
+_ROUND_S = 10.0  # of a wait: so long one request waits at the service
+_PAUSE_S = 0.5  # between two requests of a wait where the first one came back at once
+_JOIN_S = 2.0
+
+_logger = logging.getLogger(__name__)
+
+
+class Notifier:
+    """Tells all of them. Training rank 0 alone has one. Thread-safe.
+
+    Args:
+        urls: of rollout services, or of controllers; each is asked which it is.
+        model_id: which model.
+        token, verify: see `JsonClient`.
+
+    Raises:
+        ConfigError: a URL is none.
+    """
+
+    def __init__(self, urls: Sequence[str], *, model_id: str, token: str | None, verify: bool | str) -> None:
+        self._hosts = [_Told(url, model_id=model_id, token=token, verify=verify) for url in urls]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Who is told."""
+        return tuple(host.url for host in self._hosts)
+
+    def meet(self) -> None:
+        """Asks each once who it is, for some seconds at most; who does not answer is logged.
+
+        Raises:
+            AuthError: one refuses the token.
+            ConfigError: one has no such model, or is neither a rollout service nor a controller.
+        """
+        asked = [in_thread(host.meet, name="weightsync-meet") for host in self._hosts]
+        wait_for(asked, timeout=_FIRST_CALL_S + 1.0)
+        for each in asked:
+            error = each.exception() if each.done() else None
+            if error is not None:
+                raise error
+
+    def start(self, endpoints: Sequence[str]) -> None:
+        """From here on they are told of versions.
+
+        Args:
+            endpoints: of the trainer's agents, the first rank's host's first.
+        """
+        for host in self._hosts:
+            host.start(endpoints)
+
+    def announce(self, version: Version) -> None:
+        """There is a new version. Returns at once."""
+        for host in self._hosts:
+            host.announce(version)
+
+    def begin_wait(self, version: Version, timeout_s: float) -> Callable[[float], Mapping[str, str] | None]:
+        """Begins to wait until those who are alive serve that version, or a newer one of its run.
+
+        Returns:
+            What waits for the outcome, for at most the seconds that it is given: why each of the others does not serve
+            it, by URL; None where that is not known yet. It is known after `timeout_s`, and some seconds.
+        """
+        waits: dict[str, Future[str | None]] = {}
+        for host in self._hosts:
+            wait = functools.partial(host.wait_served, version, Deadline(timeout_s))
+            waits[host.url] = in_thread(wait, name="weightsync-wait")
+
+        def outcome(seconds: float) -> Mapping[str, str] | None:
+            if wait_for(waits.values(), timeout=seconds).not_done:
+                return None
+            return {url: why for url, wait in waits.items() if (why := wait.result()) is not None}
+
+        return outcome
+
+    def close(self) -> None:
+        """Ends what is under way. Idempotent."""
+        for host in self._hosts:
+            host.close()
+
+
+class _Told:
+    """One rollout service, or one controller."""
+
+    def __init__(self, url: str, *, model_id: str, token: str | None, verify: bool | str) -> None:
+        self._service = RolloutClient(url, token=token, verify=verify)
+        self._controller = ControllerClient(url, token=token, verify=verify)
+        self.url = self._service.url
+        self._model_id = model_id
+        self._endpoints: tuple[str, ...] = ()
+        self._is_controller: bool | None = None
+        self._changed = threading.Condition()
+        self._newest: Version | None = None
+        self._done: Version | None = None
+        self._introduced = False
+        self._troubles: str | None = None
+        self._failing: set[str] = set()  # engines of it, as it said last
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="weightsync-notify", daemon=True)
+
+    def meet(self) -> None:
+        """Learns who it is; that nobody answers is logged, and no error: it may come later.
+
+        Raises:
+            AuthError: it refuses the token.
+            ConfigError: it is something else, or has no such model.
+        """
+        try:
+            self._learn(_FIRST_CALL_S)
+        except (AuthError, ConfigError):
+            raise
+        except WeightSyncError as error:
+            self._trouble(error)
+
+    def start(self, endpoints: Sequence[str]) -> None:
+        self._endpoints = tuple(endpoints)
+        self._thread.start()
+
+    def announce(self, version: Version) -> None:
+        with self._changed:
+            self._newest = version
+            self._changed.notify_all()
+
+    def wait_served(self, version: Version, deadline: Deadline) -> str | None:
+        """Why it does not serve that version; None where it does."""
+        why = f"it does not serve it within {deadline.timeout_s:g} s"
+        while not deadline.expired and not self._closed:
+            try:
+                if self._serves(version, min(_ROUND_S, max(0.1, deadline.remaining_s))):
+                    return None
+            except DeadlineExceededError as error:
+                why = error.message
+            except (SyncFailedError, NotPublishedError) as error:  # it tries again by itself, and so it may come right
+                why = str(error)
+            except EngineUnreachableError as error:
+                return str(error)  # who is gone is not waited for
+            except WeightSyncError as error:
+                return f"{type(error).__name__}: {error}"
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, min(_PAUSE_S, deadline.remaining_s))
+        return why
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._service.close()
+        self._controller.close()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        failed: Version | None = None
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or self._newest not in (self._done, failed),  # noqa: B023
+                    None if failed is None else _RETRY_S,
+                )
+                newest = self._newest
+                if self._closed:
+                    return
+            if newest is None or newest == self._done:
+                continue
+            try:
+                self._tell(newest)
+            except WeightSyncError as error:
+                failed = newest
+                self._trouble(error)
+                continue
+            failed = None
+            with self._changed:
+                self._done = newest
+            if self._troubles is not None:
+                self._troubles = None
+                _logger.info("%s was told of %s", self.url, newest)
+
+    def _trouble(self, error: WeightSyncError) -> None:
+        """Logged once, until it can be told again."""
+        self._introduced = False
+        if self._closed or self._troubles == type(error).__name__:
+            return
+        self._troubles = type(error).__name__
+        _logger.warning("%s can't be told of new versions, it is tried again; the trainer goes on: %s", self.url, error)
+
+    # --- what is said ---
+
+    def _tell(self, version: Version) -> None:
+        if self._learn(_CALL_S):
+            self._controller.notify_version(version.run_id, self._model_id, version.number, self._endpoints[0])
+            return
+        self._introduce()
+        self._notify(version, None)
+
+    def _serves(self, version: Version, wait_s: float) -> bool:
+        if self._learn(_CALL_S):
+            return self._controller.sync_weight_to_rollout_service(self._model_id, wait_s=wait_s)
+        self._introduce()
+        self._notify(version, wait_s)
+        return True
+
+    def _notify(self, version: Version, wait_s: float | None) -> None:
+        notice = NotifyRequest(
+            run_id=version.run_id, model_id=self._model_id, version=version.number, sender_endpoint=self._endpoints[0],
+            wait_s=wait_s,
+        )  # fmt: skip
+        try:
+            status = self._service.notify_version(notice, timeout_s=_CALL_S)
+        except NotRegisteredError:  # it was started again, or knows these agents by another name
+            self._introduced = False
+            raise
+        for who in status.errors.keys() - self._failing:  # once, until it came right
+            _logger.warning("%s: %s: %s", self.url, who, status.errors[who])
+        self._failing = set(status.errors)
+
+    def _introduce(self) -> None:
+        """Makes the agents known to a service; one that was told of them by its own configuration refuses, "
+        "and knows."""
+        if self._introduced:
+            return
+        for endpoint in self._endpoints:
+            request = RegisterSenderRequest(model_id=self._model_id, sender_endpoint=endpoint)
+            with contextlib.suppress(NotRegisteredError):
+                self._service.register_sender(request, timeout_s=_CALL_S)
+        self._introduced = True
+
+    def _learn(self, timeout_s: float) -> bool:
+        """Whether it is a controller. Asked once."""
+        if self._is_controller is None:
+            try:
+                status = self._service.call("GET", "/status", dict[str, Any], timeout_s=timeout_s)
+            except UnsupportedError as error:  # one of our faces, and neither of the two
+                raise ConfigError(f"{self.url} is no rollout host and no controller: {error.message}") from error
+            models = status.get("models")
+            if not isinstance(models, dict):
+                raise ConfigError(f"{self.url} is neither a rollout service nor a controller: look at the port")
+            if self._model_id not in models:
+                raise ConfigError(
+                    f"{self.url} has no model {self._model_id!r}:{did_you_mean(self._model_id, models)} it has "
+                    f"{', '.join(map(repr, models)) or 'none'}"
+                )
+            self._is_controller = "instances" in status
+        return self._is_controller

@@ -1,0 +1,130 @@
+"""What a rollout service is told, and what it says of itself."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightsync.errors import InvalidRequestError
+from weightsync.types.deadline import check_wait_s
+from weightsync.types.message import Message
+from weightsync.types.progress import TransferProgress, log_line
+from weightsync.types.spec import check_id
+from weightsync.types.transfer_messages import Transport
+
+
+class NotifyRequest(Message, frozen=True, kw_only=True):
+    """Tells a rollout service, or a controller, of a new version. Document 3's body, and what it leaves open.
+
+    Attributes:
+        model_id, version: of which publication.
+        sender_endpoint: URL of the agent that has it; for a rollout service one that was registered there.
+        run_id: of the trainer's run; None: the run that this agent has, it is asked.
+        wait_s: answer when the version (or a newer one of the run) is served, at most after so many seconds; None
+            answers at once.
+        evaluate: for a controller: sync and validate it now; `wait_s` is until that has ended.
+    """
+
+    model_id: str
+    version: int
+    sender_endpoint: str
+    run_id: str | None = None
+    wait_s: float | None = None
+    evaluate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.run_id is not None:
+            check_id("run_id", self.run_id)
+        check_id("model_id", self.model_id)
+        if self.version < 0:
+            raise InvalidRequestError(f"a version is not negative, got {self.version}")
+        if self.wait_s is not None:
+            check_wait_s("wait_s", self.wait_s)
+
+
+class RegisterSenderRequest(Message, frozen=True, kw_only=True):
+    """Makes an agent's endpoint known to a rollout service, which calls nobody else."""
+
+    model_id: str
+    sender_endpoint: str
+
+    def __post_init__(self) -> None:
+        check_id("model_id", self.model_id)
+        if not self.sender_endpoint.startswith(("http://", "https://")) or len(self.sender_endpoint) > 2048:
+            raise InvalidRequestError(f"an endpoint is an http URL, not {self.sender_endpoint[:100]!r}")
+
+
+class ModelStatus(Message, frozen=True, kw_only=True):
+    """What a rollout service knows of one model.
+
+    Attributes:
+        run_id, version: what its engines serve; None before the first version.
+        served_s: since when, in seconds since the epoch.
+        state: "idle", "pulling", "loading"; "waiting", after a failure, for the next try.
+        since_s: since when it is in that state, in seconds since the epoch.
+        sender: whom it pulls from.
+        wanted_run_id, wanted: the newest version that it was told of.
+        engines: version that each engine serves, as "run/number"; None where none is known.
+        staged: in a fleet: what every engine has staged and waits with, as "run/number".
+        sender_errors: why agents could not be asked what they have, by endpoint; without those that could.
+        errors: what failed last, per engine, or "pull"; empty after a version was served everywhere.
+        retrying: why the pull under way was begun anew, and is still tried.
+        num_pulled, num_committed: since the service started.
+        pull_s, load_s, paused_s: seconds of the last version: fetching it, loading it, no generation could start.
+        transport: how the last version came.
+        num_deltas: how many deltas brought it; 0: it came in full.
+        received_bytes, total_bytes: that were sent for it, and those of the whole model.
+        num_patched: engines that were given its changed elements alone.
+        unprovable: why engines could not prove their live bytes, by engine.
+        checksums: as in `SyncReport`, of the last version.
+        progress: of the transfer under way; None where none is, or nothing has come yet.
+    """
+
+    run_id: str | None = None
+    version: int | None = None
+    served_s: float | None = None
+    state: str = "idle"
+    since_s: float | None = None
+    sender: str | None = None
+    wanted_run_id: str | None = None
+    wanted: int | None = None
+    engines: dict[str, str | None] = msgspec.field(default_factory=dict)
+    staged: str | None = None
+    sender_errors: dict[str, str] = msgspec.field(default_factory=dict)
+    errors: dict[str, str] = msgspec.field(default_factory=dict)
+    retrying: str | None = None
+    num_pulled: int = 0
+    num_committed: int = 0
+    pull_s: float | None = None
+    load_s: float | None = None
+    paused_s: float | None = None
+    transport: Transport | None = None
+    num_deltas: int = 0
+    received_bytes: int = 0
+    total_bytes: int = 0
+    num_patched: int = 0
+    unprovable: dict[str, str] = msgspec.field(default_factory=dict)
+    checksums: dict[str, str] = msgspec.field(default_factory=dict)
+    progress: TransferProgress | None = None
+
+    def __str__(self) -> str:
+        """What is served, as one line for a log: `v3: 0.4 MB (1.2 %) in 0.14 s, paused 82 ms, proved`."""
+        if self.version is None:
+            return "no version yet"
+        if self.pull_s is None:
+            return f"v{self.version}: from before this service started, by its record"
+        return log_line(
+            version=self.version, moved_bytes=self.received_bytes, total_bytes=self.total_bytes,
+            by_deltas=self.num_deltas > 0, seconds=self.pull_s + (self.load_s or 0.0), paused_s=self.paused_s or 0.0,
+            unproved_by=self.unprovable or None,
+        )  # fmt: skip
+
+
+class ServiceStatus(Message, frozen=True, kw_only=True):
+    """What `/status` of a rollout service answers, by model_id."""
+
+    models: dict[str, ModelStatus]
+
+
+# See types.engine: msgspec has to learn its types before threads use them.
+for _kind in (NotifyRequest, RegisterSenderRequest, ServiceStatus):
+    msgspec.json.Decoder(_kind)

@@ -1,0 +1,76 @@
+"""Engines as the verbs are given them: URLs, torch modules of this process, or handles."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TypeAlias, cast
+
+import torch
+
+from weightsync.config import InferenceServiceConfig
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.handles.by_url import engine_at, read_engine_url
+from weightsync.load.module import ModuleWeightLoader
+from weightsync.memory import LeaseReader
+from weightsync.types import EngineHandle
+
+EngineLike: TypeAlias = str | torch.nn.Module | EngineHandle
+"""A URL (see `handles.by_url`), a module of this process, or a handle."""
+
+
+def handle_of(
+    engine: object,
+    *,
+    name: str,
+    token: str | None,
+    verify: bool | str,
+    opened: contextlib.ExitStack,
+    must_answer: bool = True,
+    lease: str | None = None,
+) -> EngineHandle:
+    """A handle of an `EngineLike`.
+
+    Args:
+        engine: as a user has given it.
+        name: of a module's engine.
+        token, verify, must_answer: of a URL, see `engine_at`.
+        opened: closes what is made here.
+        lease: file by which a module sees that it may answer; None: it always may.
+
+    Raises:
+        ConfigError: it is none, or no engine is known by that URL.
+    """
+    made: EmbeddedEngine | EngineHandle
+    if isinstance(engine, str):
+        made = engine_at(engine, token=token, verify=verify, must_answer=must_answer)
+    elif isinstance(engine, torch.nn.Module):
+        reader = None if lease is None else LeaseReader(lease)
+        made = EmbeddedEngine.of(ModuleWeightLoader(engine), engine_id=name, lease=reader)
+    elif hasattr(engine, "call") and hasattr(engine, "engine_id"):
+        return cast(EngineHandle, engine)
+    else:
+        raise ConfigError(f"an engine is a URL, a torch module or a handle, not a {type(engine).__name__}")
+    opened.callback(_close, made)
+    return made
+
+
+def urls_of(service: InferenceServiceConfig, listed: Sequence[str]) -> list[str]:
+    """Engines as a configuration has them: those that are listed, or the inference service's own `base_url`; with what
+    its `backend` says that they are, where their URLs don't.
+
+    Raises:
+        ConfigError: a URL is of another kind than `backend`.
+    """
+    kind = {None: None, "embedded": "weightsync"}.get(service.backend, service.backend)
+    urls = list(listed) or ([service.base_url] if service.base_url else [])
+    for url in urls:
+        if kind is not None and read_engine_url(url).kind not in (None, kind):
+            raise ConfigError(f"inference_service.backend is {service.backend!r}, and {url} says otherwise: keep one")
+    return [url if kind is None or read_engine_url(url).kind else f"{kind}+{url}" for url in urls]
+
+
+def _close(handle: EngineHandle) -> None:
+    with contextlib.suppress(WeightSyncError):
+        handle.close()  # type: ignore[attr-defined]

@@ -1,0 +1,114 @@
+"""OrderTaker: training ranks ask a controller at each step whether they are to push. See design/0024."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from weightsync.clients.controller import ControllerClient
+from weightsync.errors import AuthError, ConfigError, InvalidRequestError, StateError, VersionError, WeightSyncError
+from weightsync.trainer.ranks import TrainingRanks
+from weightsync.types import SyncReport
+from weightsync.types.push_orders import PushOrder
+
+_WORKER = "trainer"
+_ORDER_S = 10.0
+"""So long rank 0 waits for the order of a sync that is under way."""
+
+_logger = logging.getLogger(__name__)
+
+
+class OrderTaker:
+    """Every rank has one, and calls `next` and `close` in the same order. Rank 0 alone talks to the controller.
+
+    Args:
+        url: of the controller; rank 0 alone reads it.
+        model_id: which model.
+        token, verify: see `JsonClient`.
+        timeout_s: how long the ranks wait for each other.
+
+    Raises:
+        ConfigError: the URL is none, or the controller has no such model, or orders no pushes. On rank 0 alone.
+        AuthError: it refuses the token. On rank 0 alone.
+        TrainerRankError: a rank did not come.
+    """
+
+    def __init__(self, url: str, model_id: str, *, token: str | None, verify: bool | str, timeout_s: float) -> None:
+        self._ranks = TrainingRanks(timeout_s=timeout_s)
+        self._model_id = model_id
+        self._trouble: str | None = None
+        self._client = ControllerClient(url, token=token, verify=verify) if self._ranks.rank == 0 else None
+
+    def meet(self) -> None:
+        """Asks the controller whether it orders pushes of this model; every rank. Who does not answer may come later.
+
+        Raises:
+            ConfigError: it has no such model, or orders no pushes.
+            AuthError: it refuses the token.
+        """
+
+        def ask(client: ControllerClient) -> None:
+            try:
+                client.next_push(self._model_id, None)
+            except (InvalidRequestError, StateError) as error:
+                raise ConfigError(f"{client.url} orders no pushes of model {self._model_id!r}: {error}") from error
+
+        self._told(ask)
+
+    def next(self, run_id: str | None, version: int) -> PushOrder | None:
+        """Tells the controller of a version, and asks whether the ranks are to push it; every rank, which are all told
+        the same.
+
+        Raises:
+            VersionError: another run has taken over.
+            WeightSyncError: the controller refuses what it is told, or a rank is gone.
+        """
+        taken: list[PushOrder] = []
+
+        def ask(client: ControllerClient) -> PushOrder | None:
+            state = client.train_worker_notify_weight_update(_WORKER, self._model_id, run_id, version)
+            wait_s = _ORDER_S if state.state == "syncing" else 0.0
+            order = client.next_push(self._model_id, version, run_id, wait_s=wait_s)
+            taken.extend(() if order is None else (order,))
+            return order
+
+        try:
+            return self._told(ask)
+        except WeightSyncError as error:  # a rank is gone: nobody will push
+            for order in taken:
+                self.done(order, error)
+            raise
+
+    def done(self, order: PushOrder, outcome: SyncReport | WeightSyncError) -> None:
+        """Reports how an order ended; every rank may call it. A controller that does not take it orders again."""
+        if self._client is None:
+            return
+        try:
+            self._client.push_done(self._model_id, order, outcome)
+        except WeightSyncError as error:
+            _logger.warning("the controller was not told how its push ended, and will order another one: %s", error)
+
+    def close(self) -> None:
+        """Gives back connections and the ranks' group. Idempotent."""
+        if self._client is not None:
+            self._client.close()
+        self._ranks.close()
+
+    def _told(self, ask: Callable[[ControllerClient], PushOrder | None]) -> PushOrder | None:
+        """What rank 0's `ask` returns, on every rank; None where the controller can't be asked now."""
+        order: PushOrder | None = None
+        refused: WeightSyncError | None = None
+        if self._client is not None:
+            try:
+                order = ask(self._client)
+                self._trouble = None
+            except (AuthError, ConfigError, InvalidRequestError, StateError, VersionError) as error:
+                refused = error
+            except WeightSyncError as error:
+                if self._trouble != type(error).__name__:
+                    _logger.warning("no pushes are ordered while the controller does not answer: %s", error)
+                self._trouble = type(error).__name__
+        said = self._ranks.settle(refused, order=msgspec.to_builtins(order))[0]["order"]
+        return None if said is None else msgspec.convert(said, PushOrder)

@@ -1,0 +1,271 @@
+"""`weightsync.publish`: the trainer publishes each version at the cost of one copy, and rollout hosts fetch it.
+
+with weightsync.publish(model, "actor", to=["http://host-0:9000"], token=TOKEN) as publisher:
+    for step in range(steps):
+        train(model)
+        publisher.step()            # every rank
+
+entry   extractor and settings are checked, the agent starts, whoever is in `to` is asked who he is
+step    WeightManager.offload under the next number; rank 0's notifier tells `to`, in threads of its own
+end     all ranks wait until rank 0 knows that those who are alive serve the last version; then it is withdrawn
+error   nothing is waited for: the agent ends, and memory is given back
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from weightsync.config import WeightSyncConfig
+from weightsync.errors import ConfigError, InvalidRequestError, StateError, WeightSyncError, as_weightsync_error
+from weightsync.extract.base import training_rank
+from weightsync.extract.fsdp import FSDPWeightExtractor
+from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.extract.named import MappingWeightExtractor
+from weightsync.net.routes import address_towards
+from weightsync.trainer.notifier import Notifier
+from weightsync.trainer.publisher import OffloadReport, WeightManager
+from weightsync.trainer.weights import Weights
+from weightsync.types import Version
+from weightsync.types.deadline import check_wait_s
+from weightsync.types.process import of_one_process
+from weightsync.verbs.last_version import LastVersion
+from weightsync.verbs.settings import ConfigSource, as_list, loaded, token_of, with_extract
+from weightsync.verbs.weights import TrainerWeights, extractor_from
+
+_logger = logging.getLogger(__name__)
+
+
+def publish(
+    weights: TrainerWeights,
+    model_id: str | None = None,
+    *,
+    to: str | Sequence[str] | None = None,
+    token: str | None = None,
+    dtype: str | None = None,
+    name_map: Callable[[str], str | None] | None = None,
+    bridge: Any = None,
+    host: str | None = None,
+    port: int | None = None,
+    advertise: str | None = None,
+    last_wait_s: float | None = None,
+    config: ConfigSource = None,
+    verify: bool | str = True,
+    **options: Any,
+) -> Publisher:
+    """Begins to publish a model. Every training rank calls it, at the same point, and uses it as a context manager.
+
+    Where an argument is not given, `config` says it, and where that does not, the default.
+
+    Args:
+        weights: a module (plain, FSDP2, DDP, DeepSpeed), Megatron's model chunks, a mapping of names to tensors, which
+            may be others at each step, or an extractor.
+        model_id: the name that rollout hosts ask for; `inference_service.model_tag`, or "default".
+        to: URLs of rollout services that are told of each version, or the URL of a controller; nobody needs to be:
+            hosts that know this agent's URL find new versions by themselves.
+        token: bearer token of the agents and of whoever is in `to`; the variable WEIGHTSYNC_TOKEN where not given.
+        dtype: the engines' dtype, of floating-point weights; "bfloat16" where nothing is said, "keep" for the
+            trainer's.
+        name_map: from the trainer's name to the engine's; None drops a tensor.
+        bridge: of Megatron, see `extractor_for`.
+        host: where the agents listen: loopback, or where `to` names other machines this one's address towards them.
+            Beyond loopback only with a token.
+        port: of the agents; 8765, 0: the system's choice.
+        advertise: host name by which rollout hosts reach the agents; `host`.
+        last_wait_s: how long the end of the block waits at most until the last version is served; 60, 0: not at all.
+        config: a YAML file, a mapping or a `WeightSyncConfig`.
+        verify: see `JsonClient`, of whoever is in `to`.
+        options: further arguments of `WeightManager`: guard_s, run_id, timeout_s, delta_budget_bytes, certificate, ...
+
+    Raises:
+        ConfigError: a setting makes no sense, on any rank; whoever is in `to` has no such model; the port is taken.
+        AuthError: whoever is in `to` refuses the token.
+        EngineUnreachableError: an agent did not start.
+        WeightSyncError: the weights can't be extracted. Nothing is left running.
+    """
+    settings = with_extract(loaded(config), dtype=dtype).for_method("pull")
+    chosen = settings.publish
+    urls = as_list(to, chosen.to, name="to")
+    token = token_of(token)
+    given = {"model_id": model_id, "port": port, "advertise": advertise}
+    manager = WeightManager.from_config(
+        settings.model_copy(update={"publish": chosen.model_copy(update={"to": ()})}),
+        host=host or chosen.host or _own_host(urls),
+        token=token,
+        **{key: value for key, value in given.items() if value is not None},
+        **options,
+    )
+    wait_s = chosen.last_wait_s if last_wait_s is None else last_wait_s
+    try:
+        check_wait_s("last_wait_s", wait_s, may_be_0=True)
+    except InvalidRequestError as error:
+        raise ConfigError(error.message) from None
+    notifier = Notifier(urls, model_id=manager.model_id, token=token, verify=verify)
+    publisher = Publisher(manager, notifier, last_wait_s=wait_s)
+    publisher.begin(lambda: _as_offloaded(weights, settings, name_map=name_map, bridge=bridge))
+    return publisher
+
+
+@of_one_process
+class Publisher:
+    """What `publish` gives. Every rank has one, and calls `step` and `close` in the same order.
+
+    Attributes:
+        not_serving: after the end, on rank 0: who does not serve the last version, and why, by URL. Where nobody was
+            told: who has pulled of late and has not fetched it, by name.
+    """
+
+    def __init__(self, manager: WeightManager, notifier: Notifier, *, last_wait_s: float) -> None:
+        self._manager = manager
+        self._notifier = notifier
+        self._last_wait_s = last_wait_s
+        self._weights: Any = None
+        self._number = 0
+        self._newest: Version | None = None
+        self._missed = False
+        self._closed = False
+        self.not_serving: Mapping[str, str] = {}
+
+    @property
+    def run_id(self) -> str:
+        """Name of this trainer's run."""
+        return self._manager.run_id
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the first rank's host's agent: what rollout hosts are given as a source."""
+        return self._manager.endpoint
+
+    @property
+    def version(self) -> Version | None:
+        """The newest version that was published; None before the first."""
+        return self._newest
+
+    @property
+    def manager(self) -> WeightManager:
+        """What is below, for those who need more."""
+        return self._manager
+
+    def begin(self, weights: Callable[[], Any]) -> None:
+        """Starts the agents, and meets whoever is told; `publish` calls it. Every rank; nothing is left where it fails.
+
+        Args:
+            weights: makes what `WeightManager.offload` takes.
+        """
+        try:
+            error: WeightSyncError | None = None
+            try:
+                self._weights = weights()
+                if training_rank() == 0:
+                    self._notifier.meet()
+            except Exception as caught:  # told to all ranks, once there is somebody who can
+                error = as_weightsync_error(caught, ConfigError, "the weights can't be published")
+            self._manager.start(error=error)
+            if self._manager.is_first_rank:
+                self._notifier.start(self._manager.endpoints)
+        except BaseException:
+            self._leave()
+            raise
+
+    def step(self, version: int | None = None) -> OffloadReport:
+        """Publishes the weights as they are now, and returns when they may change again. Every rank, between two steps.
+
+        Args:
+            version: its number; one more than the last, from 1 on, where not given. Numbers rise.
+
+        Returns:
+            What was done. Where all memory was still read, nothing was published, and the trainer goes on: the next
+            step, or the end of the block, brings the newest weights.
+
+        Raises:
+            VersionError: a version that is not above the last. Nothing was changed.
+            TrainerRankError: a rank is gone.
+            WeightSyncError: extraction or a copy failed on some rank, told on every rank; nothing was published.
+        """
+        if self._closed:
+            raise StateError("this publisher is closed: step() belongs into its with block")
+        number = self._number + 1 if version is None else version
+        report = self._manager.offload(self._weights, number)
+        self._number = number
+        self._missed = not report.published
+        if report.published:
+            self._newest = report.version
+            if self._manager.is_first_rank:
+                self._notifier.announce(report.version)
+        return report
+
+    def close(self, *, wait: bool = True) -> None:
+        """Waits until the last version is served, and withdraws it. Every rank. Idempotent.
+
+        Args:
+            wait: False: for nobody.
+
+        Raises:
+            TrainerRankError: a rank is gone. Memory was given back.
+        """
+        if self._closed:
+            return
+        try:
+            if wait and self._number:
+                self._wait_for_the_last()
+        finally:
+            self._leave()
+
+    def _wait_for_the_last(self) -> None:
+        """Every rank: none may take its host's agent away while somebody pulls from it."""
+        if self._missed:  # the newest weights are nobody's yet
+            self.step()
+        if self._newest is None:
+            return
+        if not self._manager.is_first_rank or not self._last_wait_s:
+            self._manager.wait_for_first_rank(lambda _: True)
+            return
+        newest = self._newest
+        last = LastVersion(self._manager, self._notifier, newest, timeout_s=self._last_wait_s)
+
+        def done(seconds: float) -> bool:
+            found = last.outcome(seconds)
+            self.not_serving = found or {}
+            return found is not None
+
+        self._manager.wait_for_first_rank(done)
+        for who, why in self.not_serving.items():
+            _logger.warning("%s has not got the last version, %s, and it is withdrawn: %s", who, newest, why)
+
+    def _leave(self) -> None:
+        self._closed = True
+        self._notifier.close()
+        self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(wait=kind is None)
+
+
+def _as_offloaded(
+    weights: TrainerWeights,
+    config: WeightSyncConfig,
+    *,
+    name_map: Callable[[str], str | None] | None,
+    bridge: Any,
+) -> Weights:
+    """What `offload` is given: the module or mapping itself, which it reads fastest, where no extractor says more."""
+    extractor = extractor_from(weights, config, name_map=name_map, bridge=bridge)
+    extractor.metadata(config.extract.dtype)
+    plain = type(extractor) in (ModuleWeightExtractor, FSDPWeightExtractor, MappingWeightExtractor)
+    said = name_map is not None or bool(config.extract.dtype_overrides)
+    if plain and not said and isinstance(weights, torch.nn.Module | Mapping):
+        return weights
+    return extractor
+
+
+def _own_host(urls: Sequence[str]) -> str:
+    return address_towards(urls, instead="say where the agent listens with host=") or "127.0.0.1"

@@ -1,0 +1,278 @@
+"""`weightsync.serve`: the engines of this host follow what trainers publish, by themselves.
+
+service = weightsync.serve({"actor": "vllm+http://127.0.0.1:8000"}, sources=["http://trainer-0:8765"], token=TOKEN)
+service = weightsync.serve({"actor": model}, sources=["http://trainer-0:8765"])        # a module of this process
+with service.generation("actor") as version:
+    answer(version)
+
+entry   engines' URLs are asked what they are, sources whether they have these models; the HTTP face listens
+from then on one request waits at each source until there is something newer; it is fetched, proved, loaded
+end     pulls under way end; engines go on with what they serve
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from weightsync.clients.agent import AgentClient
+from weightsync.config import WeightSyncConfig
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.errors import AuthError, ConfigError
+from weightsync.handles.fanout import in_thread
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
+from weightsync.memory import ServingLease
+from weightsync.plan.names import did_you_mean
+from weightsync.types import EngineHandle, Version
+from weightsync.types.process import of_one_process
+from weightsync.types.service import ModelStatus, ServiceStatus
+from weightsync.verbs.engines import EngineLike, handle_of, urls_of
+from weightsync.verbs.settings import ConfigSource, as_list, loaded, token_of
+
+POLL_S = 5.0
+"""A source where a request can't wait is asked so often."""
+_ASK_S = 10.0
+
+
+def serve(
+    models: Mapping[str, EngineLike | Sequence[EngineLike]] | None = None,
+    *,
+    sources: str | Sequence[str] | None = None,
+    token: str | None = None,
+    source_token: str | None = None,
+    engine_token: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    lease: str | None = None,
+    controller: str | None = None,
+    advertise: str | None = None,
+    service_id: str | None = None,
+    on_served: Callable[[str, Version], None] | None = None,
+    config: ConfigSource = None,
+    verify: bool | str = True,
+    **options: Any,
+) -> Service:
+    """Starts a rollout service of this host, which finds new versions by itself. Returns at once.
+
+    Where an argument is not given, `config` says it, and where that does not, the default.
+
+    Args:
+        models: of each model, by name, its engines: URLs, torch modules of this process, or handles. Modules have the
+            dtype that is published, and are generated with inside `Service.generation`.
+        sources: URLs of the trainers' agents, one a trainer host. Those that are not there yet are asked again; a
+            trainer that names this service in its `to` needs none.
+        token: bearer token of this service, of the agents and the engines; the variable WEIGHTSYNC_TOKEN where not
+            given.
+        source_token, engine_token: where these have others.
+        host: where the service listens; "127.0.0.1", beyond loopback only with a token.
+        port: of its HTTP; 9000, 0: the system's choice.
+        lease: file by which engines see that this service is alive and has given them weights; made where it is not
+            there. A vLLM beside it reads it by a middleware, see docs/fleet-vllm.md.
+        controller: URL of the controller whose fleet it is part of; needs `lease`.
+        advertise: URL by which the controller reaches it.
+        service_id: its name, for operators; this host's.
+        on_served: told (model_id, version) after every engine serves it; the model's thread waits for it.
+        config: a YAML file, a mapping or a `WeightSyncConfig`.
+        verify: see `JsonClient`, of agents, engines and the controller.
+        options: further arguments of `RolloutConfig`: transport, mode, pause_timeout_s, tls, path_root, ...
+
+    Raises:
+        ConfigError: a setting makes no sense; a URL has no engine that can be loaded; a source has another model; the
+            port is taken.
+        AuthError: a source or an engine refuses its token.
+        EngineUnreachableError: nobody answers at an engine's URL that does not say what it is.
+    """
+    settings = loaded(config).for_method("pull")
+    chosen = settings.serve
+    given: Mapping[str, Any] = _engines_of(settings) if models is None else models
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigError(
+            "serve needs the engines of each model, e.g. {'actor': 'vllm+http://127.0.0.1:8000'} (or "
+            "serve.engines of the "
+            "YAML file)"
+        )
+    urls = as_list(sources, chosen.sources, name="sources")
+    token = token_of(token)
+    source_token = token if source_token is None else token_of(source_token)
+    lease = lease or chosen.lease
+    opened = contextlib.ExitStack()
+    try:
+        held = None if lease is None else ServingLease(lease)
+        if held is not None:
+            opened.callback(held.release)
+        engine_token = token if engine_token is None else engine_token
+        engines = {
+            model_id: _handles(model_id, served, token=engine_token, verify=verify, lease=lease, opened=opened)
+            for model_id, served in given.items()
+        }
+        _ask(urls, tuple(engines), token=source_token, verify=verify)
+        arguments = {
+            "host": host, "port": port, "controller": controller, "advertise": advertise, "service_id": service_id,
+        }  # fmt: skip
+        config_of_service = RolloutConfig.from_config(
+            settings,
+            **{"poll_s": POLL_S, **{key: value for key, value in arguments.items() if value is not None}, **options},
+            token=token,
+            senders=tuple(urls),
+            sender_token=source_token,
+            sender_verify=verify,
+            controller_token=token,
+            controller_verify=verify,
+            lease=held,
+        )
+        service = RolloutService(engines, config_of_service, on_served=on_served)
+    except BaseException:
+        opened.close()
+        raise
+    running = Service(service, engines, opened=opened)
+    running.begin()
+    return running
+
+
+@of_one_process
+class Service:
+    """What `serve` gives: it follows until `close`. Thread-safe. A context manager."""
+
+    def __init__(
+        self,
+        service: RolloutService,
+        engines: Mapping[str, Sequence[EngineHandle]],
+        *,
+        opened: contextlib.ExitStack,
+    ) -> None:
+        self._service = service
+        self._engines = engines
+        self._opened = opened
+        self.url = ""
+
+    @property
+    def rollout(self) -> RolloutService:
+        """What is below, for those who need more."""
+        return self._service
+
+    def begin(self) -> None:
+        """Listens and follows; `serve` calls it.
+
+        Raises:
+            ConfigError: it can't listen there. Everything is closed.
+        """
+        try:
+            self.url = self._service.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @contextlib.contextmanager
+    def generation(self, model_id: str, *, timeout_s: float = 30.0) -> Iterator[Version | None]:
+        """Surround each generation of a module with this; gives the version that it runs on, None before the first.
+
+        Raises:
+            NotServingError: half-loaded, without a lease, or paused for over `timeout_s`: do not generate.
+            ConfigError: the model has another engine than one module of this process.
+        """
+        engines = self._engines.get(model_id)
+        if engines is None:
+            raise ConfigError(_no_such_model(model_id, self._engines))
+        if len(engines) != 1 or not isinstance(engines[0], EmbeddedEngine):
+            raise ConfigError(
+                f"model {model_id!r} has {len(engines)} engines, generation() is for one torch module of this "
+                "process: ask "
+                f"{', '.join(engine.engine_id for engine in engines)}"
+            )
+        with engines[0].generation(timeout_s=timeout_s) as version:
+            yield version
+
+    def status(self) -> ServiceStatus:
+        """What every model's engines serve, and what failed last."""
+        return self._service.status()
+
+    def model_status(self, model_id: str) -> ModelStatus:
+        """That of one model.
+
+        Raises:
+            ConfigError: there is no such model here.
+        """
+        if model_id not in self._engines:
+            raise ConfigError(_no_such_model(model_id, self._engines))
+        return self._service.status().models[model_id]
+
+    def progress(self, model_id: str) -> str | None:
+        """How far the model's pull under way is, in words; None where none is.
+
+        Raises:
+            ConfigError: there is no such model here.
+        """
+        progress = self.model_status(model_id).progress
+        return None if progress is None else str(progress)
+
+    def wait(self) -> None:
+        """Blocks until the service is closed."""
+        self._service.wait()
+
+    def close(self) -> None:
+        """Ends pulls under way; engines go on with what they serve. Idempotent."""
+        with self._opened:
+            self._service.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _handles(
+    model_id: str,
+    served: object,
+    *,
+    token: str | None,
+    verify: bool | str,
+    lease: str | None,
+    opened: contextlib.ExitStack,
+) -> list[EngineHandle]:
+    return [
+        handle_of(
+            each, name=f"{model_id}-{number}", token=token, verify=verify, opened=opened, must_answer=False, lease=lease
+        )
+        for number, each in enumerate(served if isinstance(served, list | tuple) else [served])
+    ]
+
+
+def _engines_of(config: WeightSyncConfig) -> dict[str, list[str]]:
+    """Of each model the URLs of its engines; one that none is listed for has the inference service's own."""
+    service = config.inference_service
+    listed = config.serve.engines or {service.model_tag: ()}
+    return {model_id: urls for model_id, each in listed.items() if (urls := urls_of(service, each))}
+
+
+def _ask(urls: Sequence[str], models: Sequence[str], *, token: str | None, verify: bool | str) -> None:
+    """Asks every source once whether it has one of these models; whoever is not there comes later.
+
+    Raises:
+        AuthError: one refuses the token.
+        ConfigError: one has another model, or is no agent.
+    """
+    asked = [in_thread(functools.partial(_model_at, url, token, verify), name="weightsync-ask-source") for url in urls]
+    for url, each in zip(urls, asked, strict=True):
+        error = each.exception()
+        if isinstance(error, AuthError | ConfigError):
+            raise error
+        if error is None and (found := each.result()) not in models:
+            raise ConfigError(f"{url} publishes model {found!r}. {_no_such_model(found, models)}")
+
+
+def _model_at(url: str, token: str | None, verify: bool | str) -> str:
+    with contextlib.closing(AgentClient(url, token=token, verify=verify)) as client:
+        return client.get_version(timeout_s=_ASK_S).model_id
+
+
+def _no_such_model(model_id: str, known: Any) -> str:
+    return (
+        f"There is no model {model_id!r} here:{did_you_mean(model_id, known)} there are {', '.join(map(repr, known))}"
+    )

@@ -1,0 +1,75 @@
+"""What the three verbs share of their arguments: the configuration and the token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from weightsync.config import WeightSyncConfig
+from weightsync.errors import ConfigError
+from weightsync.net.auth import checked_token
+
+TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
+KEEP_DTYPE = "keep"
+"""As a `dtype`: the trainer's own."""
+
+ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | WeightSyncConfig | None
+
+
+def loaded(source: ConfigSource) -> WeightSyncConfig:
+    """The configuration; the defaults where there is none.
+
+    Raises:
+        ConfigError: see `WeightSyncConfig.load`.
+    """
+    return WeightSyncConfig() if source is None else WeightSyncConfig.load(source)
+
+
+def with_extract(config: WeightSyncConfig, *, dtype: str | None) -> WeightSyncConfig:
+    """The configuration with what an argument says of the dtype.
+
+    Raises:
+        ConfigError: it is no dtype that weights convert to.
+    """
+    if dtype is None:
+        return config
+    settings = config.extract.model_dump(exclude_unset=True) | {"dtype": None if dtype == KEEP_DTYPE else dtype}
+    return config.model_copy(update={"extract": type(config.extract)(**settings)})
+
+
+def with_transfer(config: WeightSyncConfig, **said: Any) -> WeightSyncConfig:
+    """The configuration with what arguments say of the transfer; None says nothing.
+
+    Raises:
+        ConfigError: a value is wrong, or contradicts another one.
+    """
+    changes = {name: value for name, value in said.items() if value is not None}
+    known = config.transfer.model_dump(exclude_unset=True)  # what nobody has said stays unsaid
+    return config.model_copy(update={"transfer": type(config.transfer)(**(known | changes))})
+
+
+def token_of(given: str | None) -> str | None:
+    """The token that was given, else that of the environment, else none.
+
+    Raises:
+        ConfigError: a header can't carry it.
+    """
+    return checked_token(given if given is not None else os.environ.get(TOKEN_VARIABLE) or None)
+
+
+def as_list(given: str | Sequence[str] | None, configured: Sequence[str], *, name: str) -> list[str]:
+    """URLs as a list; a single one may stand for itself.
+
+    Raises:
+        ConfigError: one is no text, or comes twice.
+    """
+    urls = [given] if isinstance(given, str) else list(configured if given is None else given)
+    for url in urls:
+        if not isinstance(url, str):
+            raise ConfigError(f"{name} has URLs, and not {url!r:.80}")
+    stripped = [url.rstrip("/") for url in urls]
+    for url in stripped:
+        if stripped.count(url) > 1:
+            raise ConfigError(f"{name} has {url} twice")
+    return stripped

@@ -1,0 +1,93 @@
+"""How the suite is shared out among workers that run at the same time: `make test` starts them.
+
+A worker takes one group of tests after the other. A group is a file, so that what a module's fixtures start is started
+once; files that share more are named in TOGETHER. Groups that take long come first, so that short ones fill the end.
+A test marked `alone` looks at the whole machine, or needs it quiet: no other test runs beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "weightsync"
+
+TOGETHER = {
+    "cluster": "one Ray cluster",
+    "engines/test_controller_file.py": "one vLLM server",
+    "engines/test_matrix.py": "one vLLM server",
+    "engines/test_methods_vllm.py": "one vLLM server",
+    "engines/test_pull_vllm.py": "one vLLM server",
+    "engines/test_vllm_http.py": "one vLLM server",
+    "engines/test_vllm_in_flight.py": "one vLLM server",
+    "multiproc/test_extract_deepspeed.py": "one pool of ranks",
+    "multiproc/test_extract_megatron.py": "one pool of ranks",
+    "multiproc/test_offload_trainers.py": "one pool of ranks",
+}
+"""The group of a file, or of a folder, that shares more than a file does."""
+
+FIRST = (
+    "engines/test_sglang.py",
+    "engines/test_sglang_tp.py",
+    "engines/test_demo_vllm.py",
+    "engines/test_matrix.py",
+    "engines/test_methods_vllm.py",
+    "engines/test_pull_vllm.py",
+    "engines/test_vllm_http.py",
+    "engines/test_vllm_in_flight.py",
+    "multiproc/test_push_faults.py",
+    "multiproc/test_demo.py",
+    "cluster",
+    "engines",
+    "multiproc",
+    "documents",
+    "gpu",
+    "contract",
+    "unit/engine/test_embedded_patches.py",
+)
+"""Files and folders that take long, longest first; the others follow in their usual order. Servers of vLLM do not all
+start at once: a start keeps a core busy."""
+
+
+settings.register_profile(
+    "shared", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # an example takes as long as the tests beside it let it
+settings.load_profile("shared")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles the loops before workers start: each would do it for itself, half a minute long, in a new clone."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        for path in sorted(SOURCE.rglob("*kernels.py")):
+            importlib.import_module(".".join(path.relative_to(SOURCE.parent).with_suffix("").parts))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the groups that take long first."""
+    items.sort(key=lambda item: _turn(item.path.relative_to(TESTS).as_posix()))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may not be there
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands out whole groups, in their order. (`--dist loadgroup` does nothing with pytest 9.2: it marks node ids.)"""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(Path(nodeid.partition("::")[0]).relative_to(TESTS.name).as_posix())
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
+
+
+def _group(file: str) -> str:
+    return TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0]) or file
+
+
+def _turn(file: str) -> int:
+    return min((FIRST.index(place) for place in (file, file.partition("/")[0]) if place in FIRST), default=len(FIRST))

@@ -1,0 +1,75 @@
+"""A real vLLM beside `weightsync serve`: a trainer of six lines, a host of one command, and both are killed once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weightsync
+from tests.engines.vllm_support import Server, build_model, train_step
+from tests.multiproc.pull_kit import wait_until
+from tests.multiproc.test_verbs import command
+from tests.standins.processes import children, free_port
+from weightsync.errors import ConfigError, SyncFailedError
+
+TOKEN = "a-token-for-tests-only"
+_LONG_S = 90.0
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def trainer_main(port: int, conn: Any) -> None:
+    torch.set_num_threads(1)
+    model = build_model()
+    steps = 0
+    with weightsync.publish(model, "actor", token=TOKEN, port=port) as publisher:
+        conn.send("started")
+        while conn.recv() is not None:
+            steps += 1
+            train_step(model, steps)
+            conn.send(publisher.step().published)
+    conn.send("left")
+    os._exit(0)
+
+
+def test_one_command_beside_vllm_and_either_may_be_killed(vllm_server: Server, serves: Callable[[int], None]) -> None:
+    port = free_port()
+    words = ("--engine", f"actor=vllm+{vllm_server.url}", "--from", f"http://127.0.0.1:{port}", "--port", "0")
+    with children() as start:
+        trainer = start(trainer_main, port, talk=True, name="trainer")
+        assert trainer.recv(_LONG_S) == "started"
+        with command(*words) as host:
+            host.line("^actor at http")
+            trainer.conn.send("step")
+            assert trainer.recv(_LONG_S)
+            host.line("actor serves run-[0-9a-f]+/1: .* MB by shm")
+            serves(1)
+            host.process.kill()
+        trainer.conn.send("step")  # nobody is there
+        assert trainer.recv(_LONG_S)
+        with command(*words) as again:
+            again.line("actor serves run-[0-9a-f]+/2")
+            serves(2)
+            vllm_server.kill()
+            vllm_server.start()
+            vllm_server.wait_until_ready()  # with the weights of its checkpoint
+            wait_until(lambda: vllm_server.get("/weight_info")["weight_version"].endswith("/2"), "loaded", _LONG_S)
+            serves(2)
+            trainer.conn.send(None)
+            assert trainer.recv(_LONG_S) == "left"
+
+
+def test_check_and_push_name_what_a_vllm_has_not(vllm_server: Server, serves: Callable[[int], None]) -> None:
+    model = build_model()
+    with pytest.raises(ConfigError, match="write vllm\\+http"):
+        weightsync.push(model, f"sglang+{vllm_server.url}")
+    with pytest.raises(SyncFailedError, match=r"closest that it has is 'model\.embed_tokens\.weight'"):
+        weightsync.push(model, vllm_server.url, name_map=lambda name: f"module.{name}")
+    with weightsync.push(model, vllm_server.url) as push:  # it is asked what it is
+        report = push.step()
+    assert (report.version.number, report.digests_equal) == (1, None)
+    serves(0)

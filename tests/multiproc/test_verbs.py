@@ -1,0 +1,418 @@
+"""`weightsync.publish`, `push` and `serve` as users call them: a trainer of some lines, a host of one call or command.
+
+Everything is a process of its own, and what may die is killed: the host, the engine, the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weightsync
+from tests.multiproc.pull_kit import shm_of, wait_until
+from tests.multiproc.spine import TOKEN, build, cast_bytes, shard, step
+from tests.standins.processes import Child, children, free_port, run_ranks
+from weightsync.config import WeightSyncConfig
+from weightsync.control.build import build_controller
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
+from weightsync.errors import AuthError, ConfigError, InvalidRequestError, SyncFailedError, WeightSyncError
+from weightsync.load.module import ModuleWeightLoader
+from weightsync.tensors import byte_array
+from weightsync.verbs.publishing import Publisher
+
+_LONG_S = 60.0
+
+
+def live_bytes(model: torch.nn.Module) -> dict[str, bytes]:
+    return {name: byte_array(t.detach().contiguous()).tobytes() for name, t in model.state_dict().items()}
+
+
+def trained(steps: int) -> dict[str, bytes]:
+    """What an engine serves after so many steps."""
+    model = build(5)
+    for _ in range(steps):
+        step(model)
+    return cast_bytes(model)
+
+
+# --- the actors ---
+
+
+def trainer_main(options: dict[str, Any], conn: Any) -> None:
+    """Steps when it is told to; "end" leaves the block in order, "raise" by an exception."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts tests in the background has it ignored
+    torch.set_num_threads(1)
+    model = build(5)
+    left_s = 0.0
+    try:
+        with weightsync.publish(model, "actor", token=TOKEN, **options) as publisher:
+            conn.send(publisher.endpoint)
+            try:
+                while (order := conn.recv()) == "step":
+                    step(model)
+                    report = publisher.step()
+                    conn.send((report.version.number, report.published, report.seconds))
+                if order == "raise":
+                    raise ZeroDivisionError
+            finally:
+                left_s = time.monotonic()
+    except (ZeroDivisionError, KeyboardInterrupt):
+        pass
+    conn.send((time.monotonic() - left_s, dict(publisher.not_serving), shm_of(os.getpid())))
+    os._exit(0)
+
+
+def host_main(sources: list[str], port: int, conn: Any) -> None:
+    """A host with a torch module: one call."""
+    torch.set_num_threads(1)
+    model = build(99, dtype=torch.bfloat16)
+    with weightsync.serve({"actor": model}, sources=sources, token=TOKEN, port=port) as service:
+        conn.send(service.url)
+        while conn.recv() is not None:
+            with service.generation("actor") as version:
+                conn.send((version and version.number, live_bytes(model)))
+    os._exit(0)
+
+
+def engine_main(port: int, conn: Any) -> None:
+    """An engine behind HTTP, which a host drives from elsewhere."""
+    torch.set_num_threads(1)
+    model = build(99, dtype=torch.bfloat16)
+    engine = EmbeddedEngine.of(ModuleWeightLoader(model), engine_id="actor")
+    server = EngineServer(engine, port=port, token=TOKEN)
+    conn.send(server.start())
+    while conn.recv() is not None:
+        with engine.generation() as version:
+            conn.send((version and version.number, live_bytes(model)))
+    os._exit(0)
+
+
+def asked(child: Child) -> tuple[int | None, dict[str, bytes]]:
+    child.conn.send("what do you serve?")
+    number, weights = child.recv()
+    return number, weights
+
+
+def stepped(trainer: Child) -> int:
+    trainer.conn.send("step")
+    number, published, _ = trainer.recv()
+    assert published
+    return int(number)
+
+
+def ended(trainer: Child) -> tuple[float, dict[str, str], list[str]]:
+    trainer.conn.send("end")
+    took_s, not_serving, shm = trainer.recv()
+    return took_s, not_serving, shm
+
+
+def serves(child: Child, number: int) -> bool:
+    version, weights = asked(child)
+    if version != number:
+        return False
+    assert weights == trained(number)
+    return True
+
+
+# --- publish and serve ---
+
+
+def test_a_host_that_nobody_notifies_follows_and_has_the_last_version_when_the_block_ends() -> None:
+    port = free_port()
+    with children() as start:
+        host = start(host_main, [f"http://127.0.0.1:{port}"], 0, talk=True, name="host")
+        host.recv()
+        trainer = start(trainer_main, {"port": port}, talk=True, name="trainer")
+        trainer.recv()
+        stepped(trainer)
+        wait_until(lambda: serves(host, 1), "the first version is served", _LONG_S)
+        for number in (2, 3):
+            assert stepped(trainer) == number
+        _, not_fetched, shm = ended(trainer)
+        assert (not_fetched, shm) == ({}, [])
+        wait_until(lambda: serves(host, 3), "the last version is served", _LONG_S)
+
+
+def test_the_trainer_goes_on_when_its_host_is_killed_and_one_that_is_started_again_rejoins() -> None:
+    port = free_port()
+    with children() as start:
+        host = start(host_main, [], port, talk=True, name="host")
+        url = host.recv()
+        trainer = start(trainer_main, {"port": 0, "to": [url]}, talk=True, name="trainer")
+        trainer.recv()
+        stepped(trainer)
+        wait_until(lambda: serves(host, 1), "the first version is served", _LONG_S)
+        host.kill()
+        for number in (2, 3):  # nobody is there
+            trainer.conn.send("step")
+            found, published, seconds = trainer.recv()
+            assert (found, published) == (number, True)
+            assert seconds < 2.0
+        again = start(host_main, [], port, talk=True, name="host, again")
+        again.recv()
+        wait_until(lambda: serves(again, 3), "it is brought up to date without a step", _LONG_S)
+        stepped(trainer)
+        assert ended(trainer)[1] == {}
+        assert serves(again, 4)
+
+
+def test_the_end_of_the_block_does_not_wait_for_who_is_dead() -> None:
+    with children() as start:
+        host = start(host_main, [], 0, talk=True, name="host")
+        url = host.recv()
+        trainer = start(trainer_main, {"port": 0, "to": [url], "last_wait_s": 300.0}, talk=True, name="trainer")
+        trainer.recv()
+        stepped(trainer)
+        host.kill()
+        stepped(trainer)
+        took_s, not_serving, shm = ended(trainer)
+        assert took_s < 30.0
+        assert list(not_serving) == [url]
+        assert "can't connect" in not_serving[url]
+        assert shm == []
+
+
+@pytest.mark.parametrize("how", ["raise", "Ctrl-C"])
+def test_an_exception_leaves_the_block_at_once_and_gives_memory_back(how: str) -> None:
+    with children() as start:
+        host = start(host_main, [], 0, talk=True, name="host")
+        url = host.recv()
+        trainer = start(trainer_main, {"port": 0, "to": [url], "last_wait_s": 300.0}, talk=True, name="trainer")
+        trainer.recv()
+        stepped(trainer)
+        host.stop()  # whoever waited for it would wait long
+        if how == "raise":
+            trainer.conn.send("raise")
+        else:
+            os.kill(trainer.pid, signal.SIGINT)
+        took_s, _, shm = trainer.recv()
+        host.cont()
+        assert took_s < 20.0
+        assert shm == []
+
+
+def sharded_main(rank: int, world_size: int, url: str, port: int) -> None:
+    model = shard(build(5), "shard0", world_size)
+    with weightsync.publish(model, "actor", to=url, token=TOKEN, port=port) as publisher:
+        for _ in range(3):
+            step(model)
+            publisher.step()
+    assert publisher.not_serving == {}
+
+
+def test_every_rank_of_a_sharded_trainer_writes_the_same_lines_and_its_host_needs_to_know_nobody() -> None:
+    with children() as start:
+        host = start(host_main, [], 0, talk=True, name="host")
+        run_ranks(sharded_main, 2, host.recv(), free_port())
+        assert serves(host, 3)
+
+
+def test_what_can_be_checked_is_refused_on_entry() -> None:
+    model = build(5)
+    served = build(99, dtype=torch.bfloat16)
+    port = free_port()
+    with weightsync.serve({"actor": served}, token=TOKEN, port=0) as service:
+        with pytest.raises(AuthError):
+            weightsync.publish(model, "actor", to=service.url, token="another-token-for-tests", port=port)
+        with pytest.raises(ConfigError, match="did you mean 'actor'"):
+            weightsync.publish(model, "actr", to=service.url, token=TOKEN, port=port)
+        with pytest.raises(ConfigError, match="weights are a module"):
+            weightsync.publish(3, "actor", to=service.url, token=TOKEN, port=port)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="choose another port"):
+            weightsync.publish(model, "actor", token=TOKEN, port=int(service.url.rsplit(":", 1)[1]))
+        for wait_s in (-1, "5", True, float("nan"), 1e308):
+            with pytest.raises(ConfigError, match="last_wait_s"):
+                weightsync.publish(model, "actor", token=TOKEN, port=port, last_wait_s=wait_s)  # type: ignore[arg-type]
+        for model_id in ("", 3):
+            with pytest.raises(ConfigError, match="model_id has 1 to"):
+                weightsync.publish(model, model_id, token=TOKEN, port=port)  # type: ignore[arg-type]
+        for timeout_s in (float("nan"), -1, float("inf"), "1"):
+            with (
+                pytest.raises(InvalidRequestError, match="timeout_s is a number of seconds"),
+                service.generation("actor", timeout_s=timeout_s),  # type: ignore[arg-type]
+            ):
+                pass
+        engine = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(served), engine_id="e"), token=TOKEN)
+        with pytest.raises(ConfigError, match="no rollout host and no controller"):
+            weightsync.publish(model, "actor", to=engine.start(), token=TOKEN, port=port)
+        engine.close()
+        with pytest.raises(ConfigError, match="did you mean 'actor'"), service.generation("acto"):
+            pass
+    with pytest.raises(ConfigError, match="sync_method"):
+        weightsync.publish(model, "actor", config={"sync_method": "push"})
+    with pytest.raises(ConfigError, match="serve needs the engines"):
+        weightsync.serve({})
+    with pytest.raises(ConfigError, match="reachable from other machines"):
+        weightsync.serve({"actor": served}, host="0.0.0.0", port=0)
+    with weightsync.publish(model, "actor", token=TOKEN, port=port) as publisher:
+        assert isinstance(publisher, Publisher)
+        with pytest.raises(AuthError):
+            weightsync.serve({"actor": served}, sources=[publisher.endpoint], token="another-token-for-tests", port=0)
+        with pytest.raises(ConfigError, match="did you mean 'actr'"):
+            weightsync.serve({"actr": served}, sources=[publisher.endpoint], token=TOKEN, port=0)
+
+
+def test_a_controller_in_place_of_hosts_is_told_and_its_fleet_has_the_last_version(tmp_path: Path) -> None:
+    settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": 0}})
+    served = build(99, dtype=torch.bfloat16)
+    with contextlib.ExitStack() as stack:
+        controller = stack.enter_context(build_controller(settings, token=TOKEN))
+        host = stack.enter_context(
+            weightsync.serve(
+                {"actor": served}, token=TOKEN, port=0, controller=controller.url, lease=str(tmp_path / "lease"),
+                service_id="host-0",
+            )
+        )  # fmt: skip
+        start = stack.enter_context(children())
+        trainer = start(trainer_main, {"port": 0, "to": controller.url}, talk=True, name="trainer")
+        trainer.recv()
+        for _ in range(2):
+            stepped(trainer)
+        assert ended(trainer)[1] == {}
+        with host.generation("actor") as version:
+            assert version is not None
+            assert (version.number, live_bytes(served)) == (2, trained(2))
+
+
+# --- the command ---
+
+
+class ServeCommand:
+    """A running `weightsync serve`."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "weightsync.cli", "serve", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, text=True, start_new_session=True,
+            env={**os.environ, "WEIGHTSYNC_TOKEN": TOKEN, "TERM": "dumb", "NO_COLOR": "1"},
+        )  # fmt: skip
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.said = ""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def line(self, pattern: str) -> str:
+        """The next line that fits."""
+        end = time.monotonic() + _LONG_S
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no line like {pattern!r}:\n{self.said}") from None
+            if re.search(pattern, line):
+                return line
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+            self._lines.put(line)
+
+
+@contextlib.contextmanager
+def command(*words: str) -> Iterator[ServeCommand]:
+    running = ServeCommand(*words)
+    try:
+        yield running
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.wait(10)
+
+
+def test_a_host_is_one_command_and_an_engine_that_is_killed_and_started_again_is_loaded() -> None:
+    port, engine_port = free_port(), free_port()
+    with children() as start:
+        engine = start(engine_main, engine_port, talk=True, name="engine")
+        url = engine.recv()
+        source = f"http://127.0.0.1:{port}"
+        with command("--engine", f"actor={url}", "--from", source, "--port", "0") as host:
+            assert f"following {source}" in host.line("^actor at http")
+            trainer = start(trainer_main, {"port": port}, talk=True, name="trainer")
+            trainer.recv()
+            stepped(trainer)
+            host.line("actor serves run-[0-9a-f]+/1: .* MB by shm")
+            assert serves(engine, 1)
+            engine.kill()
+            stepped(trainer)
+            again = start(engine_main, engine_port, talk=True, name="engine, again")
+            again.recv()
+            wait_until(lambda: serves(again, 2), "the engine is loaded again", _LONG_S)
+            stepped(trainer)
+            assert ended(trainer)[1] == {}
+            wait_until(lambda: serves(again, 3), "the last version is served", _LONG_S)
+            os.killpg(host.process.pid, signal.SIGINT)
+            assert host.process.wait(20) == 0
+        assert "stopped by a signal" in host.said
+        assert "Traceback" not in host.said
+        assert serves(again, 3)
+
+
+# --- push ---
+
+
+def pushing_main(rank: int, world_size: int, urls: list[str]) -> list[str]:
+    model = shard(build(5), "shard0", world_size)
+    said = []
+    with weightsync.push(model, urls, token=TOKEN) as push:
+        for _ in range(2):
+            step(model)
+            said.append(str(push.step()))
+    return said
+
+
+def test_ranks_push_to_urls_and_the_report_is_one_line() -> None:
+    with children() as start:
+        engines = [start(engine_main, 0, talk=True, name=f"engine-{number}") for number in range(2)]
+        for lines in run_ranks(pushing_main, 2, [engine.recv() for engine in engines]):
+            assert len(lines) == 2
+            for number, line in enumerate(lines, start=1):
+                assert re.fullmatch(rf"v{number}: \d+\.\d [kM]B in \d+\.\d\d s, paused \d+ ms, proved", line)
+        assert all(serves(engine, 2) for engine in engines)
+
+
+def wrong_push_main(rank: int, world_size: int, url: str) -> str:
+    model = shard(build(5), "shard0", world_size)
+    try:
+        weightsync.push(model, url, token=TOKEN, name_map=lambda name: name.replace("wide", "wider"))
+    except WeightSyncError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_model_of_other_names_fails_on_entry_on_every_rank_and_says_the_closest_one() -> None:
+    with children() as start:
+        engine = start(engine_main, 0, talk=True, name="engine")
+        for said in run_ranks(wrong_push_main, 2, engine.recv()):
+            assert "blocks.0.wider.weight" in said
+            assert "closest that it has is 'blocks.0.wide.weight'" in said
+            assert "name_map" in said
+        assert asked(engine)[0] is None
+
+
+def test_a_module_of_this_process_is_pushed_to_and_a_wrong_address_fails_on_entry() -> None:
+    model, served = build(5), build(99, dtype=torch.bfloat16)
+    with weightsync.push(model, [served]) as push:
+        step(model)
+        report = push.step()
+    assert (report.version.number, report.digests_equal) == (1, True)
+    assert live_bytes(served) == cast_bytes(model)
+    with pytest.raises(WeightSyncError, match="can't connect"):
+        weightsync.push(model, f"weightsync+http://127.0.0.1:{free_port()}")
+    with pytest.raises(ConfigError, match="push needs engines"):
+        weightsync.push(model)
+    with pytest.raises(SyncFailedError, match="dtype of PushSync"):
+        weightsync.push(model, [build(99)])

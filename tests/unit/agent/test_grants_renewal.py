@@ -1,0 +1,132 @@
+"""Grants that are renewed by a receiver at work before its first byte, and never beyond a trainer's patience."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.multiproc.pull_kit import wait_until
+from tests.unit.agent.test_api import TOKEN, Beside
+from weightsync.agent import api as agent_module
+from weightsync.clients.agent import AgentClient
+from weightsync.errors import TransferAbortedError, WeightSyncError
+from weightsync.host import renewal
+from weightsync.host.puller import Puller
+from weightsync.host.staged_version import StagedVersion
+from weightsync.memory import Reader, is_read
+from weightsync.transfer import granted
+from weightsync.types import Deadline, Version
+from weightsync.types.transfer_messages import FinishRequest, RegisterRequest, RenewRequest, TransferRequest, Transport
+
+TAKE_UP_S = 0.4
+
+
+@pytest.fixture
+def beside() -> Iterator[Beside]:
+    with contextlib.closing(Beside(take_up_s=TAKE_UP_S)) as there:
+        there.publish(1)
+        assert there.told() == ("published", 1)
+        yield there
+
+
+@pytest.fixture
+def client(beside: Beside) -> Iterator[AgentClient]:
+    with contextlib.closing(AgentClient(beside.agent.endpoint, token=TOKEN)) as made:
+        made.register(RegisterRequest(receiver_id="r"))
+        yield made
+
+
+def granted_id(client: AgentClient) -> str:
+    return client.request_transfer(TransferRequest(receiver_id="r", model_id="m")).transfer_id
+
+
+def pulled(
+    beside: Beside, at_work: Callable[[Version], None], errors: list[WeightSyncError], seconds: float
+) -> StagedVersion:
+    puller = Puller(beside.agent.endpoint, "m", receiver_id="r", token=TOKEN, transport=Transport.TCP)
+    try:
+        return puller.pull(deadline=Deadline(seconds), granted=at_work, retrying=errors.append)
+    finally:
+        puller.close()
+
+
+def test_a_receiver_that_is_long_at_work_keeps_its_grant(beside: Beside) -> None:
+    """Seen to fail: it lost every grant, until its deadline, where it had more to do than `take_up_s` allowed."""
+    errors: list[WeightSyncError] = []
+    with pulled(beside, lambda _: threading.Event().wait(5 * TAKE_UP_S) and None, errors, 30) as got:
+        assert got.num_attempts == 1
+    assert errors == []
+
+
+def test_one_that_says_nothing_loses_it_and_is_told_why(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: "superseded, most likely"."""
+    errors: list[WeightSyncError] = []
+    segment = beside.segments[0].name
+
+    def at_work(_: Version) -> None:
+        if not errors:
+            wait_until(lambda: not is_read(segment, Reader.SENT), "the grant is over")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(renewal, "_EVERY_S", 3600.0)
+        patched.setattr(renewal, "_SHARE", 3600.0)
+        with pulled(beside, at_work, errors, 30) as got:
+            assert got.num_attempts == 2
+    (error,) = errors
+    assert isinstance(error, TransferAbortedError)
+    assert "neither read nor renewed it for 0.4" in str(error)
+
+
+def test_a_longer_publication_leaves_more_time_to_read_what_is_said_of_it(
+    beside: Beside, client: AgentClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "_READ_BYTES_S", 100)
+    grant = client.request_transfer(TransferRequest(receiver_id="r", model_id="m"))
+    assert 3.0 < grant.take_up_s < 60.0
+
+
+def test_a_renewal_of_what_is_over_says_why(beside: Beside, client: AgentClient) -> None:
+    first = granted_id(client)
+    second = granted_id(client)
+    client.renew_transfer(RenewRequest(transfer_id=second))
+    client.finish_transfer(FinishRequest(transfer_id=second, ok=True))
+    for transfer_id, why in (
+        (first, "was granted another one since"),
+        (second, "has finished it"),
+        ("0" * 32, "does not know it"),
+    ):
+        with pytest.raises(TransferAbortedError, match=why):
+            client.renew_transfer(RenewRequest(transfer_id=transfer_id))
+
+
+def test_a_renewal_keeps_no_segment_from_the_trainer(beside: Beside, client: AgentClient) -> None:
+    """What a trainer asks back is given back at once, however often it was renewed."""
+    transfer_id = granted_id(client)
+    beside.publish(2)
+    assert beside.told() == ("published", 2)
+    client.renew_transfer(RenewRequest(transfer_id=transfer_id))
+    assert is_read(beside.segments[0].name, Reader.SENT)
+    assert beside.agent.reset() == 1
+    assert not is_read(beside.segments[0].name, Reader.SENT)
+    with pytest.raises(TransferAbortedError, match="superseded"):
+        client.renew_transfer(RenewRequest(transfer_id=transfer_id))
+
+
+def test_renewals_end(beside: Beside, client: AgentClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(granted, "RENEWABLE_S", 0.3)
+    transfer_id = granted_id(client)
+    segment = beside.segments[0].name
+    said: list[str] = []
+
+    def renewed() -> bool:
+        try:
+            client.renew_transfer(RenewRequest(transfer_id=transfer_id))
+        except TransferAbortedError as error:
+            said.append(str(error))
+        return not is_read(segment, Reader.SENT)
+
+    wait_until(renewed, "it is over, though it is renewed all the time")
+    assert "ask for another" in said[0]

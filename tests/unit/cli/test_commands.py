@@ -1,0 +1,142 @@
+"""Every command at a shell: it explains itself, says what is wrong with a call in one line, and ends at Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from weightsync.cli import app
+from weightsync.net.server import ServerThread, api_app
+
+ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": ""}
+COMMANDS = ("agent", "check", "controller", "demo", "doctor", "inspect", "pull", "serve", "status", "trace")
+LISTENS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+"""To Ctrl-C, though whoever started the tests in the background had it ignored."""
+
+
+def run(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(map(str, words)), env=ENV)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_these_are_all() -> None:
+    assert tuple(sorted(get_command(app).commands)) == COMMANDS  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_begins_with_what_it_does_and_shows_how(command: str) -> None:
+    code, text = run(command, "--help")
+    assert code == 0
+    assert f"weightsync {command} " in text.split("Usage", 1)[1].split("\n", 1)[1], "an example"
+    assert "--" in text
+
+
+@pytest.fixture
+def yaml(tmp_path: Path) -> Path:
+    file = tmp_path / "controller.yaml"
+    file.write_text("weight_sync: {sync_method: pull, fleet: {models: [actor], port: 0}}\n")
+    return file
+
+
+def test_mistakes_with_a_controller(yaml: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd.yaml"
+    odd.write_text("weight_sync: {sync_method: pul, fleet: {modls: [actor]}}\n")
+    hosted = tmp_path / "hosted.yaml"
+    hosted.write_text("weight_sync: {sync_method: weaver, fleet: {port: 0}}\n")
+    garbage = tmp_path / "garbage.yaml"
+    garbage.write_text("a: [1\n")
+    taken = ServerThread(api_app("somebody else"))
+    port = taken.start().rpartition(":")[2]
+    try:
+        for words, says in (
+            ((), "Missing option"),
+            (("--config", tmp_path / "none.yaml"), "does not exist"),
+            (("--config", odd), "ConfigError"),
+            (("--config", garbage), "ConfigError"),
+            (("--config", hosted), "set_weaver_service_holder"),
+            (("--config", yaml, "--host", "0.0.0.0"), "token"),
+            (("--config", yaml, "--token", "short"), "16 characters"),
+            (("--config", yaml, "--port", port), "choose another port"),
+        ):
+            code, text = run("controller", *words)
+            assert (code, says in text) == (2, True), (words, code, text)
+            assert "Traceback" not in text
+    finally:
+        taken.close()
+
+
+def test_a_controller_without_a_lease_is_told_the_option() -> None:
+    """Seen red: it named classes alone."""
+    code, text = run(
+        "serve", "--engine", "a=vllm+http://127.0.0.1:9", "--controller", "http://127.0.0.1:9", "--port", 0
+    )
+    assert (code, "add --lease FILE" in text) == (2, True), text
+
+
+def test_mistakes_with_a_doctor() -> None:
+    for words, code, says in (
+        (("--model-gb", "-1"), 2, "--model-gb"),
+        (("--modelgb", "1"), 2, "No such option"),
+        (("127.0.0.1:8000",), 1, "is no engine's URL"),
+        (("vlm+http://127.0.0.1:8000",), 1, "did you mean vllm+http://"),
+        (("http://127.0.0.1:9",), 1, "start it, or write vllm+http://127.0.0.1:9"),
+    ):
+        found, text = run("doctor", *words)
+        assert (found, says in text) == (code, True), (words, found, text)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[tuple[str, socket.socket]]:
+    """A server that takes connections, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", listener
+
+
+def started(*words: object) -> subprocess.Popen[str]:
+    code = f"{LISTENS}from weightsync.cli import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **ENV},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ["status URL", "trace URL", "inspect URL", "pull URL --out OUT", "doctor URL"])
+def test_ctrl_c_ends_what_waits_for_an_answer(words: str, tmp_path: Path) -> None:
+    with silent() as (url, listener):
+        process = started(
+            *(url if word == "URL" else tmp_path / "x" if word == "OUT" else word for word in words.split())
+        )
+        try:
+            listener.accept()
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert not (tmp_path / "x").exists() or not os.listdir(tmp_path / "x"), "nothing is left of it"
+
+
+def test_ctrl_c_ends_a_controller_well(yaml: Path) -> None:
+    process = started("controller", "--config", yaml)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().startswith("controller of actor at http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        out, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (0, "stopped by a signal\n")
+    assert "Traceback" not in said

@@ -1,0 +1,151 @@
+"""`weightsync status` of whatever answers: a rollout service, an agent, an engine; and of what is none of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Response
+
+from tests.unit.cli.test_status import run
+from tests.unit.control import statuses
+from tests.unit.control.statuses import StatusServer
+from weightsync.engine.server import EngineServer
+from weightsync.net.messages import decode, encode
+from weightsync.net.server import ServerThread, api_app
+from weightsync.observe import now_s
+from weightsync.types import EngineReply, EngineRequest, Version
+from weightsync.types.progress import TransferProgress
+from weightsync.types.service import ModelStatus, ServiceStatus
+from weightsync.types.transfer_messages import AgentVersion, EndedTransfer, EndedTransfers, ReceiverInfo, Receivers
+
+
+@contextlib.contextmanager
+def answering(title: str, **answers: Any) -> Iterator[str]:
+    """A face that answers each path with one message."""
+    app: FastAPI = api_app(title)
+    for name, message in answers.items():
+        body = encode(message)
+        app.add_api_route(f"/{name}", lambda body=body: Response(body, media_type="application/json"))
+    server = ServerThread(app)
+    try:
+        yield server.start()
+    finally:
+        server.close()
+
+
+SERVED = ModelStatus(
+    run_id="run", version=3, sender="http://trainer:8765", engines={"vllm-0": "run/3"}, pull_s=0.1, load_s=0.04,
+    paused_s=0.082, received_bytes=400_000, total_bytes=33_000_000, num_deltas=1,
+)  # fmt: skip
+
+
+def service(**models: ModelStatus) -> contextlib.AbstractContextManager[str]:
+    return answering("weightsync rollout service", status=ServiceStatus(models=models))
+
+
+def test_a_service_says_what_it_serves_and_how_it_came() -> None:
+    with service(actor=SERVED) as url:
+        code, text, error = run(url)
+        raw = run(url, "--json")[1]
+    assert (code, error) == (0, "")
+    assert text.startswith("actor serves run/3 (v3: 0.4 MB (1.2 %) in 0.14 s, paused 82 ms, proved)\n")
+    assert "vllm-0 run/3" in text
+    assert decode(raw.encode(), ServiceStatus, what="it").models == {"actor": SERVED}
+
+
+def test_a_long_transfer_says_how_far_it_is() -> None:
+    moved = TransferProgress(done_bytes=4_000_000_000, total_bytes=16_000_000_000, seconds=8.0)
+    pulling = ModelStatus(state="pulling", since_s=now_s() - 8.0, wanted_run_id="run", wanted=4, progress=moved)
+    with service(actor=pulling) as url:
+        code, text, _ = run(url)
+    assert code == 0
+    told = r"actor: pulling version 4 \([89]\.\d s so far; 4000 of 16000 MB \(25 %\), 500 MB/s, 24 s to go\)"
+    assert re.search(told, text)
+
+
+def test_what_failed_is_said_first_and_is_1() -> None:
+    failed = ModelStatus(run_id="run", version=3, errors={"pull": "DigestMismatchError: other bytes came"})
+    with service(verifier=SERVED, actor=failed) as url:
+        code, text, _ = run(url)
+    assert code == 1
+    assert text.startswith("actor serves run/3; pull failed (DigestMismatchError: other bytes came)\n")
+
+
+def test_an_agent_says_what_it_publishes_and_who_fetched_it() -> None:
+    now = AgentVersion(model_id="actor", run_id="run", version=3, model_digest="wsd2:ab", coming_run_id="run", coming=4)
+    ended = EndedTransfers(
+        ended=(EndedTransfer(number=1, run_id="run", version=3, receiver_id="host-0", ok=True),), newest=1
+    )
+    host = ReceiverInfo(
+        receiver_id="host-0", version="run/3", num_transfers=1, num_failed=2, received_bytes=4_200_000,
+        bytes_per_s=21e6, since_s=now_s() - 60, seen_s=now_s(),
+    )  # fmt: skip
+    book = Receivers(receivers=(host,), num_registered=7)
+    can = {"deltas": [{"base": 2, "version": 3}]}
+    with answering(
+        "weightsync agent", get_version=now, get_transfers=ended, receivers=book, get_capabilities=can
+    ) as url:
+        code, text, error = run(url)
+        raw = json.loads(run(url, "--json")[1])
+    assert (code, error) == (0, "")
+    assert text.startswith("Proving actor run/4\nPublishes actor run/3 (1 transfers since the agent started)\n")
+    for word in ("wsd2:ab", "2 -> 3", "host-0", "all of it", "Receivers, 7 in all", "4.2 MB", "21.0 MB/s", "60 s"):
+        assert word in text
+    assert raw["version"]["version"] == 3
+
+
+class Engine:
+    """Says of itself what the test wants."""
+
+    engine_id = "engine-0"
+
+    def __init__(self, **facts: Any) -> None:
+        self._reply = EngineReply(engine_id="engine-0", world_size=2, writes_live=False, **facts)
+
+    def call(self, op: object, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        return self._reply
+
+
+VERSION = Version(run_id="run", number=3)
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "says"),
+    [
+        ({"serving": True, "version": VERSION}, 0, "engine server, 2 workers, takes whole tensors, serves run/3"),
+        ({"serving": False, "version": None}, 0, "serves no version yet, paused or refusing"),
+        ({"serving": False, "version": None, "unhealthy": "an audit found other bytes"}, 1, "an audit found other"),
+    ],
+)
+def test_an_engine(facts: dict[str, Any], code: int, says: str) -> None:
+    server = EngineServer(Engine(**facts))  # type: ignore[arg-type]
+    url = server.start()
+    try:
+        for each in (url, f"weightsync+{url}"):
+            found, text, error = run(each)
+            assert (found, error) == (code, ""), each
+            assert says in text
+    finally:
+        server.close()
+
+
+def test_what_is_none_of_ours_is_3_and_a_wrong_url_2() -> None:
+    with answering("somebody else's server", health={}) as url:
+        code, _, error = run(url)
+    assert code == 3
+    assert "nor does a weightsync controller" in error
+    code, _, error = run("vlm+http://127.0.0.1:9")
+    assert code == 2
+    assert "did you mean vllm+http" in error
+
+
+def test_a_long_transfer_of_a_fleet() -> None:
+    with StatusServer(statuses.moving()) as server:
+        text = run(server.url)[1]
+    assert "inst-1 has 4000 of 16000 MB (25 %), 500 MB/s, 24 s to go (the slowest of 2)" in text
+    assert "actor 12000 of 16000 MB (75 %)" in text

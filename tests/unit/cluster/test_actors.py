@@ -1,0 +1,489 @@
+"""The actors' classes and the rest of the package without a cluster: what they answer, and to whom."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.clients.controller import ControllerClient
+from weightsync.cluster.actors import ActorHandle, Address, Whereabouts, answer, value_of
+from weightsync.cluster.controller_actor import ControllerActor, RayController, settings_of
+from weightsync.cluster.engine_actor import EngineActor, EngineContext, RayEngine
+from weightsync.cluster.launch import config_of, meeting_address
+from weightsync.cluster.manager import RayWeightSync
+from weightsync.cluster.placement import Placement
+from weightsync.cluster.ranks import RayRank
+from weightsync.cluster.trainer_actor import RankContext, TrainerActor, interface_towards
+from weightsync.config import WeightSyncConfig
+from weightsync.control.build import Built as BuiltController
+from weightsync.control.build import build_controller
+from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.methods.mock import MockMethod
+from weightsync.control.methods.push import PushMethod
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    DeadlineExceededError,
+    DigestMismatchError,
+    EngineError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    LoadError,
+    SharedMemoryError,
+    StateError,
+    SyncFailedError,
+    SyncInProgressError,
+    TrainerRankError,
+    WeightSyncError,
+)
+from weightsync.handles.http import HttpEngine
+from weightsync.memory import MappedSegment, Segment
+from weightsync.types import CommitRequest, DescribeRequest, EngineOp, EngineReply
+
+CONTEXT = EngineContext(engine_id="e", index=0)
+
+
+class Built:
+    """What a factory may build."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self.engine = self
+        self.closed = 0
+        self.num_calls = 0
+
+    def call(self, op: EngineOp, request: Any, *, timeout_s: float) -> EngineReply:
+        self.num_calls += 1
+        if isinstance(request, CommitRequest):
+            raise SyncFailedError("no", causes={"w": DigestMismatchError("bytes differ", parameter="p")})
+        return EngineReply(engine_id="e", world_size=3)
+
+    def generate(self, text: str, *, times: int = 1) -> str:
+        return text * times
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Restarted:
+    """An actor's handle: who is behind it changes. An error is Ray's word."""
+
+    def __init__(self, now: Any) -> None:
+        self.now: Any = now
+
+    def listen(self, loopback: bool) -> Any:
+        if isinstance(self.now, Exception):
+            raise self.now
+        return self.now.listen(loopback)
+
+
+class Direct(RayEngine):
+    """Calls the actor's class in this process."""
+
+    def urgent(self, method: str, *args: Any, kind: type[Any], timeout_s: float) -> Any:
+        return value_of(getattr(self.actor, method)(*args), kind, peer=self.name, what=method)
+
+
+@pytest.fixture
+def actors() -> Iterator[Callable[[], EngineActor]]:
+    """Makes engines' actors; none listens after the test."""
+    made: list[EngineActor] = []
+
+    def make() -> EngineActor:
+        made.append(EngineActor(CONTEXT, Built))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_an_engine_listens_when_it_is_asked_where_with_a_token_of_its_own(
+    actors: Callable[[], EngineActor],
+) -> None:
+    one, other = (value_of(actors().listen(True), Address, peer="e", what="listen") for _ in range(2))
+    assert one.token != other.token
+    assert one.url.startswith("http://127.0.0.1:")
+    actor = actors()
+    url, token = value_of(actor.listen(True), Address, peer="e", what="listen")
+    assert value_of(actor.listen(True), Address, peer="e", what="listen") == (url, token)
+    with contextlib.closing(HttpEngine(url, token=token)) as engine:
+        assert engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).world_size == 3
+        with pytest.raises(SyncFailedError) as caught:
+            engine.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+        assert isinstance(caught.value.causes["w"], DigestMismatchError)
+    with contextlib.closing(HttpEngine(url)) as engine, pytest.raises(AuthError):
+        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    actor.close()
+    with contextlib.closing(HttpEngine(url, token=token)) as engine, pytest.raises(EngineUnreachableError):
+        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    with pytest.raises(EngineError, match="closed"):
+        value_of(actor.listen(True), Address, peer="e", what="listen")
+
+
+def test_a_describe_finds_the_actor_that_ray_has_started_again_and_no_other_step_does(
+    actors: Callable[[], EngineActor],
+) -> None:
+    """A commit whose connection broke may have happened. Seen to fail: with the address kept for good."""
+    before, again, last = actors(), actors(), actors()
+    engine = Direct(Restarted(before), engine_id="e", loopback=True)
+    assert engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).world_size == 3
+    before.close()
+    engine.actor.now = again
+    assert engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).world_size == 3
+    again.close()
+    engine.actor.now = last
+    with pytest.raises(EngineUnreachableError):
+        engine.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+    assert last._built[""].num_calls == 0
+    with pytest.raises(SyncFailedError):
+        engine.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+
+
+def test_an_engine_that_was_replaced_is_called_no_more(actors: Callable[[], EngineActor]) -> None:
+    """Though it still answers. Seen to fail: with an address that is kept whosever it is."""
+    before, after = actors(), actors()
+    engine = Direct(before, engine_id="e", loopback=True)
+    engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    engine.replace(after)
+    engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    assert (before._built[""].num_calls, after._built[""].num_calls) == (1, 1)
+
+
+@pytest.mark.parametrize("word", ["gone", "nothing"])
+def test_where_nobody_answers_rays_word_tells_why(actors: Callable[[], EngineActor], word: str) -> None:
+    actor = Restarted(actors())
+    engine = Direct(actor, engine_id="e", loopback=True)
+    engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    actor.now.close()
+    actor.now = EngineUnreachableError("gone", peer="e") if word == "gone" else DeadlineExceededError("busy")
+    with pytest.raises(EngineUnreachableError, match="gone" if word == "gone" else "can't connect to") as caught:
+        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    assert caught.value.peer == "e"
+
+
+def test_a_handle_is_sent_without_its_connection(actors: Callable[[], EngineActor]) -> None:
+    engine = Direct(actors(), engine_id="e", loopback=True)
+    engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    assert engine.__getstate__() == {"actor": engine.actor, "name": "e", "loopback": True, "_http": None}
+
+
+def test_only_public_methods_are_asked(actors: Callable[[], EngineActor]) -> None:
+    actor = actors()
+    assert actor.ask("", "generate", ("ab",), {"times": 2}) == (None, "abab")
+    for part, name in (("", "_private"), ("", "__class__"), ("", "closed"), ("", "nothing"), ("other", "generate")):
+        with pytest.raises(InvalidRequestError, match=r"no public method|has no 'other' here, but ''"):
+            value_of(actor.ask(part, name, (), {}), None, peer="e", what="ask")
+
+
+def test_a_factory_that_fails_is_told_to_everybody_who_asks() -> None:
+    def broken(context: EngineContext) -> Any:
+        raise OSError("no such model")
+
+    actor = EngineActor(CONTEXT, broken)
+    for told in (actor.ready(), actor.listen(True), actor.ask("", "generate", (), {})):
+        with pytest.raises(EngineError, match="building the engine failed: OSError: no such model") as caught:
+            value_of(told, object, peer="", what="")
+        assert caught.value.peer == "e"
+    with pytest.raises(ConfigError, match="not a dict"):
+        value_of(EngineActor(CONTEXT, lambda _: {}).ready(), object, peer="e", what="")
+
+
+def test_closing_twice_closes_once_and_later_calls_are_refused(actors: Callable[[], EngineActor]) -> None:
+    actor = actors()
+    built = actor._built[""]
+    actor.close()
+    num_closed = built.closed
+    actor.close()
+    assert built.closed == num_closed >= 1
+    with pytest.raises(InvalidRequestError, match="closed"):
+        value_of(actor.ask("", "generate", ("a",), {}), None, peer="e", what="ask")
+
+
+def test_a_rank_that_has_not_joined_says_so() -> None:
+    rank = TrainerActor(1, 2)
+    for told in (rank.initialize(), rank.sync_weights(1), rank.run("step", (), {})):
+        with pytest.raises(StateError, match="has not joined") as caught:
+            value_of(told, object, peer="", what="")
+        assert caught.value.rank == 1
+    with pytest.raises(InvalidRequestError, match="no engine 'e'"):
+        value_of(rank.replace_engine("e", None), object, peer="", what="")
+
+
+def test_a_rank_that_is_closed_in_the_middle_of_a_sync_leaves_no_shared_memory() -> None:
+    """It is killed next; a driver that was interrupted ends it so. Seen to fail: without the unlinking."""
+
+    class Busy:
+        @property
+        def push(self) -> Any:
+            raise SyncInProgressError("a sync runs")
+
+    rank = TrainerActor(0, 1)
+    rank._trainer = Busy()
+    with Segment(4096) as segment:
+        assert rank.close() == (None, None)
+        with pytest.raises(SharedMemoryError, match="gone"):
+            MappedSegment(segment.name, need_bytes=1)
+
+
+def test_a_trainer_that_pushes_in_its_own_step_is_pushed_by_nobody_else() -> None:
+    """Its engines are met; the driver's call is refused, and nothing is broken by it."""
+
+    class Pushes:
+        closed = 0
+
+        def step(self, version: int | None = None) -> None: ...
+
+        def close(self) -> None:
+            self.closed += 1
+
+    class Own:
+        push = Pushes()
+
+    rank = TrainerActor(0, 1)
+    rank._trainer = Own()
+    assert rank.initialize() == (None, None)
+    with pytest.raises(StateError, match="pushes in its own step"):
+        value_of(rank.sync_weights(1), object, peer="", what="")
+    rank.close()
+    assert Own.push.closed == 1
+
+
+def test_a_rank_whose_pushes_a_controller_orders_makes_no_other_ones() -> None:
+    config = WeightSyncConfig.load({"push": {"controller": "http://control:8700"}})
+    context = RankContext(rank=0, world_size=1, engines=(), config=config, token="secret-of-16-letters")
+    assert "secret" not in repr(context)
+    with pytest.raises(ConfigError, match=r"http://control:8700 orders the pushes.*weightsync\.push\("):
+        context.push(cast(Any, None))
+
+
+class Rank(RayRank):
+    """Answers with futures instead of Ray's references, as `says` has it; None: not yet."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(None, rank)
+        self.says: Any = None
+        self.last: Future[Any] = Future()
+        self.num_calls = 0
+
+    def submit(self, method: str, *args: Any, group: str = "") -> Any:
+        self.last, self.num_calls = Future(), self.num_calls + 1
+        if isinstance(self.says, Exception):
+            self.last.set_exception(self.says)
+        elif self.says is not None:
+            self.last.set_result(self.says)
+        return self.last
+
+    def get(self, ref: Any, what: str, *, timeout_s: float) -> Any:
+        return ref.result(0)
+
+
+def test_a_rank_that_still_owes_an_answer_is_asked_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is in a step that failed on rank 0: what is called now would wait behind it, on one rank alone.
+
+    Seen to fail: without `settle_owed` the second call reached both ranks.
+    """
+
+    def settled(refs: Any, *, timeout_s: float) -> list[Any]:
+        return list(wait(refs, timeout_s, FIRST_COMPLETED).done)
+
+    monkeypatch.setattr("weightsync.cluster.ranks.wait_any", settled)
+    monkeypatch.setattr("weightsync.cluster.ranks._GRACE_S", 0.05)
+    ranks = [Rank(0), Rank(1)]
+    sync = RayWeightSync(ranks, [], config=config_of(None))
+    good = (None, 7)
+    bad = (WeightSyncError("why", rank=0).to_dict(), None)
+    ranks[0].says = bad
+    with pytest.raises(WeightSyncError, match="why"):
+        sync.run("step", timeout_s=5)
+    ranks[0].says = good
+    for _ in range(2):
+        with pytest.raises(SyncInProgressError, match="training rank 1 still works"):
+            sync.run("step", timeout_s=5)
+    assert [rank.num_calls for rank in ranks] == [1, 1]
+    ranks[1].last.set_result(good)
+    ranks[1].says = good
+    assert sync.run("step", timeout_s=5) == [7, 7]
+    ranks[0].says, ranks[1].says = bad, None
+    with pytest.raises(WeightSyncError, match="why"):
+        sync.run("step", timeout_s=5)
+    ranks[1].last.set_exception(TrainerRankError("gone", rank=1))
+    for _ in range(2):
+        with pytest.raises(TrainerRankError, match="gone"):
+            sync.run("step", timeout_s=5)
+
+
+def test_a_rank_is_never_restarted() -> None:
+    with pytest.raises(ConfigError, match="max_restarts"):
+        TrainerActor.start(0, 1, max_restarts=1)
+
+
+_SAID = st.one_of(st.binary(max_size=200), st.text(), st.integers(), st.none(), st.lists(st.binary(), max_size=3))
+
+
+@given(st.one_of(_SAID, st.tuples(_SAID), st.tuples(_SAID, _SAID), st.tuples(st.dictionaries(st.text(), _SAID), _SAID)))
+def test_whatever_is_answered_is_a_value_or_one_typed_error(told: object) -> None:
+    with pytest.raises(WeightSyncError):
+        value_of(told, Whereabouts, peer="e", what="ready")
+
+
+def test_an_answer_is_a_value_or_an_error() -> None:
+    assert value_of(answer([1, "a"]), list[Any], peer="", what="") == [1, "a"]
+    unknown = object()
+    assert value_of(answer(unknown), None, peer="", what="") is unknown
+    with pytest.raises(WeightSyncError, match="it failed") as caught:
+        value_of((LoadError("it failed", rank=3).to_dict(), None), object, peer="p", what="")
+    assert (type(caught.value), caught.value.rank, caught.value.peer) == (LoadError, 3, "p")
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "secret" not in repr(Address("http://127.0.0.1:1", "secret"))
+
+
+def test_a_controller_is_sent_to_other_processes() -> None:
+    """As a trainer's actor gets it; the copy has connections of its own."""
+    handle = ActorHandle("an actor", name="the controller")
+    controller = RayController(handle, Address("http://127.0.0.1:1", "0123456789abcdef"))
+    assert pickle.dumps(controller), "its connections are not sent"
+    sent = copy.copy(controller)
+    assert (sent.url, sent.handle.name) == ("http://127.0.0.1:1", "the controller")
+    with pytest.raises(EngineUnreachableError, match="does a weightsync controller run there"):
+        sent.status(timeout_s=5)
+
+
+# Placement.
+
+
+def test_separate_actors_have_bundles_of_their_own() -> None:
+    layout = Placement(rank_cpus=2, rank_gpus=1, engine_gpus=2).layout(num_ranks=2, num_engines=1)
+    assert layout.bundles == ({"CPU": 2, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 2})
+    assert (layout.of_ranks, layout.of_engines) == ((0, 1), (2,))
+
+
+def test_colocated_actors_share_them() -> None:
+    layout = Placement(colocated=True, rank_gpus=0.25, engine_gpus=0.75).layout(num_ranks=2, num_engines=2)
+    assert layout.bundles == ({"CPU": 2.0, "GPU": 1.0},) * 2
+    assert layout.of_ranks == layout.of_engines == (0, 1)
+    with pytest.raises(ConfigError, match="3 ranks go with 3 engines, not 1"):
+        Placement(colocated=True).layout(num_ranks=3, num_engines=1)
+
+
+@pytest.mark.parametrize(
+    "amounts",
+    [
+        {"rank_cpus": -1},
+        {"rank_cpus": 0},
+        {"engine_cpus": 0},
+        {"colocated": True, "rank_gpus": 0.5},
+        {"colocated": True, "rank_gpus": 1, "engine_gpus": 1},
+    ],
+)
+def test_a_placement_that_ray_could_not_give_is_refused(amounts: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Placement(**amounts)
+
+
+# Where everybody meets.
+
+
+def test_loopback_as_long_as_nobody_is_elsewhere() -> None:
+    here = Whereabouts(node_id="a", node_ip="10.0.0.1", pid=1)
+    there = Whereabouts(node_id="b", node_ip="10.0.0.2", pid=1)
+    assert meeting_address(here, [here, here]) == "127.0.0.1"
+    assert meeting_address(here, [here, there]) == "10.0.0.1"
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("no address") is None
+
+
+def test_a_config_from_what_users_have() -> None:
+    assert config_of("packed_cuda_ipc").transfer.strategy == "packed_cuda_ipc"
+    assert config_of(None).transfer.strategy is None
+    with pytest.raises(ConfigError):
+        config_of("carrier pigeon")
+
+
+def test_a_controller_on_ray_is_built_from_all_that_its_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actor's class in this process: the method, and the keys of the fleet, are those of the file."""
+    monkeypatch.setattr("weightsync.cluster.controller_actor.here", lambda: ("node", "127.0.0.1"))
+    built: list[BuiltController] = []
+
+    def build(*args: Any, **options: Any) -> BuiltController:
+        built.append(build_controller(*args, **options))
+        return built[-1]
+
+    monkeypatch.setattr("weightsync.cluster.controller_actor.build_controller", build)
+    of_pull = {"sets": [["a", "b"]], "commit_policy": "quorum(2)", "lease_s": 3.0}
+    for method, kind, keys in (("pull", FleetMethod, of_pull), ("push", PushMethod, {}), ("mock", MockMethod, {})):
+        fleet = {"models": ["a", "b"], "port": 0, **keys}
+        settings = settings_of({"sync_method": method, "sync_mode": "fully-async", "fleet": fleet}, {})
+        actor = ControllerActor(settings.model_dump(exclude_unset=True), "secret-of-16-letters")
+        url, token = value_of(actor.listen(), Address, peer="c", what="listen")
+        with contextlib.closing(ControllerClient(url, token=token)) as client:
+            assert client.status().sync_mode == {"a": "fully-async", "b": "fully-async"}
+        assert type(built[-1].controller.method) is kind
+        assert (built[-1].pool is None) is (kind is not FleetMethod)
+        actor.close()
+    assert built[0].pool is not None
+    assert built[0].pool.lease_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        ({"fleet": {"host": "127.0.0.1"}}, {}, "fleet.host"),
+        ({"sync_method": "tinker"}, {}, "set_tinker_service_holder"),
+        ({}, {"max_restarts": 1}, "set fleet.port"),
+    ],
+)
+def test_what_a_controller_on_ray_can_not_be(config: dict[str, Any], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings_of(config, options)
+
+
+# Without Ray.
+
+
+def printed_by(code: str) -> str:
+    """What a fresh interpreter prints: this one may be connected to a cluster."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LAUNCH = """
+from weightsync.cluster.launch import launch
+from weightsync.errors import MissingDependencyError, StateError
+try:
+    with launch(None, None, num_ranks=1, num_engines=1): pass
+except (MissingDependencyError, StateError) as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_driver_that_is_connected_to_nothing_is_told_so() -> None:
+    """Ray would start a cluster of its own at the first call."""
+    assert "StateError this process is connected to no Ray cluster: call ray.init() first" in printed_by(LAUNCH)
+
+
+def test_the_package_imports_without_ray_and_without_torch_and_says_what_is_missing() -> None:
+    code = """
+import sys
+sys.modules["ray"] = None
+from weightsync.cluster import controller_actor, fleet, launch, manager, placement, ranks, service_actor, trainer_actor
+assert "torch" not in sys.modules
+"""
+    said = printed_by(code + LAUNCH)
+    assert said.startswith("MissingDependencyError")
+    assert "pip install 'weightsync[ray]'" in said

@@ -1,0 +1,267 @@
+"""FleetMethod against services that answer over HTTP as they are told to: commit policies and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.control.fleet_instances import (
+    LEASE_S,
+    LONG_S,
+    SENDER,
+    Does,
+    World,
+    answer,
+    bring,
+    raises,
+    served,
+    status_500,
+    until,
+    v,
+)
+from weightsync.control.methods.fleet import FleetMethod
+from weightsync.errors import (
+    ConfigError,
+    InvalidRequestError,
+    NoEnginesError,
+    SyncFailedError,
+    VersionError,
+)
+from weightsync.handles.fanout import in_thread
+from weightsync.types.fleet import (
+    HeartbeatRequest,
+    ModelVersion,
+    PrepareReply,
+)
+from weightsync.types.service import ServiceStatus
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("policy", ["each", "all", "quorum(2)", "quorum(3)"])
+def test_every_instance_serves_it(world: World, policy: str) -> None:
+    instances, method = world.three(), world.method(policy)
+    assert bring(method, 1) == 1
+    for each in instances:
+        assert each.names() == ["prepare", "commit"]
+        assert each.served["actor"].of == v(1)
+        assert each.calls[0][1][0].sender_endpoint == SENDER
+    names = {(span.name, span.who) for span in method.spans("actor")}
+    assert names >= {("barrier", None), ("transfer", "a"), ("commit", "b"), ("load", "c"), ("pause", "a")}
+    assert method.spans("critic") == ()
+    if policy != "each":
+        assert [at for at, _ in world.steps].index("commit") > world.steps.index(("decide", ""))
+
+
+def test_who_waited_for_an_agent_is_told_from_who_waited_for_bytes(world: World) -> None:
+    """One behind the other; and nobody can have waited longer than the call took."""
+    instances, method = world.three(), world.method("all")
+    for each, waited_s in zip(instances, (0.0, 1e-4, 60.0), strict=True):
+        each.on_prepare = lambda asked, waited_s=waited_s: answer(  # type: ignore[misc]
+            PrepareReply(versions=asked.versions, models={}, waited_s=waited_s)
+        )
+    began_s = time.monotonic()
+    bring(method, 1)
+    took_s = time.monotonic() - began_s
+    spans = {(span.name, span.who): span for span in method.spans("actor")}
+    assert ("agent", "a") not in spans
+    assert spans["agent", "b"].seconds == 1e-4
+    assert spans["transfer", "b"].seconds > 0
+    assert 1e-4 < spans["agent", "c"].seconds <= took_s
+    for who in ("b", "c"):
+        agent, transfer = spans["agent", who], spans["transfer", who]
+        assert agent.start_s >= 0
+        assert transfer.start_s == pytest.approx(agent.start_s + agent.seconds)
+
+
+def test_what_is_served_already_asks_nobody(world: World) -> None:
+    (one, *_), method = world.three(), world.method()
+    bring(method, 1)
+    bring(method, 1)
+    method.sync_weights("actor", v(1))
+    assert one.names() == ["prepare", "commit"]
+
+
+def test_nobody_there_and_nobody_said_where(world: World) -> None:
+    method = world.method()
+    with pytest.raises(InvalidRequestError, match="give train_worker_notify_weight_update"):
+        method.sync_weights("actor", v(1))
+    with pytest.raises(NoEnginesError, match="no rollout service takes part"):
+        bring(method, 1)
+    world.instance("a").beat()
+    with pytest.raises(NoEnginesError):
+        bring(method, 1, "another")
+    assert bring(method, 2) == 2
+    with pytest.raises(ConfigError):
+        FleetMethod(world.pool, commit_policy="quorum(0)")
+
+
+@pytest.mark.parametrize("fault", [raises(SyncFailedError("as told", causes={})), status_500], ids=["typed", "500"])
+def test_each_goes_on_without_who_fails_to_stage(world: World, fault: Does) -> None:
+    """And waits until its lease is over."""
+    (a, b, c), method = world.three(), world.method()
+    b.on_prepare = fault
+    done = in_thread(lambda: bring(method, 1), name="sync")
+    until(lambda: b.state == "joining", "it is evicted")
+    assert not done.done(), "it may not have heard yet that it has no lease"
+    assert done.result(LONG_S) == 1
+    assert world.pool.fenced("b")
+    assert (a.served["actor"].of, c.served["actor"].of) == (v(1), v(1))
+    assert "commit" not in b.names()
+    b.on_prepare = lambda asked: None
+    until(lambda: b.state == "live", "it has caught up")
+
+
+@pytest.mark.parametrize("policy", ["all", "quorum(3)"])
+def test_too_few_have_staged_and_nothing_is_committed(world: World, policy: str) -> None:
+    (a, b, c), method = world.three(), world.method(policy)
+    b.on_prepare = raises(SyncFailedError("no room", causes={}))
+    with pytest.raises(SyncFailedError, match=r"1 of 3 instances failed: b: SyncFailedError: .*no room") as caught:
+        bring(method, 1)
+    assert list(caught.value.causes) == ["b"]
+    for each in (a, b, c):
+        assert each.names() == ["prepare", "release"]
+        assert each.state == "live"
+    assert world.pool.current("actor") is None
+    began_s = time.monotonic()
+    assert method.evict_failed("actor") == ["b"]
+    assert world.pool.fenced("b")
+    assert time.monotonic() - began_s < LEASE_S + 1.0
+    assert method.evict_failed("actor") == []
+    until(lambda: b.state == "live", "nothing is current that it has to catch up to")
+
+
+@pytest.mark.parametrize("policy", ["each", "all", "quorum(2)"])
+def test_one_that_leaves_meanwhile_is_not_waited_for(world: World, policy: str) -> None:
+    """Seen to fail: it was waited for until it had answered."""
+    (a, b, c), method = world.three(), world.method(policy, prepare_timeout_s=LONG_S)
+    left = threading.Event()
+
+    async def hangs(_: Any) -> None:
+        while not left.is_set():
+            await asyncio.sleep(0.01)
+
+    b.on_prepare = hangs
+    began = in_thread(lambda: bring(method, 1), name="sync")
+    until(lambda: b.calls, "it is asked")
+    b.silent()
+    world.pool.heartbeat(HeartbeatRequest(instance_id="b", incarnation="1", url=b.url, lacks=b.models, leaving=True))
+    assert b.state == "unknown"
+    assert began.result(LONG_S / 2) == 1
+    left.set()
+    assert (a.served["actor"].of, c.served["actor"].of) == (v(1), v(1))
+
+
+def test_all_but_one_that_left_the_pool(world: World) -> None:
+    (a, b, c), method = world.three(), world.method("all", prepare_timeout_s=10.0)
+
+    async def hangs(_: Any) -> None:
+        await asyncio.sleep(3.0)
+
+    b.on_prepare = hangs
+    began = in_thread(lambda: bring(method, 1), name="sync")
+    until(lambda: b.calls, "it is asked")
+    b.silent()
+    assert began.result(LONG_S) == 1
+    assert b.state == "evicted"
+    assert (a.served["actor"].of, c.served["actor"].of) == (v(1), v(1))
+
+
+def test_a_quorum_does_not_wait_for_who_hangs(world: World) -> None:
+    """It is evicted, though its heartbeats come; it comes back by catching up."""
+    (a, b, c), method = world.three(), world.method("quorum(2)", prepare_timeout_s=4.0)
+
+    async def hangs(_: Any) -> None:
+        await asyncio.sleep(4.0)
+
+    b.on_prepare = hangs
+    began_s = time.monotonic()
+    assert bring(method, 1) == 1
+    assert time.monotonic() - began_s < LEASE_S + 2.0
+    assert (a.served["actor"].of, c.served["actor"].of) == (v(1), v(1))
+    until(lambda: b.state == "live" and b.served["actor"].of == v(1), "it has caught up")
+
+
+def test_a_quorum_is_there_although_one_fails(world: World) -> None:
+    (_, b, _), method = world.three(), world.method("quorum(2)")
+    b.on_prepare = status_500
+    assert bring(method, 1) == 1
+    assert "commit" not in b.names()
+
+
+@pytest.mark.parametrize("policy", ["each", "all"])
+@pytest.mark.parametrize("lie", ["another version", "another run", "nothing"])
+def test_a_commit_that_was_none(world: World, policy: str, lie: str) -> None:
+    """A 200 that says something else than what was asked for."""
+    (a, b, _), method = world.three(), world.method(policy)
+    other = {
+        "another version": served(ModelVersion(model_id="actor", run_id="r", version=0)),
+        "another run": served(ModelVersion(model_id="actor", run_id="x", version=1)),
+        "nothing": answer(ServiceStatus(models={})),
+    }[lie]
+    b.on_commit = lambda asked: other
+    done = in_thread(lambda: bring(method, 1), name="sync")
+    until(lambda: b.state == "joining", "it is evicted")
+    assert "answered commit well and serves" in str(world.pool.status({})[1].why)
+    assert done.result(LONG_S) == 1
+    assert world.pool.current("actor") is not None
+    assert a.served["actor"].of == v(1)
+
+
+def test_a_commit_that_fails_is_told_again(world: World) -> None:
+    (_, b, _), method = world.three(), world.method("all", commit_timeout_s=5.0)
+    b.on_commit = lambda asked: status_500(asked) if b.names().count("commit") < 3 else None
+    assert bring(method, 1) == 1
+    assert b.names() == ["prepare", "commit", "commit", "commit"]
+    assert b.state == "live"
+
+
+def test_all_fail_to_commit(world: World) -> None:
+    """After the commit point there is no way back: all are out, and come in again with what is current."""
+    instances, method = world.three(), world.method("all")
+    for each in instances:
+        each.on_commit = status_500
+    with pytest.raises(SyncFailedError, match="3 of 3"):
+        bring(method, 1)
+    assert not world.pool.members(["actor"]) or all(each.served["actor"].of == v(1) for each in instances)
+    assert world.pool.current("actor") is not None
+    until(lambda: [each.state for each in instances] == ["live"] * 3, "they have caught up")
+    assert bring(method, 1) == 1
+    assert {each.served["actor"].of for each in instances} == {v(1)}
+
+
+def test_an_instance_that_has_staged_something_newer(world: World) -> None:
+    (_, b, _), method = world.three(), world.method("all")
+    newer = ModelVersion(model_id="actor", run_id="r", version=2)
+    b.on_prepare = lambda asked: answer(PrepareReply(versions=(newer,), models={}))
+    with pytest.raises(SyncFailedError, match="the trainer has gone on") as caught:
+        bring(method, 1)
+    assert isinstance(caught.value.causes["b"], VersionError)
+
+
+def test_a_prepare_without_a_word_of_it_is_a_failure(world: World) -> None:
+    (_, b, _), method = world.three(), world.method("all")
+    b.on_prepare = lambda asked: answer(PrepareReply(versions=(), models={}))
+    with pytest.raises(SyncFailedError, match="it has staged None of model actor"):
+        bring(method, 1)
+
+
+def test_each_that_all_fail_to_stage_changes_nothing(world: World) -> None:
+    instances, method = world.three(), world.method()
+    for each in instances:
+        each.on_prepare = status_500
+    with pytest.raises(SyncFailedError, match="3 of 3"):
+        bring(method, 1)
+    assert [each.state for each in instances] == ["live"] * 3
+    assert world.pool.current("actor") is None
+    assert method.evict_failed("actor") == ["a", "b", "c"]

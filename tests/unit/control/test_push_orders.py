@@ -1,0 +1,242 @@
+"""Orders to push: given once, reported once, and given up in time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, as_completed
+
+import pytest
+
+from tests.multiproc.pull_kit import wait_until
+from weightsync.clients.controller import ControllerClient
+from weightsync.control.build import build_controller
+from weightsync.control.push_orders import PushOrders
+from weightsync.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    LoadError,
+    StateError,
+    SyncInProgressError,
+    TransferAbortedError,
+    VersionError,
+)
+from weightsync.handles.fanout import in_thread
+from weightsync.types import SyncReport, Version
+from weightsync.types.push_orders import NextPushRequest, PushDoneRequest, PushOrder
+
+LONG_S = 20.0
+
+
+def report(number: int, run_id: str = "r") -> SyncReport:
+    return SyncReport(
+        version=Version(run_id=run_id, number=number), engine_ids=("e",), lost={}, total_bytes=4, sent_bytes=4,
+        num_deltas=0, full_because=None, num_chunks=1, seconds=0.1, paused_s=0.0, phases_s={}, digests_equal=True,
+        unprovable={},
+    )  # fmt: skip
+
+
+def ordered(orders: PushOrders, version: int) -> Future[SyncReport]:
+    return in_thread(lambda: orders.sync_weights(version), name="controller")
+
+
+@pytest.fixture
+def orders() -> Iterator[PushOrders]:
+    found = PushOrders(take_s=LONG_S, push_s=LONG_S)
+    yield found
+    found.close()
+
+
+def test_an_order_is_taken_once_and_its_report_ends_the_sync(orders: PushOrders) -> None:
+    sync = ordered(orders, 3)
+    order = orders.next(4, wait_s=LONG_S)
+    assert order is not None
+    assert order.version == 3
+    assert orders.next(4) is None, "it was taken"
+    orders.done(order.order_id, report(4))
+    assert sync.result(LONG_S).version.number == 4
+    with pytest.raises(StateError, match="given up, or is over"):
+        orders.done(order.order_id, report(4))
+
+
+def test_ranks_that_are_behind_take_none(orders: PushOrders) -> None:
+    sync = ordered(orders, 3)
+    assert orders.next(2, wait_s=0.05) is None
+    assert orders.next(None) is None
+    assert orders.next(3, wait_s=LONG_S) is not None
+    orders.close()
+    with pytest.raises(TransferAbortedError):
+        sync.result(LONG_S)
+
+
+def test_what_the_push_raised_is_what_the_sync_raises(orders: PushOrders) -> None:
+    sync = ordered(orders, 1)
+    order = orders.next(1, wait_s=LONG_S)
+    assert order is not None
+    orders.done(order.order_id, LoadError("no room"))
+    with pytest.raises(LoadError, match="no room"):
+        sync.result(LONG_S)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_order_that_nobody_ends_is_given_up_and_its_late_report_is_refused(taken: bool) -> None:
+    orders = PushOrders(take_s=LONG_S if taken else 0.05, push_s=0.05)
+    sync = ordered(orders, 1)
+    late = orders.next(1, wait_s=LONG_S) if taken else PushOrder(order_id="0", version=1)
+    with pytest.raises(DeadlineExceededError, match="did not report" if taken else "no training rank took"):
+        sync.result(LONG_S)
+    again = ordered(orders, 1)
+    taken_again = orders.next(1, wait_s=LONG_S)
+    assert late is not None
+    assert taken_again is not None
+    with pytest.raises(StateError):
+        orders.done(late.order_id, report(1))
+    assert not again.done()
+    orders.done(taken_again.order_id, report(2))
+    assert again.result(LONG_S).version.number == 2
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_nobody_waits_for_the_ranks_of_a_run_that_another_has_taken_over_from(orders: PushOrders, taken: bool) -> None:
+    """They are gone, with an order in hand or not; the new ones are at a lower number."""
+    orders.trained("old")
+    sync = in_thread(lambda: orders.sync_weights(5, "old"), name="controller")
+    wait_until(lambda: orders._order is not None, "it is ordered")
+    order = orders.next(5, "old", wait_s=LONG_S) if taken else None
+    orders.trained("old")
+    assert not sync.done()
+    orders.trained("new")
+    with pytest.raises(VersionError, match="run new has taken over from old"):
+        sync.result(LONG_S)
+    if order is not None:
+        with pytest.raises(StateError):
+            orders.done(order.order_id, report(5, "old"))
+    with pytest.raises(VersionError, match="taken over"):
+        orders.sync_weights(6, "old")
+    again = in_thread(lambda: orders.sync_weights(1, "new"), name="controller")
+    fresh = orders.next(1, "new", wait_s=LONG_S)
+    assert fresh is not None
+    orders.done(fresh.order_id, report(1, "new"))
+    assert again.result(LONG_S).version.run_id == "new"
+
+
+def test_a_rank_of_a_run_that_another_took_over_from_gets_no_order_of_that_one(orders: PushOrders) -> None:
+    """Red where it was not asked for its run: it took the new run's order, and nobody reported on that."""
+    orders.trained("old")
+    waits = in_thread(lambda: orders.next(100, "old", wait_s=LONG_S), name="rank of old")
+    orders.trained("new")
+    sync = in_thread(lambda: orders.sync_weights(1, "new"), name="controller")
+    fresh = orders.next(1, "new", wait_s=LONG_S)
+    with pytest.raises(VersionError, match="run new has taken over from old"):
+        waits.result(LONG_S)
+    with pytest.raises(VersionError, match="run new has taken over from old"):
+        orders.next(100, "old")
+    assert fresh is not None
+    orders.done(fresh.order_id, report(1, "new"))
+    assert sync.result(LONG_S).version.run_id == "new"
+
+
+def test_who_waits_at_a_take_over_is_told_before_any_order(orders: PushOrders) -> None:
+    orders.trained("old")
+    began = threading.Event()
+    waits = in_thread(lambda: (began.set(), orders.next(1, "old", wait_s=LONG_S)), name="rank of old")
+    assert began.wait(LONG_S)
+    orders.trained("new")
+    with pytest.raises(VersionError, match="taken over"):
+        waits.result(LONG_S / 4)
+
+
+def test_a_run_nobody_has_told_of_takes_no_order_of_another(orders: PushOrders) -> None:
+    sync = in_thread(lambda: orders.sync_weights(1, "r"), name="controller")
+    wait_until(lambda: orders._order is not None, "it is ordered")
+    assert orders.next(9, "another") is None
+    assert orders.next(9) is None
+    order = orders.next(1, "r")
+    assert order is not None
+    orders.done(order.order_id, report(1))
+    assert sync.result(LONG_S).version.number == 1
+
+
+def test_of_many_who_ask_one_gets_the_order(orders: PushOrders) -> None:
+    for number in range(50):
+        over = threading.Event()
+        asked = [in_thread(lambda: orders.next(100, wait_s=LONG_S, given_up=over), name="rank") for _ in range(20)]  # noqa: B023
+        sync = ordered(orders, number)
+        first = next(as_completed(asked, LONG_S)).result()
+        assert first is not None
+        with pytest.raises(SyncInProgressError):
+            orders.sync_weights(number)
+        over.set()
+        orders.look_again()
+        assert [found for each in asked if (found := each.result(LONG_S)) is not None] == [first]
+        orders.done(first.order_id, report(number))
+        assert sync.result(LONG_S).version.number == number
+
+
+# --- over HTTP ---
+
+
+def test_a_controller_from_a_file_orders_and_retries_and_its_versions_are_what_was_reported() -> None:
+    config = {"sync_method": "push", "fleet": {"port": 0, "models": ["actor"], "retries_s": [0.01]}}
+    with build_controller(config) as built, contextlib.closing(ControllerClient(built.url)) as client:
+        assert client.next_push("actor", None) is None
+        assert client.train_worker_notify_weight_update("trainer", "actor", "r", 1).state == "syncing"
+        failing = client.next_push("actor", 1, "r", wait_s=LONG_S)
+        assert failing is not None
+        client.push_done("actor", failing, LoadError("no room"))
+        order = client.next_push("actor", 1, "r", wait_s=LONG_S)
+        assert order is not None
+        assert order != failing
+        with pytest.raises(StateError, match="given up, or is over"):
+            client.push_done("actor", failing, report(1))
+        client.push_done("actor", order, report(1))
+        assert client.sync_weight_to_rollout_service("actor", wait_s=LONG_S)
+        assert client.rollout_service_state("actor").rollout_model_version == 1
+        with pytest.raises(InvalidRequestError, match="no model"):
+            client.next_push("critic", 1, "r")
+
+
+def test_a_trainer_that_was_restarted_is_ordered_at_once_though_the_old_one_has_its_order() -> None:
+    """The times in which an order is taken, and reported, are the defaults: minutes."""
+    config = {"sync_method": "push", "sync_mode": "sync", "fleet": {"port": 0, "models": ["actor"]}}
+    with build_controller(config) as built, contextlib.closing(ControllerClient(built.url)) as client:
+        client.train_worker_notify_weight_update("trainer", "actor", "old", 7)
+        assert client.next_push("actor", 7, "old", wait_s=LONG_S) is not None
+        client.train_worker_notify_weight_update("trainer", "actor", "new", 1)
+        order = client.next_push("actor", 1, "new", wait_s=LONG_S)
+        assert order is not None
+        client.push_done("actor", order, report(1, "new"))
+        assert client.wait_version("new", "actor", 1, wait_s=LONG_S)
+
+
+def test_a_report_of_another_run_is_no_success() -> None:
+    config = {"sync_method": "push", "fleet": {"port": 0, "models": ["actor"], "retries_s": []}}
+    with build_controller(config) as built, contextlib.closing(ControllerClient(built.url)) as client:
+        client.train_worker_notify_weight_update("trainer", "actor", "r", 1)
+        order = client.next_push("actor", 1, "r", wait_s=LONG_S)
+        assert order is not None
+        client.push_done("actor", order, report(1, "another"))
+        assert not client.sync_weight_to_rollout_service("actor", wait_s=0.2)
+        assert "under its push's run_id" in (client.rollout_service_state("actor").last_error or "")
+
+
+def test_another_method_orders_nothing() -> None:
+    config = {"sync_method": "mock", "fleet": {"port": 0}}
+    with (
+        build_controller(config) as built,
+        contextlib.closing(ControllerClient(built.url)) as client,
+        pytest.raises(StateError, match="set sync_method to 'push'"),
+    ):
+        client.next_push("default", None)
+
+
+def test_what_is_no_message_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="a report, or with an error"):
+        PushDoneRequest(model_tag="m", order_id="0")
+    with pytest.raises(InvalidRequestError):
+        PushDoneRequest(model_tag="m", order_id="0", report=report(1), error={})
+    with pytest.raises(InvalidRequestError, match="whole number"):
+        NextPushRequest(model_tag="m", version=-1, run_id="r")
+    with pytest.raises(InvalidRequestError, match="name run_id"):
+        NextPushRequest(model_tag="m", version=1)

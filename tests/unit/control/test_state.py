@@ -1,0 +1,421 @@
+"""The machine that decides when to sync: golden sequences written by hand, and all interleavings by hypothesis."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from weightsync.control.state import (
+    Action,
+    BatchReady,
+    Event,
+    EvictFailed,
+    GiveUp,
+    ModelState,
+    Policy,
+    RetryAfter,
+    RetryDue,
+    StartSync,
+    StartValidation,
+    Synced,
+    SyncFailed,
+    Trained,
+    ValidationEnded,
+    pool_locked,
+    services_blocked,
+    step,
+)
+from weightsync.errors import ConfigError, VersionError
+from weightsync.types.control import ValidationRun
+
+
+class Machine:
+    """One model's state, and what was to be done last."""
+
+    def __init__(self, **policy: Any) -> None:
+        self.policy = Policy(**policy)
+        self.state = ModelState()
+        self.actions: tuple[Action, ...] = ()
+
+    def __call__(self, event: Event) -> tuple[Action, ...]:
+        self.state, self.actions = step(self.state, event, self.policy)
+        return self.actions
+
+    @property
+    def blocked(self) -> bool:
+        return services_blocked(self.state, self.policy)
+
+    @property
+    def locked(self) -> bool:
+        return pool_locked(self.state, self.policy)
+
+    def train(self, version: int | None = None, worker: str = "w", run_id: str | None = "r") -> tuple[Action, ...]:
+        return self(Trained(worker=worker, run_id=run_id, version=version))
+
+    def synced(self, version: int | None = None) -> tuple[Action, ...]:
+        assert self.state.syncing is not None
+        return self(Synced(version=self.state.syncing.version if version is None else version))
+
+    def steps(self, count: int) -> list[tuple[str, str, int]]:
+        """Batch by batch: whether rollout is blocked while the step trains, whether it syncs, rollout's version."""
+        found = []
+        for number in range(1, count + 1):
+            self(BatchReady())
+            while_training = "block" if self.blocked else "go"
+            did = self.train(number)
+            if did:
+                assert did == (StartSync(run_id="r", version=number),)
+                assert self.blocked == (self.policy.bound is not None)
+                self.synced()
+            assert not self.blocked
+            assert not self.locked
+            found.append((while_training, "sync" if did else "-", self.state.rollout_version))
+        return found
+
+
+ALWAYS = [("block", "sync", number) for number in range(1, 13)]
+GOLDEN = {
+    ("sync", 2): ALWAYS,
+    ("batch-async", 1): ALWAYS,
+    ("batch-async", 2): [
+        ("go", "-", 0), ("block", "sync", 2), ("go", "-", 2), ("block", "sync", 4), ("go", "-", 4),
+        ("block", "sync", 6), ("go", "-", 6), ("block", "sync", 8), ("go", "-", 8), ("block", "sync", 10),
+        ("go", "-", 10), ("block", "sync", 12),
+    ],
+    ("batch-async", 3): [
+        ("go", "-", 0), ("go", "-", 0), ("block", "sync", 3), ("go", "-", 3), ("go", "-", 3), ("block", "sync", 6),
+        ("go", "-", 6), ("go", "-", 6), ("block", "sync", 9), ("go", "-", 9), ("go", "-", 9), ("block", "sync", 12),
+    ],
+    ("fully-async", 2): [("go", "sync", number) for number in range(1, 13)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "threshold"), list(GOLDEN), ids=str)
+def test_twelve_steps(mode: str, threshold: int) -> None:
+    """Written by hand from document 5 and the design: threshold 2 serves 0 2 2 4 4 6 after each of six steps."""
+    assert Machine(mode=mode, staleness_threshold=threshold).steps(12) == GOLDEN[mode, threshold]
+
+
+def test_a_batch_that_is_ready_early_counts() -> None:
+    """Two batches at once, threshold 2: the second one's step ends in a sync, and rollout waits from now on."""
+    machine = Machine(mode="batch-async")
+    machine(BatchReady())
+    assert not machine.blocked
+    machine(BatchReady())
+    assert (machine.blocked, machine.locked) == (True, True)
+    assert machine.train(1) == ()
+    assert machine.blocked
+    assert machine.train(2) == (StartSync(run_id="r", version=2),)
+    machine.synced()
+    assert not machine.blocked
+
+
+def test_a_trainer_that_tells_of_no_batch_is_bounded_too() -> None:
+    machine = Machine(mode="batch-async", staleness_threshold=3)
+    assert [machine.train(version) for version in (1, 2)] == [(), ()]
+    assert machine.train(3) == (StartSync(run_id="r", version=3),)
+    assert machine.blocked
+
+
+def test_fully_async_syncs_the_newest_and_blocks_nobody() -> None:
+    machine = Machine(mode="fully-async")
+    assert machine.train(1) == (StartSync(run_id="r", version=1),)
+    for version in (2, 3, 4):
+        machine(BatchReady())
+        assert machine.train(version) == ()
+        assert (machine.blocked, machine.locked) == (False, False)
+    assert machine.synced(1) == (StartSync(run_id="r", version=4),)
+    assert machine.synced(4) == ()
+
+
+def test_several_workers_count_once() -> None:
+    machine = Machine(mode="batch-async")
+    for worker in ("a", "b", "c"):
+        assert machine.train(1, worker) == ()
+    assert machine.state.train_version == 1
+    assert machine.train(2, "a") == (StartSync(run_id="r", version=2),)
+    assert machine.train(1, "d") == (), "one that is late"
+    assert machine.state.train_version == 2
+
+
+def test_calls_without_a_version_are_counted_by_worker() -> None:
+    machine = Machine(mode="batch-async", staleness_threshold=9)
+    for worker in ("a", "b", "a", "b", "b"):
+        machine.train(None, worker, run_id=None)
+    assert machine.state.train_version == 3
+
+
+def test_a_first_call_without_a_version_is_the_end_of_a_step() -> None:
+    machine = Machine(mode="batch-async")
+    machine(BatchReady())
+    machine(BatchReady())
+    assert machine.train(None) == ()
+    assert (machine.state.num_pending, machine.blocked) == (1, True)
+
+
+def test_a_worker_that_goes_back_within_a_run_is_refused() -> None:
+    machine = Machine()
+    machine.train(5)
+    before = machine.state
+    with pytest.raises(VersionError, match="new run_id"):
+        machine.train(4)
+    assert machine.state == before
+
+
+@pytest.mark.parametrize("mode", ["sync", "batch-async", "fully-async"])
+def test_a_new_run_at_a_lower_version_is_followed_at_once(mode: str) -> None:
+    machine = Machine(mode=mode, staleness_threshold=5)
+    machine.train(7)
+    if machine.state.syncing:
+        machine.synced()
+    assert machine.train(3, run_id="again") == (StartSync(run_id="again", version=3),)
+    machine.synced()
+    assert (machine.state.run_id, machine.state.rollout_version, machine.blocked) == ("again", 3, False)
+
+
+def test_a_trainer_that_died_in_its_first_step_says_so_by_its_version() -> None:
+    """It had a batch; the next one begins at 0 and has none: nobody waits for that batch's step."""
+    machine = Machine()
+    machine(BatchReady())
+    assert machine.locked
+    assert machine.train(0) == ()
+    assert not machine.locked
+
+
+@pytest.mark.parametrize("ends", [Synced(version=7), SyncFailed()], ids=str)
+def test_the_end_of_an_old_runs_sync_says_nothing_of_the_new_run(ends: Event) -> None:
+    machine = Machine()
+    machine.train(7)
+    assert machine.train(3, run_id="again") == ()
+    assert machine(ends) == (StartSync(run_id="again", version=3),)
+    assert machine.state.rollout_version == -1
+    assert machine.state.num_failed == 0
+
+
+def test_a_sync_that_fails_is_tried_again_by_a_timer_while_all_wait() -> None:
+    machine = Machine(retries_s=(1.0, 2.0))
+    machine(BatchReady())
+    machine.train(1)
+    for seconds in (1.0, 2.0):
+        assert machine(SyncFailed()) == (RetryAfter(seconds=seconds),)
+        assert (machine.blocked, machine.locked) == (True, True)
+        assert machine(RetryDue()) == (StartSync(run_id="r", version=1),)
+    assert machine(SyncFailed()) == (GiveUp(run_id="r", version=1),)
+    assert (machine.blocked, machine.locked, machine.state.overdue) == (False, False, True)
+
+
+def test_after_giving_up_nobody_is_blocked_until_a_sync_succeeds() -> None:
+    machine = Machine(retries_s=())
+    machine.train(1)
+    machine(SyncFailed())
+    machine(BatchReady())
+    assert not machine.blocked
+    assert machine.train(2) == (StartSync(run_id="r", version=2),)
+    assert not machine.blocked
+    machine.synced()
+    assert not machine.state.overdue
+    machine(BatchReady())
+    assert machine.blocked
+
+
+def test_a_retry_takes_the_newest_version() -> None:
+    machine = Machine(mode="fully-async", retries_s=(1.0,))
+    machine.train(1)
+    machine(SyncFailed())
+    assert machine.train(2) == (), "its retry is scheduled"
+    assert machine(RetryDue()) == (StartSync(run_id="r", version=2),)
+
+
+def test_whoever_failed_is_evicted_and_the_rest_synced() -> None:
+    machine = Machine(retries_s=(), after_failure="evict")
+    machine.train(1)
+    assert machine(SyncFailed()) == (EvictFailed(), StartSync(run_id="r", version=1))
+    assert machine.blocked
+    assert machine(SyncFailed()) == (GiveUp(run_id="r", version=1),)
+
+
+def test_a_retry_that_comes_late_does_nothing() -> None:
+    machine = Machine()
+    assert machine(RetryDue()) == ()
+    machine.train(1)
+    assert machine(RetryDue()) == ()
+    machine(SyncFailed())
+    machine.train(1, run_id="again")
+    machine.synced()
+    assert machine(RetryDue()) == ()
+
+
+def test_validation_locks_the_pool_and_leaves_the_services_free() -> None:
+    machine = Machine(validate_freq=2)
+    machine.steps(1)
+    machine(BatchReady())
+    machine.train(2)
+    (start,) = machine.synced()
+    assert start == StartValidation(validation=ValidationRun(run_id="r", version=2, stands_for=(2,)))
+    assert (machine.blocked, machine.locked) == (False, True)
+    assert machine.train(3) == (), "it measures one version"
+    assert machine(ValidationEnded()) == (StartSync(run_id="r", version=3),)
+    machine.synced()
+    assert (machine.blocked, machine.locked) == (False, False)
+    assert machine(ValidationEnded()) == ()
+
+
+def test_one_validation_stands_for_all_multiples_that_were_crossed() -> None:
+    machine = Machine(mode="batch-async", staleness_threshold=7, validate_freq=3)
+    assert machine.train(7) == (StartSync(run_id="r", version=7),)
+    # the first word of a run that resumed at 7: what lies before it was validated, or not, by the run before
+    assert machine.synced() == ()
+    machine.train(14)
+    (start,) = machine.synced()
+    assert start == StartValidation(validation=ValidationRun(run_id="r", version=14, stands_for=(9, 12)))
+
+
+@pytest.mark.parametrize("wrong", [
+    {"mode": "async"}, {"staleness_threshold": 0}, {"validate_freq": -1}, {"retries_s": (-1.0,)},
+    {"after_failure": "shrug"},
+], ids=str)  # fmt: skip
+def test_policies_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Policy(**wrong)
+
+
+class AllInterleavings(RuleBasedStateMachine):
+    """Trainers, pool, syncs, timers and validations in any order; a world that answers as the real one might."""
+
+    @initialize(
+        mode=st.sampled_from(["sync", "batch-async", "fully-async"]), threshold=st.integers(1, 3),
+        freq=st.integers(0, 4), retries=st.integers(0, 2), after=st.sampled_from(["keep", "evict"]),
+    )  # fmt: skip
+    def begin(self, mode: Any, threshold: int, freq: int, retries: int, after: Any) -> None:
+        self.policy = Policy(
+            mode=mode, staleness_threshold=threshold, validate_freq=freq, retries_s=(1.0,) * retries,
+            after_failure=after,
+        )  # fmt: skip
+        self.state = ModelState()
+        self.run = 0
+        self.version = 0
+        self.batches = 0
+        self.retry = False
+        self.validating: ValidationRun | None = None
+        self.committed: dict[str, list[int]] = {}
+        self.stood_for: list[tuple[str | None, int]] = []
+        self.left: list[str] = []
+
+    def feed(self, event: Event) -> None:
+        before = self.state
+        self.state, actions = step(self.state, event, self.policy)
+        for action in actions:
+            match action:
+                case StartSync():
+                    assert self.state.syncing == action
+                    assert before.syncing is None or isinstance(event, Synced | SyncFailed)
+                case RetryAfter():
+                    self.retry = True
+                case StartValidation(validation=validation):
+                    assert self.validating is None
+                    self.validating = validation
+                    self.stood_for += [(validation.run_id, number) for number in validation.stands_for]
+                case EvictFailed() | GiveUp():
+                    assert isinstance(event, SyncFailed)
+
+    @precondition(lambda self: not pool_locked(self.state, self.policy))
+    @rule()
+    def a_batch_is_ready(self) -> None:
+        self.batches += 1
+        self.feed(BatchReady())
+
+    @precondition(lambda self: self.batches > 0)
+    @rule(workers=st.integers(1, 3))
+    def a_step_ends(self, workers: int) -> None:
+        self.batches -= 1
+        self.version += 1
+        for index in range(workers):
+            self.feed(Trained(worker=f"w{index}", run_id=f"run-{self.run}", version=self.version))
+
+    @rule(version=st.integers(0, 3))
+    def the_trainer_starts_again(self, version: int) -> None:
+        if not self.state.told:  # nobody has heard of the one before
+            version = 0
+        else:
+            self.left.append(f"run-{self.run}")
+        self.run += 1
+        self.batches = 0
+        self.version = version
+        self.feed(Trained(worker="w0", run_id=f"run-{self.run}", version=version))
+
+    @precondition(lambda self: self.left)
+    @rule(back=st.integers(0, 15), version=st.integers(0, 9))
+    def a_worker_of_an_old_run_is_late(self, back: int, version: int) -> None:
+        before, run_id = self.state, self.left[-1 - back % len(self.left[-16:])]
+        if before.overdue and before.rollout_version < 0 and run_id == before.replaced[-1]:
+            return  # that may come back: see test_controller_runs
+        with pytest.raises(VersionError, match=f"taken over by {before.run_id}"):
+            self.feed(Trained(worker="w0", run_id=run_id, version=version))
+        assert self.state == before
+
+    @precondition(lambda self: self.state.syncing is not None)
+    @rule(ok=st.booleans())
+    def a_sync_ends(self, ok: bool) -> None:
+        assert self.state.syncing is not None
+        goal = self.state.syncing
+        if ok and goal.run_id == self.state.run_id:
+            self.committed.setdefault(str(goal.run_id), []).append(goal.version)
+        self.feed(Synced(version=goal.version) if ok else SyncFailed())
+
+    @precondition(lambda self: self.retry)
+    @rule()
+    def a_timer_fires(self) -> None:
+        self.retry = False
+        self.feed(RetryDue())
+
+    @precondition(lambda self: self.validating is not None)
+    @rule()
+    def a_validation_ends(self) -> None:
+        self.validating = None
+        self.feed(ValidationEnded())
+
+    @invariant()
+    def nobody_goes_on_too_far_behind(self) -> None:
+        state, policy = self.state, self.policy
+        if policy.bound is not None and not services_blocked(state, policy) and state.rollout_version >= 0:
+            assert state.staleness < policy.bound or state.validation is not None or state.overdue
+
+    @invariant()
+    def whoever_waits_is_woken(self) -> None:
+        state, policy = self.state, self.policy
+        if not services_blocked(state, policy) and not pool_locked(state, policy):
+            return
+        step_under_way = state.due is not None and state.train_version + self.batches >= state.due
+        assert state.syncing or self.retry or self.validating or step_under_way, state
+
+    @invariant()
+    def versions_rise_within_a_run(self) -> None:
+        for versions in self.committed.values():
+            assert versions == sorted(versions)
+
+    @invariant()
+    def every_multiple_has_one_validation(self) -> None:
+        assert len(self.stood_for) == len(set(self.stood_for))
+        freq, run = self.policy.validate_freq, self.state.run_id
+        if freq and run is not None and self.state.rollout_version >= 0 and self.committed.get(run):
+            first = self.committed[run][0]
+            reached = {number for name, number in self.stood_for if name == run}
+            assert {n for n in range(freq, self.state.rollout_version + 1, freq) if n > first} <= reached
+
+    @invariant()
+    def the_machine_knows_the_batches(self) -> None:
+        assert self.state.num_pending == self.batches
+
+
+AllInterleavings.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestAllInterleavings = AllInterleavings.TestCase
+
+
+def test_states_are_values() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ModelState().phase = "syncing"  # type: ignore[misc]

@@ -1,0 +1,98 @@
+"""Announced versions that their agent has not: what was told, and what was due, goes back to what is there."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.control.test_state import Machine
+from weightsync.control.state import BatchReady, GiveUp, RetryAfter, RetryDue, StartSync, Synced, SyncFailed, Trained
+from weightsync.errors import VersionError
+
+
+def claim(machine: Machine, version: int, run_id: str = "r", worker: str = "w") -> tuple[object, ...]:
+    return tuple(machine(Trained(worker=worker, run_id=run_id, version=version, claimed=True)))
+
+
+def start(version: int, run_id: str = "r") -> StartSync:
+    return StartSync(run_id=run_id, version=version)
+
+
+def test_what_the_agent_has_takes_its_place() -> None:
+    machine = Machine(mode="fully-async")
+    assert claim(machine, 1) == (start(1),)
+    machine(Synced(version=1))
+    assert claim(machine, 1001) == (start(1001),)
+    assert claim(machine, 2) == (), "a true one is no way back"
+    assert machine(SyncFailed(absent=True, newest=2)) == (start(2),)
+    machine(Synced(version=2))
+    assert (machine.state.train_version, machine.state.num_failed) == (2, 0)
+    assert claim(machine, 3) == (start(3),)
+
+
+def test_what_was_told_of_since_is_not_lost() -> None:
+    machine = Machine(mode="fully-async")
+    claim(machine, 1001)
+    claim(machine, 3)
+    assert machine(SyncFailed(absent=True, newest=2)) == (start(3),)
+    assert machine(SyncFailed(absent=True, newest=2)) == (start(2),)
+
+
+def test_a_worker_that_goes_back_behind_what_was_fetched_is_refused() -> None:
+    machine = Machine(mode="fully-async")
+    claim(machine, 5)
+    machine(Synced(version=5))
+    claim(machine, 9)
+    with pytest.raises(VersionError, match="new run_id"):
+        claim(machine, 4)
+    claim(machine, 5)
+
+
+def test_a_run_that_its_agent_does_not_know_gives_way_to_the_one_before_and_nobody_is_evicted() -> None:
+    machine = Machine(mode="sync", after_failure="evict", retries_s=(1.0,))
+    claim(machine, 1, "first")
+    machine(Synced(version=1))
+    assert claim(machine, 7, "lie") == (start(7, "lie"),)
+    assert machine(SyncFailed(absent=True)) == (RetryAfter(seconds=1.0),)
+    assert (machine.state.overdue, machine.blocked) == (True, False)
+    machine(RetryDue())
+    assert machine(SyncFailed(absent=True)) == (GiveUp(run_id="lie", version=7),)
+    assert claim(machine, 2, "first") == (start(2, "first"),)
+
+
+def test_an_evaluation_and_multiples_of_what_is_not_there() -> None:
+    machine = Machine(mode="fully-async", validate_freq=10)
+    machine(Trained(worker="w", run_id="r", version=1000, claimed=True, evaluate=True))
+    assert machine.state.validated_to == 990
+    machine(SyncFailed(absent=True, newest=3))
+    assert (machine.state.evaluate_at, machine.state.validated_to) == (None, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["batch", "step", "lie", "end"]), max_size=40), st.sampled_from(["sync", "batch-async"])
+)
+def test_lies_leave_no_trace_in_what_is_due(steps: list[str], mode: str) -> None:
+    """Beside a machine that hears no lies: as soon as each lie was denied both are the same."""
+    honest, lied_to = Machine(mode=mode, staleness_threshold=2), Machine(mode=mode, staleness_threshold=2)
+    version = batches = 0
+    for what in steps:
+        if what == "batch":
+            batches += 1
+            for machine in (honest, lied_to):
+                machine(BatchReady())
+        elif what == "step" and batches:
+            batches, version = batches - 1, version + 1
+            for machine in (honest, lied_to):
+                claim(machine, version)
+        elif what == "lie" and version:
+            claim(lied_to, 1000 + version, worker="liar")
+        for machine in (honest, lied_to):
+            while machine.state.syncing is not None:
+                goal = machine.state.syncing.version
+                machine(Synced(version=goal) if goal <= version else SyncFailed(absent=True, newest=version))
+    for machine in (honest, lied_to):
+        assert machine.state.rollout_version <= machine.state.sure_version <= version == machine.state.train_version
+        assert machine.state.num_pending == batches
+        assert not machine.blocked or machine.state.phase == "need_sync"

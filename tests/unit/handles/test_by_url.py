@@ -1,0 +1,86 @@
+"""An engine's handle from its URL, against real servers of each kind that can run here."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.standins.processes import free_port
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
+from weightsync.errors import AuthError, ConfigError, EngineUnreachableError
+from weightsync.handles.by_url import engine_at, read_engine_url
+from weightsync.handles.http import HttpEngine
+from weightsync.handles.vllm import VllmEngine
+from weightsync.load.module import ModuleWeightLoader
+
+SECRET = "a-token-for-tests-only"
+
+
+@pytest.fixture(scope="module")
+def ours() -> Iterator[str]:
+    engine = EmbeddedEngine.of(ModuleWeightLoader(nn.Linear(2, 2, dtype=torch.bfloat16)))
+    server = EngineServer(engine, token=SECRET)
+    yield server.start()
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def stranger() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("vlm+http://a:1", "did you mean vllm\\+http://"),
+        ("htp://a:1", "did you mean http://"),
+        ("127.0.0.1:8000", "is no engine's URL"),
+        ("vllm+http://", "names no host"),
+        ("vllm+http://user:secret@a:1", "it has an '@'|has an '@'"),
+    ],
+)
+def test_a_text_that_is_no_url_is_refused_in_words(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_engine_url(text)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_plain_url_is_asked_what_it_is(ours: str) -> None:
+    handle = engine_at(ours, token=SECRET)
+    assert isinstance(handle, HttpEngine)
+    handle.close()
+    engine_at(f"weightsync+{ours}", token=SECRET).close()  # type: ignore[attr-defined]
+
+
+def test_a_wrong_token_is_the_engines_own_error(ours: str) -> None:
+    with pytest.raises(AuthError, match="the token that the engine was started with"):
+        engine_at(ours, token="another-token-for-tests")
+
+
+def test_what_is_no_engine_is_refused(stranger: str) -> None:
+    with pytest.raises(ConfigError, match="is no engine that can be synced"):
+        engine_at(stranger)
+    with pytest.raises(ConfigError, match="is no engine that can be synced"):
+        engine_at(f"vllm+{stranger}")
+
+
+def test_an_engine_that_is_not_there_yet() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(EngineUnreachableError, match="vllm\\+http"):
+        engine_at(url, must_answer=False)
+    with pytest.raises(EngineUnreachableError):
+        engine_at(f"vllm+{url}")
+    handle = engine_at(f"vllm+{url}", must_answer=False)
+    assert isinstance(handle, VllmEngine)
+    assert handle.engine_id == url
+    handle.close()

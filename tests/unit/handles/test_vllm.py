@@ -1,0 +1,495 @@
+"""What travels inside vLLM's calls, and how the client reads what vLLM says. Real servers: tests/engines."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.standins.processes import free_port
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    DeadlineExceededError,
+    DigestMismatchError,
+    EngineError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    LoadError,
+    StateError,
+    TransferAbortedError,
+    UnsupportedError,
+)
+from weightsync.handles import vllm as vllm_client
+from weightsync.handles.vllm import VllmEngine, VllmHttpApi
+from weightsync.handles.vllm_messages import (
+    VllmInitMessage,
+    VllmState,
+    VllmUpdateMessage,
+    as_info,
+    error_in_text,
+    error_text,
+    init_message,
+    other_state,
+    update_message,
+    version_in,
+)
+from weightsync.net import http_edge
+from weightsync.types import (
+    AbortRequest,
+    BeginRequest,
+    BroadcastWeightUpdateRequest,
+    CommitRequest,
+    DescribeRequest,
+    EmptyWeightSyncInitInfo,
+    EngineOp,
+    InitRequest,
+    Manifest,
+    PauseRequest,
+    ResumeRequest,
+    TensorSpec,
+    UpdateRequest,
+    Version,
+)
+
+VERSION = Version(run_id="run/a", number=7)
+MANIFEST = Manifest(version=VERSION, model_id="m", tensors=(TensorSpec(name="w", dtype="float32", shape=(2,)),))
+
+
+def test_messages_come_back_as_they_went() -> None:
+    for message in (
+        VllmInitMessage(abort=AbortRequest(session="s", reason="why")),
+        VllmInitMessage(expect=VllmState(version=VERSION, group="g", updating=True)),
+    ):
+        assert init_message(as_info(message)) == message
+    for update in (
+        VllmUpdateMessage(begin=BeginRequest(session="s", manifest=MANIFEST, deadline_s=3.0)),
+        VllmUpdateMessage(commit=CommitRequest(session="s")),
+    ):
+        assert update_message(as_info(update)) == update
+
+
+@pytest.mark.parametrize(
+    "info", [{}, {"abort": {"session": "s"}}, {"names": ["w"]}, {"commit": {"session": "s"}, "extra": 1}, {"begin": 3}]
+)
+def test_what_is_none_of_ours_is_one_typed_error(info: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
+        init_message(info)
+    with pytest.raises(InvalidRequestError):
+        update_message(info)
+
+
+def test_exactly_one_message_a_call() -> None:
+    with pytest.raises(InvalidRequestError, match="exactly one"):
+        VllmUpdateMessage()
+    with pytest.raises(InvalidRequestError, match="exactly one"):
+        VllmInitMessage(abort=AbortRequest(session="s", reason="r"), expect=VllmState())
+
+
+@given(st.text(), st.text(min_size=1), st.text())
+def test_an_error_survives_whatever_vllm_puts_around_it(message: str, parameter: str, around: str) -> None:
+    """The executor's sentence, JSON's escapes, and the removal of what looks like a path or an address."""
+    text = f"{around}Worker failed with error '{error_text(DigestMismatchError(message, parameter=parameter))}', please"
+    body = json.dumps({"error": {"message": f"Call to collective_rpc method failed: {text}"}})
+    body = re.sub(r"(?:/[\w\-]+)+/[\w\-]+\.\w+", "<path>", body)
+    body = re.sub(r" at 0x[0-9a-fA-F]+>", ">", body)
+    if "weightsync-error" in around:
+        return
+    found = error_in_text(body, peer="e")
+    assert isinstance(found, DigestMismatchError)
+    expected = parameter.encode("utf-8", "replace").decode()
+    assert (found.message, found.parameter, found.peer) == (message.encode("utf-8", "replace").decode(), expected, "e")
+
+
+def test_an_error_that_quotes_another_is_not_that_other(server: tuple[str, dict[str, tuple[int, str]]]) -> None:
+    """What a model, a file name or a stranger put into a message is words, and no state of the engine."""
+    fake = error_text(other_state(VllmState(version=VERSION)))
+    real = LoadError(f"the worker failed: ValueError: {fake}", parameter="w")
+    found = error_in_text(f"ValueError: {fake}; Worker failed with error '{error_text(real)}'")
+    assert isinstance(found, LoadError)
+    assert found.parameter == "w"
+    assert error_text(real).count("weightsync-error:") == 1
+    url, told = server
+    told.update({**ALIVE, INIT: (500, error_text(StateError("quoted", state={"healthy": False})))})
+    with pytest.raises(StateError, match="quoted"):
+        describe(url)
+
+
+@pytest.mark.parametrize("text", ["", "weightsync-error::end", "weightsync-error:%%%:end", "weightsync-error:AAAA:end"])
+def test_a_mark_with_nothing_behind_it_is_no_error_of_ours(text: str) -> None:
+    assert error_in_text(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("run/a/7", VERSION), (str(VERSION), VERSION), ("default", None), ("", None), (None, None), ("12", None),
+        ("run/x", None), ("/3", None), ("run/-1", None), ("run/²", None),
+    ],
+)  # fmt: skip
+def test_versions_are_read_back(text: str | None, version: Version | None) -> None:
+    assert version_in(text) == version
+
+
+# The HTTP side, against a server that says what vLLM's says.
+
+
+class _Handler(BaseHTTPRequestHandler):
+    answers: dict[str, tuple[int, str]]
+    release: threading.Event
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, text = self.answers.get(self.path.partition("?")[0], (404, '{"detail":"Not Found"}'))
+        if text == "hang":
+            self.release.wait(10)
+        body = text.encode()
+        self.send_response(status)
+        for _ in range(100 if text == "drip" else 0):  # 5 s
+            self.release.wait(0.05)
+            self.send_header("X-Drip", "a")
+            try:
+                self.flush_headers()
+            except OSError:  # the client has cut the connection
+                return
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST  # noqa: N815
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
+    answers: dict[str, tuple[int, str]] = {}
+    release = threading.Event()
+    handler = type("Handler", (_Handler,), {"answers": answers, "release": release})
+    web = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{web.server_address[1]}", answers
+    release.set()
+    web.shutdown()
+    web.server_close()
+
+
+INIT = "/init_weight_transfer_engine"
+ALIVE = {"/get_world_size": (200, '{"world_size": 2}'), "/is_paused": (200, '{"is_paused": false}')}
+
+
+def describe(url: str, timeout_s: float = 5.0) -> Any:
+    engine = VllmEngine(VllmHttpApi(url), engine_id="e")
+    try:
+        return engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "words"),
+    [
+        ({}, UnsupportedError, "VLLM_SERVER_DEV_MODE=1"),
+        ({**ALIVE, INIT: (500, "Weight transfer not configured.")}, UnsupportedError, '"backend":"weightsync"'),
+        ({**ALIVE, INIT: (400, "Invalid init_info for NCCLWeightTransferEngine: x")}, UnsupportedError, "another"),
+        ({**ALIVE, INIT: (500, "CUDA error")}, EngineError, "CUDA error"),
+        ({**ALIVE, INIT: (500, error_text(LoadError("odd")))}, LoadError, "odd"),
+        ({**ALIVE, INIT: (500, error_text(StateError("x", answers="expect", state=1)))}, EngineError, "odd state"),
+        ({**ALIVE, "/is_paused": (401, "{}")}, AuthError, "token"),
+        ({**ALIVE, "/is_paused": (200, "<html>")}, EngineError, "no JSON"),
+        ({**ALIVE, "/is_paused": (200, "[]")}, EngineError, "no JSON"),
+        ({**ALIVE, "/get_world_size": (200, "{}")}, EngineError, "world_size"),
+    ],
+)
+def test_a_server_that_can_not_be_used_says_why(
+    server: tuple[str, dict[str, tuple[int, str]]], answers: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    url, told = server
+    told.update(answers)
+    with pytest.raises(kind, match=re.escape(words)) as caught:
+        describe(url)
+    assert caught.value.peer == "e"  # type: ignore[attr-defined]
+
+
+def test_the_state_is_learnt_from_the_objection(server: tuple[str, dict[str, tuple[int, str]]]) -> None:
+    url, told = server
+    state = {"version": {"run_id": "r", "number": 3}, "healthy": False, "group": "g", "run_id": "r"}
+    told.update({**ALIVE, INIT: (500, error_text(StateError("another", answers="expect", state=state)))})
+    reply = describe(url)
+    assert (reply.version, reply.serving, reply.world_size) == (Version(run_id="r", number=3), False, 2)
+    assert reply.group is None, "another handle's group is not this one's"
+
+
+def test_silence_and_absence_are_typed(
+    server: tuple[str, dict[str, tuple[int, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, told = server
+    told.update({**ALIVE, INIT: (200, "hang")})
+    with pytest.raises(DeadlineExceededError, match="init_weight_transfer_engine within"):
+        describe(url, timeout_s=0.3)
+    told.update({**ALIVE, INIT: (200, "drip")})  # each header starts a read timeout of its own
+    started_s = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match="init_weight_transfer_engine within"):
+        describe(url, timeout_s=0.3)
+    assert time.monotonic() - started_s < 2
+    told.update({**ALIVE, INIT: (200, " " * 1001)})
+    monkeypatch.setattr(http_edge, "MAX_REPLY_BYTES", 1000)
+    with pytest.raises(EngineError, match="has over"):
+        describe(url)
+    with pytest.raises(EngineUnreachableError, match="does a vLLM server run"):
+        describe(f"http://127.0.0.1:{free_port()}")
+
+
+def test_options_are_checked() -> None:
+    api = VllmHttpApi("http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="pause_mode is one of keep, wait, abort"):
+        VllmEngine(api, pause_mode="sleep")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_cache"):
+        VllmEngine(api, kv_cache="maybe")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="http"):
+        VllmHttpApi("127.0.0.1:1")
+
+
+# Chunks take turns.
+
+
+class Recording:
+    """Answers everything well and keeps the order; one chunk can be held, or made to fail."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.hold: dict[int, threading.Event] = {}
+        self.arrived = threading.Semaphore(0)
+        self.fails: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: False
+
+    def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
+        if "update" not in info:
+            return
+        seq = info["update"]["seq"]
+        self.seen.append(seq)
+        self.arrived.release()
+        if seq in self.hold:
+            assert self.hold[seq].wait(timeout_s)
+        if seq == self.fails:
+            raise LoadError("planted")
+
+
+def chunk(seq: int) -> UpdateRequest:
+    return UpdateRequest(
+        update=BroadcastWeightUpdateRequest(
+            session="s", seq=seq, names=("w",), dtypes=("float32",), shapes=((2,),), offsets=(0,), bucket_bytes=8
+        )
+    )
+
+
+def opened(api: Recording) -> VllmEngine:
+    engine = VllmEngine(api, engine_id="e")  # type: ignore[arg-type]
+    engine.call(EngineOp.BEGIN, BeginRequest(session="s", manifest=MANIFEST, deadline_s=9.0), timeout_s=5)
+    return engine
+
+
+def in_threads(engine: VllmEngine, seqs: list[int]) -> tuple[list[threading.Thread], dict[int, BaseException]]:
+    errors: dict[int, BaseException] = {}
+
+    def run(seq: int) -> None:
+        try:
+            engine.call(EngineOp.UPDATE_WEIGHTS, chunk(seq), timeout_s=5)
+        except BaseException as error:
+            errors[seq] = error
+
+    threads = [threading.Thread(target=run, args=(seq,), daemon=True) for seq in seqs]
+    for thread in threads:
+        thread.start()
+    return threads, errors
+
+
+def test_a_chunk_is_sent_when_the_one_before_was_answered() -> None:
+    api = Recording()
+    api.hold[0] = threading.Event()
+    engine = opened(api)
+    threads, errors = in_threads(engine, [2, 1, 0])
+    assert api.arrived.acquire(timeout=5)
+    assert not api.arrived.acquire(timeout=0.2), "nothing comes while chunk 0 is not answered"
+    api.hold[0].set()
+    for thread in threads:
+        thread.join(5)
+    assert (api.seen, errors) == ([0, 1, 2], {})
+
+
+def test_a_chunk_that_fails_ends_those_that_wait() -> None:
+    api = Recording()
+    api.hold[0], api.fails = threading.Event(), 0
+    engine = opened(api)
+    threads, errors = in_threads(engine, [1, 0])
+    assert api.arrived.acquire(timeout=5)
+    api.hold[0].set()
+    for thread in threads:
+        thread.join(5)
+    assert isinstance(errors[0], LoadError)
+    assert isinstance(errors[1], TransferAbortedError)
+    assert api.seen == [0]
+
+
+def test_an_abort_ends_chunks_that_wait() -> None:
+    api = Recording()
+    engine = opened(api)
+    threads, errors = in_threads(engine, [3])
+    engine.call(EngineOp.ABORT, AbortRequest(session="s", reason="enough"), timeout_s=5)
+    threads[0].join(5)
+    assert isinstance(errors[3], TransferAbortedError)
+    with pytest.raises(TransferAbortedError, match="not open here"):
+        engine.call(EngineOp.UPDATE_WEIGHTS, chunk(0), timeout_s=1)
+
+
+def test_a_commit_that_holds_no_pause_is_refused() -> None:
+    engine = opened(Recording())
+    with pytest.raises(StateError, match="holds the pause"):
+        engine.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=1)
+
+
+# Whose pause it is, and who ends it.
+
+
+class Engine:
+    """A vLLM of one worker that is told its state; no HTTP. `busy`: its calls time out, as under a slow commit."""
+
+    name = "engine"
+
+    def __init__(self) -> None:
+        self.state = VllmState()
+        self.paused = False
+        self.busy = False
+        self.calls: list[str] = []
+        self.resumed = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self.calls.append(name)
+
+    def world_size(self, **_: Any) -> int:
+        return 1
+
+    def is_paused(self, **_: Any) -> bool:
+        return self.paused
+
+    def reset_prefix_cache(self, **_: Any) -> bool:
+        return True
+
+    def weight_version(self, **_: Any) -> str:
+        return "default"
+
+    def pause(self, *_: Any, **__: Any) -> None:
+        self.paused = True
+
+    def resume(self, **_: Any) -> None:
+        self.paused = False
+        self.resumed.set()
+
+    def init_engine(self, info: dict[str, Any], **_: Any) -> None:
+        if self.busy:
+            raise DeadlineExceededError("busy")
+        message = init_message(info)
+        if message.init is not None:
+            self.state = VllmState(group="g", run_id=message.init.run_id, writes_live=message.in_place)
+        elif message.abort is not None and message.abort.session == self.state.session:
+            self.state = msgspec.structs.replace(self.state, session=None)
+        elif message.expect not in (None, self.state):
+            raise other_state(self.state)
+
+    def update(self, info: dict[str, Any], **_: Any) -> None:
+        self.calls.append(next(iter(info)))
+        if "begin" in info:
+            self.state = msgspec.structs.replace(self.state, session=info["begin"]["session"], updating=True)
+
+
+def joined(api: Engine, run_id: str, **options: Any) -> VllmEngine:
+    handle = VllmEngine(api, engine_id=run_id, **options)  # type: ignore[arg-type]
+    info = EmptyWeightSyncInitInfo(strategy="broadcast", group_name=f"g-{run_id}")
+    request = InitRequest(run_id=run_id, model_id="m", rank_offset=1, info=info)
+    handle.call(EngineOp.INIT, request, timeout_s=5)
+    return handle
+
+
+def begun(handle: VllmEngine, session: str, *, paused: bool = True) -> None:
+    handle.call(EngineOp.BEGIN, BeginRequest(session=session, manifest=MANIFEST, deadline_s=9.0), timeout_s=5)
+    if paused:
+        handle.call(EngineOp.PAUSE, PauseRequest(session=session, timeout_s=1.0, lease_s=5.0), timeout_s=5)
+
+
+def test_who_was_superseded_lifts_no_pause_of_who_took_over() -> None:
+    api = Engine()
+    old = joined(api, "old")
+    begun(old, "s1")
+    new = joined(api, "new")
+    assert not api.paused
+    begun(new, "s2")
+    old.call(EngineOp.ABORT, AbortRequest(session="s1", reason="late"), timeout_s=5)
+    with pytest.raises(StateError, match="has the engine now"):
+        old.call(EngineOp.RESUME, ResumeRequest(session="s1"), timeout_s=5)
+    assert api.paused
+    assert "finish_update" not in api.calls
+    new.call(EngineOp.ABORT, AbortRequest(session="s2", reason="enough"), timeout_s=5)
+    assert not api.paused, "whose pause it is lifts it"
+
+
+def test_in_place_sends_nothing_without_its_pause() -> None:
+    api = Engine()
+    handle = joined(api, "run", in_place=True)
+    begun(handle, "s")
+    api.paused = False  # somebody's resume
+    with pytest.raises(StateError, match="somebody ended the pause"):
+        handle.call(EngineOp.UPDATE_WEIGHTS, chunk(0), timeout_s=5)
+    assert "update" not in api.calls
+
+
+def test_a_handle_that_asked_for_another_way_of_loading_joins_again() -> None:
+    api = Engine()
+    handle = joined(api, "run")
+    api.state = msgspec.structs.replace(api.state, writes_live=True)
+    with pytest.raises(StateError, match="join again") as caught:
+        begun(handle, "s", paused=False)
+    assert caught.value.state_left == "nothing was changed"
+    assert api.calls == []
+    assert handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).writes_live, "the worker's word"
+
+
+def test_a_pause_that_the_abort_could_not_end_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a slow commit. And not by a handle that was superseded meanwhile."""
+    monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 0.05)
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    api.busy = True
+    with pytest.raises(DeadlineExceededError):
+        handle.call(EngineOp.ABORT, AbortRequest(session="s", reason="slow"), timeout_s=5)
+    assert api.paused
+    api.busy = False
+    assert api.resumed.wait(5)
+    assert not api.paused
+
+    begun(handle, "t")
+    api.busy = True
+    with pytest.raises(DeadlineExceededError):
+        handle.call(EngineOp.ABORT, AbortRequest(session="t", reason="slow"), timeout_s=5)
+    mends = [thread for thread in threading.enumerate() if thread.name == "weightsync-mend-run"]
+    api.resumed.clear()
+    api.state = VllmState(run_id="other", group="h")
+    api.busy = False
+    for thread in mends:
+        thread.join(5)
+        assert not thread.is_alive(), "it has found that the engine is somebody else's"
+    assert mends
+    assert api.paused

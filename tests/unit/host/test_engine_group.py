@@ -1,0 +1,102 @@
+"""EngineGroup: what each engine has come to is known by itself, and a load that was given up notes nothing more."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.unit.host.fakes import manifest
+from tests.unit.host.service_kit import Engine, wait_until
+from weightsync.errors import EngineUnreachableError
+from weightsync.handles.fanout import in_thread
+from weightsync.host import engine_group
+from weightsync.host.engine_group import EngineGroup
+from weightsync.host.staged_version import StagedVersion
+from weightsync.observe import Metrics, Recorder
+from weightsync.plan.safetensors import plan_layout
+from weightsync.types import Deadline, EngineOp
+from weightsync.types.transfer_messages import Transport
+
+LONG_S = 10.0
+WHOLE = manifest(1, seed=1)
+
+
+def staged() -> StagedVersion:
+    return StagedVersion(
+        manifest=WHOLE, segment="weightsync-1-none", transport=Transport.TCP, num_attempts=1, release=lambda: None,
+        offsets={part.name: part.offset for part in plan_layout(WHOLE.tensors).parts},
+    )  # fmt: skip
+
+
+def group_of(*engines: Engine) -> EngineGroup:
+    return EngineGroup(
+        engines, "m", pause_timeout_s=1.0, recorder=Recorder("t"), metrics=Metrics(), changed=lambda: None
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_slow_engine_hides_no_other(fails: bool) -> None:
+    """Seen red with loads that are looked at one after another."""
+    slow, other = Engine("slow"), Engine("other")
+    slow.holds[EngineOp.BEGIN] = threading.Event()
+    other.dead = fails
+    group = group_of(slow, other)
+    load = in_thread(lambda: group.load(staged(), Deadline(LONG_S)), name="load")
+    if fails:
+        wait_until(lambda: "other" not in group.answering(), "it is known that it has failed")
+    else:
+        wait_until(lambda: group.served()["other"] == WHOLE.version, "it is known to serve it")
+    assert not load.done()
+    assert group.served()["slow"] is None
+    slow.holds[EngineOp.BEGIN].set()
+    report = load.result(LONG_S)
+    assert (set(report.errors), set(report.engine_ids)) == ({"other"} if fails else set(), {"slow", "other"})
+    assert group.served()["slow"] == WHOLE.version
+
+
+def test_a_load_that_was_given_up_notes_nothing_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_group, "_LET_GO_S", 0.05)
+    slow = Engine("slow")
+    slow.holds[EngineOp.RESUME] = threading.Event()
+    group = group_of(slow)
+    report = group.load(staged(), Deadline(0.3))
+    assert "has not let go" in report.errors["slow"]
+    assert group.served() == {"slow": None}
+    (holder,) = group.holders()
+    again = group.load(staged(), Deadline(0.3))
+    assert "is not given" in again.errors["slow"]
+    slow.holds[EngineOp.RESUME].set()
+    holder.result(LONG_S)
+    assert group.served() == {"slow": None}, "until it is asked"
+    group.look()
+    assert group.served() == {"slow": WHOLE.version}
+
+
+def test_a_dead_engine_is_told_by_what_it_said_last() -> None:
+    dead = Engine("dead")
+    dead.dead = True
+    group = group_of(dead)
+    assert group.all_dead(WHOLE.version) == {}, "it has not failed before"
+    errors = group.load(staged(), Deadline(LONG_S)).errors
+    assert errors.keys() == {"dead"}
+    assert EngineUnreachableError.__name__ in errors["dead"]
+    assert group.all_dead(WHOLE.version).keys() == {"dead"}
+
+
+def test_an_engine_with_another_checksum_is_loaded_again() -> None:
+    """Most engines agree; the other one counts as loaded with nothing, until it agrees."""
+    engines = [Engine(name) for name in ("a", "b", "c")]
+    for engine, checksum in zip(engines, ("1:x", "1:y", "1:x"), strict=True):
+        engine.checksum = checksum
+    group = group_of(*engines)
+    report = group.load(staged(), Deadline(LONG_S))
+    assert report.bytes_are_wrong
+    assert set(report.errors) == {"b"}
+    assert group.served() == {"a": WHOLE.version, "b": None, "c": WHOLE.version}
+    report = group.load(staged(), Deadline(LONG_S))
+    assert (set(report.errors), report.engine_ids) == ({"b"}, ("b",)), "compared with those that were loaded before"
+    engines[1].checksum = "1:x"
+    report = group.load(staged(), Deadline(LONG_S))
+    assert (report.errors, report.checksums) == ({}, dict.fromkeys(("a", "b", "c"), "1:x"))
+    assert group.served()["b"] == WHOLE.version

@@ -1,0 +1,233 @@
+"""FleetMember: sets that are committed halfway, and what brings them back.
+
+The lease, the pool and HTTP are real; what a model loads is told by the test.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightsync.control.controller import WeightSyncController
+from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.pool import RolloutPool
+from weightsync.control.server import ControllerServer
+from weightsync.errors import StateError, SyncFailedError
+from weightsync.handles.fanout import in_thread
+from weightsync.host.agent_state import Claim
+from weightsync.host.member import FleetMember
+from weightsync.host.settings import RolloutConfig
+from weightsync.memory import LeaseReader, ServingLease
+from weightsync.types import Deadline, Version
+from weightsync.types.fleet import CommitVersionsRequest, HeartbeatReply, HeartbeatRequest, ModelVersion
+from weightsync.types.service import ModelStatus
+
+LONG_S = 10.0
+LEASE_S = 0.6
+MODELS = ("a", "b")
+
+
+def at(model: str, version: int) -> ModelVersion:
+    return ModelVersion(model_id=model, run_id="r", version=version, sender_endpoint="http://agent")
+
+
+def both(version: int, wait_s: float = LONG_S) -> CommitVersionsRequest:
+    return CommitVersionsRequest(versions=tuple(at(model, version) for model in MODELS), wait_s=wait_s)
+
+
+class Told:
+    """What a `FleetModel` is to a member: serves what it is allowed to at once, or fails as told."""
+
+    served_digest = None
+    progress = None
+
+    def __init__(self, model_id: str) -> None:
+        self.model_id = model_id
+        self.permit = self.engines = self
+        self.served: Version | None = Version(run_id="r", number=1)
+        self.fails = False
+        self.go = threading.Event()
+        self.go.set()
+
+    def seen_s(self) -> float:
+        return math.inf
+
+    def allow(self, version: Version) -> None:
+        if not self.fails:
+            self.served = version
+
+    def release(self, why: str, *, older_than: Version | None = None) -> None: ...
+    def check_may_commit(self, version: Version) -> None: ...
+    def add_sender(self, endpoint: str) -> None: ...
+    def adopt(self, version: Version, endpoint: str, digest: str) -> bool:
+        return False
+
+    def claimed(self, version: Version, endpoint: str) -> Claim:
+        return Claim(
+            number=1, version=version, endpoint=endpoint, began_s=0.0, grace_s=1.0, until_s=LONG_S, is_told=True
+        )
+
+    def serves(self, version: Version) -> bool:
+        return self.served is not None and self.served.number >= version.number
+
+    def wait_served(self, version: Version, deadline: Deadline) -> None:
+        assert self.go.wait(LONG_S)
+        if self.fails:
+            raise SyncFailedError("as told", causes={})
+
+    def status(self) -> ModelStatus:
+        return ModelStatus(sender="http://agent", wanted_run_id="r", wanted=self.served and self.served.number)
+
+
+class Member:
+    """A member, what its engines see, and a fleet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pool = RolloutPool(lease_s=LEASE_S)
+        self.controller = WeightSyncController({}, FleetMethod(self.pool), model_tags=MODELS)
+        self.server = ControllerServer(self.controller, self.pool)
+        self.lease = ServingLease(str(folder / "lease"))
+        self.reader = LeaseReader(self.lease.path)
+        self.models: Any = {model: Told(model) for model in MODELS}
+        config = RolloutConfig(service_id="one", controller=self.server.start(), lease=self.lease)
+        self.member = FleetMember(self.models, config, self.lease)
+
+    @property
+    def answers(self) -> bool:
+        return self.reader.refusal() is None and not self.reader.held
+
+    def live(self) -> Member:
+        self.member.start("http://127.0.0.1:9")
+        until(lambda: self.answers, "it has a lease")
+        return self
+
+    def state(self) -> str:
+        return self.pool.status({})[0].state
+
+    def close(self) -> None:
+        self.member.close()
+        self.server.close()
+        self.controller.close()
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Member]:
+    found = Member(tmp_path)
+    yield found
+    found.close()
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+
+
+def test_nothing_is_answered_while_a_set_is_committed(made: Member) -> None:
+    made.live()
+    made.models["b"].go.clear()
+    commit = in_thread(lambda: made.member.commit(both(2)), name="commit")
+    until(lambda: made.reader.held, "it is held")
+    assert made.models["a"].served.number == 2
+    with pytest.raises(StateError, match="another commit is under way"):
+        made.member.commit(both(3, wait_s=0.05))
+    made.models["b"].go.set()
+    commit.result(LONG_S)
+    assert made.answers
+
+
+def test_a_set_that_is_told_again_answers_again(made: Member) -> None:
+    """Seen to fail: the second time one model was left to do, and nobody ended the refusal."""
+    made.live()
+    made.models["b"].fails = True
+    with pytest.raises(SyncFailedError, match="1 of 2 models were not committed"):
+        made.member.commit(both(2))
+    assert "not committed as a whole" in str(made.reader.refusal())
+    with pytest.raises(SyncFailedError, match="1 of 1 models were not committed"):
+        made.member.commit(both(2))
+    assert "not committed as a whole" in str(made.reader.refusal()), "not held: refused"
+    made.models["b"].fails = False
+    made.member.commit(both(2))
+    assert made.answers
+
+
+def test_another_model_does_not_make_a_set_whole(made: Member) -> None:
+    made.live()
+    made.models["other"] = Told("other")
+    made.models["b"].fails = True
+    with pytest.raises(SyncFailedError):
+        made.member.commit(both(2))
+    made.member.commit(CommitVersionsRequest(versions=(at("other", 2),), wait_s=LONG_S))
+    assert made.reader.refusal() is not None
+    assert not made.member._request().whole
+
+
+def test_half_of_a_set_catches_up_and_comes_back(made: Member) -> None:
+    """Seen to fail: it was never let in again."""
+    made.live()
+    made.models["b"].fails = True
+    with made.pool.syncing():
+        made.pool.decided(both(2).versions)
+        with pytest.raises(SyncFailedError):
+            made.member.commit(both(2))
+        made.pool.evict("one", "as told")
+    until(lambda: made.state() == "joining", "it asks to come back")
+    made.models["b"].fails = False
+    until(lambda: made.answers, "it answers")
+    assert made.state() == "live"
+
+
+def test_an_answer_from_before_a_commit_says_nothing_of_it(made: Member) -> None:
+    """It lets the service in; meanwhile a set was committed halfway. Seen to fail: the refusal was lifted."""
+    commits = made.member._num_commits
+    made.lease.renew(1e12)
+    made.models["b"].fails = True
+    with pytest.raises(SyncFailedError):
+        made.member.commit(both(2))
+    made.member._made_whole(commits)
+    assert made.reader.refusal() is not None
+    made.member._made_whole(made.member._num_commits)
+    assert made.answers
+
+
+def test_one_that_ends_says_so_when_it_answers_no_more(made: Member) -> None:
+    """Seen to fail: it stood there as evicted; and said so while it still had its lease."""
+    made.live()
+    heard: list[bool] = []
+    real = made.pool.heartbeat
+
+    def heartbeat(beat: HeartbeatRequest) -> HeartbeatReply:
+        if beat.leaving:
+            heard.append(made.answers or beat.leased)
+        return real(beat)
+
+    made.pool.heartbeat = heartbeat  # type: ignore[method-assign]
+    made.member.close()
+    assert heard == [False]
+    assert made.pool.status({}) == ()
+    made.member.close()
+    assert len(heard) == 1
+
+
+def test_one_that_ends_waits_for_no_controller(made: Member) -> None:
+    made.live()
+    made.server.close()
+    began_s = time.monotonic()
+    made.member.close()
+    assert time.monotonic() - began_s < 2.0
+    assert not made.answers
+
+
+def test_without_a_controller_it_answers_until_its_lease_is_over(made: Member) -> None:
+    made.live()
+    made.server.close()
+    began_s = time.monotonic()
+    until(lambda: not made.answers, "its lease is over")
+    assert time.monotonic() - began_s < LEASE_S + 0.3

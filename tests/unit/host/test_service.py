@@ -1,0 +1,411 @@
+"""A rollout service among agents and engines that lie, stand still, come back, or can't be asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.unit.host.service_kit import MODEL, NEWS, Agent, World, wait_until, world
+from weightsync.errors import (
+    ConfigError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    NotPublishedError,
+    NotRegisteredError,
+    SyncFailedError,
+    TransferAbortedError,
+    VersionError,
+)
+from weightsync.handles.fanout import in_thread
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
+from weightsync.net.places import Places
+from weightsync.types import EngineOp
+
+__all__ = ["world"]
+
+OLD, NEW, BAD = "http://old:1", "http://new:1", "http://bad:1"
+
+
+def fail_starts(monkeypatch: pytest.MonkeyPatch, *names: str, times: int = 1) -> list[str]:
+    """The next threads of these names can't be started; who they were."""
+    original, failed = threading.Thread.start, []
+
+    def start(self: threading.Thread) -> None:
+        if self.name.startswith(names) and len(failed) < times:
+            failed.append(self.name)
+            raise RuntimeError("can't start new thread")
+        original(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    return failed
+
+
+# --- agents ---
+
+
+def test_an_agent_that_can_t_be_asked_keeps_no_run_out(world: World) -> None:
+    """Whatever asking it raises: the next run is taken up."""
+    world.agents = {OLD: Agent("r1", 1), NEW: Agent("r2", 0), BAD: Agent("r666", 1)}
+    world.agents[BAD].raises = UnicodeError("label empty or too long")
+    world.serve("a")
+    world.register(BAD)
+    world.notify(BAD, "r666", 1, wait_s=None)
+    wait_until(lambda: world.agents[BAD].num_asked > 1, "it is asked")
+    world.register(NEW)
+    assert world.notify(NEW, "r2", 0).run_id == "r2"
+
+
+def test_a_service_that_was_there_first_catches_up_without_a_word(world: World) -> None:
+    """Its agent can't be reached at first, which its status says; once it answers, its version is served. From then on
+    the service waits for notifications. Seen to fail: one question at the start, and nothing ever after.
+    """
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("nobody there")
+    world.serve("a")
+    wait_until(lambda: "nobody there" in world.status.sender_errors.get(OLD, ""), "its status says why")
+    world.agents[OLD].raises = None
+    world.skip(10.0)
+    wait_until(lambda: world.serves("a", "r1/1"), "it is served")
+    assert world.status.sender_errors == {}
+    wait_until(lambda: world.asks_nobody, "it knows what it has")
+    asked = world.agents[OLD].num_asked
+    world.agents[OLD].number = 2
+    world.skip(3600.0)
+    assert world.followed.next_ask(OLD) is None
+    assert (world.agents[OLD].num_asked, world.serves("a", "r1/1")) == (asked, True)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["agent-waits", "agent-does-not"])
+def test_a_service_that_polls_needs_no_notifications(world: World, waits: bool) -> None:
+    """Newer versions, and another run that its agent begins: at once, or `poll_s` later."""
+    world.agents = {OLD: Agent("r1", 1, waits=waits)}
+    world.serve("a", poll_s=25.0)
+    for run_id, number in (("r1", 2), ("r1", 5), ("r2", 0), ("r2", 1)):
+        with NEWS:
+            world.agents[OLD].run_id, world.agents[OLD].number = run_id, number
+        if not waits:
+            world.skip(25.0)
+        wait_until(lambda: world.serves("a", f"{run_id}/{number}"), f"{run_id}/{number} is served")  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"senders": "http://h:1"}, "tuple"),
+        ({"transport": "rdma"}, "tcp or shm"),
+        ({"mode": "patch"}, "mode"),
+        ({"patch_limit": 2.0}, "patch_limit"),
+        ({"poll_s": 0}, "poll_s"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_at_once(options: dict[str, Any], text: str) -> None:
+    with pytest.raises((ConfigError, InvalidRequestError), match=text):
+        RolloutConfig(**options)
+
+
+def test_a_module_is_no_engine() -> None:
+    with pytest.raises(ConfigError, match=r"EmbeddedEngine\.of"):
+        RolloutService({MODEL: torch.nn.Linear(1, 1)})  # type: ignore[dict-item]
+
+
+def test_a_thread_that_can_t_be_started_keeps_no_run_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.agents = {OLD: Agent("r1", 1), NEW: Agent("r2", 0)}
+    world.serve("a")
+    world.register(NEW)
+    wait_until(lambda: world.agents[NEW].num_asked and world.asks_nobody, "it was asked")
+    failed = fail_starts(monkeypatch, "weightsync-ask-agent")
+    with pytest.raises(Exception, match="new thread"):
+        world.notify(NEW, "r2", 0)
+    assert failed
+    assert world.notify(NEW, "r2", 0).run_id == "r2"
+
+
+def test_runs_that_nobody_has_keep_no_run_out(world: World) -> None:
+    """An agent that stands still is said to have many runs: neither their number nor its silence delays another's."""
+    world.agents = {OLD: Agent("r1", 1), NEW: Agent("r0", 0), BAD: Agent("r666", 1)}
+    world.serve("a")
+    world.register(BAD)
+    world.register(NEW)
+    world.agents[BAD].stands = threading.Event()
+    world.notify(NEW, "r2", 7, wait_s=None)
+    for number in range(20):
+        world.notify(BAD, f"false-{number}", 1, wait_s=None)
+    world.agents[NEW].run_id, world.agents[NEW].number = "r2", 7
+    wait_until(lambda: world.serves("a", "r2/7"), "the real run", timeout_s=2.0)
+
+
+def test_another_agent_is_asked_before_it_is_believed(world: World) -> None:
+    """One false word, that another agent has a version of this run, moves nothing."""
+    world.agents = {OLD: Agent("r1", 1), BAD: Agent("r9", 1)}
+    world.serve("a", patience_s=30.0)
+    world.register(BAD)
+    world.notify(BAD, "r1", 10**9, wait_s=None)
+    for number in (2, 3, 4):
+        world.agents[OLD].number = number
+        assert world.notify(OLD, "r1", number).version == number
+    assert (world.status.sender, world.status.wanted, world.status.errors) == (OLD, 4, {})
+    told = world.notify_aside(BAD, "r1", 10**9)
+    world.skip(31.0)
+    with pytest.raises(VersionError, match="did not have it"):
+        told.result(20)
+
+
+def test_who_waits_for_a_run_of_a_silent_agent_is_told_when_its_time_is_over(world: World) -> None:
+    """And nobody else says a word meanwhile."""
+    world.agents = {OLD: Agent("r1", 1), BAD: Agent("r1", 1)}
+    world.serve("a", pull_timeout_s=50.0)
+    world.register(BAD)
+    wait_until(lambda: world.agents[BAD].num_asked and world.asks_nobody, "it was asked")
+    world.agents[BAD].raises = EngineUnreachableError("nobody there")
+    told = world.notify_aside(BAD, "r2", 1)
+    wait_until(lambda: world.status.sender_errors, "it was asked again")
+    world.skip(51.0)
+    with pytest.raises(VersionError, match=r"not taken up: .* nobody there"):
+        told.result(20)
+
+
+def test_a_false_word_that_comes_first_gives_way_to_another_agent(world: World) -> None:
+    world.agents = {OLD: Agent("r1", 1), BAD: Agent("r9", 1)}
+    world.agents[OLD].raises = world.agents[BAD].raises = EngineUnreachableError("not up yet")
+    world.serve("a", patience_s=30.0)
+    world.register(BAD)
+    wait_until(lambda: len(world.status.sender_errors) == 2, "they were asked")
+    world.notify(BAD, "r1", 1, wait_s=None)
+    world.agents[OLD].raises = None
+    assert world.notify(OLD, "r1", 1).version == 1
+
+
+def test_an_agent_that_is_gone_gives_way_to_one_that_has_the_run(world: World) -> None:
+    """A run has two agents; the one that announced a version dies: it is pulled from the other."""
+    world.agents = {OLD: Agent("r1", 1), NEW: Agent("r1", 1)}
+    world.serve("a", patience_s=30.0)
+    world.register(NEW)
+    world.agents[OLD].raises = EngineUnreachableError("gone")
+    world.agents[NEW].number = 2
+    assert world.notify(OLD, "r1", 2).version == 2
+    assert world.senders_of_pulls[-1] == NEW
+
+
+def test_a_false_number_delays_no_true_one(world: World) -> None:
+    """Neither one false number nor many, each higher; and when their time is over nobody asks for them any more."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", patience_s=30.0)
+    for number in range(2, 5):
+        world.notify(OLD, "r1", 10**9 + number, wait_s=None)
+        world.agents[OLD].number = number
+        assert world.notify(OLD, "r1", number).version == number  # and patience has not ended
+    world.skip(31.0)
+    wait_until(lambda: world.followed.agents[OLD].doubted is not None, "it gave way")
+    assert "was announced" in (world.status.retrying or "")
+    assert world.status.state == "idle"
+    world.skip(3600.0)
+    wait_until(lambda: world.asks_nobody and world.status.retrying is None, "it is given up")
+    world.agents[OLD].number = 9
+    assert world.notify(OLD, "r1", 9).version == 9
+
+
+def test_a_version_that_comes_late_is_found(world: World) -> None:
+    """Its proof took longer than anybody's patience, and nobody announces it again."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", patience_s=30.0)
+    world.notify(OLD, "r1", 2, wait_s=None)
+    world.skip(31.0)
+    wait_until(lambda: world.followed.agents[OLD].doubted is not None, "it gave way")
+    world.agents[OLD].number = 2
+    wait_until(lambda: world.serves("a", "r1/2"), "it is found")
+
+
+def test_who_waits_hears_at_once_that_a_successor_has_another_run(world: World) -> None:
+    """A trainer dies after its last word, and another one answers at its port."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", patience_s=30.0)
+    told = world.notify_aside(OLD, "r1", 51)
+    with NEWS:
+        world.agents[OLD].run_id, world.agents[OLD].number = "r2", 0
+    with pytest.raises((TransferAbortedError, NotPublishedError)):
+        told.result(20)
+    wait_until(lambda: world.serves("a", "r2/0"), "the successor is followed")
+
+
+def test_another_life_of_a_run_is_no_success(world: World) -> None:
+    """A trainer that was started again under its old run_id publishes numbers that were served before."""
+    world.agents = {OLD: Agent("r1", 5), NEW: Agent("r1", 3, incarnation="two")}
+    world.serve("a")
+    world.notify(OLD, "r1", 4)  # told late: the newer one is served
+    world.register(NEW)
+    for number in (3, 5):
+        world.agents[NEW].number = number
+        with pytest.raises(VersionError, match="published anew"):
+            world.notify(NEW, "r1", number)
+    assert world.serves("a", "r1/5")
+    world.agents[NEW].number = 6
+    assert world.notify(NEW, "r1", 6).version == 6
+    world.notify(NEW, "r1", 3)
+
+
+# --- engines ---
+
+
+def test_engines_are_looked_at_while_another_is_dead(world: World) -> None:
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b")
+    world.engines["b"].dead = True
+    wait_until(lambda: world.status.state == "waiting", "b is missed")
+    world.engines["a"].renew()
+    wait_until(lambda: world.serves("a", "r1/1"), "a is brought back")
+    wait_until(lambda: world.status.engines == {"a": "r1/1", "b": None}, "that is known")
+    world.agents[OLD].number = 2
+    with pytest.raises(SyncFailedError, match="b: "):
+        world.notify(OLD, "r1", 2)
+    assert world.serves("a", "r1/2")
+
+
+def test_engines_are_looked_at_while_a_version_does_not_come(world: World) -> None:
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", patience_s=20.0)
+    world.notify(OLD, "r1", 2, wait_s=None)
+    wait_until(lambda: world.status.wanted == 2, "it is waited for")
+    world.engines["a"].renew()
+    wait_until(lambda: world.serves("a", "r1/1"), "it is brought back")
+
+
+def test_a_look_that_fails_ends_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a")
+    failed = fail_starts(monkeypatch, "weightsync-ask-a")
+    wait_until(lambda: failed, "a look failed")
+    world.agents[OLD].number = 2
+    assert world.notify(OLD, "r1", 2).version == 2
+
+
+def test_one_answer_that_is_missed_costs_no_load(world: World) -> None:
+    """An engine is loaded again because it says that it serves nothing, not because it says nothing."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a")
+    world.engines["a"].dead = True
+    wait_until(lambda: world.status.engines == {"a": None}, "it is missed")
+    assert "dead" in world.status.errors.get("a", "dead")
+    world.engines["a"].dead = False
+    wait_until(lambda: world.status.engines == {"a": "r1/1"}, "it is back")
+    wait_until(lambda: world.status.errors == {}, "all is well")
+    assert (world.status.num_pulled, world.engines["a"].calls.count(EngineOp.COMMIT)) == (1, 1)
+
+
+def test_a_load_that_can_t_be_started_leaves_no_other_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first engine reads is kept for it until it has let go."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b")
+    hold = world.engines["a"].holds[EngineOp.STAGE] = threading.Event()
+    failed = fail_starts(monkeypatch, "weightsync-load-b")
+    world.agents[OLD].number = 2
+    world.notify(OLD, "r1", 2, wait_s=None)
+    wait_until(lambda: EngineOp.STAGE in world.engines["a"].calls[6:], "a reads")
+    wait_until(lambda: failed, "b was to be loaded")
+    assert [str(version) for version in world.held] == ["r1/2"]
+    hold.set()
+    wait_until(lambda: world.serves("a", "r1/2") and world.serves("b", "r1/2"), "both are loaded")
+
+
+def test_an_engine_that_never_lets_go_holds_nobody(world: World) -> None:
+    """Its handle knows no deadline: others go on with other memory, and what it reads is kept as long as it does."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b", load_timeout_s=0.5)
+    hold = world.engines["b"].holds[EngineOp.UPDATE_WEIGHTS] = threading.Event()
+    stagings = {world.service._models[MODEL]._pulls._staging}
+    for number in (2, 3, 4):
+        world.agents[OLD].number = number
+        with pytest.raises(SyncFailedError, match=r"b: .*has not let go"):
+            world.notify(OLD, "r1", number)
+        assert world.serves("a", f"r1/{number}")
+        stagings.add(world.service._models[MODEL]._pulls._staging)
+    assert [str(version) for version in world.held] == ["r1/2"]
+    assert len(stagings) == 2, "another one for those that go on, and no more"
+    hold.set()
+    wait_until(lambda: not world.held, "it is given back")
+    wait_until(lambda: world.serves("b", "r1/4"), "it is brought to the newest")
+
+
+# --- its HTTP face ---
+
+
+def post(
+    url: str, message: dict[str, Any], kind: str | None = "application/json", *, path: str = "/register_sender"
+) -> httpx.Response:
+    headers = {} if kind is None else {"content-type": kind}
+    return httpx.post(f"{url}{path}", content=json.dumps(message).encode(), headers=headers)
+
+
+def test_a_notification_without_a_run_means_the_run_of_its_agent(world: World) -> None:
+    """Document 3's body. Red where the run that is followed is taken for it: the trainer was started again."""
+    world.agents = {OLD: Agent("r1", 1), NEW: Agent("r2", 1), BAD: Agent("r9", 1)}
+    url = world.serve("a")._server.url
+    wait_until(lambda: world.serves("a", "r1/1"), "the first run")
+    world.register(NEW)
+    body = {"model_id": MODEL, "version": 1, "sender_endpoint": NEW}
+    assert post(url, body, path="/notify_version").status_code == 200
+    wait_until(lambda: world.serves("a", "r2/1"), "that agent's run")
+    refused = post(url, {**body, "sender_endpoint": BAD}, path="/notify_version")
+    assert (refused.status_code, refused.json()["error"]) == (403, "NotRegisteredError")
+    assert world.agents[BAD].num_asked == 0, "nobody calls who was not registered"
+    refused = post(url, {**body, "evaluate": True}, path="/notify_version")
+    assert (refused.status_code, refused.json()["error"]) == (422, "InvalidRequestError")
+
+
+def test_the_agents_token_is_not_for_anybody(world: World) -> None:
+    """A service that asks for no token gives none away, either."""
+    world.agents = {OLD: Agent("r1", 1), BAD: Agent("r9", 1)}
+    service = world.serve("a", sender_token="0123456789abcdef")
+    url = service._server.url
+    refused = post(url, {"model_id": MODEL, "sender_endpoint": BAD})
+    assert (refused.status_code, refused.json()["error"]) == (403, "NotRegisteredError")
+    assert post(url, {"model_id": MODEL, "sender_endpoint": f"{OLD}/"}).status_code == 200
+    with pytest.raises(NotRegisteredError):
+        world.notify(BAD, "r9", 1)
+    assert world.agents[BAD].num_asked == 0
+    service.register_sender(MODEL, BAD)  # this process may
+    wait_until(lambda: world.agents[BAD].num_asked, "it is asked")
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_what_a_web_page_may_send_is_refused(world: World, kind: str | None) -> None:
+    world.agents = {OLD: Agent("r1", 1), BAD: Agent("r9", 1)}
+    url = world.serve("a")._server.url
+    assert post(url, {"model_id": MODEL, "sender_endpoint": BAD}, kind).status_code == 422
+    assert post(url, {"model_id": MODEL, "sender_endpoint": BAD}, "application/json; charset=utf-8").status_code == 200
+
+
+def test_a_crowd_that_waits_makes_room_itself(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: any number waited, until no descriptor was left for anybody."""
+    world.agents = {OLD: Agent("r1", 1)}
+    service = world.serve("a", patience_s=60.0)
+    places = Places(2, clock=lambda: 0.0)
+    monkeypatch.setattr(service, "_waiting", places)
+    body = {"run_id": "r1", "model_id": MODEL, "version": 2, "sender_endpoint": OLD, "wait_s": 20.0}
+
+    def ask(peer: str) -> Future[httpx.Response]:
+        def run() -> httpx.Response:
+            with httpx.Client(transport=httpx.HTTPTransport(local_address=peer), timeout=30) as http:
+                return http.post(f"{service._server.url}/notify_version", json=body)
+
+        return in_thread(run, name="asks")
+
+    crowd = []
+    for number in range(2):
+        crowd.append(ask("127.0.0.2"))
+        wait_until(lambda: places.num_taken == number + 1, "it waits", timeout_s=20)  # noqa: B023
+    honest = ask("127.0.0.1")
+    lost = crowd[0].result(20)
+    assert (lost.status_code, lost.json()["error"], lost.json()["state_left"]) == (
+        503, "BusyError", "what it asked for goes on",
+    )  # fmt: skip
+    assert ask("127.0.0.2").result(20).status_code == 409
+    assert not honest.done()
+    world.agents[OLD].number = 2
+    assert [each.result(20).json()["version"] for each in (honest, crowd[1])] == [2, 2]

@@ -1,0 +1,157 @@
+"""Upstream: one request an agent that waits there; real clients, a real server, and nothing that sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import Request
+
+from tests.unit.host.service_kit import wait_until
+from weightsync.clients.agent import AgentClient
+from weightsync.errors import StateError
+from weightsync.host.agent_state import WAIT_S
+from weightsync.host.followed import FollowedRun
+from weightsync.host.upstream import Upstream
+from weightsync.net.server import ServerThread, api_app
+from weightsync.types import Version
+
+
+class Agent:
+    """An address where an agent answers: at once where it has something else than the caller, else when it has.
+
+    Attributes:
+        asked: `wait_s` of every request.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+        self.number = 1
+        self.model_id = "m"
+        app = api_app("test")
+        app.add_api_route("/get_version", self._get_version, methods=["GET"])
+        self.server = ServerThread(app)
+        self.url = self.server.start()
+
+    async def _get_version(self, request: Request) -> dict[str, Any]:
+        self.asked.append(float(request.query_params.get("wait_s", 0.0)))
+        while self.asked[-1] and request.query_params.get("after") == f"run/{self.number}":
+            if await request.is_disconnected():
+                break
+            await asyncio.sleep(0.005)
+        return {"model_id": self.model_id, "run_id": "run", "version": self.number}
+
+    def close(self) -> None:
+        self.server.close()
+
+
+class Kit:
+    """A service's view of one agent."""
+
+    def __init__(self, *endpoints: str, poll_s: float | None) -> None:
+        self.changed = threading.Condition()
+        self.run = FollowedRun(
+            "m", clock=time.monotonic, settle=lambda _: None, taken_over=lambda: None, patience_s=10.0, timeout_s=100.0,
+            poll_s=poll_s,
+        )  # fmt: skip
+        self.upstream = Upstream("m", self.run, self.changed, connect=AgentClient, told=lambda: None)
+        with self.changed:
+            for endpoint in endpoints:
+                self.run.know(endpoint)
+            self.upstream.look()
+
+    def newest(self, endpoint: str) -> Version | None:
+        with self.changed:
+            return self.run.agents[endpoint].newest
+
+    def has(self, endpoint: str, number: int) -> None:
+        wait_until(lambda: self.newest(endpoint) == Version(run_id="run", number=number), f"it has {number}")
+
+    def close(self) -> None:
+        self.upstream.close()
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    with contextlib.closing(Agent()) as found:
+        yield found
+
+
+def test_one_request_waits_at_the_agent_and_brings_what_is_new(agent: Agent) -> None:
+    with contextlib.closing(Kit(agent.url, poll_s=3600.0)) as kit:
+        kit.has(agent.url, 1)
+        for number in (2, 3):
+            wait_until(lambda: agent.asked[-1] > WAIT_S - 1, "a request waits")
+            agent.number = number
+            kit.has(agent.url, number)
+        assert kit.run.errors == {}
+
+
+def test_a_claim_ends_the_request_that_waits_and_asks_at_once(agent: Agent) -> None:
+    """Whoever waits for a version is not told after half a minute that there is none."""
+    with contextlib.closing(Kit(agent.url, poll_s=3600.0)) as kit:
+        wait_until(lambda: agent.asked and agent.asked[-1] > WAIT_S - 1, "a request waits")
+        before = len(agent.asked)
+        with kit.changed:
+            claim = kit.run.claim(Version(run_id="run", number=5), agent.url, grace_s=0.0)
+            kit.upstream.look()
+        wait_until(lambda: claim.denied is not None, "it was denied")
+        assert agent.asked[before] == 0.0
+        wait_until(lambda: agent.asked[-1] > WAIT_S - 1, "a request waits again")
+        assert kit.run.errors == {}, "nobody takes what was ended for a failure"
+
+
+def test_where_there_is_no_reason_nobody_is_asked_and_no_thread_is_kept(agent: Agent) -> None:
+    with contextlib.closing(Kit(agent.url, poll_s=None)) as kit:
+        kit.has(agent.url, 1)
+        wait_until(lambda: not kit.upstream._lines, "its thread has ended")
+        asked = len(agent.asked)
+        with kit.changed:
+            kit.upstream.look()
+        assert (not kit.upstream._lines, len(agent.asked)) == (True, asked)
+        with kit.changed:
+            kit.run.wake(agent.url)
+            kit.upstream.look()
+        wait_until(lambda: len(agent.asked) > asked, "it is asked again")
+
+
+@pytest.mark.parametrize("endpoint", ["", "http://127.0.0.1:9", "http://a..b:1"], ids=["none", "nobody", "no-name"])
+def test_who_can_t_be_asked_is_told_why_and_keeps_no_other_out(agent: Agent, endpoint: str) -> None:
+    with contextlib.closing(Kit(endpoint, agent.url, poll_s=None)) as kit:
+        kit.has(agent.url, 1)
+        wait_until(lambda: kit.run.errors.get(endpoint), "why")
+
+
+def test_an_agent_of_another_model_is_no_agent(agent: Agent) -> None:
+    agent.model_id = "other"
+    with contextlib.closing(Kit(agent.url, poll_s=None)) as kit:
+        wait_until(lambda: "serves model 'other', not 'm'" in kit.run.errors.get(agent.url, ""), "why")
+        assert kit.newest(agent.url) is None
+
+
+def test_a_thread_that_can_t_be_started_is_told_and_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with contextlib.closing(Kit(poll_s=None)) as kit:
+        with kit.changed:
+            kit.run.know(agent.url)
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", fails)
+                with pytest.raises(StateError, match="new thread"):
+                    kit.upstream.look()
+            kit.upstream.look()
+        kit.has(agent.url, 1)
+
+
+def test_closing_ends_a_request_that_waits(agent: Agent) -> None:
+    kit = Kit(agent.url, poll_s=3600.0)
+    wait_until(lambda: agent.asked and agent.asked[-1] > WAIT_S - 1, "a request waits")
+    kit.close()
+    wait_until(lambda: not kit.upstream._lines, "its thread has ended")
+    kit.close()

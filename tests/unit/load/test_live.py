@@ -1,0 +1,111 @@
+"""ShardPatch: a change in the checkpoint's coordinates enters parts of it that are live elsewhere, and leaves again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.errors import LoadError
+from weightsync.load.live import ShardPatch
+from weightsync.load.live_plan import LivePiece, LivePlan
+from weightsync.types import Box, Patch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int64": torch.int64}
+
+
+class Shards:
+    """Tensors whose boxes are live in fused parameters, turned or not; a rank has some of them."""
+
+    def __init__(self, seed: int, dtype: str) -> None:
+        random = np.random.default_rng(seed)
+        self.base: dict[str, torch.Tensor] = {}
+        pieces: dict[str, tuple[LivePiece, ...]] = {}
+        for number in range(4):
+            name = f"t{number}"
+            shape = tuple(int(size) for size in random.integers(1, 9, random.integers(1, 4)))
+            count = int(np.prod(shape))
+            self.base[name] = torch.from_numpy(random.integers(-99, 99, count)).to(DTYPES[dtype]).reshape(shape)
+            boxes = []
+            for _ in range(int(random.integers(0, 2)) + int(number < 2)):
+                offset = tuple(int(random.integers(0, size)) for size in shape)
+                box = Box(
+                    offset=offset,
+                    shape=tuple(int(random.integers(1, n - at + 1)) for n, at in zip(shape, offset, strict=True)),
+                )
+                boxes.append(box if random.random() < 0.7 else Box(offset=(0,) * len(shape), shape=shape))
+            found = []
+            for box in boxes:
+                turned = bool(random.random() < 0.5)
+                fused = torch.zeros((3, *(reversed(box.shape) if turned else box.shape)), dtype=DTYPES[dtype])
+                live = fused[1].permute(*reversed(range(len(box.shape)))) if turned else fused[1]
+                live.copy_(self.base[name][cut(box)])
+                found.append(LivePiece(name=name, box=box, live=live, owner=f"fused {name}"))
+            pieces[name] = tuple(found)
+        self.plan = LivePlan(pieces=pieces, marked={}, _places={})
+        self.random = random
+
+    def change(self) -> tuple[list[Patch], dict[str, torch.Tensor]]:
+        after = {name: tensor.clone() for name, tensor in self.base.items()}
+        patches = []
+        for name, tensor in after.items():
+            flat = tensor.view(-1)
+            where = np.flatnonzero(self.random.random(len(flat)) < 0.4)
+            if len(where):
+                values = (flat[torch.from_numpy(where)] + 1).to(tensor.dtype)
+                patches.append(Patch(name=name, positions=torch.from_numpy(where).to(torch.uint32), values=values))
+                flat[torch.from_numpy(where)] = values
+        return patches, after
+
+    def holds(self, whole: dict[str, torch.Tensor]) -> bool:
+        return self.plan.compare(whole) == {}
+
+
+def cut(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
+
+
+@given(seed=st.integers(0, 10**6), dtype=st.sampled_from(sorted(DTYPES)))
+def test_what_changes_is_what_the_whole_change_says(seed: int, dtype: str) -> None:
+    """In each live part, nothing beside it; taken back to the bit; and the base follows what stays."""
+    shards = Shards(seed, dtype)
+    before = {name: tensor.clone() for name, tensor in shards.base.items()}
+    patches, after = shards.change()
+    patch = ShardPatch(shards.plan, shards.base)
+    for each in patches:
+        patch.add(each)
+    patch.gather()
+    assert {change.spec.name for change in patch.changes()} == {each.name for each in patches}
+    for change in patch.changes():
+        where = change.positions.to(torch.int64)
+        assert torch.equal(change.old, before[change.spec.name].view(-1)[where])
+        assert torch.equal(change.new, after[change.spec.name].view(-1)[where])
+    assert shards.holds(before)
+    patch.apply()
+    assert shards.holds(after)
+    assert all(torch.equal(shards.base[name], before[name]) for name in before), "not before it stays"
+    patch.undo()
+    assert shards.holds(before)
+    patch.apply()
+    patch.follow()
+    patch.close()
+    assert shards.holds(after)
+    assert all(torch.equal(shards.base[name], after[name]) for name in after)
+
+
+def test_live_elements_that_are_not_the_bases_are_seen_before_anything_is_written() -> None:
+    shards = Shards(3, "bfloat16")
+    patches, _ = shards.change()
+    name = next(each.name for each in patches if shards.plan.pieces[each.name])
+    piece = shards.plan.pieces[name][0]
+    piece.live.add_(1)
+    patch = ShardPatch(shards.plan, shards.base)
+    for each in patches:
+        patch.add(each)
+    odd = piece.live.clone()
+    with pytest.raises(LoadError, match="not those of the version that is served") as caught:
+        patch.gather()
+    assert caught.value.parameter == name
+    assert torch.equal(piece.live, odd)

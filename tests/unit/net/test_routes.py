@@ -1,0 +1,27 @@
+"""Which address of this machine another one can call."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightsync.errors import ConfigError
+from weightsync.net.routes import address_towards, own_address_towards
+
+
+def test_loopback_needs_no_address_and_an_unknown_machine_is_an_error() -> None:
+    assert address_towards(["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"], instead="") is None
+    with pytest.raises(ConfigError, match="say host="):
+        address_towards(["http://no-such-machine.invalid:9000"], instead="say host=")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9000", "host-0:9000", "host-0", ""])
+def test_an_address_without_http_is_said_to_lack_it(url: str) -> None:
+    """Seen red: no address was said to lead to a machine without a name."""
+    with pytest.raises(ConfigError, match=f"'{url}' is no URL: write it as http://HOST:PORT"):
+        address_towards([url], instead="say host=")
+
+
+def test_this_machine_is_seen_as_the_other_one_is_reached() -> None:
+    assert own_address_towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(OSError, match=r"."):
+        own_address_towards("no-such-machine.invalid")

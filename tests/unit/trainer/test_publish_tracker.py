@@ -1,0 +1,57 @@
+"""PublishTracker: who waits for which version, and who has fetched it; it remembers no more than could be asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightsync.errors import DeadlineExceededError, StateError
+from weightsync.trainer.publish_tracker import PublishTracker
+from weightsync.types import Version
+from weightsync.types.agent_messages import Published, TransferDone
+
+
+def fetched(news: PublishTracker, who: str, version: int, *, ok: bool = True) -> None:
+    news.hear(TransferDone(version=Version(run_id="run", number=version), receiver=who, ok=ok))
+
+
+def test_versions_that_were_missed_are_forgotten_when_a_newer_one_is_there() -> None:
+    news = PublishTracker()
+    for version in range(10):
+        news.skipped(version, "every segment is read")
+    with pytest.raises(StateError, match="every segment"):
+        news.wait(9, timeout_s=1.0)
+    news.hear(Published(version=Version(run_id="run", number=8)))
+    assert list(news._not_published) == [9]
+    news.wait(3, timeout_s=1.0)
+
+
+def test_they_are_bounded_where_nothing_is_published_for_ever() -> None:
+    news = PublishTracker()
+    for version in range(1000):
+        news.skipped(version, "x" * 5000)
+    assert len(news._not_published) == 256
+    assert sum(map(len, news._not_published.values())) <= 256 * 2000
+    with pytest.raises(StateError):
+        news.wait(999, timeout_s=1.0)
+    with pytest.raises(DeadlineExceededError):
+        news.wait(1000, timeout_s=0.01)
+
+
+def test_who_keeps_up_and_has_it_not_is_behind() -> None:
+    news = PublishTracker()
+    assert news.behind(1) is None
+    fetched(news, "gone", 1)
+    fetched(news, "slow", 10)
+    fetched(news, "quick", 20)
+    assert news.behind(20) == ("slow",)
+    assert news.behind(30) == ("slow", "quick")
+    fetched(news, "slow", 30, ok=False)
+    assert news.behind(30) == ("slow", "quick")
+    fetched(news, "slow", 30)
+    assert news.behind(30) == ("quick",)
+    fetched(news, "quick", 30)
+    assert news.behind(30, wait_s=60.0) == (), "and nothing is waited for"
+
+
+def test_a_wait_for_receivers_ends_with_its_time() -> None:
+    assert PublishTracker().behind(1, wait_s=0.01) is None

@@ -1,0 +1,221 @@
+"""TrainingRanks on two real ranks: an error on either is known to both, and both stay in step afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.standins.processes import children, free_port, in_gloo_world, run_ranks
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.errors import (
+    ExtractError,
+    LoadError,
+    SyncFailedError,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles.fanout import EngineFanout
+from weightsync.load.module import ModuleWeightLoader
+from weightsync.trainer.push import PushSync
+from weightsync.trainer.ranks import TrainingRanks
+from weightsync.transfer.registry import strategy_named
+
+SCHEDULING_S = 1.0  # between a moment and the thread that waits for it, where everything else runs too
+
+
+def facts(error: BaseException) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+# --- alone ---
+
+
+def test_a_rank_that_is_alone_agrees_with_itself() -> None:
+    ranks = TrainingRanks(timeout_s=1)
+    assert (ranks.rank, ranks.world_size) == (0, 1)
+    assert ranks.agree(True)
+    assert not ranks.agree(False)
+    assert ranks.exchange({"a": 1}) == [{"a": 1}]
+    error = VersionError("no")
+    with pytest.raises(VersionError) as caught:
+        ranks.settle(error)
+    assert caught.value is error is ranks.agreed_error
+    assert ranks.settle(None, a=1)[0]["a"] == 1
+    assert ranks.agreed_error is None
+    ranks.close()
+    ranks.close()
+
+
+# --- two ranks ---
+
+
+def in_step(rank: int, world_size: int) -> list[Any]:
+    """Every way to agree, with an error on either rank, on both and on none; after each, both are in step."""
+    ranks = TrainingRanks(timeout_s=20)
+    said: list[Any] = [ranks.agree(rank == 1), ranks.agree(False), ranks.agree(True)]
+    for faulty in ([0], [1], [0, 1], []):
+        error: WeightSyncError | None = None
+        if rank in faulty:
+            error = SyncFailedError(f"of rank {rank}", causes={"e": LoadError("no room", parameter="w")})
+        try:
+            ranks.settle(error, extra=rank)
+            said.append("ok")
+        except WeightSyncError as caught:
+            said.append(facts(caught) if caught is ranks.agreed_error else ("not the agreed one", ""))
+        said.append(ranks.exchange({"rank": rank, "faulty": faulty, "text": "ü" * (rank * 1000)}))
+        said.append(ranks.agree(rank == 0))
+    return said
+
+
+def test_an_error_on_any_rank_is_raised_on_every_rank_and_both_stay_in_step() -> None:
+    zero, one = run_ranks(in_step, 2)
+    assert zero[:3] == one[:3] == [True, False, True]
+    for index, faulty in enumerate(([0], [1], [0, 1], [])):
+        base = 3 + 3 * index
+        for rank, said in enumerate((zero, one)):
+            outcome, exchanged, agreed = said[base : base + 3]
+            if faulty:
+                kind, text = outcome
+                assert kind == "SyncFailedError", "typed on every rank"
+                assert "no room" in text, "the cause is told on every rank"
+                assert f"of rank {rank if rank in faulty else faulty[0]}" in text, "one's own error first"
+            else:
+                assert outcome == "ok"
+            assert [what["rank"] for what in exchanged] == [0, 1]
+            assert all(what["faulty"] == faulty for what in exchanged)
+            assert [len(what["text"]) for what in exchanged] == [0, 1000]
+            assert agreed is True
+
+
+def lonely(rank: int, world_size: int, conn: Any) -> Any:
+    ranks = TrainingRanks(timeout_s=8)
+    conn.send("ready")
+    conn.recv()
+    started = time.monotonic()
+    seen = []
+    for call in (lambda: ranks.agree(False), lambda: ranks.exchange({}), lambda: ranks.settle(LoadError("mine"))):
+        try:
+            call()
+        except WeightSyncError as error:
+            seen.append(type(error).__name__)
+    conn.send((seen, time.monotonic() - started))
+    conn.recv()
+
+
+def test_a_rank_that_is_killed_is_noticed_at_once_and_not_waited_for_again() -> None:
+    with children() as start:
+        port = free_port()
+        two = [start(in_gloo_world, rank, 2, port, lonely, (), talk=True, name=f"rank{rank}") for rank in range(2)]
+        assert [child.recv(30) for child in two] == ["ready", "ready"]
+        two[1].kill()
+        two[0].conn.send("go")
+        seen, seconds = two[0].recv(20)
+    assert seen == ["TrainerRankError", "TrainerRankError", "LoadError"], "one's own error stays the one that is told"
+    assert seconds < 5
+
+
+def meets(rank: int, world_size: int, conn: Any) -> Any:
+    """Makes a group with the other rank, and agrees with it, each within a second."""
+    conn.send("ready")
+    while (order := conn.recv()) is not None:
+        started = time.monotonic()
+        try:
+            if order == "meet":
+                ranks = TrainingRanks(timeout_s=1)
+            ranks.agree(False)
+            conn.send(("ok", time.monotonic() - started))
+        except WeightSyncError as error:
+            conn.send((type(error).__name__, time.monotonic() - started))
+    os._exit(0)  # the default group has lost a member
+
+
+@pytest.mark.parametrize("orders", [["meet"], ["meet", "agree"]], ids=" ".join)
+def test_a_rank_that_is_stopped_costs_the_time_out_and_no_more(orders: list[str]) -> None:
+    """While the ranks' group is made (seen red with one that the caller makes: torch's own error), and in it."""
+    with children() as start:
+        port = free_port()
+        two = [start(in_gloo_world, rank, 2, port, meets, (), talk=True, name=f"rank{rank}") for rank in range(2)]
+        assert [child.recv(30) for child in two] == ["ready", "ready"]
+        for order in orders[:-1]:
+            for child in two:
+                child.conn.send(order)
+            assert [child.recv(30)[0] for child in two] == ["ok", "ok"]
+        two[1].stop()
+        two[0].conn.send(orders[-1])
+        kind, seconds = two[0].recv(30)
+    assert kind == "TrainerRankError"
+    assert seconds < 1 + SCHEDULING_S
+
+
+def push_of(rank: int, *, strategy: str = "broadcast", chunks: int = 0) -> tuple[PushSync, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    client = EngineFanout([EmbeddedEngine.of(ModuleWeightLoader(nn.Linear(3, 2)))]) if rank == 0 else None
+    return PushSync(
+        ModuleWeightExtractor(model, chunk_bytes=1 << 20 if chunks else None),
+        client,
+        strategy=strategy_named(strategy),
+        transfer_timeout_s=15.0,
+        join_timeout_s=10.0,
+    ), model
+
+
+def diverging(rank: int, world_size: int) -> list[Any]:
+    """Ranks that do not mean the same sync; after each a good one."""
+    push, model = push_of(rank)
+    seen: list[Any] = []
+
+    def attempt(version: int) -> None:
+        started = time.monotonic()
+        try:
+            seen.append(push.sync_weights(version).version.number)
+        except WeightSyncError as error:
+            seen.append(facts(error)[0])
+        assert time.monotonic() - started < 8, "told at once, not at a deadline"
+
+    attempt(1)  # nobody called initialize
+    push.initialize()
+    attempt(1)
+    attempt(2 + rank)
+    attempt(4)
+    original = push._parts.extractor.metadata
+    if rank == 1:
+        push._parts.extractor.metadata = lambda dtype=None: original(dtype)[:1]  # type: ignore[method-assign]
+    attempt(5)
+    push._parts.extractor.metadata = original  # type: ignore[method-assign]
+    attempt(6)
+    if rank == 1:
+        push._parts.extractor.metadata = lambda dtype=None: {}["a hook that fails"]  # type: ignore[method-assign]
+    attempt(7)
+    push._parts.extractor.metadata = original  # type: ignore[method-assign]
+    attempt(8)
+    attempt(7)
+    attempt(9)
+    push.close()
+    for options, words in (({"strategy": ["broadcast", "cuda_ipc"][rank]}, "strategy"), ({"chunks": rank}, "chunks")):
+        other = push_of(rank, **options)[0]
+        other.initialize()
+        try:
+            other.sync_weights(1)
+        except WeightSyncError as error:
+            seen.append((facts(error)[0], words in str(error)))
+        other.close()
+    assert model is not None
+    return seen
+
+
+def test_ranks_that_do_not_mean_the_same_sync_are_told_at_once_and_stay_in_step() -> None:
+    zero, one = run_ranks(diverging, 2)
+    for said in (zero, one):
+        assert said[1:6] == [1, "ConfigError", 4, "ConfigError", 6]
+        assert said[0] == "StateError"
+        assert isinstance(said[6], str), "an extractor that can't even say what it has"
+        assert said[7:10] == [8, "VersionError", 9]
+        assert said[10:] == [("ConfigError", True)] * 2, "another strategy, other chunks"
+    assert one[6] == ExtractError.__name__

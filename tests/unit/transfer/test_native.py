@@ -1,0 +1,209 @@
+"""Native calls that come back late, or never: whoever waits keeps the deadline, and nothing late does harm."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from tests.standins.processes import Child, children
+from weightsync.errors import GroupJoinError, StateError, TransferAbortedError
+from weightsync.handles.fanout import in_thread
+from weightsync.transfer import native
+from weightsync.transfer.broadcast import BroadcastTransferStrategy
+from weightsync.transfer.group import OpenStore, join_group
+from weightsync.transfer.native import NativeThread, num_left_behind
+from weightsync.types import Deadline, TorchDistributedWeightSyncInitInfo
+
+JOIN_S = 1.0
+SCHEDULING_S = 1.0  # between a moment and the thread that waits for it, on a machine where everything else runs too
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    with children() as start:
+        yield start
+
+
+@pytest.fixture(autouse=True)
+def nobody_left_behind() -> None:
+    """What an earlier test left behind has come back: gloo gives up in the end."""
+    wait_until_left(0)
+
+
+def wait_until_left(number: int) -> None:
+    end = time.monotonic() + 60
+    while num_left_behind() > number:
+        assert time.monotonic() < end
+        time.sleep(0.01)  # between two looks
+
+
+class Group:
+    """Something that a thread holds."""
+
+
+def test_a_call_that_never_comes_back_costs_the_deadline_and_is_left_behind() -> None:
+    """When it does come back it finds that it was given up: what it held and made goes, in its own thread."""
+    released, dropped_by = threading.Event(), []
+    thread = NativeThread("late")
+
+    def hang(held: dict[str, Any]) -> Group:
+        held["group"] = Group()
+        weakref.finalize(held["group"], lambda: dropped_by.append(threading.current_thread().name))
+        released.wait()
+        return held["group"]
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        thread.call(hang, deadline=Deadline(0.2))
+    assert time.monotonic() - began < 0.2 + SCHEDULING_S
+    assert num_left_behind() == 1
+    assert thread.given_up
+    with pytest.raises(TransferAbortedError):
+        thread.call(lambda held: None, deadline=Deadline(60))
+    released.set()
+    assert thread._inside.ended.wait(30)
+    assert num_left_behind() == 0
+    assert dropped_by == ["late"]
+
+
+def test_who_looks_beside_the_call_may_give_up_early() -> None:
+    released = threading.Event()
+    thread = NativeThread("watched")
+
+    def look() -> None:
+        raise GroupJoinError("an engine said no")
+
+    with pytest.raises(GroupJoinError):
+        thread.call(lambda held: released.wait(), deadline=Deadline(60), watch=look)
+    assert thread.given_up
+    released.set()
+
+
+def test_what_fails_holds_nothing_back() -> None:
+    """An error's frames would keep a group, and so its sockets, as long as anybody keeps the error."""
+    alive: list[weakref.ref[Group]] = []
+
+    def fail(held: dict[str, Any]) -> None:
+        group = Group()
+        alive.append(weakref.ref(group))
+        try:
+            raise ValueError("inner")
+        except ValueError as error:
+            raise RuntimeError("outer") from error
+
+    thread = NativeThread("fails")
+    with pytest.raises(RuntimeError, match="outer") as caught:
+        thread.call(fail, deadline=Deadline(30))
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert alive[0]() is None
+    thread.close()
+
+
+def test_only_so_many_may_be_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(native, "MAX_LEFT_BEHIND", 3)
+    left = []
+    for _ in range(3):
+        left.append(NativeThread("left"))
+        with pytest.raises(TimeoutError):
+            left[-1].call(lambda held: released.wait(), deadline=Deadline(0.01))
+    with pytest.raises(StateError, match="restart this process"):
+        NativeThread("one too many")
+    with pytest.raises(StateError, match="restart this process"):
+        BroadcastTransferStrategy().create_init_info({"e": 1})
+    released.set()
+    assert all(thread._inside.ended.wait(30) for thread in left)
+    NativeThread("fine again").close()
+
+
+def join_all(info: TorchDistributedWeightSyncInitInfo, ranks: tuple[int, ...], conn: Any) -> None:
+    """Every worker of an engine joins; says how each fared."""
+    joins = [in_thread(lambda rank=rank: join_group(info, rank=rank), name=f"rank-{rank}") for rank in ranks]
+    conn.send([str(join.exception()) for join in joins])
+
+
+def stopped(child: Child) -> None:
+    child.stop()
+    end = time.monotonic() + 30
+    while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < end
+
+
+def mesh_of_stopped_workers(start: Any) -> GroupJoinError | None:
+    """Why rank 0 could not join; None: it could, for gloo lets the one whose port is higher connect, and if that is
+    rank 0 towards all of them, nobody needs them to do anything."""
+    workers = (1, 2, 3)
+    info, token = BroadcastTransferStrategy(join_timeout_s=60).create_init_info({"e": len(workers)})
+    assert isinstance(token, OpenStore)
+    child = start(join_all, info, workers, talk=True)
+
+    def let_them_connect(held: dict[str, Any]) -> None:
+        store = PrefixStore(info.group_name, held["store"])
+        store.set("joined/0", "1")
+        store.wait([f"joined/{rank}" for rank in workers] + [f"0/{rank}" for rank in workers])
+
+    token.thread.call(let_them_connect, deadline=Deadline(60))
+    stopped(child)
+    began = time.monotonic()
+    try:
+        join_group(msgspec.structs.replace(info, join_timeout_s=JOIN_S), rank=0, store=token).close()
+    except GroupJoinError as error:
+        return error
+    finally:
+        assert time.monotonic() - began < JOIN_S + SCHEDULING_S
+    child.kill()
+    return None
+
+
+def test_a_mesh_that_does_not_come_up_costs_the_join_timeout_and_no_more(start: Any) -> None:
+    """Three workers come, say where they listen, and are stopped: TCP takes connections to them, nobody shakes hands.
+
+    Gloo waits for each of them in turn: its connectFullMesh of a time-out of 2 s came back after 10 s with 'Connect
+    timeout', on an idle machine. Seen red with a group that is made by the thread that waits.
+    """
+    for _ in range(12):
+        if (refused := mesh_of_stopped_workers(start)) is not None:
+            break
+    assert refused is not None, "it came up each time"
+    assert "did not connect to each other within 1 s" in str(refused)
+    assert num_left_behind() == 1
+
+    strategy = BroadcastTransferStrategy(join_timeout_s=30)  # and the next one is as good as any
+    info, token = strategy.create_init_info({"e": 1})
+    other = in_thread(lambda: strategy.create_receiver(info, rank=1), name="join")
+    group = join_group(info, rank=0, store=token)  # type: ignore[arg-type]
+    received = torch.zeros(8, dtype=torch.uint8)
+    receiver = other.result(30)
+    arrived = in_thread(lambda: receiver._group.broadcast(received, deadline=Deadline(30)), name="receive")  # type: ignore[attr-defined]
+    group.broadcast(torch.arange(8, dtype=torch.uint8), deadline=Deadline(30))
+    arrived.result(30)
+    assert received.tolist() == list(range(8))
+    group.close()
+    receiver.close()
+
+
+def open_and_wait(conn: Any) -> None:
+    conn.send(BroadcastTransferStrategy(join_timeout_s=60).create_init_info({"e": 1})[0])
+    conn.recv()
+
+
+def test_a_trainer_that_is_stopped_costs_a_worker_the_join_timeout_and_no_more(start: Any) -> None:
+    """Its store takes the connection and never answers. Seen red with a store's client in the worker's own thread."""
+    child = start(open_and_wait, talk=True)
+    info = msgspec.structs.replace(child.recv(), join_timeout_s=JOIN_S)
+    stopped(child)
+    began = time.monotonic()
+    with pytest.raises(GroupJoinError, match=r"ranks \[0\] of 2"):
+        join_group(info, rank=1)
+    assert time.monotonic() - began < JOIN_S + SCHEDULING_S
+    child.kill()
+    wait_until_left(0)  # the dead trainer's connection broke

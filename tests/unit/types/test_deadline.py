@@ -1,0 +1,29 @@
+"""Waits that share a deadline do not add up."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from weightsync.errors import DeadlineExceededError
+from weightsync.types import Deadline
+
+
+def test_waits_that_share_a_deadline_do_not_add_up() -> None:
+    deadline = Deadline(0.05)
+    assert 0 < deadline.check("a start") <= 0.05
+    threading.Event().wait(deadline.remaining_s)
+    while not deadline.expired:
+        pass
+    assert deadline.remaining_s == 0.0
+    with pytest.raises(DeadlineExceededError, match=r"no answer within 0\.05 s") as caught:
+        deadline.check("answer", rank=3, state_left="nothing was changed")
+    assert (caught.value.rank, caught.value.state_left) == (3, "nothing was changed")
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -5.0])
+def test_a_deadline_that_has_passed(timeout_s: float) -> None:
+    assert Deadline(timeout_s).expired
+    with pytest.raises(DeadlineExceededError):
+        Deadline(timeout_s).check("anything")
