@@ -28,6 +28,7 @@ def ray_cluster() -> Iterator[Any]:
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # Ray would write one into the home folder
+        "RAY_worker_niceness": "0",  # not 15: beside the suite's other processes actors would starve
         "RAY_memory_monitor_refresh_ms": "0",  # a machine that is busy with other tests is no reason to kill actors
         "RAY_enable_metrics_collection": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

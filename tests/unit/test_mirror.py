@@ -84,7 +84,6 @@ ELSEWHERE = {
     "demo/ray_job": "cluster/test_ray_launch.py",
     # A real vLLM, or stand-ins of each of its releases.
     "control/methods/disk_engines": "engines/test_methods_vllm.py",
-    "demo/vllm_engine": "engines/test_demo_vllm.py",
     "demo/sglang_engine": "engines/test_demo_sglang.py",
     "engine/vllm/peers": "engines/test_vllm_http.py",
     "engine/vllm/plugin": "contract/test_vllm_backend.py",

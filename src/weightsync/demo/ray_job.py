@@ -41,6 +41,8 @@ class RayJob:
 
     def __enter__(self) -> RayJob:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray runs actors at nice 15: on a busy machine an engine that starts in one was seen to starve.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             import ray
         except ImportError as error:

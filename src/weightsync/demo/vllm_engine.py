@@ -7,7 +7,6 @@ over HTTP, as a rollout worker would.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -36,7 +35,9 @@ from weightsync.types import Deadline, DescribeRequest, EngineOp, Version
 _MODEL_NAME = "demo"
 _REST_S = 0.05
 _ASK_S = 60.0
-_PR_SET_PDEATHSIG = 1
+_GUARD = 'exec 3<&0; (read -r word <&3 && exit; kill -TERM "-$0"; sleep 10; kill -KILL "-$0") >/dev/null 2>&1 &'
+"""Ends a process group when whoever holds the other end of its standard input dies; a line there lets it go. It is
+nobody's child: Ray kills an actor's children, here vLLM's front end, and what those started went on for ever."""
 
 
 class VllmServer:
@@ -55,6 +56,7 @@ class VllmServer:
         self._model = model
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         self.url = ""
 
@@ -95,8 +97,10 @@ class VllmServer:
             # For killpg, and not a session of its own: Linux schedules sessions as groups (sched_autogroup), and on two
             # cores threads of the trainers' group were seen to wait a minute for a core that vLLM's worker was using.
             process_group=0,
-            preexec_fn=_die_with_parent,
             env=self._environment(),
+        )
+        self._guard = subprocess.Popen(
+            ("/bin/sh", "-c", _GUARD, str(self._process.pid)), stdin=subprocess.PIPE, process_group=0
         )
         try:
             self._wait_until_ready()
@@ -115,6 +119,9 @@ class VllmServer:
                     os.killpg(process.pid, sent)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(10)
+        if self._guard is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.communicate(b"over\n", timeout=5)
         if self._log is not None:
             self._log.close()
 
@@ -264,8 +271,3 @@ class VllmDemoEngine:
 def vllm_handle(url: str, engine_id: str) -> VllmEngine:
     """How a trainer reaches the server: the routes that vLLM itself has."""
     return VllmEngine(VllmHttpApi(url), engine_id=engine_id)
-
-
-def _die_with_parent() -> None:
-    """In the server's process, before it starts: end when the process that started it is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
