@@ -2,6 +2,9 @@
 
 A worker takes one group of tests after the other. A group is a file, so that what a module's fixtures start is started
 once; files that share more are named in TOGETHER. Groups that take long come first, so that short ones fill the end.
+At most two groups run a real engine at once: a vLLM or SGLang that starts keeps a core busy.
+A worker that has run Ray's tests ends with them: a process that was Ray's driver keeps threads that outlive the
+cluster, and no other test runs there. So they come so late that they end with the others.
 A test marked `alone` looks at the whole machine, or needs it quiet: no other test runs beside it.
 """
 
@@ -17,14 +20,16 @@ from hypothesis import HealthCheck, settings
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "weightsync"
 
+ENGINE = "one vLLM server"
+RAY = "one Ray cluster"
 TOGETHER = {
-    "cluster": "one Ray cluster",
-    "engines/test_controller_file.py": "one vLLM server",
-    "engines/test_matrix.py": "one vLLM server",
-    "engines/test_methods_vllm.py": "one vLLM server",
-    "engines/test_pull_vllm.py": "one vLLM server",
-    "engines/test_vllm_http.py": "one vLLM server",
-    "engines/test_vllm_in_flight.py": "one vLLM server",
+    "cluster": RAY,
+    "engines/test_controller_file.py": ENGINE,
+    "engines/test_matrix.py": ENGINE,
+    "engines/test_methods_vllm.py": ENGINE,
+    "engines/test_pull_vllm.py": ENGINE,
+    "engines/test_vllm_http.py": ENGINE,
+    "engines/test_vllm_in_flight.py": ENGINE,
     "multiproc/test_extract_deepspeed.py": "one pool of ranks",
     "multiproc/test_extract_megatron.py": "one pool of ranks",
     "multiproc/test_offload_trainers.py": "one pool of ranks",
@@ -42,7 +47,6 @@ FIRST = (
     "engines/test_vllm_in_flight.py",
     "multiproc/test_push_faults.py",
     "multiproc/test_demo.py",
-    "cluster",
     "engines",
     "multiproc",
     "documents",
@@ -50,8 +54,19 @@ FIRST = (
     "contract",
     "unit/engine/test_embedded_patches.py",
 )
-"""Files and folders that take long, longest first; the others follow in their usual order. Servers of vLLM do not all
-start at once: a start keeps a core busy."""
+"""Files and folders that take long, longest first; the others follow in their usual order, Ray's before LAST."""
+
+LAST = tuple(f"unit/{room}" for room in ("load", "memory", "net", "trainer", "transfer", "types", "update", "verbs"))
+    "unit/load",
+    "unit/memory",
+    "unit/net",
+    "unit/trainer",
+    "unit/transfer",
+    "unit/types",
+    "unit/update",
+    "unit/verbs",
+)
+MOST_ENGINES = 2
 
 
 settings.register_profile(
@@ -81,6 +96,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return _group(Path(nodeid.partition("::")[0]).relative_to(TESTS.name).as_posix())
 
+        def _reschedule(self, node: Any) -> None:
+            if RAY in self.assigned_work.get(node, ()) and not node.shutting_down:
+                node.shutdown()  # when it has run what it was given
+            super()._reschedule(node)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            busy = sum(
+                any(_has_engine(scope) and not all(done.values()) for scope, done in work.items())
+                for other, work in self.assigned_work.items()
+                if other is not node
+            )
+            if busy >= MOST_ENGINES:
+                light = next((scope for scope in self.workqueue if not _has_engine(scope)), None)
+                if light is not None:
+                    self.workqueue.move_to_end(light, last=False)
+            super()._assign_work_unit(node)
+
     config.option.loadscopereorder = False
     return Groups(config, log)
 
@@ -89,5 +121,12 @@ def _group(file: str) -> str:
     return TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0]) or file
 
 
-def _turn(file: str) -> int:
-    return min((FIRST.index(place) for place in (file, file.partition("/")[0]) if place in FIRST), default=len(FIRST))
+def _has_engine(group: str) -> bool:
+    return group.startswith("engines/") or group == ENGINE
+
+
+def _turn(file: str) -> float:
+    if file.startswith(LAST):
+        return len(FIRST) + 1
+    others = len(FIRST) + 0.5 * (_group(file) == RAY)
+    return min((FIRST.index(place) for place in (file, file.partition("/")[0]) if place in FIRST), default=others)

@@ -25,5 +25,5 @@ class Advice(enum.IntEnum):
 def advise(mapped: mmap.mmap, advice: Advice) -> None:
     """Gives advice for all of a writable or private mapping; nothing happens where it is refused."""
     with contextlib.suppress(OSError, AttributeError, ValueError):
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), ctypes.c_int(advice))
+        first = ctypes.c_char.from_buffer(mapped)  # held in the call: nobody unmaps it, or maps something else there
+        ctypes.CDLL(None).madvise(ctypes.byref(first), ctypes.c_size_t(len(mapped)), ctypes.c_int(advice))

@@ -118,8 +118,8 @@ class Segment(Closing):
     def _call(self, name: str) -> None:
         """`mlock` or `munlock` of all of it, where the system has them and allows it."""
         with contextlib.suppress(OSError, AttributeError, ValueError):
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-            getattr(ctypes.CDLL(None), name)(ctypes.c_void_p(address), ctypes.c_size_t(self.size_bytes))
+            first = ctypes.c_char.from_buffer(self._map)  # held in the call: nobody unmaps it meanwhile
+            getattr(ctypes.CDLL(None), name)(ctypes.byref(first), ctypes.c_size_t(self.size_bytes))
 
     def close(self) -> None:
         """Unlinks the name and gives up the lock. Idempotent; in a forked child it only forgets."""
