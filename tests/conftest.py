@@ -57,15 +57,6 @@ FIRST = (
 """Files and folders that take long, longest first; the others follow in their usual order, Ray's before LAST."""
 
 LAST = tuple(f"unit/{room}" for room in ("load", "memory", "net", "trainer", "transfer", "types", "update", "verbs"))
-    "unit/load",
-    "unit/memory",
-    "unit/net",
-    "unit/trainer",
-    "unit/transfer",
-    "unit/types",
-    "unit/update",
-    "unit/verbs",
-)
 MOST_ENGINES = 2
 
 

@@ -48,7 +48,8 @@ def test_a_server_ends_when_its_starter_is_killed(front_end_dies_too: bool) -> N
 
 def test_a_server_that_is_closed_leaves_no_guard_behind() -> None:
     with subprocess.Popen([sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
-        assert starter.stdout is not None and starter.stdin is not None
+        assert starter.stdout is not None
+        assert starter.stdin is not None
         pids = starter.stdout.readline().split()
         guards = [each for each in psutil.process_iter() if _guards(each, pids[0].decode())]
         assert guards
