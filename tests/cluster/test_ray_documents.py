@@ -13,7 +13,7 @@ from tests.documents.kit import config
 from weightsync.adapters.compat.skyrl import BroadcastTransferStrategy, InferenceEngineClient, WeightSyncManager
 from weightsync.errors import EngineError, SyncFailedError
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 class Inference(InferenceActor):

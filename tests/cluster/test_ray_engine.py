@@ -26,7 +26,7 @@ from weightsync.errors import (
 from weightsync.handles.fanout import EngineFanout, in_thread
 from weightsync.types import CommitRequest, Deadline, DescribeRequest, EngineOp
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 GROUPS = {"urgent": 1, "asks": 1}
 

@@ -14,7 +14,7 @@ from weightsync.cluster.placement import Placement, reserved
 from weightsync.errors import DeadlineExceededError, LoadError, TrainerRankError, WeightSyncError
 from weightsync.types import Deadline
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 SMALL = Placement(rank_cpus=0.01, engine_cpus=0.01)
 

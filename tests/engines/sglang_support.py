@@ -38,7 +38,7 @@ PROMPTS: tuple[tuple[int, ...], ...] = (
 )
 SAME, DIFFERENT = 1e-5, 1e-3
 NUM_NEXT = 8
-START_S = 240.0
+START_S = 400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ from weightsync.control.methods.mock import MockMethod
 from weightsync.tensors import byte_array
 from weightsync.types import Version
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 LONG_S = 90.0
 RUN = "run"

@@ -13,7 +13,7 @@ from tests.engines.vllm_support import NEEDS_VLLM, as_the_cpu_is, vllm_is_there
 from tests.multiproc.family import run_family
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
 def test_ray_actors_train_and_vllm_follows(tmp_path: Path) -> None:
     """vLLM's own log-probabilities of unseen text agree with the trainer's, version by version, and improve.
@@ -23,7 +23,7 @@ def test_ray_actors_train_and_vllm_follows(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weightsync.cli", "demo", "--ray", "--engine", "vllm", "--strategy", "cuda_ipc"]
     ran, family = run_family(
         [*command, "--size", "tiny", "--steps", "3", "--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)],
-        timeout_s=280,
+        timeout_s=560,
         env=as_the_cpu_is(),
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -39,7 +39,7 @@ def test_ray_actors_train_and_vllm_follows(tmp_path: Path) -> None:
     assert family.alive() == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
 def test_vllm_follows_by_deltas(tmp_path: Path) -> None:
     """At a learning rate of reinforcement learning: what changed alone is fetched, and vLLM serves exactly that."""

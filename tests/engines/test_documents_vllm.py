@@ -15,7 +15,7 @@ from tests.engines.vllm_support import (
     vllm_is_there,
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
 
 
 def test_the_example_usage_loads_a_real_vllm_model(versions: Versions) -> None:

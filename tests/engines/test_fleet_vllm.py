@@ -50,7 +50,7 @@ from weightsync.load.module import ModuleWeightLoader
 from weightsync.memory import LeaseReader, ServingLease
 from weightsync.types.transfer_messages import Transport
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
 LEASE_S = 2.0
 SLACK_S = 1.0
 """What two busy cores may add."""

@@ -145,7 +145,7 @@ def _start_job(start: Callable[..., Child], kind: str, urls: dict[str, str], fol
     ]  # fmt: skip
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "strategy", "loader"), list(itertools.product(KINDS, STRATEGIES, LOADERS)))
 def test_cell(
     jobs: dict[str, dict[str, Synced] | Exception],

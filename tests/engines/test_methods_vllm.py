@@ -33,7 +33,7 @@ from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.trainer.push import PushSync
 from weightsync.types import Version
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 def v(number: int) -> Version:

@@ -35,7 +35,7 @@ from weightsync.types.service import ModelStatus, NotifyRequest
 from weightsync.types.transfer_messages import Transport
 from weightsync.update.session import UpdateSession
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 SYNC_S = 40.0
 NUM_TOKENS = 4000
 

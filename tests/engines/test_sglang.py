@@ -27,7 +27,7 @@ from weightsync.handles.sglang_api import SGLangApi
 from weightsync.types import DescribeRequest, EngineOp, WeightChunk
 from weightsync.types.transfer_messages import Transport
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(not sglang_is_there, reason=NEEDS_SGLANG)]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not sglang_is_there, reason=NEEDS_SGLANG)]
 LONG = 300
 Make = Callable[..., Pulls]
 

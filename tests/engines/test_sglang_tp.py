@@ -11,7 +11,7 @@ import weightsync
 from tests.engines.sglang_kit import Place, Pulls, model_after, place
 from tests.engines.sglang_support import NEEDS_SGLANG, sglang_is_there
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not sglang_is_there, reason=NEEDS_SGLANG)]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not sglang_is_there, reason=NEEDS_SGLANG)]
 
 
 @pytest.fixture(scope="module")

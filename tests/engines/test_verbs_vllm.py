@@ -19,7 +19,7 @@ from weightsync.errors import ConfigError, SyncFailedError
 TOKEN = "a-token-for-tests-only"
 _LONG_S = 90.0
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 def trainer_main(port: int, conn: Any) -> None:

@@ -13,7 +13,7 @@ from tests.engines.vllm_trainers import LAST_CHUNK, Trainers
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.types import AbortRequest, DescribeRequest, EngineOp, EngineReply
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 Serves = Callable[[int], None]
 
 

@@ -13,7 +13,7 @@ from tests.engines.conftest import Versions
 from tests.engines.vllm_support import DIFFERENT, LONG_PROMPT, PROMPTS, SAME, Oracle, Server, completion, next_distance
 from tests.engines.vllm_trainers import Trainers
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 NUM_TOKENS = {"keep": 600, "wait": 600, "abort": 4000}
 """On two cores a generation holds up every call to the server, so it begins when the pause is next."""
 HEAD = 2  # tokens that are there, at the least, when a sync comes

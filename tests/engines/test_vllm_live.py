@@ -28,7 +28,7 @@ from tests.engines.vllm_unpacked import VARIABLE
 from tests.standins.processes import children
 from weightsync.types.transfer_messages import Transport
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 UNPACKED = {VARIABLE: "1"}
 CLOSE = 0.02
 """Sums over two workers are rounded in another order."""

@@ -20,7 +20,7 @@ from tests.engines.vllm_support import (
     vllm_is_there,
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
 
 
 @pytest.mark.skipif(

@@ -38,7 +38,7 @@ PROMPTS: tuple[tuple[int, ...], ...] = (
 )
 SAME, DIFFERENT = 1e-6, 1e-4
 CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
-START_S = 150.0
+START_S = 300.0
 RESULT = "RESULT "
 ORACLE_FILE = "oracle.json"
 NUM_NEXT = 20

@@ -23,7 +23,7 @@ def test_the_demo_proves_every_version(tmp_path: Path, strategy: str) -> None:
     """Two ranks, two engines: digests equal, losses agree, the engine's loss falls, the files are there."""
     files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
     ran, family = run_family(
-        [*COMMAND, "--steps", "4", "--engines", "2", "--strategy", strategy, *files], timeout_s=110
+        [*COMMAND, "--steps", "4", "--engines", "2", "--strategy", strategy, *files], timeout_s=280
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -49,7 +49,7 @@ def test_the_demo_publishes_and_trains_on(tmp_path: Path) -> None:
     Seen red with a trainer that waits for each version before it trains on.
     """
     files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
-    ran, family = run_family([*COMMAND, "--path", "pull", "--steps", "6", *files], timeout_s=110)
+    ran, family = run_family([*COMMAND, "--path", "pull", "--steps", "6", *files], timeout_s=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["versions"] == list(range(1, 7))
