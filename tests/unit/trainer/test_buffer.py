@@ -369,8 +369,17 @@ def test_the_third_segment_goes_some_time_after_its_lease_though_nothing_is_publ
     with Lock(first, Reader.MAPPED):
         written(buffer)
         newest = written(buffer)
-        assert len(os.listdir(own_folder)) == 3
-        time.sleep(0.3)
+        looks, real = [0], buffer._spare._look
+
+        def counted() -> None:
+            real()
+            looks[0] += 1
+
+        monkeypatch.setattr(buffer._spare, "_look", counted)
+        end = time.monotonic() + 10
+        while looks[0] < 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
         assert len(os.listdir(own_folder)) == 3, "the lease needs it"
     end = time.monotonic() + 10
     while len(os.listdir(own_folder)) == 3:

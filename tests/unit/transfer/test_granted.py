@@ -104,14 +104,15 @@ def test_a_grant_needs_no_thread_and_ends_when_nobody_takes_it_up(
             transfer = served.grant(0, take_up_s=0.1)
             ends = socket.socketpair()
             assert transfer.attach(ends[0])
-            time.sleep(0.3)
+            unread = served.grant(1, "another", take_up_s=0.1)
+            wait_until(lambda: unread.over)
             assert not transfer.over, "it is read"
             transfer.detach(ends[0])
             for end in ends:
                 end.close()
     wait_until(lambda: not served.read_for(0))
     assert served.server.num_transfers == 0
-    assert served.ended == [("r", 0, False)]
+    assert served.ended == [("another", 1, False), ("r", 0, False)]
 
 
 def test_a_transfer_that_cannot_be_made_holds_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +309,7 @@ def test_what_was_granted_together_waits_for_its_turn(served: Served) -> None:
     ends = socket.socketpair()
     assert first.attach(ends[0])
     wait_until(lambda: alone.over)
-    time.sleep(0.2)
-    assert not second.over
+    assert not second.over, "granted before the other, for as long"
     first.detach(ends[0])
     wait_until(lambda: first.over and second.over)
     for end in ends:
@@ -343,9 +343,13 @@ def test_a_crowd_of_transfers_is_refused_and_a_receivers_own_counts_once(
 def test_what_was_granted_together_is_renewed_together(served: Served) -> None:
     first = served.grant(0, take_up_s=0.3)
     second = served.grant(1, take_up_s=0.3, beside=(first,))
-    for _ in range(8):
+    alone = served.grant(2, "another", take_up_s=0.3)
+
+    def renewed_until_the_other_is_over() -> bool:
         served.server.renew(first.id)
-        time.sleep(0.1)
+        return alone.over
+
+    wait_until(renewed_until_the_other_is_over)
     assert not first.over
     assert not second.over
     wait_until(lambda: first.over and second.over)

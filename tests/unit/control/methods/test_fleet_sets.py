@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -170,7 +169,7 @@ def test_a_call_that_was_not_waited_for_takes_nothing_back(world: World) -> None
     assert bring(method, 2) == 2
     b.beat()
     go.set()
-    time.sleep(0.2)  # the late call ends somewhere in here
+    until(lambda: not any(thread.name == "weightsync-fleet" for thread in threading.enumerate()), "the late call ends")
     current = world.pool.current("actor")
     assert current is not None
     assert current.of == v(2)
