@@ -65,7 +65,7 @@ class DemoEngine:
     def close(self) -> None:
         """Stops generating."""
         self._ended.set()
-        self._thread.join(5)
+        self._thread.join(60)  # Python's end aborts the process where a thread is inside of torch still
 
     def report(self) -> dict[str, Any]:
         """Loss on the held-out text and a sample, both under one version; what was generated since the last report."""
