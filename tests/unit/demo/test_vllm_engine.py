@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from weightsync.types import Deadline
+
 STARTER = """
 import sys
 from pathlib import Path
@@ -51,8 +53,10 @@ def test_a_server_that_is_closed_leaves_no_guard_behind() -> None:
         assert starter.stdout is not None
         assert starter.stdin is not None
         pids = starter.stdout.readline().split()
-        guards = [each for each in psutil.process_iter() if _guards(each, pids[0].decode())]
-        assert guards
+        # The shell that starts the guard ends at once: a list of processes made between the two has neither.
+        deadline = Deadline(30)
+        while not (guards := [each for each in psutil.process_iter() if _guards(each, pids[0].decode())]):
+            assert not deadline.expired
         starter.stdin.close()
         assert starter.wait(30) == 0
         assert psutil.wait_procs(guards, timeout=10)[1] == []
