@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.engines import vllm_faults
 from tests.engines.conftest import Versions
@@ -26,6 +27,7 @@ from tests.engines.vllm_support import (
 )
 from tests.engines.vllm_unpacked import VARIABLE
 from tests.standins.processes import children
+from weightsync.cli import app
 from weightsync.types.transfer_messages import Transport
 
 pytestmark = pytest.mark.timeout(600)
@@ -123,6 +125,26 @@ def test_a_patch_that_fails_half_way_is_undone(one: Live, pulls: Callable[[], Pu
     one.serves(few=False)
 
 
+def test_live_weights_are_read_again_when_somebody_asks(one: Live, pulls: Callable[[], Pulls]) -> None:
+    """Also behind a patch. One bit that nobody published: its state says so, and the next version comes in full."""
+    there = pulls()
+    for few in (False, True):
+        there.publish(1, few=few)
+        there.sync()
+        assert verified(one.server) == 0
+    vllm_faults.arm(one.server.folder, {"at": "audit", "do": "corrupt"})
+    assert verified(one.server) == 1
+    there.publish(1)
+    assert there.sync().num_patched == 0
+    assert verified(one.server) == 0
+    one.serves(few=False)
+
+
+def verified(server: Server) -> int:
+    """The exit code of `weightsync verify`."""
+    return CliRunner().invoke(app, ["verify", f"vllm+{server.url}"]).exit_code
+
+
 def test_two_tensor_parallel_workers_patch_their_shards_together(versions: Versions, tmp_path: Path) -> None:
     """Each writes its own part. One that fails half-way: the other takes its part back, and both load in full.
 
@@ -148,3 +170,6 @@ def test_two_tensor_parallel_workers_patch_their_shards_together(versions: Versi
         assert not vllm_faults.armed(two.server.folder)
         brings(False, patched=1)
         assert distance(told[False], told[True]) >= 2 * CLOSE
+        assert verified(two.server) == 0
+        vllm_faults.arm(two.server.folder, {"at": "audit", "do": "corrupt", "worker": 1})
+        assert verified(two.server) == 1

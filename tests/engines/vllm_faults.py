@@ -1,9 +1,9 @@
 """A vLLM plugin for tests: makes a worker's real loader fail where a file says so. Each fault fires once.
 
-The file, JSON: {"at": "begin" | "receive" | "load" | "commit" | "reload" | "patch", "chunk": k, "do": "raise" |
-"corrupt" | "kill", "worker": index}. "receive" is where bytes have come and nobody has looked at them, "reload" the
-middle of vLLM's own reload, when live weights are gone in part, "patch" the middle of a patch, when live weights are
-written in part.
+The file, JSON: {"at": "begin" | "receive" | "load" | "commit" | "reload" | "patch" | "audit", "chunk": k, "do":
+"raise" | "corrupt" | "kill", "worker": index}. "receive" is where bytes have come and nobody has looked at them,
+"reload" the middle of vLLM's own reload, when live weights are gone in part, "patch" the middle of a patch, when live
+weights are written in part; "corrupt" at "audit" turns a bit of the live weights before they are read.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def disarm(folder: Path) -> None:
 
 def register() -> None:
     """vLLM calls it in each of its processes; it wraps weightsync's loader, nothing of vLLM."""
+    import torch
+
     from weightsync.codec.full import FullDecoder
     from weightsync.load import vllm as loader
 
@@ -60,6 +62,7 @@ def register() -> None:
     if getattr(kind, "has_faults", False):
         return
     kind.has_faults = True
+    audited = kind.audited
     begin, load, commit, reload = kind.begin, kind.load_weights, kind.commit, loader.LayerwiseReload.load
     decode = FullDecoder.decode
     chunks: dict[int, int] = {}
@@ -81,6 +84,12 @@ def register() -> None:
     def faulty_commit(self: Any, version: Any) -> None:
         _fire("commit")
         commit(self, version)
+
+    def faulty_audited(self: Any) -> Any:
+        if _take("audit", -1, "corrupt"):
+            piece = next(iter(self._plan.pieces.values()))[0]
+            piece.live.detach().view(-1)[:1].view(torch.uint8)[0] ^= 1
+        return audited(self)
 
     def faulty_reload(self: Any, weights: Iterable[tuple[str, Any]]) -> None:
         def some() -> Iterator[tuple[str, Any]]:
@@ -104,6 +113,7 @@ def register() -> None:
         _fire("patch")
 
     live.ShardPatch.apply = faulty_apply  # type: ignore[method-assign]
+    kind.audited = faulty_audited
     kind.begin, kind.load_weights, kind.commit = faulty_begin, faulty_load, faulty_commit
     loader.LayerwiseReload.load = faulty_reload  # type: ignore[method-assign]
     FullDecoder.decode = faulty_decode  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli import check, controller, demo, doctor, pull, serve, status, trace
+from weightsync.cli import check, controller, demo, doctor, pull, serve, status, trace, verify
 
 app = typer.Typer(
     help="Moves updated weights from a trainer to rollout engines, and says what of it is proved.",
@@ -30,7 +30,7 @@ def root(
         raise typer.Exit(2)
 
 
-for _command in (serve, check, doctor, demo, pull, controller, status, trace):
+for _command in (serve, check, doctor, verify, demo, pull, controller, status, trace):
     _command.register(app)
 
 

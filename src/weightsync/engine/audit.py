@@ -7,19 +7,25 @@ the sum of what the patch has changed in it: so an audit goes on over as many pa
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from weightsync.codec.digest import ShardSum, model_digest, shard_sum
 from weightsync.errors import DigestMismatchError, TransferAbortedError
+from weightsync.handles.fanout import in_thread
+from weightsync.load.base import WeightLoader
 from weightsync.plan.boxes import split_box, whole_box
-from weightsync.types import HeldTensor, TensorSpec, Version, itemsize_bytes
+from weightsync.types import HeldTensor, Manifest, TensorSpec, Version, itemsize_bytes
+
+_logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
 """Small enough that a piece is summed by the audit's own thread alone, and that stopping it takes no time."""
 _NICE = 10
 _ENDS_S = 2.0
+_REFUSES = "this engine refuses to serve until the next full load"
 
 
 class Audit:
@@ -51,11 +57,23 @@ class Audit:
         for name in self._sums.keys() & changes:
             self._sums[name] += changes[name]
 
-    def run(self, held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
+    def run(
+        self,
+        held: Iterable[HeldTensor],
+        specs: Iterable[TensorSpec],
+        *,
+        differs: Callable[[str], str | None] = lambda _: None,
+    ) -> str:
         """The digest of what is held; on one core, behind everything else that wants it.
+
+        Args:
+            held: what is read.
+            specs: all tensors.
+            differs: asked behind each tensor that is read: how what is live differs from it.
 
         Raises:
             TransferAbortedError: it was paused; a tensor that it was at is read anew in the next run.
+            DigestMismatchError: what is live differs.
         """
         _be_nice()
         try:
@@ -64,17 +82,25 @@ class Audit:
                 if each.box is not None:
                     parts += self._read(each)
                 elif each.spec.name not in self._sums:
-                    self._sums[each.spec.name] = self._read(each)
+                    self._sums[each.spec.name] = self._compared(self._read(each), each.spec.name, differs)
             return model_digest(specs, sum(self._sums.values(), parts))
         finally:
             self._idle.set()
+
+    def _compared(self, total: ShardSum, name: str, differs: Callable[[str], str | None]) -> ShardSum:
+        why = differs(name)
+        if self._paused.is_set():
+            raise _paused()
+        if why is not None:
+            raise DigestMismatchError(f"an audit found: {why}", parameter=name, state_left=_REFUSES)
+        return total
 
     def _read(self, each: HeldTensor) -> ShardSum:
         total = ShardSum.zero()
         box = each.box or whole_box(each.spec.shape)
         for block in split_box(box, _PIECE_BYTES // itemsize_bytes(each.spec.dtype)):
             if self._paused.is_set():
-                raise TransferAbortedError("the audit was paused: another session began")
+                raise _paused()
             cut = tuple(
                 slice(place - start, place - start + extent)
                 for place, start, extent in zip(block.offset, box.offset, block.shape, strict=True)
@@ -83,15 +109,21 @@ class Audit:
         return total
 
 
+def _paused() -> TransferAbortedError:
+    return TransferAbortedError("the audit was paused: another session began")
+
+
 class Audits:
     """The audits of one worker, one after the other. Not thread-safe: the worker calls it under its lock.
 
     Attributes:
         failure: what the last one found; None where all is well.
+        asked: held while somebody who asked for one waits for it; others wait for it without the worker's lock.
     """
 
     def __init__(self) -> None:
         self.failure: DigestMismatchError | None = None
+        self.asked = threading.Lock()
         self._current: Audit | None = None
 
     @property
@@ -125,22 +157,60 @@ class Audits:
         """The next one reads everything again."""
         self._current = None
 
-    def judge(self, audit: Audit, digest: str, *, of: Version, committed: str | None) -> None:
+    def reading(
+        self, loader: WeightLoader, manifest: Manifest, *, lock: threading.RLock, before: Callable[[], None]
+    ) -> Callable[[], None]:
+        """What reads all that is live, in a thread of its own, and judges it. It raises as `judge`.
+
+        Args:
+            loader: no bracket of it is open.
+            manifest: of what was committed.
+            lock: held now; what is given back takes it to judge.
+            before: called in that thread first.
+
+        Raises:
+            UnsupportedError: live weights can't be told.
+        """
+        self.pause()
+        held = list(loader.audited())  # now: within a bracket it gives what will serve
+        audit = self.begin()
+
+        def run() -> str | DigestMismatchError:
+            before()
+            try:
+                return audit.run(held, manifest.tensors, differs=loader.differs)
+            except DigestMismatchError as error:
+                return error
+
+        def read() -> None:
+            found = in_thread(run, name="weightsync-audit").result()
+            with lock:
+                self.judge(audit, found, of=manifest.version, committed=manifest.model_digest)
+
+        return read
+
+    def judge(self, audit: Audit, found: str | DigestMismatchError, *, of: Version, committed: str | None) -> None:
         """What a run has read, against what was committed.
 
         Raises:
+            TransferAbortedError: it was paused: it says nothing.
             DigestMismatchError: it is another; `failure` from now on.
         """
         if audit.paused:
-            return
+            raise _paused()
         self._current = None
-        if digest == committed:
+        if found == committed:
             return
-        self.failure = DigestMismatchError(
-            f"an audit found that the live weights have digest {digest}, {committed} was committed",
-            version=str(of),
-            state_left="this engine refuses to serve until the next full load",
+        self.failure = (
+            found
+            if isinstance(found, DigestMismatchError)
+            else DigestMismatchError(
+                f"an audit found that the live weights have digest {found}, {committed} was committed",
+                version=str(of),
+                state_left=_REFUSES,
+            )
         )
+        _logger.error("%s", self.failure)
         raise self.failure
 
 

@@ -33,6 +33,7 @@ from weightsync.observe import LONG_RUN_BYTES, Recorder
 from weightsync.types import (
     AbortRequest,
     AnyUpdateRequest,
+    AuditRequest,
     BeginRequest,
     CommitRequest,
     Deadline,
@@ -72,6 +73,7 @@ class Worker(Protocol):
     def abort(self, name: str | None, reason: str) -> None: ...
     def rollback(self, name: str, reason: str) -> None: ...
     def audit(self, name: str) -> None: ...
+    def verify(self) -> EngineReply: ...
     def drain_phases(self) -> tuple[PhaseRecord, ...]: ...
     def close(self) -> None: ...
 
@@ -150,6 +152,8 @@ class EmbeddedEngine:
         match request:
             case DescribeRequest():
                 return self._describe(deadline)
+            case AuditRequest():
+                return self._verify(deadline)
             case InitRequest():
                 self._init(request, deadline)
             case BeginRequest():
@@ -293,6 +297,20 @@ class EmbeddedEngine:
             self._all(audit, Deadline(MAX_WAIT_S), settle=True)
         except WeightSyncError as error:
             _logger.warning("engine %s could not be audited: %s", self._engine_id, error)
+
+    def _verify(self, deadline: Deadline) -> EngineReply:
+        with self._lock:
+            if self._committing:
+                raise StateError("a version is being committed: ask again when it is served")
+            mine = self._num_commits
+        replies = self._all(lambda worker: worker.verify(), deadline)
+        wrong = "; ".join(sorted({reply.unhealthy for reply in replies if reply.unhealthy}))
+        why = "; ".join(sorted({reply.unprovable for reply in replies if reply.unprovable}))
+        with self._lock:
+            if wrong and self._num_commits == mine:
+                self._gate.fence(wrong)
+        equal = False if wrong else None if why else True
+        return msgspec.structs.replace(self._describe(deadline), digests_equal=equal, unprovable=why or None)
 
     def _refuse_if_mixed(self, error: WeightSyncError) -> None:
         """After a failed commit: serve again only if every worker is whole and on the version served before."""

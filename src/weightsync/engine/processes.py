@@ -141,6 +141,10 @@ class ProcessWorker:
         """See `EngineWorker`."""
         self._ask("audit", name)
 
+    def verify(self) -> EngineReply:
+        """See `EngineWorker`."""
+        return msgspec.convert(self._ask("verify", None), EngineReply)
+
     def drain_phases(self) -> tuple[PhaseRecord, ...]:
         """See `EngineWorker`; empty once the child is gone."""
         if self._dead is not None:
@@ -272,6 +276,8 @@ def _dispatch(worker: EngineWorker, asks: Asks, op: str, body: Any) -> Any:
             return worker.rollback(*body)
         case "audit":
             return worker.audit(body)
+        case "verify":
+            return worker.verify()
         case "drain_phases":
             return worker.drain_phases()
         case "ask":

@@ -108,6 +108,19 @@ def check_base(
         raise VersionError(reason, version=str(version), state_left="nothing was changed: load it in full")
 
 
+def auditable(served: Served | None) -> Served:
+    """What is served, where somebody can tell whether that is what was committed.
+
+    Raises:
+        UnsupportedError: nobody can, and why.
+    """
+    if served is None:
+        raise UnsupportedError("nothing was synced yet")
+    if served.digest is None:
+        raise UnsupportedError("the trainer gave no digest of the model")
+    return served
+
+
 def check_immutable(served: Served | None, manifest: Manifest) -> None:
     """Raises VersionError where that version is served with other bytes."""
     if served and served.version == manifest.version and served.digest != manifest.model_digest:

@@ -7,7 +7,7 @@ Failure: whatever fails in a session (here, at the trainer, or by its deadline) 
 group is dropped so that every other member's pending operation fails too, and later calls of it are told why. A session
 on a base is a patch: nothing live is written before its commit, which can be rolled back until it is settled: by
 `audit`, by the next begin, or by the end.
-Sessions are in `session`, groups in `membership`, proofs in `proof`, how live weights are read is in `audit`.
+Sessions are in `session`, groups in `membership`, proofs in `proof`, how live weights are read again in `audited`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from weightsync.codec.digest import warm_up
 from weightsync.codec.full import FullCodec
 from weightsync.codec.patch import PatchDecoder
 from weightsync.engine.audit import Audits
+from weightsync.engine.audited import AuditedWorker
 from weightsync.engine.membership import Membership
-from weightsync.engine.proof import Served, check_base, check_immutable, committed, prove, prove_patch
+from weightsync.engine.proof import (
+    Served,
+    check_base,
+    check_immutable,
+    committed,
+    prove,
+    prove_patch,
+)
 from weightsync.engine.session import Session
 from weightsync.errors import (
     DeadlineExceededError,
-    DigestMismatchError,
     LoadError,
     StateError,
     SyncInProgressError,
@@ -61,7 +68,7 @@ _OTHERS_END_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
-class EngineWorker:
+class EngineWorker(AuditedWorker):
     """Receives, proves and loads versions for one worker. Thread-safe; knows nothing of serving.
 
     Args:
@@ -188,6 +195,8 @@ class EngineWorker:
             session.watchdog = threading.Timer(request.deadline_s, self._expire, (session,))
             session.watchdog.daemon = True
             if request.base is None:
+                if self.loader.audits_copy:
+                    self._audits.pause()
                 self.loader.begin(request.manifest)
             else:
                 try:
@@ -312,44 +321,6 @@ class EngineWorker:
             with self.recorder.phase("undo"):
                 self.loader.rollback()
             self._served = before
-
-    def audit(self, name: str) -> None:
-        """The patch that session `name` committed stays; reads all live weights and compares them with its digest.
-
-        It is done on one core at low priority, and ends by itself: as soon as everything was read. The next commit
-        interrupts it, and the audit after that, of a patch, goes on where it was.
-        Returns at once where something else is served or loaded by now, and before live weights are written.
-
-        Raises:
-            DigestMismatchError: they are not what was published: this worker refuses to serve until a full load.
-        """
-        with self._lock:
-            served = self._served
-            if self._session is not None or served is None or served.session != name or not served.proved:
-                return
-            self._undoable = None
-            self.loader.settle()
-            audits = self._audits
-            audits.pause()
-            held = list(self.loader.live_tensors())  # now: within a session it gives what will serve
-            audit = audits.begin()
-        manifest = served.manifest
-
-        def read() -> str:
-            self._use_device()
-            return audit.run(held, manifest.tensors)
-
-        try:
-            with self.recorder.phase("audit", detail=str(served.version)):
-                digest = in_thread(read, name="weightsync-audit").result()
-        except TransferAbortedError:
-            return
-        with self._lock:
-            try:
-                audits.judge(audit, digest, of=served.version, committed=served.digest)
-            except DigestMismatchError as error:
-                _logger.error("%s: %s", self.recorder.track, error)
-                raise
 
     def abort(self, name: str | None, reason: str) -> None:
         """Ends a session badly (any session, where `name` is None) and leaves the group. Idempotent.

@@ -10,6 +10,7 @@ from weightsync.errors import (
     DeadlineExceededError,
     EngineUnreachableError,
     StateError,
+    UnsupportedError,
     WeightSyncError,
 )
 from weightsync.handles.chunk_turns import OpenSession
@@ -17,6 +18,7 @@ from weightsync.observe import LONG_RUN_BYTES, Recorder
 from weightsync.types import (
     AbortRequest,
     AnyUpdateRequest,
+    AuditRequest,
     BeginRequest,
     CommitRequest,
     Deadline,
@@ -62,6 +64,8 @@ class SteppedEngine(abc.ABC):
             match request:
                 case DescribeRequest():
                     return self._describe(deadline)
+                case AuditRequest():
+                    return self._audit(deadline)
                 case InitRequest():
                     self._init(request, deadline)
                 case BeginRequest():
@@ -95,6 +99,14 @@ class SteppedEngine(abc.ABC):
 
     @abc.abstractmethod
     def _describe(self, deadline: Deadline) -> EngineReply: ...
+
+    def _audit(self, deadline: Deadline) -> EngineReply:
+        """See `AuditRequest`.
+
+        Raises:
+            UnsupportedError: this engine does not read its live weights again.
+        """
+        raise UnsupportedError("this engine does not read its live weights again: it has no plug-in that does")
 
     @abc.abstractmethod
     def _init(self, request: InitRequest, deadline: Deadline) -> None: ...

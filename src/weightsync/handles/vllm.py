@@ -45,6 +45,7 @@ from weightsync.handles.vllm_messages import (
 from weightsync.types import (
     AbortRequest,
     AnyUpdateRequest,
+    AuditRequest,
     BeginRequest,
     CommitRequest,
     Deadline,
@@ -60,6 +61,7 @@ __all__ = ["OfflineVllmApi", "VllmEngine", "VllmHttpApi"]
 _logger = logging.getLogger(__name__)
 
 _ALREADY = "already active"  # vLLM's words
+_AUDIT_POLL_S = 0.3
 _MEND_FIRST_S = 0.5
 _MEND_ATTEMPT_S = 20.0
 _MEND_MARGIN_S = 300.0  # beyond the pause's lease
@@ -127,6 +129,16 @@ class VllmEngine(SteppedEngine):
             group=state.group if state.group == self._joined else None,
             run_id=state.run_id,
         )
+
+    def _audit(self, deadline: Deadline) -> EngineReply:
+        before = self._look(deadline).num_audits
+        self._send_init(VllmInitMessage(audit=AuditRequest()), deadline)
+        while (state := self._look(deadline)).num_audits == before:
+            deadline.check("read its live weights")
+            threading.Event().wait(_AUDIT_POLL_S)
+        said = self._describe(deadline)
+        equal = False if state.unhealthy else None if state.audit else True
+        return msgspec.structs.replace(said, digests_equal=equal, unprovable=state.audit)
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
         self._joined = None
@@ -381,6 +393,7 @@ class VllmEngine(SteppedEngine):
             digests_equal=True if self._state.proved else None,
             unprovable=self._state.unprovable,
             accepts=self._state.accepts,
+            unhealthy=self._state.unhealthy,
             writes_live=self._state.writes_live,
             phases=self._log.drain() if drain else (),
         )

@@ -20,6 +20,7 @@ from weightsync.net.messages import decode, encode
 from weightsync.types import (
     AbortRequest,
     AnyUpdateRequest,
+    AuditRequest,
     BeginRequest,
     CommitRequest,
     InitRequest,
@@ -51,6 +52,9 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         accepts: kinds of updates that all workers take now.
         proved: whether every worker has found its live weights to be that version, to the bit.
         unprovable: why not, of one worker.
+        num_audits: how many audits have ended on every worker.
+        audit: how the last one ended on one of them, where it found nothing out.
+        unhealthy: what an audit has found, where it found other bytes.
     """
 
     group: str | None = None
@@ -64,6 +68,9 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     accepts: tuple[str, ...] = ("full",)
     proved: bool = False
     unprovable: str | None = None
+    num_audits: int = 0
+    audit: str | None = None
+    unhealthy: str | None = None
 
 
 class VllmUpdateMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -97,6 +104,7 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         expect: answered well if this is the workers' state, and otherwise by a StateError that carries it: vLLM
             returns no data.
         step: an update message, of a client whose engine has several workers.
+        audit: begin to read all live weights, unless that is under way; the state tells when it has ended.
     """
 
     init: InitRequest | None = None
@@ -104,9 +112,10 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     abort: AbortRequest | None = None
     expect: VllmState | None = None
     step: VllmUpdateMessage | None = None
+    audit: AuditRequest | None = None
 
     def __post_init__(self) -> None:
-        _check_one(init=self.init, abort=self.abort, expect=self.expect, step=self.step)
+        _check_one(init=self.init, abort=self.abort, expect=self.expect, step=self.step, audit=self.audit)
 
 
 # See types.engine: two threads that decode a type for the first time at the same moment crash the process.

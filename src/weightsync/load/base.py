@@ -45,11 +45,13 @@ class WeightLoader(abc.ABC):
             a later sync commits.
         proved: whether the last full commit has compared the live weights with what was loaded, to the bit. For
             loaders whose live weights can't be read before the commit.
+        audits_copy: whether `audited` gives a copy of what is live, which the next `begin` overwrites.
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"full"})
     writes_live: bool = False
     proved: bool = False
+    audits_copy: ClassVar[bool] = False
 
     @property
     def healthy(self) -> bool:
@@ -97,6 +99,18 @@ class WeightLoader(abc.ABC):
         Raises:
             UnsupportedError: the engine repacked or quantised them, so they are unprovable; says why.
         """
+
+    def audited(self) -> Iterator[HeldTensor]:
+        """What an audit sums up, outside of a bracket: the live tensors, or a copy of them that `differs` compares.
+
+        Raises:
+            UnsupportedError: as for `live_tensors`.
+        """
+        return self.live_tensors()
+
+    def differs(self, name: str) -> str | None:
+        """How the live elements of a tensor differ from what `audited` gave of it, in words; None: not at all."""
+        return None
 
     def live_whole(self) -> Mapping[str, torch.Tensor] | None:
         """What `live_tensors` gives, all at once and by name, where every tensor lies here whole, in memory that stays.

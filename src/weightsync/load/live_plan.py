@@ -79,15 +79,16 @@ class LivePlan:
                 odd[spec.name] = "not all of it is live: its loader leaves a part out, or puts it elsewhere"
         return odd
 
-    def compare(self, whole: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    def compare(self, whole: Mapping[str, torch.Tensor], *, only: str | None = None) -> dict[str, str]:
         """Which tensors' live elements are not those of `whole`, by the checkpoint's name, in words.
 
         Args:
             whole: what the model's loader was given last, whole tensors by name, on any device.
+            only: this tensor alone.
         """
         odd: dict[str, str] = {}
-        for name, pieces in self.pieces.items():
-            for piece in pieces:
+        for name in self.pieces if only is None else (only,):
+            for piece in self.pieces.get(name, ()):
                 cut = tuple(
                     slice(start, start + extent)
                     for start, extent in zip(piece.box.offset, piece.box.shape, strict=True)

@@ -64,6 +64,7 @@ class VLLMWeightLoader(WeightLoader):
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"full", "patch"})
+    audits_copy: ClassVar[bool] = True
 
     def __init__(
         self, model: nn.Module | None, *, model_config: Any, vllm_config: Any = None, in_place: bool = False
@@ -223,6 +224,18 @@ class VLLMWeightLoader(WeightLoader):
         for name, spec in self._specs.items():
             for piece in self._plan.pieces[name]:
                 yield HeldTensor(spec=spec, box=None if piece.box.shape == spec.shape else piece.box, tensor=piece.live)
+
+    def audited(self) -> Iterator[HeldTensor]:
+        """See the base class: the whole version, from host memory; this worker's live parts are compared with it."""
+        if self._plan is None or self._base is None or not self.proved:
+            raise UnsupportedError(next(iter(self.marked.values()), UNPROVABLE))
+        self._check_moved()
+        for name, spec in self._specs.items():
+            yield HeldTensor(spec=spec, box=None, tensor=self._staging[name])
+
+    def differs(self, name: str) -> str | None:
+        plan = self._plan
+        return None if plan is None else plan.compare(self._staging, only=name).get(name)
 
     def commit(self, version: Version) -> None:
         """See the base class. In full it takes seconds for a large model: every byte is copied to the device and

@@ -16,14 +16,26 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from weightsync.errors import ConfigError
 from weightsync.types import Deadline
 
 
 @functools.cache
 def trusted(verify: bool | str) -> ssl.SSLContext:
     """What a client checks certificates with, see `JsonClient`. One for all clients: reading the authorities takes tens
-    of milliseconds."""
-    return ssl.create_default_context(cafile=verify) if isinstance(verify, str) else httpx.create_ssl_context(verify)
+    of milliseconds.
+
+    Raises:
+        ConfigError: the file can't be read, or is no PEM file of certificates.
+    """
+    if not isinstance(verify, str):
+        return httpx.create_ssl_context(verify)
+    try:
+        return ssl.create_default_context(cafile=verify)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"verify is {verify!r}: {error}; give the PEM file of the authority's certificate", parameter="verify"
+        ) from error
 
 
 class Answer(NamedTuple):

@@ -6,6 +6,7 @@ from weightsync.types.dtypes import dtype_name, itemsize_bytes, target_dtype
 from weightsync.types.engine import (
     REQUEST_TYPES,
     AbortRequest,
+    AuditRequest,
     BeginRequest,
     CommitRequest,
     DescribeRequest,
@@ -50,6 +51,7 @@ __all__ = [
     "AbortRequest",
     "AnyInitInfo",
     "AnyUpdateRequest",
+    "AuditRequest",
     "BeginRequest",
     "Box",
     "BroadcastWeightUpdateRequest",

@@ -150,8 +150,15 @@ class ResumeRequest(Message, frozen=True, kw_only=True):
     session: str
 
 
+class AuditRequest(Message, frozen=True, kw_only=True):
+    """Makes an engine read all of its live weights, beside what it generates, and compare them with what was committed.
+    The reply's `digests_equal` is True, or False: then it refuses to serve until a full load; or None: `unprovable`
+    says why nobody can tell."""
+
+
 EngineRequest = (
     DescribeRequest
+    | AuditRequest
     | InitRequest
     | BeginRequest
     | UpdateRequest
@@ -167,6 +174,7 @@ class EngineOp(enum.StrEnum):
     """The names of the steps, as they stand in URLs."""
 
     DESCRIBE = "describe"
+    AUDIT = "audit"
     INIT = "init"
     BEGIN = "begin"
     UPDATE_WEIGHTS = "update_weights"
@@ -179,6 +187,7 @@ class EngineOp(enum.StrEnum):
 
 REQUEST_TYPES: dict[EngineOp, type[EngineRequest]] = {
     EngineOp.DESCRIBE: DescribeRequest,
+    EngineOp.AUDIT: AuditRequest,
     EngineOp.INIT: InitRequest,
     EngineOp.BEGIN: BeginRequest,
     EngineOp.UPDATE_WEIGHTS: UpdateRequest,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from weightsync.types import (
     REQUEST_TYPES,
     AbortRequest,
+    AuditRequest,
     BeginRequest,
     Box,
     BroadcastWeightUpdateRequest,
@@ -189,6 +190,7 @@ replies = st.builds(
 )
 _by_type: dict[type, Any] = {
     DescribeRequest: st.just(DescribeRequest()),
+    AuditRequest: st.just(AuditRequest()),
     InitRequest: st.builds(InitRequest, run_id=ids, model_id=ids, info=init_infos, rank_offset=st.just(1)),
     BeginRequest: st.builds(
         BeginRequest,

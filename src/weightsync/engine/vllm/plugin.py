@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from weightsync.errors import (
     as_weightsync_error,
     is_consequence,
 )
+from weightsync.handles.fanout import in_thread
 from weightsync.handles.vllm_messages import (
     BACKEND,
     VllmInitMessage,
@@ -96,6 +98,10 @@ class WeightSyncTransferEngine:
         self._index = self._peers.rank + world_size * int(getattr(parallel, "data_parallel_index", 0) or 0)
         self._updating = False
         self._session: tuple[str, Deadline] | None = None
+        self._audit_lock = threading.Lock()
+        self._auditing = False
+        self._num_audits = 0
+        self._audit_said: str | None = None
         from weightsync.engine.worker import EngineWorker
         from weightsync.load.vllm import VLLMWeightLoader
 
@@ -126,6 +132,8 @@ class WeightSyncTransferEngine:
         elif message.abort is not None:
             abort = message.abort
             self._together(lambda: self._worker.abort(abort.session, abort.reason))
+        elif message.audit is not None:
+            self._together(self._begin_audit)
         elif message.step is not None:
             step = message.step
             self._together(lambda: self._step(step), wait_s=self._patience_s(step), of=step)
@@ -205,6 +213,24 @@ class WeightSyncTransferEngine:
 
     # --- the steps ---
 
+    def _begin_audit(self) -> None:
+        """Beside whatever vLLM does; see `VllmState.num_audits`."""
+        with self._audit_lock:
+            if self._auditing:
+                return
+            self._auditing = True
+        in_thread(self._audit, name="weightsync-vllm-audit")
+
+    def _audit(self) -> None:
+        try:
+            said = self._worker.verify().unprovable
+        except Exception as error:
+            said = str(as_weightsync_error(error, EngineError, "the audit failed", rank=self._index))
+        with self._audit_lock:
+            self._auditing = False
+            self._num_audits += 1
+            self._audit_said = said
+
     def _join(self, request: Any, *, in_place: bool) -> None:
         self._worker.check_may_join(request)  # a run that is over changes nothing
         self._worker.abort(None, f"run {request.run_id} took over")
@@ -241,7 +267,12 @@ class WeightSyncTransferEngine:
 
     def _state(self) -> VllmState:
         reply = self._worker.describe()
+        with self._audit_lock:
+            audits, said = self._num_audits, self._audit_said
         return VllmState(
+            num_audits=audits,
+            audit=said,
+            unhealthy=reply.unhealthy,
             group=reply.group,
             run_id=reply.run_id,
             version=reply.version,
@@ -359,6 +390,9 @@ def _merged(states: list[VllmState]) -> VllmState:
         writes_live=any(state.writes_live for state in states),
         accepts=tuple(sorted(set.intersection(*(set(state.accepts) for state in states)))),
         proved=all(state.proved for state in states),
+        num_audits=min(state.num_audits for state in states),
+        audit=next((state.audit for state in states if state.audit), None),
+        unhealthy=next((state.unhealthy for state in states if state.unhealthy), None),
         unprovable=next((state.unprovable for state in states if state.unprovable), None),
     )
 

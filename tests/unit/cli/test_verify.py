@@ -1,0 +1,102 @@
+"""`weightsync verify` at a shell: help, proved, wrong, unknown, the likeliest mistakes, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import weightsync
+from tests.standins.processes import free_port
+from weightsync.cli import app
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
+from weightsync.load.module import ModuleWeightLoader
+
+SECRET = "a-token-for-tests-only"
+ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": SECRET}
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["verify", *words], env=ENV)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[nn.Linear, str]]:
+    module = nn.Linear(3, 4, dtype=torch.bfloat16)
+    server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(module)), token=SECRET)
+    yield module, server.start()
+    server.close()
+
+
+def test_help_teaches() -> None:
+    code, text = invoke("--help")
+    assert code == 0
+    for word in ("URL...", "proved", "Exit codes", "--timeout-s", "--token"):
+        assert word in text
+
+
+def test_an_engine_says_what_is_live(served: tuple[nn.Linear, str]) -> None:
+    module, url = served
+    assert invoke(url) == (3, f"unknown  {url}: nothing was synced yet\n")
+    with weightsync.push(nn.Linear(3, 4), url, token=SECRET) as push:
+        push.step()
+    code, text = invoke(url, url + "/")
+    assert code == 0
+    assert [line.split()[0] for line in text.splitlines()] == ["proved", "proved"]
+    assert f"serves {push.run_id}/1, its live weights have digest " in text
+    module.weight.data.view(torch.int16)[0, 0] ^= 1
+    code, text = invoke(url)
+    assert (code, text.startswith(f"wrong    {url}: DigestMismatchError")) == (1, True), text
+
+
+def test_one_that_does_not_answer_hides_no_other(served: tuple[nn.Linear, str]) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with weightsync.push(nn.Linear(3, 4), served[1], token=SECRET) as push:
+        push.step()
+    code, text = invoke(nobody, served[1])
+    assert code == 3
+    assert [line.split()[0] for line in text.splitlines()] == ["unknown", "proved"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "Missing argument"),
+        (("ftp://x",), "ConfigError"),
+        (("nothing+http://127.0.0.1:1",), "ConfigError"),
+        (("http://127.0.0.1:1", "--timeout-s", "0"), "--timeout-s"),
+        (("weightsync+https://127.0.0.1:1", "--verify", "/no/such/file"), "/no/such/file"),
+    ],
+)
+def test_mistakes(words: tuple[str, ...], said: str) -> None:
+    code, text = invoke(*words)
+    assert (code, said in text) == (2, True), text
+
+
+def test_ctrl_c_ends_it_while_an_engine_is_silent() -> None:
+    import socket
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        command = [sys.executable, "-m", "weightsync.cli", "verify", f"http://127.0.0.1:{silent.getsockname()[1]}"]
+        with subprocess.Popen(
+            command, env={**os.environ, **ENV}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+        ) as process:  # fmt: skip
+            silent.settimeout(60)
+            silent.accept()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) != 0
+            assert process.stdout is not None
+            assert b"Traceback" not in process.stdout.read()

@@ -1,0 +1,122 @@
+"""An engine reads its live weights when it is asked: what it says, and what it does where they are others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.engine.patch_kit import LONG_S, Rig, Trainer
+from weightsync.engine import audit
+from weightsync.errors import NotServingError, StateError
+from weightsync.handles.fanout import in_thread
+from weightsync.load.module import ModuleWeightLoader
+from weightsync.types import AuditRequest, EngineOp, EngineReply
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    there = Trainer()
+    yield there
+    there.close()
+
+
+def verified(rig: Rig) -> EngineReply:
+    return rig.engine.call(EngineOp.AUDIT, AuditRequest(), timeout_s=LONG_S)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_is_live_is_what_was_published(trainer: Trainer, num_workers: int) -> None:
+    rig = Rig(num_workers)
+    for number in (1, 2):
+        rig.load(trainer.pulled())
+        reply = verified(rig)
+        assert (reply.digests_equal, reply.unprovable) == (True, None)
+        assert reply.version is not None
+        assert reply.version.number == number
+        trainer.step()
+
+
+def test_a_bit_that_nobody_published(trainer: Trainer) -> None:
+    """In one of two workers. It serves no more, until a version is loaded in full."""
+    rig = Rig(2)
+    rig.load(trainer.pulled())
+    rig.modules[1].bf16.view(torch.int16)[0, 0] ^= 1
+    reply = verified(rig)
+    assert reply.digests_equal is False
+    assert "an audit found" in str(reply.unhealthy)
+    with pytest.raises(NotServingError), rig.engine.generation(timeout_s=0.1):
+        pass
+    trainer.step()
+    assert not rig.load(trainer.pulled()).patched
+    assert verified(rig).digests_equal
+    rig.serves(trainer.weights, 2)
+
+
+def test_two_who_ask_at_once_are_both_told(trainer: Trainer) -> None:
+    """Seen to fail where the second interrupted the first, as a version does."""
+    rig = Rig(2)
+    rig.load(trainer.pulled())
+    asked = [in_thread(lambda: verified(rig), name=f"asked-{index}") for index in range(4)]
+    assert [each.result(LONG_S).digests_equal for each in asked] == [True] * 4
+
+
+def test_where_nobody_can_tell() -> None:
+    reply = verified(Rig())
+    assert reply.digests_equal is None
+    assert "nothing was synced" in str(reply.unprovable)
+
+
+def test_a_loader_whose_live_weights_are_a_copy(trainer: Trainer) -> None:
+    """`differs` is asked for each tensor that was read, and what it says is what is found."""
+    asked: list[str] = []
+    odd: list[str] = []
+
+    class Copies(ModuleWeightLoader):
+        audits_copy = True
+
+        def differs(self, name: str) -> str | None:
+            asked.append(name)
+            return f"{name} is repacked" if name in odd else None
+
+    rig = Rig(loader=Copies)
+    rig.load(trainer.pulled())
+    assert verified(rig).digests_equal
+    assert sorted(asked) == sorted(trainer.weights)
+    odd.append("fp32")
+    reply = verified(rig)
+    assert reply.digests_equal is False
+    assert "fp32 is repacked" in str(reply.unhealthy)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_version_that_comes_meanwhile_ends_it(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    reading, go, real = threading.Event(), threading.Event(), audit.shard_sum
+
+    def slow(held: Any) -> Any:
+        reading.set()
+        go.wait(LONG_S)
+        return real(held)
+
+    class Loader(ModuleWeightLoader):
+        audits_copy = copies
+
+    rig = Rig(loader=Loader)
+    rig.load(trainer.pulled())
+    monkeypatch.setattr(audit, "shard_sum", slow)
+    asked = in_thread(lambda: verified(rig), name="asked")
+    assert reading.wait(LONG_S)
+    trainer.step()
+    trainer.patch = None
+    rig.load(trainer.pulled())
+    go.set()
+    with pytest.raises(StateError, match="ask again"):
+        asked.result(LONG_S)
+    monkeypatch.setattr(audit, "shard_sum", real)
+    assert verified(rig).digests_equal
+    rig.serves(trainer.weights, 2)
