@@ -207,6 +207,7 @@ class VLLMWeightLoader(WeightLoader):
     def prepare_patch(self) -> Iterator[Change]:
         if self._patch is None:
             return super().prepare_patch()
+        self._check_moved()
         self._patch.gather()
         self._prepared = True
         return self._patch.changes()
@@ -324,7 +325,7 @@ class VLLMWeightLoader(WeightLoader):
     def _commit_patch(self, patch: ShardPatch, manifest: Manifest, version: Version) -> None:
         if manifest.version != version or not self._prepared:
             raise StateError(f"what was prepared is {manifest.version if self._prepared else 'nothing'}, not {version}")
-        self._check_moved()
+        self._check_moved(in_pause=True)
         patch.check_memory()
         self._prepared = self._healthy = False
         try:
@@ -376,8 +377,10 @@ class VLLMWeightLoader(WeightLoader):
             name, why = next(iter(self.marked.items()))
             _logger.info("%d tensors are not live as they come, e.g. %s: %s", len(self.marked), name, why)
 
-    def _check_moved(self) -> None:
-        if self._plan is not None and (name := self._plan.moved(self._module)) is not None:
+    def _check_moved(self, *, in_pause: bool = False) -> None:
+        plan = self._plan
+        name = None if plan is None else plan.strayed() if in_pause else plan.moved(self._module)
+        if name is not None:
             self._base, self._plan, self.proved = None, None, False
             raise LoadError("the live tensor was moved since it was loaded", parameter=name)
 

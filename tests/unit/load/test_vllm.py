@@ -341,6 +341,17 @@ def test_live_weights_that_somebody_else_writes_end_a_patch(monkeypatch: pytest.
         live.prepared(7.0)
 
 
+def test_live_weights_that_are_moved_before_the_commit_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = Live(monkeypatch)
+    live.full()
+    new = live.prepared(7.0)
+    old, live.model.out.data = live.model.out.data, live.model.out.data.clone()
+    before = old.clone()
+    with pytest.raises(LoadError, match="was moved"):
+        live.loader.commit(new.version)
+    assert torch.equal(old, before)
+
+
 def test_a_repacked_parameter_is_found_in_the_commit_and_never_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     class Repacks(PlainReload):
         def finish(self) -> None:
