@@ -140,6 +140,14 @@ def test_live_weights_are_read_again_when_somebody_asks(one: Live, pulls: Callab
     one.serves(few=False)
 
 
+def test_a_doctor_says_that_all_layers_take_changes(one: Live, pulls: Callable[[], Pulls]) -> None:
+    there = pulls()
+    there.publish(1)
+    there.sync()
+    said = CliRunner().invoke(app, ["doctor", f"vllm+{one.server.url}"]).output
+    assert "changes are written in place in all of its" in said, said
+
+
 def verified(server: Server) -> int:
     """The exit code of `weightsync verify`."""
     return CliRunner().invoke(app, ["verify", f"vllm+{server.url}"]).exit_code

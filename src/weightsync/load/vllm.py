@@ -35,6 +35,7 @@ from weightsync.load.vllm_reload import LayerwiseReload, loading
 from weightsync.load.vllm_trust import doubts
 from weightsync.load.whole import check_closed, check_complete, check_open, lent, stage, staging_for, whole_tensor
 from weightsync.types import Box, Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version
+from weightsync.types.live_layer import LiveLayer, layers_of
 
 _logger = logging.getLogger(__name__)
 
@@ -188,6 +189,12 @@ class VLLMWeightLoader(WeightLoader):
                 f"vLLM fuses and repacks weights: {len(self.marked)} tensors are not live as they come: {name}: {why}"
             )
         return None
+
+    def layers(self) -> tuple[LiveLayer, ...]:
+        """How a change enters the tensors of the last full load; empty before the first, and when it was in place."""
+        if self._plan is None or self._base is None:
+            return ()
+        return layers_of({name: self.marked.get(name) for name in self._specs})
 
     def coverage(self) -> dict[str, list[Box]]:
         """Which parts of each tensor are live in this worker, of the layout of the bracket that is open."""
