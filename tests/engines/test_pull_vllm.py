@@ -91,12 +91,16 @@ class Pulls:
         self._child.conn.send((self._version, steps, few))
         assert self._child.recv(60) == self._version
 
+    def notify(self, *, wait_s: float | None = None) -> ModelStatus:
+        """Tells the service what was published last."""
+        notice = NotifyRequest(
+            run_id=self._run_id, model_id="m", version=self._version, sender_endpoint=self._endpoint, wait_s=wait_s
+        )
+        return self._client.notify_version(notice)
+
     def sync(self) -> ModelStatus:
         """Returns when the server serves what was published last."""
-        notice = NotifyRequest(
-            run_id=self._run_id, model_id="m", version=self._version, sender_endpoint=self._endpoint, wait_s=SYNC_S
-        )
-        status = self._client.notify_version(notice)
+        status = self.notify(wait_s=SYNC_S)
         assert (status.run_id, status.version, status.errors) == (self._run_id, self._version, {})
         return status
 
