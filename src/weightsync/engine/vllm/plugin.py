@@ -266,7 +266,7 @@ class WeightSyncTransferEngine:
             return message.begin.deadline_s
         return self._session[1].remaining_s if self._session is not None else 0.0
 
-    def _state(self, *, layers: bool) -> VllmState:
+    def _state(self, *, layers: bool = False) -> VllmState:
         reply = self._worker.describe()
         with self._audit_lock:
             audits, said = self._num_audits, self._audit_said
@@ -288,7 +288,7 @@ class WeightSyncTransferEngine:
             layers=self._loader.layers() if layers else (),
         )
 
-    def _compare(self, expected: VllmState, *, layers: bool) -> None:
+    def _compare(self, expected: VllmState, *, layers: bool = False) -> None:
         mine: VllmState | WeightSyncError
         try:
             mine = self._state(layers=layers)
