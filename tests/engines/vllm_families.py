@@ -32,7 +32,6 @@ from tests.engines.vllm_support import (
     start_script,
     tail_of,
 )
-from tests.engines.vllm_unpacked import VARIABLE
 from tests.multiproc.trainers import VOCAB
 from weightsync.codec.digest import model_digest, shard_sums
 from weightsync.tensors import spec_of
@@ -155,16 +154,15 @@ class EngineProcess:
     """A process that runs one engine after the other, each behind a service that pulls.
 
     Args:
-        folder: for its log and its answers.
+        folder: for its answers.
         env: further environment.
-        packed: whether vLLM packs weights, as its CPU build does.
     """
 
-    def __init__(self, folder: Path, *, env: Mapping[str, str], packed: bool) -> None:
+    def __init__(self, folder: Path, *, env: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._folder = folder
         self._num_orders = 0
-        env = {**vllm_faults.install(folder), **({} if packed else {VARIABLE: "1"}), **env}
+        env = {**vllm_faults.install(folder), **env}
         self._process = start_script("families", [str(folder)], self._log, env=env, stdin=subprocess.PIPE)
 
     def order(self, **order: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 vLLM's CPU build packs them by default, so that nothing live can be written element by element; experts too, whose
 kernel reads packed weights alone: here torch computes with them as they lie. Acts where `WEIGHTSYNC_TEST_UNPACKED` is
-set, in each of vLLM's processes, before the model is built.
+set, in each of vLLM's processes, before the model is built; "linear" leaves experts packed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 VARIABLE = "WEIGHTSYNC_TEST_UNPACKED"
+LINEAR = "linear"
 
 
 def register() -> None:
@@ -23,6 +24,8 @@ def register() -> None:
     ops: Any = _custom_ops
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
+    if os.environ[VARIABLE] == LINEAR:
+        return
     try:
         from vllm.model_executor.layers.fused_moe import modular_kernel
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe
