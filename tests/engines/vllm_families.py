@@ -61,7 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 32},
     "Llama": {"head_dim": 32},
     "Gemma": {"head_dim": 32},
-    "Gemma3": {"head_dim": 32, "sliding_window": 4096},
+    "Gemma3": {"head_dim": 32, "sliding_window": 4096, "vocab_size": VOCAB + 3},  # vLLM pads its vocabulary
     "Qwen3Moe": {
         "head_dim": 32,
         "num_experts": 8,
@@ -94,57 +94,75 @@ def build(family: str, *, tied: bool) -> nn.Module:
 
 
 def trainer_main(conn: Any) -> None:
-    """Trains and publishes: (family, tied, folder) begins a run with the model as it is; None is one step of AdamW.
+    """Runs the orders of a `_Trainer`, and publishes after each: ["begin", ...], ["step"], ["again"].
 
     Answers with what came of it: the run, the version's number, its checkpoint's folder, its digest, and the share of
-    elements that the step has changed in bfloat16.
+    elements that the order has changed in bfloat16.
     """
-    from weightsync.trainer.publisher import WeightManager
-
     torch.set_num_threads(1)
-    manager: Any = None
+    trainer = _Trainer()
     while True:
-        order = conn.recv()
-        if order is not None:
-            family, tied, folder = order
-            if manager is not None:
-                manager.close()
-            manager = WeightManager("m", dtype="bfloat16", delta_budget_bytes=1 << 30)
-            manager.start(deltas=True)
-            model, version, before = build(family, tied=tied), 0, {}
-            optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        else:
-            tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1000 + version))
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        version += 1
-        weights = cast_weights(model)
-        checkpoint = save_checkpoint(Path(folder) / f"v{version}", model, weights)
-        assert manager.offload(model.named_parameters(), version).published
-        manager.wait_published(version, timeout_s=30)
-        conn.send(
-            {
-                "run_id": manager.run_id,
-                "endpoint": manager.endpoint,
-                "version": version,
-                "checkpoint": str(checkpoint),
-                "digest": digest_of(weights),
-                "changed": _share_changed(before, weights),
-            }
-        )
-        before = weights
+        name, *args = conn.recv()
+        getattr(trainer, name)(*args)
+        conn.send(trainer.publish())
+
+
+class _Trainer:
+    """One model after the other, with its optimiser."""
+
+    _model: nn.Module
+    _optimizer: torch.optim.Optimizer
+
+    def __init__(self) -> None:
+        self._manager: Any = None
+        self._version = 0
+
+    def begin(self, family: str, tied: bool, folder: str) -> None:
+        """A run with a new model."""
+        self._model, self._folder, self._version = build(family, tied=tied), Path(folder), 0
+        self._before = cast_weights(self._model)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        self.again()
+
+    def again(self) -> None:
+        """A run with the model as it is: its first version is loaded in full."""
+        from weightsync.trainer.publisher import WeightManager
+
+        if self._manager is not None:
+            self._manager.close()
+        self._manager = WeightManager("m", dtype="bfloat16", delta_budget_bytes=1 << 30)
+        self._manager.start(deltas=True)
+
+    def step(self) -> None:
+        """One of AdamW."""
+        tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1000 + self._version))
+        self._model(input_ids=tokens, labels=tokens).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def publish(self) -> dict[str, Any]:
+        """What was published, and saved as a checkpoint."""
+        self._version += 1
+        weights = cast_weights(self._model)
+        checkpoint = save_checkpoint(self._folder / f"v{self._version}", self._model, weights)
+        assert self._manager.offload(self._model.named_parameters(), self._version).published
+        self._manager.wait_published(self._version, timeout_s=30)
+        changed = sum(int((weights[name] != old).sum()) for name, old in self._before.items())
+        self._before = weights
+        return {
+            "run_id": self._manager.run_id,
+            "endpoint": self._manager.endpoint,
+            "version": self._version,
+            "checkpoint": str(checkpoint),
+            "digest": digest_of(weights),
+            "changed": changed / sum(tensor.numel() for tensor in weights.values()),
+        }
 
 
 def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
     """Of whole tensors, as a checkpoint has them."""
     held = [HeldTensor(spec=spec_of(name, tensor), box=None, tensor=tensor) for name, tensor in weights.items()]
     return model_digest([each.spec for each in held], shard_sums(held))
-
-
-def _share_changed(before: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> float:
-    changed = sum(int((weights[name] != old).sum()) for name, old in before.items())
-    return changed / sum(tensor.numel() for tensor in weights.values())
 
 
 # --- the engine ---
@@ -213,7 +231,8 @@ def _override_kernels_once() -> None:
     from vllm.platforms import cpu
 
     kind: Any = cpu.CpuPlatform
-    override, done = kind.register_triton_kernel_overrides, []
+    override = kind.register_triton_kernel_overrides
+    done: list[bool] = []
 
     def once(_: Any) -> None:
         if not done:
