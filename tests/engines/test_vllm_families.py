@@ -100,6 +100,7 @@ class Workshop:
             assert (said["num_deltas"], said["num_patched"]) == (0, 0), said
             distances = [distance(said["logprobs"], told[-1])]
         self._engine.order(do="stop")
+        assert made["never"] == [], "every tensor was in a delta"
         distances += [distance(logprobs, self._oracle.logprobs(checkpoint)) for checkpoint, logprobs in compared]
         assert max(distances) <= SAME, distances
         assert distance(told[0], told[-1]) >= DIFFERENT, "the steps change what it says"

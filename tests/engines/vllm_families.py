@@ -36,12 +36,13 @@ from tests.multiproc.trainers import VOCAB
 from weightsync.codec.digest import model_digest, shard_sums
 from weightsync.tensors import spec_of
 from weightsync.types import AuditRequest, EngineOp, HeldTensor
-from weightsync.types.service import NotifyRequest
+from weightsync.types.service import NotifyRequest, RegisterSenderRequest
 from weightsync.types.transfer_messages import Transport
 
 SYNC_S = 60.0
-LEARNING_RATE = 1e-6
-"""A step changes a few percent of the elements in bfloat16, as in RL."""
+LEARNING_RATES = {1: 1e-3, 2: 1e-6, 3: 1e-6}
+"""By the tensor's dimensions. A step changes a few percent of the elements in bfloat16, as in RL; norms, which are near
+1, would stay as they are at the others' rate."""
 
 COMMON: dict[str, Any] = {
     "hidden_size": 64,
@@ -96,8 +97,8 @@ def build(family: str, *, tied: bool) -> nn.Module:
 def trainer_main(conn: Any) -> None:
     """Runs the orders of a `_Trainer`, and publishes after each: ["begin", ...], ["step"], ["again"].
 
-    Answers with what came of it: the run, the version's number, its checkpoint's folder, its digest, and the share of
-    elements that the order has changed in bfloat16.
+    Answers with what came of it: the run, the version's number, its checkpoint's folder, its digest, the share of
+    elements that the order has changed in bfloat16, and the tensors that no step has changed yet.
     """
     torch.set_num_threads(1)
     trainer = _Trainer()
@@ -121,7 +122,11 @@ class _Trainer:
         """A run with a new model."""
         self._model, self._folder, self._version = build(family, tied=tied), Path(folder), 0
         self._before = cast_weights(self._model)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        self._never = set(self._before)
+        groups = [
+            {"params": [parameter], "lr": LEARNING_RATES[parameter.dim()]} for parameter in self._model.parameters()
+        ]
+        self._optimizer = torch.optim.AdamW(groups)
         self.again()
 
     def again(self) -> None:
@@ -147,15 +152,16 @@ class _Trainer:
         checkpoint = save_checkpoint(self._folder / f"v{self._version}", self._model, weights)
         assert self._manager.offload(self._model.named_parameters(), self._version).published
         self._manager.wait_published(self._version, timeout_s=30)
-        changed = sum(int((weights[name] != old).sum()) for name, old in self._before.items())
-        self._before = weights
+        changed = {name: int((weights[name] != old).sum()) for name, old in self._before.items()}
+        self._before, self._never = weights, {name for name in self._never if not changed[name]}
         return {
             "run_id": self._manager.run_id,
             "endpoint": self._manager.endpoint,
             "version": self._version,
             "checkpoint": str(checkpoint),
             "digest": digest_of(weights),
-            "changed": changed / sum(tensor.numel() for tensor in weights.values()),
+            "changed": sum(changed.values()) / sum(tensor.numel() for tensor in weights.values()),
+            "never": sorted(self._never),
         }
 
 
@@ -264,6 +270,7 @@ class _Engine:
     def sync(self, run_id: str, endpoint: str, version: int) -> dict[str, Any]:
         """Brings a version, reads the live weights again, and says how the engine answers."""
         notice = NotifyRequest(run_id=run_id, model_id="m", version=version, sender_endpoint=endpoint, wait_s=SYNC_S)
+        self._client.register_sender(RegisterSenderRequest(model_id="m", sender_endpoint=endpoint))
         status = self._client.notify_version(notice)
         said = self._handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=SYNC_S)
         return {
