@@ -29,7 +29,7 @@ from tests.engines.vllm_support import (
 from tests.engines.vllm_unpacked import LINEAR, VARIABLE
 from tests.standins.processes import Child, children
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
 FEW, MANY = 4, 50
 PLAIN = [
     ("Qwen2", False), ("Qwen2", True), ("Qwen3", False), ("Qwen3", True), ("Llama", False), ("Llama", True),
@@ -167,6 +167,7 @@ def test_experts_that_vllm_packs_are_loaded_in_full(workshop: Callable[..., Work
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "tied"), PLAIN, ids=IDS)
 def test_fifty_steps(workshop: Callable[..., Workshop], family: str, tied: bool) -> None:
     """A fresh engine after each."""
@@ -174,6 +175,7 @@ def test_fifty_steps(workshop: Callable[..., Workshop], family: str, tied: bool)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "tied"), [("Gemma", True), ("Qwen3Moe", False)])
 def test_fifty_steps_of_two_workers(workshop: Callable[..., Workshop], family: str, tied: bool) -> None:
     """A fresh engine of two workers after every tenth."""
@@ -181,6 +183,7 @@ def test_fifty_steps_of_two_workers(workshop: Callable[..., Workshop], family: s
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_fifty_steps_of_packed_experts(workshop: Callable[..., Workshop]) -> None:
     """A fresh engine after each."""
     workshop(packed=True).run("Qwen3Moe", tied=False, steps=MANY, compare=1, marked="packs the experts' weights")

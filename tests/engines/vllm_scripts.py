@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.engines.vllm_families import families
 from tests.engines.vllm_support import (
     ORACLE_FILE,
     RESULT,
@@ -168,6 +167,13 @@ def documents(checkpoint: str) -> dict[str, Any]:
     asyncio.run(job())
     llm.llm_engine.engine_core.shutdown()
     return told
+
+
+def families(folder: str) -> None:
+    """See `vllm_families.families`."""
+    from tests.engines import vllm_families
+
+    vllm_families.families(folder)
 
 
 SCRIPTS: dict[str, Callable[..., Any]] = {
