@@ -37,7 +37,7 @@ from weightsync.types.message import Message
 from weightsync.types.requests import AnyUpdateRequest
 
 
-class DescribeRequest(Message, frozen=True, kw_only=True):
+class DescribeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks an engine what it is. Changes nothing.
 
     Attributes:
