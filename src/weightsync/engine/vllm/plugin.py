@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from weightsync.engine.vllm import version_board
 from weightsync.engine.vllm.peers import BackendError, Peers
 from weightsync.errors import (
     EngineError,
@@ -39,7 +40,7 @@ from weightsync.handles.vllm_messages import (
     update_message,
 )
 from weightsync.net.messages import decode, encode
-from weightsync.types import Box, Deadline
+from weightsync.types import Box, Deadline, Version
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class WeightSyncTransferEngine:
 
         self._loader = VLLMWeightLoader(given.model, model_config=given.model_config, vllm_config=given.vllm_config)
         self._worker = EngineWorker(self._loader, index=self._index, track=f"vllm/worker-{self._index}")
+        version_board.served = self._served
 
     # --- what vLLM calls ---
 
@@ -200,6 +202,7 @@ class WeightSyncTransferEngine:
 
     def shutdown(self) -> None:
         """Leaves the group and aborts an open session. Idempotent."""
+        version_board.served = None
         self._worker.close()
 
     @staticmethod
@@ -264,6 +267,15 @@ class WeightSyncTransferEngine:
         if not isinstance(message, Unreadable) and message.begin is not None:
             return message.begin.deadline_s
         return self._session[1].remaining_s if self._session is not None else 0.0
+
+    def _served(self) -> Version | None:
+        """The version whose bytes are live; None while they are written, or where that is not known."""
+        try:
+            reply = self._worker.describe()
+        except WeightSyncError:
+            return None
+        is_written = reply.writes_live and self._worker.session is not None
+        return reply.version if reply.serving and not is_written else None
 
     def _state(self) -> VllmState:
         reply = self._worker.describe()
