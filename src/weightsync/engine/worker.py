@@ -112,6 +112,19 @@ class EngineWorker(AuditedWorker):
         with self._lock:
             return None if self._session is None else self._session.name
 
+    @property
+    def live_version(self) -> Version | None:
+        """The version whose bytes are live; None before the first commit, while live weights are written, and where they
+        are no version's. Takes no lock and waits for nothing: it may be asked before each step of a generation.
+        """
+        session = self._session  # first: when it has ended the loader has told by now whether what is live is whole
+        if session is not None and session.base is None and self.loader.writes_live:
+            return None
+        served = self._served
+        if served is None or self._stuck or self._audits.failure or not self.loader.healthy:
+            return None
+        return served.version
+
     def describe(self) -> EngineReply:
         """What this worker is and serves.
 

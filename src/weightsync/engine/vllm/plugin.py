@@ -98,6 +98,7 @@ class WeightSyncTransferEngine:
         self._peers = Peers(world_size)
         self._index = self._peers.rank + world_size * int(getattr(parallel, "data_parallel_index", 0) or 0)
         self._updating = False
+        self._split = False  # a commit went well in some workers alone: what is live is no one version
         self._session: tuple[str, Deadline] | None = None
         self._audit_lock = threading.Lock()
         self._auditing = False
@@ -269,13 +270,13 @@ class WeightSyncTransferEngine:
         return self._session[1].remaining_s if self._session is not None else 0.0
 
     def _served(self) -> Version | None:
-        """The version whose bytes are live; None while they are written, or where that is not known."""
-        try:
-            reply = self._worker.describe()
-        except WeightSyncError:
-            return None
-        is_written = reply.writes_live and self._worker.session is not None
-        return reply.version if reply.serving and not is_written else None
+        """The version whose bytes are live in all workers, as far as this one was told; see `EngineWorker.live_version`."""
+        return None if self._split else self._worker.live_version
+
+    def _note_split(self, of: VllmUpdateMessage | Unreadable | None, *, failed: bool) -> None:
+        commits = isinstance(of, VllmUpdateMessage) and of.commit is not None
+        if not self._peers.alone and (commits or (failed and of is not None and self._loader.writes_live)):
+            self._split = failed
 
     def _state(self) -> VllmState:
         reply = self._worker.describe()
@@ -334,6 +335,7 @@ class WeightSyncTransferEngine:
         replies = self._peers.exchange(mine, wait_s=wait_s + _AGREE_MARGIN_S)
         told = [_read(said) for said in replies]
         errors = [each for each in told if isinstance(each, WeightSyncError)]
+        self._note_split(of, failed=bool(errors))
         if not errors:
             if stages:
                 self._loader.cover([_covered(said) for said in replies])

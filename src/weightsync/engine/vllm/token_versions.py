@@ -4,6 +4,12 @@
 
 vLLM calls it before each forward pass with what changed in its batch. A row that comes, a version that changes and a row
 that leaves are written to the board that the request's tag names (`version_middleware`). Rows without a tag cost nothing.
+
+A row's `len(tokens)` is then the position of the token that is sampled next, also under vLLM's asynchronous scheduling:
+the step before has put its token there, or a placeholder for it. A commit comes between two steps, in the same thread.
+
+vLLM takes no custom logits processors with speculative decoding: it refuses to start. Its second model runner has another
+interface for them: start it with `VLLM_USE_V2_MODEL_RUNNER=0` where it would choose that one.
 """
 
 from __future__ import annotations
@@ -78,6 +84,8 @@ class TokenVersions(LogitsProcessor):  # type: ignore[misc]
                 self._rows[other] = row
             if theirs is not None and direction == MoveDirectionality.SWAP:
                 self._rows[one] = theirs
+            elif theirs is not None:
+                self._write(theirs, None, leaves=True)
         return come
 
     def _leave(self, index: int) -> None:

@@ -30,6 +30,7 @@ _HEAD = struct.Struct("<8sII112x")  # whose it is; number of edges; whether one 
 _EDGE = struct.Struct(f"<8s{DIGEST_BYTES}s{DIGEST_BYTES}sIIIHH88s")
 _SLOT_BYTES = _HEAD.size + SLOT_EDGES * _EDGE.size
 _UNKNOWN, _LEAVES = 0xFFFF, 1
+_NOBODY = bytes(8)
 
 served: Callable[[], Version | None] | None = None
 """What this worker serves now; None where no weight-transfer engine of ours is there. Set by the plug-in."""
@@ -58,9 +59,11 @@ class VersionBoard(Closing):
         """What was recorded under a tag that is claimed; nothing where some of it had no room."""
         _, slot, mark = _parsed(tag)
         memory, start = self._segment.memory, slot * _SLOT_BYTES
-        _, num_edges, lost = _HEAD.unpack_from(memory, start)
-        found = []
-        for index in range(0 if lost else min(num_edges, SLOT_EDGES)):
+        theirs, num_edges, lost = _HEAD.unpack_from(memory, start)
+        found: list[Edge] = []
+        if theirs != mark or lost:  # a late write for the slot's former tag may have taken the head
+            return found
+        for index in range(min(num_edges, SLOT_EDGES)):
             packed = _EDGE.unpack_from(memory, start + _HEAD.size + index * _EDGE.size)
             theirs, prompt, tokens, stay, position, known, flags, size, version = packed
             if theirs == mark:
@@ -76,7 +79,7 @@ class VersionBoard(Closing):
     def release(self, tag: str) -> None:
         """Gives a tag back; nothing is written under it any more."""
         _, slot, _ = _parsed(tag)
-        _HEAD.pack_into(self._segment.memory, slot * _SLOT_BYTES, bytes(8), 0, 0)
+        _HEAD.pack_into(self._segment.memory, slot * _SLOT_BYTES, _NOBODY, 0, 0)
         self._free.append(slot)
 
     def close(self) -> None:
@@ -101,7 +104,7 @@ class BoardWriter:
             return False
         memory, start = board.memory, slot * _SLOT_BYTES
         theirs, num_edges, lost = _HEAD.unpack_from(memory, start)
-        if theirs != mark:
+        if theirs != mark or mark == _NOBODY:
             return False
         if num_edges >= SLOT_EDGES:
             _HEAD.pack_into(memory, start, mark, num_edges, 1)

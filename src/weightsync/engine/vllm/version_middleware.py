@@ -130,11 +130,11 @@ class _Answers:
             told = json.loads(body)
         except ValueError:
             return body
-        if not isinstance(told, dict) or "choices" not in told:
+        if not _is_answer(told):
             return body
         self._take(told)
         told[FIELD] = self._spans()
-        return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode()
+        return _dumped(told)
 
     def _events(self, body: bytes, *, last: bool) -> bytes:
         """The events that are whole by now, as the client gets them."""
@@ -148,7 +148,7 @@ class _Answers:
             if not self._last:
                 return event
             told = {**self._last, "choices": [], FIELD: self._spans()}
-            return b"data: " + json.dumps(told).encode() + b"\n\n" + event
+            return b"data: " + _dumped(told) + b"\n\n" + event
         if not event.startswith(b"data: {"):
             return event
         try:
@@ -156,12 +156,12 @@ class _Answers:
         except ValueError:
             self._whole = False
             return event
-        if "choices" not in told:  # an error
+        if not _is_answer(told):  # an error
             self._whole = False
             return event
         self._last = {name: told[name] for name in ("id", "object", "created", "model") if name in told}
         self._take(told)
-        return b"data: " + json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode()
+        return b"data: " + _dumped(told)
 
     def _take(self, told: dict[str, Any]) -> None:
         """Notes the token ids of a document or an event, and takes out what the client did not ask for."""
@@ -228,12 +228,25 @@ def _request(body: bytes) -> dict[str, Any] | None:
     return request
 
 
+def _is_answer(told: Any) -> bool:
+    choices = told.get("choices") if isinstance(told, dict) else None
+    return isinstance(choices, list) and all(isinstance(each, dict) and "index" in each for each in choices)
+
+
 def _tagged(request: dict[str, Any], tag: str | None) -> dict[str, Any]:
     """The request under a tag of ours; one that its client made up is gone."""
     extra = {name: value for name, value in (request.get("vllm_xargs") or {}).items() if name != TAG}
     if tag is not None:
         return {**request, "vllm_xargs": {**extra, TAG: tag}, "return_token_ids": True}
     return {**request, "vllm_xargs": extra} if "vllm_xargs" in request else request
+
+
+def _dumped(told: dict[str, Any]) -> bytes:
+    """JSON as vLLM writes it; escaped where it holds what UTF-8 can't."""
+    try:
+        return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(told, separators=(",", ":")).encode()
 
 
 def _hides_tokens(request: dict[str, Any]) -> bool:
