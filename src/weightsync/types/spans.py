@@ -24,7 +24,12 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def whole_span(version: Version | None, num_tokens: int) -> list[VersionSpan]:
-    """The spans of an answer that one version made: what `EmbeddedEngine.generation()` gave."""
+    """The spans of an answer that one version made.
+
+    Args:
+        version: what `EmbeddedEngine.generation()` gave; see there.
+        num_tokens: of the answer.
+    """
     return spans_from([(0, None if version is None else str(version))], num_tokens)
 
 
