@@ -173,6 +173,9 @@ def ask(app: Any, request: Any, *, path: str = "/v1/completions", cuts: int = 1 
     return Told(sent or [{"type": "http.response.start", "status": 0, "headers": []}, {}])
 
 
+ONE = VersionMiddleware(Engine())  # its board is made once: examples are many
+
+
 def num_free(middleware: VersionMiddleware) -> int:
     assert middleware._board is not None
     return len(middleware._board._free)
@@ -208,9 +211,9 @@ def test_token_ids_stay_for_who_has_asked_for_them() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_stream_tells_its_versions_whatever_its_slices(cuts: list[int], number: int, usage: bool) -> None:
     """In an event of its own, the last before the end. Seen red with each slice taken for whole events."""
-    engine = Engine(cuts=cuts)
+    ONE._app = engine = Engine(cuts=cuts)
     request = {"prompt": PROMPT, "n": number, "stream": True, "stream_options": {"include_usage": usage}}
-    told = ask(VersionMiddleware(engine), request)
+    told = ask(ONE, request)
     plain = [json.loads(event[6:]) for event in engine._stream(request).split(b"\n\n")[:-2]]
     assert told.events == [*plain, {**BASE, "choices": [], FIELD: SPANS[:number]}]
     assert "content-length" not in told.headers
