@@ -156,8 +156,9 @@ def test_of_several_workers_none_raises_at_a_strangers_start_and_finish_and_the_
 
 
 def test_a_commit_that_some_workers_made_leaves_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the next one that all have made: tokens of a model that is two versions are neither's. Seen red with what one
-    worker knows of itself."""
+    """Until the next one that all have made: tokens of a model that is two versions are neither's.
+
+    Seen red with what one worker knows of itself."""
     engines, version = pair(), Version(run_id="r", number=1)
     fails = [False, False]
     for rank, engine in enumerate(engines):

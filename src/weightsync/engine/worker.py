@@ -114,16 +114,15 @@ class EngineWorker(AuditedWorker):
 
     @property
     def live_version(self) -> Version | None:
-        """The version whose bytes are live; None before the first commit, while live weights are written, and where they
-        are no version's. Takes no lock and waits for nothing: it may be asked before each step of a generation.
+        """The version whose bytes are live; None before the first commit, while live weights are written, and where
+        they are no version's.
+
+        It takes no lock and waits for nothing, so it may be asked before each step of a generation: in the thread that
+        commits, since another one may be told of a commit late.
         """
-        session = self._session  # first: when it has ended the loader has told by now whether what is live is whole
-        if session is not None and session.base is None and self.loader.writes_live:
-            return None
         served = self._served
-        if served is None or self._stuck or self._audits.failure or not self.loader.healthy:
-            return None
-        return served.version
+        is_whole = self.loader.healthy and self._stuck is None and self._audits.failure is None
+        return served.version if served is not None and is_whole else None
 
     def describe(self) -> EngineReply:
         """What this worker is and serves.

@@ -49,8 +49,9 @@ def test_the_old_version_is_live_until_the_commit() -> None:
 
 
 def test_weights_that_are_written_in_place_are_no_versions() -> None:
-    """From the first chunk on, and when the session was aborted, until the next commit. Seen red without the look at the
-    session, and without the look at the loader's health."""
+    """From the first chunk on, and when the session was aborted, until the next commit.
+
+    Seen red without the look at the loader's health."""
     bench = half_loaded(in_place=True)
     assert bench.worker.live_version is None
     bench.worker.abort(None, "as told")
@@ -71,7 +72,7 @@ def test_a_commit_that_fails_leaves_what_the_loader_says() -> None:
 
 
 def test_it_waits_for_nobody() -> None:
-    """It is asked before each step of a generation, also while another thread holds the worker. Seen red with a lock."""
+    """It is asked before each step of a generation. Seen red with a lock."""
     bench = half_loaded(in_place=False)
     held, done = threading.Event(), threading.Event()
 

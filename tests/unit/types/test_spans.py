@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -26,7 +28,7 @@ def test_each_token_has_the_version_that_was_said_last(edges: list[tuple[int, st
     spans = spans_from(edges, num_tokens)
     assert [each.version for each in spans for _ in range(each.start, each.end)] == painted
     assert [each.start for each in spans] == [0, *(each.end for each in spans)][: len(spans)]
-    assert all(one.version != other.version for one, other in zip(spans, spans[1:], strict=False))
+    assert all(one.version != other.version for one, other in itertools.pairwise(spans))
     assert all(each.start < each.end for each in spans)
 
 

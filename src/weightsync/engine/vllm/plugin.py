@@ -270,7 +270,7 @@ class WeightSyncTransferEngine:
         return self._session[1].remaining_s if self._session is not None else 0.0
 
     def _served(self) -> Version | None:
-        """The version whose bytes are live in all workers, as far as this one was told; see `EngineWorker.live_version`."""
+        """The version that is live in all workers, as far as this one was told; see `EngineWorker.live_version`."""
         return None if self._split else self._worker.live_version
 
     def _note_split(self, of: VllmUpdateMessage | Unreadable | None, *, failed: bool) -> None:

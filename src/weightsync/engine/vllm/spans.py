@@ -84,7 +84,7 @@ def _stays_of(answer: Answer, stays: Mapping[int, Sequence[Edge]], *, alone: boo
         if prompt not in (None, edge.prompt):
             return False
         if edge.known > len(answer.tokens):
-            return edge.leaves or alone  # its end was cut off
+            return True  # perhaps: its end was cut off
         if edge.known not in digests:
             digests[edge.known] = tokens_digest(answer.tokens[: edge.known])
         return digests[edge.known] == edge.tokens

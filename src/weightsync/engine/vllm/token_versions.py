@@ -1,15 +1,17 @@
-"""TokenVersions: a logits processor of vLLM's that changes no logits, and records which version each row is sampled with.
+"""TokenVersions: a logits processor of vLLM's that records which version samples each row; logits stay as they are.
 
     vllm ... --logits-processors weightsync.engine.vllm.token_versions:TokenVersions
 
-vLLM calls it before each forward pass with what changed in its batch. A row that comes, a version that changes and a row
-that leaves are written to the board that the request's tag names (`version_middleware`). Rows without a tag cost nothing.
+vLLM calls it before each forward pass with what changed in its batch. A row that comes, a version that changes and a
+row that leaves are written to the board that the request's tag names (`version_middleware`). Rows without a tag cost
+nothing.
 
-A row's `len(tokens)` is then the position of the token that is sampled next, also under vLLM's asynchronous scheduling:
-the step before has put its token there, or a placeholder for it. A commit comes between two steps, in the same thread.
+A row's `len(tokens)` is then the position of the token that is sampled next, also under vLLM's asynchronous
+scheduling: the step before has put its token there, or a placeholder for it. A commit comes between two steps, in the
+same thread.
 
-vLLM takes no custom logits processors with speculative decoding: it refuses to start. Its second model runner has another
-interface for them: start it with `VLLM_USE_V2_MODEL_RUNNER=0` where it would choose that one.
+vLLM takes no custom logits processors with speculative decoding: it refuses to start. Its second model runner has
+another interface for them: start it with `VLLM_USE_V2_MODEL_RUNNER=0` where it would choose that one.
 """
 
 from __future__ import annotations

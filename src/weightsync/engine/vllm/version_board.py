@@ -1,11 +1,12 @@
 """VersionBoard: shared memory in which vLLM's worker tells vLLM's API server which version made which tokens.
 
-    API server: claim() --> a slot and its tag --> the tag travels with the request --> worker: BoardWriter.write(tag, edge)
+    API server: claim() --> a slot and its tag --> the tag travels with the request
+    worker: BoardWriter.write(tag, edge), before it samples
     API server: edges() of the slot, when the answer is there --> release()
 
 A worker writes before it samples the token, so what is answered was written before. One worker writes a slot; a tag
-that is over is written no more. Memory is fixed: `NUM_SLOTS` requests at once, `SLOT_EDGES` edges each; what has no room is
-unknown. Imports neither torch nor vLLM.
+that is over is written no more. Memory is fixed: `NUM_SLOTS` requests at once, `SLOT_EDGES` edges each; what has no
+room is unknown. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -59,11 +60,9 @@ class VersionBoard(Closing):
         """What was recorded under a tag that is claimed; nothing where some of it had no room."""
         _, slot, mark = _parsed(tag)
         memory, start = self._segment.memory, slot * _SLOT_BYTES
-        theirs, num_edges, lost = _HEAD.unpack_from(memory, start)
-        found: list[Edge] = []
-        if theirs != mark or lost:  # a late write for the slot's former tag may have taken the head
-            return found
-        for index in range(min(num_edges, SLOT_EDGES)):
+        _, num_edges, lost = _HEAD.unpack_from(memory, start)
+        found = []
+        for index in range(0 if lost else min(num_edges, SLOT_EDGES)):
             packed = _EDGE.unpack_from(memory, start + _HEAD.size + index * _EDGE.size)
             theirs, prompt, tokens, stay, position, known, flags, size, version = packed
             if theirs == mark:

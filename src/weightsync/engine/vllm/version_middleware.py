@@ -3,8 +3,8 @@
     vllm ... --middleware weightsync.engine.vllm.version_middleware.VersionMiddleware \
              --logits-processors weightsync.engine.vllm.token_versions:TokenVersions
 
-Completions and chat completions get a field `weight_versions`: for each choice its index and its spans, or null where they
-are not known. A stream gets it in an event of its own before `[DONE]`, with no choices, as vLLM sends usage.
+Completions and chat completions get a field `weight_versions`: for each choice its index and its spans, or null where
+they are not known. A stream gets it in an event of its own before `[DONE]`, with no choices, as vLLM sends usage.
 
 A request is given a tag and asks for token ids; what the client has not asked for is taken out of its answer again.
 """
@@ -96,7 +96,6 @@ class _Answers:
         self._streams = self._passes = False
         self._rest = b""
         self._answers: dict[int, Answer] = {}
-        self._prompt: list[int] | None = None  # of all choices of a chat
         self._last: dict[str, Any] = {}
         self._whole = True
 
@@ -165,7 +164,6 @@ class _Answers:
 
     def _take(self, told: dict[str, Any]) -> None:
         """Notes the token ids of a document or an event, and takes out what the client did not ask for."""
-        self._prompt = told.get("prompt_token_ids") or self._prompt
         for choice in told["choices"]:
             answer = self._answers.setdefault(choice["index"], Answer(prompt=None, tokens=[]))
             answer.prompt = choice.get("prompt_token_ids") or answer.prompt
@@ -184,8 +182,6 @@ class _Answers:
             return None
         assert self._board is not None
         assert self._tag is not None
-        for answer in self._answers.values():
-            answer.prompt = answer.prompt or self._prompt
         numbers = sorted(self._answers)
         spans = spans_of(self._board.edges(self._tag), [self._answers[number] for number in numbers])
         return [
@@ -200,7 +196,7 @@ async def _body(receive: _Receive, read: list[_Message]) -> bytes | None:
         read.append(message := await receive())
         if message["type"] != "http.request":
             return None
-        body += message.get("body", b"")
+        body += bytes(message.get("body", b""))
         if not message.get("more_body", False):
             return body
     return None
@@ -259,8 +255,8 @@ def _num_choices(request: dict[str, Any]) -> int | None:
     number = request.get("n")
     number = 1 if number is None else number
     prompt = request.get("prompt")
-    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-    return number * (len(prompt) if several else 1) if isinstance(number, int) else None
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    return number * (len(prompt) if several and isinstance(prompt, list) else 1) if isinstance(number, int) else None
 
 
 def _with_length(headers: Any, size_bytes: int) -> list[tuple[bytes, bytes]]:

@@ -156,6 +156,19 @@ def test_two_answers_of_one_prompt_are_told_apart_by_their_tokens() -> None:
     assert [said(spans) for spans in spans_of(edges, [two, one])] == expected[::-1]
 
 
+def test_an_answer_that_was_cut_off_is_told_to_its_end() -> None:
+    """By a stop string: vLLM's worker went on for some tokens, and through a commit."""
+    first = [
+        Edge(stay=stay, prompt=b"", position=0, known=0, tokens=tokens_digest([]), version="r/1") for stay in (1, 2)
+    ]
+    later = [
+        Edge(stay=stay, prompt=b"", position=4, known=4, tokens=tokens_digest([5, stay, 6, 6]), version="r/2")
+        for stay in (1, 2)
+    ]
+    cut, whole = Answer(prompt=None, tokens=[5, 1]), Answer(prompt=None, tokens=[5, 2, 6, 6, 6])
+    assert [said(spans) for spans in spans_of([*first, *later], [cut, whole])] == [["r/1"] * 2, ["r/1"] * 4 + ["r/2"]]
+
+
 def test_what_is_of_another_request_makes_all_unknown() -> None:
     mine = Edge(stay=1, prompt=b"", position=0, known=0, tokens=tokens_digest([]), version="r/1")
     other = Edge(stay=2, prompt=b"", position=2, known=2, tokens=tokens_digest([9, 9]), version="r/2")

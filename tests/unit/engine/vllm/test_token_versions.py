@@ -133,8 +133,9 @@ class Runner:
 def test_each_row_is_recorded_wherever_it_is_moved(
     processor: Callable[..., Any], board: VersionBoard, seed: int, late: bool
 ) -> None:
-    """Requests come, are preempted, come again, end, are moved; versions change. Seen red with moves left out, with moves
-    before the rows that come, with swaps taken for moves, and with a change that is told one step late."""
+    """Requests come, are preempted, come again, end, are moved; versions change.
+
+    Seen red with moves left out, with swaps taken for moves, and with a change that is told one step late."""
     dice = random.Random(seed)
     served: list[Version | None] = [None]
     version_board.served = lambda: served[0]

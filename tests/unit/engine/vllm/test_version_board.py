@@ -66,10 +66,11 @@ def test_a_late_write_that_takes_the_head_makes_all_unknown(board: VersionBoard)
     """A worker that has looked at the mark, and writes when the slot is another's."""
     writer, old = BoardWriter(), claimed(board)
     writer.write(old, edge())
-    head = bytes(board._segment.memory[int(old.split(":")[1]) * version_board._SLOT_BYTES :][: version_board._HEAD.size])
+    start = int(old.split(":")[1]) * version_board._SLOT_BYTES
+    head = bytes(board._segment.memory[start : start + version_board._HEAD.size])
     board.release(old)
     new = claimed(board)
-    start = int(new.split(":")[1]) * version_board._SLOT_BYTES
+    assert new.split(":")[1] == old.split(":")[1]
     board._segment.memory[start : start + len(head)] = head
     assert not writer.write(new, edge(1))
     assert board.edges(new) == []
@@ -107,8 +108,10 @@ def test_a_forged_tag_is_written_nowhere(board: VersionBoard) -> None:
     with Segment(1 << 16) as other:
         forged = [
             "", "x", "::", f"{name}:{slot}", f"{name}:{slot}:zz", f"{name}:{slot}:{'0' * 16}", f"{name}:{slot}:",
-            f"{name}:{free}:{'0' * 16}", f"{name}:-1:{mark}", f"{name}:{NUM_SLOTS}:{mark}", f"{name}:{'9' * 5000}:{mark}",
-            f"{other.name}:0:{'0' * 16}", f"../../etc/passwd:0:{mark}", f"nobody:{slot}:{mark}", f"{tag}:{tag}",
+            f"{name}:{free}:{'0' * 16}", f"{name}:-1:{mark}",
+            f"{name}:{NUM_SLOTS}:{mark}", f"{name}:{'9' * 5000}:{mark}",
+            f"{other.name}:0:{'0' * 16}", f"{other.name}:{NUM_SLOTS - 1}:{mark}",
+            f"../../etc/passwd:0:{mark}", f"nobody:{slot}:{mark}", f"{tag}:{tag}",
         ]  # fmt: skip
         assert [each for each in forged if writer.write(each, edge())] == []
         assert bytes(other.memory) == bytes(1 << 16)

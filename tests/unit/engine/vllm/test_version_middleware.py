@@ -1,4 +1,4 @@
-"""VersionMiddleware around a small application that answers as vLLM's OpenAI server does, and records as its worker does."""
+"""VersionMiddleware around a small application that answers as vLLM's server does, and records as its worker does."""
 
 from __future__ import annotations
 
@@ -259,6 +259,7 @@ def test_a_request_that_is_none_passes_as_it_is(body: bytes) -> None:
         (b'{"choices": null}', 200, "application/json"),
         (b'{"choices": [5]}', 200, "application/json"),
         (b"{odd", 200, "application/json"),
+        (b'{"choices": []}', 500, "application/json"),
         (b'{"choices": []}', 200, "text/plain"),
         (b'data: {"error": 5}\n\ndata: [DONE]\n\n', 200, "text/event-stream"),
         (b": ping\n\ndata: x\n\ndata: {odd\n\n", 200, "text/event-stream"),
