@@ -19,28 +19,22 @@ import queue
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 
 from bench.digest import _model
 from bench.harness import BenchArgs, Memcpy, Row, facts
-from weightsync.codec.digest import ShardSum, digest_of, patch_sum, patched_digest
-from weightsync.codec.tensor_digest import tensor_digests
+from bench.staged import StagedVersions
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.worker import EngineWorker
 from weightsync.host.engine_update import EngineUpdate
-from weightsync.host.staged_version import PatchedTensor, StagedPatch, StagedVersion
+from weightsync.host.staged_version import StagedVersion
 from weightsync.load.module import ModuleWeightLoader
-from weightsync.memory import MappedSegment, Segment
+from weightsync.memory import MappedSegment
 from weightsync.memory.folder import path_of
 from weightsync.observe import Recorder, paused_s
-from weightsync.plan.buckets import plan_bucket
-from weightsync.tensors import byte_view, spec_of
-from weightsync.types import Deadline, HeldTensor, Manifest, Patch, Version
-from weightsync.types.transfer_messages import Transport
+from weightsync.types import Deadline, Patch
 
 ROWS = {"delta_pause": "pause of an embedded engine for a 1 % delta, with undo, over one memcpy of the model"}
 _TARGET = 0.5
@@ -62,8 +56,9 @@ def run(args: BenchArgs) -> list[Row]:
     audits: queue.Queue[float] = queue.Queue()
     worker.recorder.subscribe(lambda each: audits.put(each.end_s - each.start_s) if each.name == "audit" else None)
     engine = EngineUpdate(embedded, "bench", recorder=recorder)
-    with _versions(model) as (pulled, num_changed):
-        engine.load(pulled(0), deadline=Deadline(_TIMEOUT_S))
+    with StagedVersions(model, (_SHARE,)) as versions:
+        num_changed = sum(len(where) for _, where, _ in versions.elements(_SHARE, back=False))
+        engine.load(versions.whole(), deadline=Deadline(_TIMEOUT_S))
         recorder.drain()
         times: dict[str, list[float]] = {}
 
@@ -74,7 +69,7 @@ def run(args: BenchArgs) -> list[Row]:
             before = time.perf_counter()
             memcpy()
             copied = time.perf_counter()
-            report = engine.load(pulled(turn + 1), deadline=Deadline(_TIMEOUT_S))
+            report = engine.load(versions.changed(_SHARE, back=turn % 2 == 1), deadline=Deadline(_TIMEOUT_S))
             loaded = time.perf_counter()
             assert report.patched
             records = recorder.drain()
@@ -86,7 +81,7 @@ def run(args: BenchArgs) -> list[Row]:
                     note(name, sum(each.end_s - each.start_s for each in records if each.name == name))
             note("audit", audits.get(timeout=_TIMEOUT_S))  # nothing else runs beside what is measured next
         embedded.close()
-        undo = _undo(loader, pulled(args.repeats + 2), args.repeats)
+        undo = _undo(loader, versions.changed(_SHARE, back=args.repeats % 2 == 0), args.repeats)
         reload = _reload(module, model, args.repeats)
     seconds = {name: statistics.median(values) for name, values in times.items()}
     seconds |= {"undo": undo, "reload_pause": reload}
@@ -116,72 +111,6 @@ def run(args: BenchArgs) -> list[Row]:
 
 def _inner(name: str) -> str:
     return name.replace(".", "_")
-
-
-@contextlib.contextmanager
-def _versions(model: dict[str, torch.Tensor]) -> Iterator[Any]:
-    """Gives version n as it was pulled: 0 whole, then a patch to and fro between two contents."""
-    rng = np.random.default_rng(0)
-    sizes = [tensor.nbytes for tensor in model.values()]
-    layout = plan_bucket(sizes)
-    staging = Segment(layout.total_bytes)
-    memory = torch.frombuffer(staging.memory, dtype=torch.uint8)
-    for tensor, offset in zip(model.values(), layout.offsets, strict=True):
-        memory[offset : offset + tensor.nbytes] = byte_view(tensor)
-    specs = tuple(spec_of(name, tensor) for name, tensor in model.items())
-    held = [HeldTensor(spec=spec, box=None, tensor=model[spec.name]) for spec in specs]
-    digests = [digest_of(held, specs)]
-    parts: list[torch.Tensor] = []
-    change = ShardSum.zero()
-    for spec in specs:
-        tensor = model[spec.name].reshape(-1)
-        mask = rng.random(tensor.numel(), dtype=np.float32) < _SHARE
-        where = torch.from_numpy(np.flatnonzero(mask).astype(np.uint32))
-        old = tensor[where.to(torch.int64)]
-        new = (old.view(torch.int16) ^ 1).view(torch.bfloat16)
-        change += patch_sum(spec, where, old, new)
-        parts += [where, old, new]
-    digests.append(patched_digest(digests[0], change))
-    changed = plan_bucket([part.nbytes for part in parts])
-    segment = Segment(changed.total_bytes)
-    memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
-    for part, offset in zip(parts, changed.offsets, strict=True):
-        memory[offset : offset + part.nbytes] = byte_view(part)
-    tensor_digest_of = tensor_digests(model)
-
-    def pulled(number: int) -> StagedVersion:
-        manifest = Manifest(version=Version(run_id="bench", number=number), model_id="bench", tensors=specs)
-        patch = StagedPatch(
-            base=Version(run_id="bench", number=max(0, number - 1)),
-            base_digest=digests[(number - 1) % 2],
-            segment=segment.name,
-            tensors=tuple(
-                PatchedTensor(
-                    name=spec.name,
-                    count=parts[3 * index].numel(),
-                    positions_offset=changed.offsets[3 * index],
-                    values_offset=changed.offsets[3 * index + 1 + number % 2],
-                )
-                for index, spec in enumerate(specs)
-            ),
-        )
-        return StagedVersion(
-            manifest=manifest.with_digests(tensor_digest_of, digests[number % 2]),
-            segment=staging.name,
-            offsets=dict(zip(model, layout.offsets, strict=True)),
-            transport=Transport.TCP,
-            num_attempts=1,
-            release=lambda: None,
-            patch=patch if number else None,
-        )
-
-    try:
-        yield pulled, sum(part.numel() for part in parts[::3])
-    finally:
-        del memory
-        for each in (staging, segment):
-            with contextlib.suppress(BufferError):
-                each.close()
 
 
 def _undo(loader: ModuleWeightLoader, pulled: StagedVersion, repeats: int) -> float:

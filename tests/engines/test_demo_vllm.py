@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import vllm_faults
 from tests.engines.vllm_support import NEEDS_VLLM, as_the_cpu_is, vllm_is_there
+from tests.engines.vllm_unpacked import VARIABLE
 from tests.multiproc.family import run_family
 
 
@@ -42,7 +44,9 @@ def test_ray_actors_train_and_vllm_follows(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
 def test_vllm_follows_by_deltas(tmp_path: Path) -> None:
-    """At a learning rate of reinforcement learning: what changed alone is fetched, and vLLM serves exactly that."""
+    """At a learning rate of reinforcement learning: what changed alone is fetched, written in place, and proved. vLLM
+    keeps its weights as they were loaded, as on a GPU.
+    """
     command = [sys.executable, "-m", "weightsync.cli", "demo", "--path", "pull", "--delta", "--engine", "vllm"]
     ran = subprocess.run(
         [*command, "--size", "tiny", "--steps", "3", "--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)],
@@ -50,12 +54,13 @@ def test_vllm_follows_by_deltas(tmp_path: Path) -> None:
         text=True,
         timeout=280,
         check=False,
-        env=as_the_cpu_is(),
+        env={**as_the_cpu_is(), **vllm_faults.install(tmp_path), VARIABLE: "1"},
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["versions"] == [1, 2, 3]
     assert summary["loss_gap_max"] < 0.005
+    assert summary["digests_equal"] is True
     first, *later = summary["steps"]
     assert first["density"] is None
     for step in later:

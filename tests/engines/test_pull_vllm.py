@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.engines.conftest import Versions
 from tests.engines.test_vllm_in_flight import CLOSE, HEAD, Generation, misfit
@@ -26,6 +27,7 @@ from tests.engines.vllm_support import (
     train_step,
 )
 from tests.standins.processes import Child, children
+from weightsync.cli import app
 from weightsync.clients.host import RolloutClient
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.host.service import RolloutService
@@ -97,12 +99,16 @@ class Pulls:
         self._child.conn.send((self._version, steps, few))
         assert self._child.recv(60) == self._version
 
+    def notify(self, *, wait_s: float | None = None) -> ModelStatus:
+        """Tells the service what was published last."""
+        notice = NotifyRequest(
+            run_id=self.run_id, model_id="m", version=self._version, sender_endpoint=self._endpoint, wait_s=wait_s
+        )
+        return self._client.notify_version(notice)
+
     def sync(self) -> ModelStatus:
         """Returns when the server serves what was published last."""
-        notice = NotifyRequest(
-            run_id=self.run_id, model_id="m", version=self._version, sender_endpoint=self._endpoint, wait_s=SYNC_S
-        )
-        status = self._client.notify_version(notice)
+        status = self.notify(wait_s=SYNC_S)
         assert (status.run_id, status.version, status.errors) == (self.run_id, self._version, {})
         return status
 
@@ -165,6 +171,9 @@ def test_the_oracle_holds_after_each_delta(
             assert distance(told, oracle.logprobs(versions.checkpoints[1])) >= DIFFERENT
         else:
             serves(1)
+    doctor = CliRunner().invoke(app, ["doctor", f"vllm+{vllm_server.url}"]).output
+    assert "model.layers.*.self_attn.q_proj.weight" in doctor, doctor
+    assert "is reloaded as a whole: " in doctor, doctor
 
 
 def test_a_generation_in_flight_spans_a_pulled_commit(

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -28,6 +29,7 @@ from tests.engines.vllm_support import (
 from tests.engines.vllm_unpacked import VARIABLE
 from tests.standins.processes import children
 from weightsync.cli import app
+from weightsync.types import Deadline
 from weightsync.types.transfer_messages import Transport
 
 pytestmark = pytest.mark.timeout(600)
@@ -140,13 +142,30 @@ def test_live_weights_are_read_again_when_somebody_asks(one: Live, pulls: Callab
     one.serves(few=False)
 
 
+def test_a_doctor_says_that_all_layers_take_changes(one: Live, pulls: Callable[[], Pulls]) -> None:
+    there = pulls()
+    there.publish(1)
+    there.sync()
+    said = CliRunner().invoke(app, ["doctor", f"vllm+{one.server.url}"]).output
+    assert "changes are written in place in all of its" in said, said
+
+
 def verified(server: Server) -> int:
     """The exit code of `weightsync verify`."""
     return CliRunner().invoke(app, ["verify", f"vllm+{server.url}"]).exit_code
 
 
+def answers_of(server: Server) -> list[list[float]] | None:
+    """What it answers; None where it refuses, or is gone."""
+    try:
+        return server.logprobs()
+    except (httpx.HTTPError, AssertionError):
+        return None
+
+
 def test_two_tensor_parallel_workers_patch_their_shards_together(versions: Versions, tmp_path: Path) -> None:
-    """Each writes its own part. One that fails half-way: the other takes its part back, and both load in full.
+    """Each writes its own part. One that fails half-way: the other takes its part back, and both load in full. One that
+    is killed half-way: the server answers nothing any more.
 
     What a version says when vLLM's own loader has brought it, it says when a patch has, to the bit."""
     with contextlib.ExitStack() as stack:
@@ -173,3 +192,12 @@ def test_two_tensor_parallel_workers_patch_their_shards_together(versions: Versi
         assert verified(two.server) == 0
         vllm_faults.arm(two.server.folder, {"at": "audit", "do": "corrupt", "worker": 1})
         assert verified(two.server) == 1
+        brings(False, patched=0)
+        vllm_faults.arm(two.server.folder, {"at": "patch", "do": "kill", "worker": 1})
+        there.publish(1, few=True)
+        there.notify()
+        deadline = Deadline(60.0)
+        while (answers := answers_of(two.server)) is not None:
+            assert answers == told[False]
+            assert not deadline.expired, two.server.tail()
+        assert not vllm_faults.armed(two.server.folder)

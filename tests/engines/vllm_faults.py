@@ -1,9 +1,10 @@
-"""A vLLM plugin for tests: makes a worker's real loader fail where a file says so. Each fault fires once.
+"""A vLLM plugin for tests: makes a worker's real loader fail where a file says so.
 
-The file, JSON: {"at": "begin" | "receive" | "load" | "commit" | "reload" | "patch" | "audit", "chunk": k, "do":
-"raise" | "corrupt" | "kill", "worker": index}. "receive" is where bytes have come and nobody has looked at them,
-"reload" the middle of vLLM's own reload, when live weights are gone in part, "patch" the middle of a patch, when live
-weights are written in part; "corrupt" at "audit" turns a bit of the live weights before they are read.
+The file, JSON: {"at": "begin" | "receive" | "load" | "stage" | "commit" | "reload" | "patch" | "audit", "chunk": k,
+"do": "raise" | "corrupt" | "kill", "worker": index, "always": true}. A fault fires once, if not always. "stage" is
+where all is there and proved, "receive" where bytes have come and nobody has looked at them, "reload" the middle of
+vLLM's own reload, when live weights are gone in part, "patch" the middle of a patch, when live weights are written in
+part; "corrupt" at "audit" turns a bit of the live weights before they are read.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def register() -> None:
     if getattr(kind, "has_faults", False):
         return
     kind.has_faults = True
-    audited = kind.audited
+    audited, verify, prepare = kind.audited, kind.verify, kind.prepare_patch
     begin, load, commit, reload = kind.begin, kind.load_weights, kind.commit, loader.LayerwiseReload.load
     decode = FullDecoder.decode
     chunks: dict[int, int] = {}
@@ -84,6 +85,16 @@ def register() -> None:
     def faulty_commit(self: Any, version: Any) -> None:
         _fire("commit")
         commit(self, version)
+
+    def faulty_verify(self: Any) -> None:
+        verify(self)
+        if self._patch is None:
+            _fire("stage")
+
+    def faulty_prepare(self: Any) -> Any:
+        changes = prepare(self)
+        _fire("stage")
+        return changes
 
     def faulty_audited(self: Any) -> Any:
         if _take("audit", -1, "corrupt"):
@@ -113,7 +124,7 @@ def register() -> None:
         _fire("patch")
 
     live.ShardPatch.apply = faulty_apply  # type: ignore[method-assign]
-    kind.audited = faulty_audited
+    kind.audited, kind.verify, kind.prepare_patch = faulty_audited, faulty_verify, faulty_prepare
     kind.begin, kind.load_weights, kind.commit = faulty_begin, faulty_load, faulty_commit
     loader.LayerwiseReload.load = faulty_reload  # type: ignore[method-assign]
     FullDecoder.decode = faulty_decode  # type: ignore[method-assign]
@@ -144,7 +155,8 @@ def _take(at: str, chunk: int, do: str) -> bool:
         return False
     if "worker" in fault and fault["worker"] != _worker():
         return False
-    Path(os.environ[FILE_VARIABLE]).unlink(missing_ok=True)
+    if not fault.get("always"):
+        Path(os.environ[FILE_VARIABLE]).unlink(missing_ok=True)
     return True
 
 

@@ -12,13 +12,16 @@ import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from weightsync.cli.shared import Token, Verify, plain, told
 from weightsync.errors import WeightSyncError
 from weightsync.types.process import num_cores
+
+if TYPE_CHECKING:
+    from weightsync.types import EngineReply
 
 _SHM = Path("/dev/shm")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -204,7 +207,7 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
         try:
             handle = engine_at(url, token=token, verify=verify)
             try:
-                told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ASK_S)
+                told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(layers=True), timeout_s=_ASK_S)
             finally:
                 handle.close()  # type: ignore[attr-defined]
         except WeightSyncError as error:
@@ -212,6 +215,17 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
             continue
         for fact in engine_facts(handle, told_of):
             yield _wrong(url, fact.text) if fact.level == "wrong" else _ok(url, fact.text)
+        yield from _layers(url, told_of)
+
+
+def _layers(url: str, reply: EngineReply) -> Iterator[Finding]:
+    odd = [each for each in reply.layers if each.why is not None]
+    num_tensors = sum(each.num_tensors for each in reply.layers)
+    if reply.layers and not odd:
+        yield _ok(url, f"changes are written in place in all of its {num_tensors} tensors")
+    for each in odd:
+        found = f"{each.name}, {each.num_tensors} of {num_tensors} tensors, is reloaded as a whole: {each.why}"
+        yield _note(url, found, "while there is one, each version is loaded in full, and the pause is that of a reload")
 
 
 def register(app: typer.Typer) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
+import msgspec
+
 from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -27,6 +29,7 @@ from weightsync.types import (
     EngineReply,
     EngineRequest,
     InitRequest,
+    LiveLayer,
     PauseRequest,
     ResumeRequest,
     StageRequest,
@@ -63,7 +66,8 @@ class SteppedEngine(abc.ABC):
         try:
             match request:
                 case DescribeRequest():
-                    return self._describe(deadline)
+                    told = self._describe(deadline)
+                    return msgspec.structs.replace(told, layers=self._layers(deadline)) if request.layers else told
                 case AuditRequest():
                     return self._audit(deadline)
                 case InitRequest():
@@ -99,6 +103,10 @@ class SteppedEngine(abc.ABC):
 
     @abc.abstractmethod
     def _describe(self, deadline: Deadline) -> EngineReply: ...
+
+    def _layers(self, deadline: Deadline) -> tuple[LiveLayer, ...]:
+        """See `DescribeRequest.layers`."""
+        return ()
 
     def _audit(self, deadline: Deadline) -> EngineReply:
         """See `AuditRequest`.

@@ -51,6 +51,7 @@ from weightsync.types import (
     Deadline,
     EngineReply,
     InitRequest,
+    LiveLayer,
     PauseRequest,
     ResumeRequest,
     StageRequest,
@@ -129,6 +130,9 @@ class VllmEngine(SteppedEngine):
             group=state.group if state.group == self._joined else None,
             run_id=state.run_id,
         )
+
+    def _layers(self, deadline: Deadline) -> tuple[LiveLayer, ...]:
+        return self._look(deadline, layers=True).layers
 
     def _audit(self, deadline: Deadline) -> EngineReply:
         before = self._look(deadline).num_audits
@@ -292,11 +296,11 @@ class VllmEngine(SteppedEngine):
 
     # --- what the steps share ---
 
-    def _look(self, deadline: Deadline) -> VllmState:
+    def _look(self, deadline: Deadline, *, layers: bool = False) -> VllmState:
         """The workers' state: vLLM returns no data, so they are told what we believe, and object with the truth."""
         expected = self._state
         try:
-            self._send_init(VllmInitMessage(expect=expected), deadline)
+            self._send_init(VllmInitMessage(expect=expected, layers=layers), deadline)
         except StateError as error:
             try:
                 told = state_in(error)

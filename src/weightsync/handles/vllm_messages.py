@@ -24,6 +24,7 @@ from weightsync.types import (
     BeginRequest,
     CommitRequest,
     InitRequest,
+    LiveLayer,
     StageRequest,
     Version,
 )
@@ -55,6 +56,7 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         num_audits: how many audits have ended on every worker.
         audit: how the last one ended on one of them, where it found nothing out.
         unhealthy: what an audit has found, where it found other bytes.
+        layers: of all workers, where it was asked for.
     """
 
     group: str | None = None
@@ -71,6 +73,7 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_audits: int = 0
     audit: str | None = None
     unhealthy: str | None = None
+    layers: tuple[LiveLayer, ...] = ()
 
 
 class VllmUpdateMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -103,6 +106,7 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         abort: end a session badly.
         expect: answered well if this is the workers' state, and otherwise by a StateError that carries it: vLLM
             returns no data.
+        layers: with `expect`: the state that is told has its layers.
         step: an update message, of a client whose engine has several workers.
         audit: begin to read all live weights, unless that is under way; the state tells when it has ended.
     """
@@ -111,6 +115,7 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     in_place: bool = False
     abort: AbortRequest | None = None
     expect: VllmState | None = None
+    layers: bool = False
     step: VllmUpdateMessage | None = None
     audit: AuditRequest | None = None
 

@@ -16,6 +16,8 @@ from weightsync.errors import ManifestMismatchError
 from weightsync.plan.boxes import check_partition, whole_box
 from weightsync.types import Box, TensorSpec
 
+Held = tuple[str, Mapping[str, torch.Tensor | None], str, torch.Tensor, object]
+"""A live tensor's name, the module's mapping that has it and under which key, the tensor, its place."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,6 +50,7 @@ class LivePlan:
     pieces: Mapping[str, tuple[LivePiece, ...]]
     marked: Mapping[str, str]
     _places: Mapping[str, object]
+    _held: tuple[Held, ...] = ()
 
     def moved(self, model: nn.Module) -> str | None:
         """The first live tensor that is not where it was when it was traced; None where all are there."""
@@ -55,6 +58,13 @@ class LivePlan:
         return next(
             (name for name in now.keys() | self._places.keys() if now.get(name) != self._places.get(name)), None
         )
+
+    def strayed(self) -> str | None:
+        """As `moved`, in a tenth of its time, where no module was put in another's place: for the pause."""
+        for name, holder, key, tensor, at in self._held:
+            if holder.get(key) is not tensor or place(tensor) != at:
+                return name
+        return None
 
     def coverage(self) -> dict[str, list[Box]]:
         """Which parts of each tensor are live in this worker, by its name; without those that are marked."""
@@ -112,7 +122,19 @@ def places(model: nn.Module) -> dict[str, object]:
     return {name: (id(tensor), place(tensor)) for name, tensor in named}
 
 
+def held(model: nn.Module) -> tuple[Held, ...]:
+    """Every live tensor where its module has it, see `LivePlan.strayed`."""
+    return tuple(
+        (f"{path}.{key}" if path else key, holder, key, tensor, place(tensor))
+        for path, module in model.named_modules()
+        for holder in (module._parameters, module._buffers)
+        for key, tensor in holder.items()
+        if tensor is not None
+    )
+
+
 def place(tensor: torch.Tensor) -> object:
+    """Where it is, and how it lies there."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 

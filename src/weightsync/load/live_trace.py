@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.load.live_plan import LivePiece, LivePlan, place, places
+from weightsync.load.live_plan import LivePiece, LivePlan, held, place, places
 from weightsync.plan.boxes import overlap
 from weightsync.tensors import torch_dtype
 from weightsync.types import Box, TensorSpec
@@ -148,7 +148,7 @@ class _Tracer(TorchDispatchMode):
                 if why is not None:
                     self.marked.setdefault(name, f"{piece.owner}: {why}")
         pieces = {name: tuple(found) for name, found in self._pieces.items() if name not in self.marked}
-        return LivePlan(pieces=pieces, marked=dict(self.marked), _places=places(self._model))
+        return LivePlan(pieces=pieces, marked=dict(self.marked), _places=places(self._model), _held=held(self._model))
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

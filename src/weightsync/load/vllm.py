@@ -35,6 +35,7 @@ from weightsync.load.vllm_reload import LayerwiseReload, loading
 from weightsync.load.vllm_trust import doubts
 from weightsync.load.whole import check_closed, check_complete, check_open, lent, stage, staging_for, whole_tensor
 from weightsync.types import Box, Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version
+from weightsync.types.live_layer import LiveLayer, layers_of
 
 _logger = logging.getLogger(__name__)
 
@@ -189,6 +190,12 @@ class VLLMWeightLoader(WeightLoader):
             )
         return None
 
+    def layers(self) -> tuple[LiveLayer, ...]:
+        """How a change enters the tensors of the last full load; empty before the first, and when it was in place."""
+        if self._plan is None or self._base is None:
+            return ()
+        return layers_of({name: self.marked.get(name) for name in self._specs})
+
     def coverage(self) -> dict[str, list[Box]]:
         """Which parts of each tensor are live in this worker, of the layout of the bracket that is open."""
         return {} if self._plan is None else self._plan.coverage()
@@ -207,6 +214,7 @@ class VLLMWeightLoader(WeightLoader):
     def prepare_patch(self) -> Iterator[Change]:
         if self._patch is None:
             return super().prepare_patch()
+        self._check_moved()
         self._patch.gather()
         self._prepared = True
         return self._patch.changes()
@@ -324,7 +332,7 @@ class VLLMWeightLoader(WeightLoader):
     def _commit_patch(self, patch: ShardPatch, manifest: Manifest, version: Version) -> None:
         if manifest.version != version or not self._prepared:
             raise StateError(f"what was prepared is {manifest.version if self._prepared else 'nothing'}, not {version}")
-        self._check_moved()
+        self._check_moved(in_pause=True)
         patch.check_memory()
         self._prepared = self._healthy = False
         try:
@@ -376,8 +384,10 @@ class VLLMWeightLoader(WeightLoader):
             name, why = next(iter(self.marked.items()))
             _logger.info("%d tensors are not live as they come, e.g. %s: %s", len(self.marked), name, why)
 
-    def _check_moved(self) -> None:
-        if self._plan is not None and (name := self._plan.moved(self._module)) is not None:
+    def _check_moved(self, *, in_pause: bool = False) -> None:
+        plan = self._plan
+        name = None if plan is None else plan.strayed() if in_pause else plan.moved(self._module)
+        if name is not None:
             self._base, self._plan, self.proved = None, None, False
             raise LoadError("the live tensor was moved since it was loaded", parameter=name)
 

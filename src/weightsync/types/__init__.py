@@ -29,6 +29,7 @@ from weightsync.types.init_info import (
     TorchDistributedWeightSyncInitInfo,
     WeightSyncInitInfo,
 )
+from weightsync.types.live_layer import LiveLayer
 from weightsync.types.manifest import Manifest, Version
 from weightsync.types.method import Push, SyncReport
 from weightsync.types.requests import (
@@ -70,6 +71,7 @@ __all__ = [
     "HeldTensor",
     "InferenceEngineClient",
     "InitRequest",
+    "LiveLayer",
     "Manifest",
     "MemoryHandle",
     "PackedCudaIpcWeightUpdateRequest",

@@ -31,13 +31,20 @@ from weightsync.types.init_info import (
     TorchDistributedWeightSyncInitInfo,
     check_world_size,
 )
+from weightsync.types.live_layer import LiveLayer
 from weightsync.types.manifest import Manifest, Version, check_model_digest
 from weightsync.types.message import Message
 from weightsync.types.requests import AnyUpdateRequest
 
 
 class DescribeRequest(Message, frozen=True, kw_only=True):
-    """Asks an engine what it is. Changes nothing."""
+    """Asks an engine what it is. Changes nothing.
+
+    Attributes:
+        layers: also which of its tensors take a change where they are live, where it can tell.
+    """
+
+    layers: bool = False
 
 
 class InitRequest(Message, frozen=True, kw_only=True):
@@ -239,6 +246,7 @@ class EngineReply(Message, frozen=True, kw_only=True):
         accepts: at describe: the kinds of updates that every worker of it takes, of "full" and "patch".
         unhealthy: at describe: why it refuses to serve until the next full load, where an audit of its live weights
             has found other bytes than it committed.
+        layers: at describe, where it was asked: see `LiveLayer`; empty where it can't tell (yet).
         intact: at describe: whether its live weights are those of `version`, whole, whoever may be answered now.
         phases: what the engine timed since its last reply that carried phases.
     """
@@ -256,6 +264,7 @@ class EngineReply(Message, frozen=True, kw_only=True):
     checksum: str | None = None
     accepts: tuple[str, ...] = ("full",)
     unhealthy: str | None = None
+    layers: tuple[LiveLayer, ...] = ()
     intact: bool = True
     phases: tuple[PhaseRecord, ...] = ()
 

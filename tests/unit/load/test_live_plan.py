@@ -109,9 +109,20 @@ def test_what_vllms_loaders_do() -> None:
     assert plan.marked == {}
     assert plan.pieces["o"][0].box.offset == (0, 4)
     assert plan.pieces["k"][0].live.data_ptr() == model.get_parameter("layer_qkv.weight").data_ptr() + 4 * 8 * 4
-    assert plan.moved(model) is None
+    assert (plan.moved(model), plan.strayed()) == (None, None)
     model.get_parameter("layer_qkv.weight").data = torch.zeros(12, 8)
-    assert plan.moved(model) == "layer_qkv.weight"
+    assert (plan.moved(model), plan.strayed()) == ("layer_qkv.weight", "layer_qkv.weight")
+
+
+def test_a_parameter_that_another_took_the_place_of_has_strayed() -> None:
+    """The same memory, but what the layer computes with is the new one."""
+    model = Loaded()
+    model.own("p", 4, 6)
+    model.copies = {"w": lambda m, w: m.p.data.copy_(w)}
+    plan = check(model, {"w": torch.rand(4, 6)})
+    assert plan.strayed() is None
+    model.get_submodule("layer_p").weight = nn.Parameter(model.p.data)
+    assert plan.strayed() == plan.moved(model) == "layer_p.weight"
 
 
 @pytest.mark.parametrize(

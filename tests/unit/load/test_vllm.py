@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.load.test_patching import Kernels
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
-from weightsync.load import vllm_reload
+from weightsync.load import patching, vllm_reload
 from weightsync.load.vllm import VLLMWeightLoader
 from weightsync.tensors import spec_of
 from weightsync.types import Full, Manifest, Patch, Version
@@ -339,6 +340,57 @@ def test_live_weights_that_somebody_else_writes_end_a_patch(monkeypatch: pytest.
     live.model.out.data = live.model.out.data.clone()
     with pytest.raises(LoadError, match="was moved"):
         live.prepared(7.0)
+
+
+def test_live_weights_that_are_moved_before_the_commit_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = Live(monkeypatch)
+    live.full()
+    new = live.prepared(7.0)
+    old, live.model.out.data = live.model.out.data, live.model.out.data.clone()
+    before = old.clone()
+    with pytest.raises(LoadError, match="was moved"):
+        live.loader.commit(new.version)
+    assert torch.equal(old, before)
+
+
+@pytest.mark.parametrize("fault", ["raise", "another writer", "lost"])
+def test_a_failure_at_every_point_of_the_writes_leaves_exactly_what_was(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """In the middle of a parameter too: pieces are of one element. The next patch builds on what was."""
+    monkeypatch.setattr(patching, "_PIECE_ELEMENTS", 1)
+    monkeypatch.setattr(patching, "num_cores", lambda: 1)
+    live = Live(monkeypatch)
+    live.full()
+    failed = 0
+    while True:
+        new = live.prepared(50.0 + failed)
+
+        def fail(number: int, name: str, memory: Any, rest: Any, *, point: int = failed) -> str:
+            if number != point:
+                return ""
+            if fault == "raise":
+                raise MemoryError("no")
+            if fault == "another writer":
+                memory[rest[0][0]] ^= 1
+            return fault
+
+        armed = Kernels(fail)
+        with monkeypatch.context() as patch:
+            patch.setattr(patching, "kernels", lambda armed=armed: armed)
+            try:
+                live.loader.commit(new.version)
+            except LoadError:
+                assert live.loader.healthy
+                assert live.serves(), failed
+            else:
+                break  # it has no such point
+        live.loader.abort("failed")
+        assert live.serves(), failed
+        failed += 1
+    assert failed >= 4
+    live.whole["k"].view(-1)[[1, 6]] = live.whole["out"].view(-1)[[0, 23]] = 50.0 + failed
+    assert live.serves()
 
 
 def test_a_repacked_parameter_is_found_in_the_commit_and_never_patched(monkeypatch: pytest.MonkeyPatch) -> None:

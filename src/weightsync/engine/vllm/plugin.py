@@ -41,6 +41,7 @@ from weightsync.handles.vllm_messages import (
 )
 from weightsync.net.messages import decode, encode
 from weightsync.types import Box, Deadline, Version
+from weightsync.types.live_layer import merged_layers
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class WeightSyncTransferEngine:
             self._together(lambda: self._step(step), wait_s=self._patience_s(step), of=step)
         else:
             assert message.expect is not None
-            self._compare(message.expect)
+            self._compare(message.expect, layers=message.layers)
 
     def start_weight_update(self, *_: Any, **__: Any) -> None:
         """Does nothing: the update that follows says what begins. Notes that vLLM holds an update for active."""
@@ -278,7 +279,7 @@ class WeightSyncTransferEngine:
         if not self._peers.alone and (commits or (failed and of is not None and self._loader.writes_live)):
             self._split = failed
 
-    def _state(self) -> VllmState:
+    def _state(self, *, layers: bool) -> VllmState:
         reply = self._worker.describe()
         with self._audit_lock:
             audits, said = self._num_audits, self._audit_said
@@ -297,12 +298,13 @@ class WeightSyncTransferEngine:
             accepts=reply.accepts if reply.digests_equal else ("full",),
             proved=bool(reply.digests_equal),
             unprovable=self._loader.unprovable,
+            layers=self._loader.layers() if layers else (),
         )
 
-    def _compare(self, expected: VllmState) -> None:
+    def _compare(self, expected: VllmState, *, layers: bool) -> None:
         mine: VllmState | WeightSyncError
         try:
-            mine = self._state()
+            mine = self._state(layers=layers)
         except Exception as error:
             mine = as_weightsync_error(error, EngineError, "the worker can't tell its state", rank=self._index)
         told = [_read(said) for said in self._peers.exchange(_said(mine), wait_s=_AGREE_S)]
@@ -408,6 +410,7 @@ def _merged(states: list[VllmState]) -> VllmState:
         audit=next((state.audit for state in states if state.audit), None),
         unhealthy=next((state.unhealthy for state in states if state.unhealthy), None),
         unprovable=next((state.unprovable for state in states if state.unprovable), None),
+        layers=merged_layers(state.layers for state in states),
     )
 
 
