@@ -39,11 +39,11 @@ pytestmark = pytest.mark.timeout(600)
 HALF = VOCAB // 2
 NUM_TOKENS = 1500
 NUM_VERSIONS = 12  # three times as many have to be less than HALF
-KV_CACHE_BYTES = 3 << 20  # 6144 tokens: not all that is asked for at once has room
+KV_CACHE_BYTES = 3 << 20  # of all workers; 6144 tokens: not all that is asked for at once has room
 OPTIONS = (
     *("--middleware", "weightsync.engine.vllm.version_middleware.VersionMiddleware"),
     *("--logits-processors", "weightsync.engine.vllm.token_versions:TokenVersions"),
-    *("--max-model-len", "4096", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
+    *("--max-model-len", "4096"),
 )
 
 
@@ -74,14 +74,14 @@ def publisher_main(conn: Any) -> None:
     os._exit(0)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not vllm_is_there:
         pytest.skip(NEEDS_VLLM)
     folder = tmp_path_factory.mktemp("versions")
     made = Server(
-        save_checkpoint(folder / "v0", telling_model(0)), folder / "server", env={VARIABLE: "1"}, options=OPTIONS,
-        counts=True,
+        save_checkpoint(folder / "v0", telling_model(0)), folder / "server", tp=request.param, env={VARIABLE: "1"},
+        options=(*OPTIONS, "--kv-cache-memory-bytes", str(KV_CACHE_BYTES // request.param)), counts=True,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.callback(made.stop)
