@@ -37,13 +37,13 @@ from weightsync.types.transfer_messages import Transport
 
 pytestmark = pytest.mark.timeout(600)
 HALF = VOCAB // 2
-NUM_TOKENS = 1500
+NUM_TOKENS = 1200
 NUM_VERSIONS = 12  # three times as many have to be less than HALF
 KV_CACHE_BYTES = 3 << 20  # of all workers; 6144 tokens: not all that is asked for at once has room
 OPTIONS = (
     *("--middleware", "weightsync.engine.vllm.version_middleware.VersionMiddleware"),
     *("--logits-processors", "weightsync.engine.vllm.token_versions:TokenVersions"),
-    *("--max-model-len", "4096"),
+    *("--max-model-len", "4096", "--no-skip-tokenizer-init"),
 )
 
 
@@ -58,6 +58,18 @@ def telling_model(number: int) -> nn.Module:
                 tensor.fill_(1.0)
         model.lm_head.weight[number::HALF] = 1.0  # type: ignore[index,union-attr]
     return model
+
+
+def tokenizer() -> Any:
+    """Words "w0" and so on: a chat needs them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return made
 
 
 def publisher_main(conn: Any) -> None:
@@ -79,8 +91,10 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if not vllm_is_there:
         pytest.skip(NEEDS_VLLM)
     folder = tmp_path_factory.mktemp("versions")
+    checkpoint = save_checkpoint(folder / "v0", telling_model(0))
+    tokenizer().save_pretrained(checkpoint)
     made = Server(
-        save_checkpoint(folder / "v0", telling_model(0)), folder / "server", tp=request.param, env={VARIABLE: "1"},
+        checkpoint, folder / "server", tp=request.param, env={VARIABLE: "1"},
         options=(*OPTIONS, "--kv-cache-memory-bytes", str(KV_CACHE_BYTES // request.param)), counts=True,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
@@ -105,26 +119,33 @@ def pulls(server: Server) -> Iterator[Callable[[str], Pulls]]:
 
 
 class Asked:
-    """A completion in a thread.
+    """A completion, or a chat's, in a thread.
 
     Args:
         server: what answers.
         num_choices: how many answers.
         streams: whether they come in events.
         plain: whether it asks for no token ids. Then the names of its log-probabilities tell its tokens.
+        chats: whether it is a chat's.
 
     Attributes:
         tokens: of each choice, by its index.
         spans: the same; None where the server said that it does not know.
     """
 
-    def __init__(self, server: Server, num_choices: int = 1, *, streams: bool = True, plain: bool = False) -> None:
+    def __init__(
+        self, server: Server, num_choices: int = 1, *, streams: bool = True, plain: bool = False, chats: bool = False
+    ) -> None:
         self._server = server
+        self._path = "/v1/chat/completions" if chats else "/v1/completions"
         self._plain = plain
         self._body = completion(
             PROMPTS[0], max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, n=num_choices, stream=streams,
             **({"logprobs": 0} if plain else {"return_token_ids": True}),
         )  # fmt: skip
+        if chats:
+            del self._body["prompt"]
+            self._body["messages"] = [{"role": "user", "content": "w3 w4"}]
         self.tokens: list[list[int]] = [[] for _ in range(num_choices)]
         self.spans: list[list[VersionSpan]] | None = None
         self._under_way = threading.Event()
@@ -149,7 +170,7 @@ class Asked:
 
     def _run(self) -> None:
         try:
-            with self._server.http.stream("POST", "/v1/completions", json=self._body, timeout=120) as response:
+            with self._server.http.stream("POST", self._path, json=self._body, timeout=120) as response:
                 assert response.status_code == 200
                 if not self._body["stream"]:
                     self._take(json.loads(response.read()))
@@ -170,7 +191,7 @@ class Asked:
                 names = choice["logprobs"]["tokens"]
                 self.tokens[choice["index"]] += [int(name.removeprefix("token_id:")) for name in names]
             else:
-                self.tokens[choice["index"]] += choice["token_ids"]
+                self.tokens[choice["index"]] += choice.get("token_ids") or []  # a chat's stream begins without
         if told.get("weight_versions"):
             assert [each["index"] for each in told["weight_versions"]] == list(range(len(self.tokens)))
             self.spans = [[VersionSpan(**span) for span in each["spans"]] for each in told["weight_versions"]]
@@ -202,7 +223,7 @@ def test_each_token_is_said_to_be_of_the_version_that_made_it(
         before = preemptions(server)
         asked = [
             Asked(server), Asked(server, 2), Asked(server, streams=False), Asked(server, 2, streams=False),
-            Asked(server, plain=True),
+            Asked(server, plain=True), Asked(server, chats=True),
         ]  # fmt: skip
         for each in asked:
             each.under_way()

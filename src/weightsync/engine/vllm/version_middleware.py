@@ -168,7 +168,7 @@ class _Answers:
             answer = self._answers.setdefault(choice["index"], Answer(prompt=None, tokens=[]))
             answer.prompt = choice.get("prompt_token_ids") or answer.prompt
             tokens = choice.get("token_ids")
-            self._whole &= isinstance(tokens, list)
+            self._whole &= isinstance(tokens, list) or _is_opening(choice)
             answer.tokens += tokens or []
         if not self._asked:
             for holder in (told, *told["choices"]):
@@ -227,6 +227,12 @@ def _request(body: bytes) -> dict[str, Any] | None:
 def _is_answer(told: Any) -> bool:
     choices = told.get("choices") if isinstance(told, dict) else None
     return isinstance(choices, list) and all(isinstance(each, dict) and "index" in each for each in choices)
+
+
+def _is_opening(choice: dict[str, Any]) -> bool:
+    """Whether it is what a chat's stream begins with: a role, and no token yet."""
+    delta = choice.get("delta")
+    return "token_ids" not in choice and isinstance(delta, dict) and "role" in delta and not delta.get("content")
 
 
 def _tagged(request: dict[str, Any], tag: str | None) -> dict[str, Any]:

@@ -115,10 +115,15 @@ class Engine:
     def _stream(self, request: dict[str, Any]) -> bytes:
         asked = request.get("return_token_ids")
         events: list[Any] = []
+        if self.chat:
+            for index in range(request.get("n", 1)):
+                opening = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                events.append({**BASE, "choices": [opening], "prompt_token_ids": PROMPT if asked else None})
         for position in range(5):
             for index, tokens in enumerate(ANSWERS[: request.get("n", 1)]):
                 if position < len(tokens):
-                    choice: dict[str, Any] = {"index": index, "text": "é", "finish_reason": None}
+                    choice: dict[str, Any] = {"index": index, "finish_reason": None}
+                    choice |= {"delta": {"content": "é"}} if self.chat else {"text": "é"}
                     choice["token_ids"] = tokens[position : position + 1] if asked else None
                     choice["prompt_token_ids"] = PROMPT if asked and not position else None
                     events.append({**BASE, "choices": [choice]})
@@ -207,11 +212,13 @@ def test_token_ids_stay_for_who_has_asked_for_them() -> None:
     ]  # fmt: skip
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 2), st.booleans())
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 2), st.booleans(), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_a_stream_tells_its_versions_whatever_its_slices(cuts: list[int], number: int, usage: bool) -> None:
-    """In an event of its own, the last before the end. Seen red with each slice taken for whole events."""
-    ONE._app = engine = Engine(cuts=cuts)
+def test_a_stream_tells_its_versions_whatever_its_slices(cuts: list[int], number: int, usage: bool, chat: bool) -> None:
+    """In an event of its own, the last before the end.
+
+    Seen red with each slice taken for whole events, and with a chat's first event taken for one that hides its tokens."""
+    ONE._app = engine = Engine(cuts=cuts, chat=chat)
     request = {"prompt": PROMPT, "n": number, "stream": True, "stream_options": {"include_usage": usage}}
     told = ask(ONE, request)
     plain = [json.loads(event[6:]) for event in engine._stream(request).split(b"\n\n")[:-2]]
@@ -281,6 +288,17 @@ def test_a_stream_that_breaks_off_with_an_error_tells_no_versions() -> None:
     told = ask(VersionMiddleware(engine), {"prompt": PROMPT, "stream": True})
     assert told.events[1] == {"error": {"code": 500}}
     assert told.events[-1][FIELD] is None
+
+
+@pytest.mark.parametrize("hides", [None, "left out"])
+def test_a_stream_that_hides_tokens_tells_no_versions(hides: str | None) -> None:
+    """A part of them, as vLLM does with hidden reasoning."""
+    choice: dict[str, Any] = {"index": 0, "delta": {"content": "x"}}
+    hidden = choice if hides else {**choice, "token_ids": None}
+    events = [{**BASE, "choices": [each]} for each in ({**choice, "token_ids": [1]}, hidden)]
+    answer = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events) + b"data: [DONE]\n\n"
+    engine = Engine(answer=answer, kind="text/event-stream")
+    assert ask(VersionMiddleware(engine), {"stream": True}, path="/v1/chat/completions").events[-1][FIELD] is None
 
 
 def test_what_is_not_known_is_said_to_be() -> None:
