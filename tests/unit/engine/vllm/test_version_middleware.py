@@ -217,7 +217,7 @@ def test_token_ids_stay_for_who_has_asked_for_them() -> None:
 def test_a_stream_tells_its_versions_whatever_its_slices(cuts: list[int], number: int, usage: bool, chat: bool) -> None:
     """In an event of its own, the last before the end.
 
-    Seen red with each slice taken for whole events, and with a chat's first event taken for one that hides its tokens."""
+    Seen red with each slice taken for whole events, and with a chat's first event taken for one that hides tokens."""
     ONE._app = engine = Engine(cuts=cuts, chat=chat)
     request = {"prompt": PROMPT, "n": number, "stream": True, "stream_options": {"include_usage": usage}}
     told = ask(ONE, request)
@@ -290,12 +290,20 @@ def test_a_stream_that_breaks_off_with_an_error_tells_no_versions() -> None:
     assert told.events[-1][FIELD] is None
 
 
-@pytest.mark.parametrize("hides", [None, "left out"])
-def test_a_stream_that_hides_tokens_tells_no_versions(hides: str | None) -> None:
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        {"delta": {"content": "x"}, "token_ids": None},
+        {"delta": {"content": "x"}},
+        {"delta": {"tool_calls": []}},
+        {"delta": {"role": "assistant", "content": "x"}},
+        {"text": "x"},
+    ],
+)
+def test_a_stream_that_hides_tokens_tells_no_versions(hidden: dict[str, Any]) -> None:
     """A part of them, as vLLM does with hidden reasoning."""
-    choice: dict[str, Any] = {"index": 0, "delta": {"content": "x"}}
-    hidden = choice if hides else {**choice, "token_ids": None}
-    events = [{**BASE, "choices": [each]} for each in ({**choice, "token_ids": [1]}, hidden)]
+    shown = {"delta": {"content": "x"}, "token_ids": [1]}
+    events = [{**BASE, "choices": [{"index": 0, **each}]} for each in (shown, hidden)]
     answer = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events) + b"data: [DONE]\n\n"
     engine = Engine(answer=answer, kind="text/event-stream")
     assert ask(VersionMiddleware(engine), {"stream": True}, path="/v1/chat/completions").events[-1][FIELD] is None
