@@ -279,7 +279,7 @@ class WeightSyncTransferEngine:
         if not self._peers.alone and (commits or (failed and of is not None and self._loader.writes_live)):
             self._split = failed
 
-    def _state(self, *, layers: bool) -> VllmState:
+    def _state(self, *, layers: bool = False) -> VllmState:
         reply = self._worker.describe()
         with self._audit_lock:
             audits, said = self._num_audits, self._audit_said
