@@ -20,7 +20,7 @@ from tests.engines.vllm_support import (
 )
 
 
-def oracle(prompts: list[list[int]], long_prompt: list[int]) -> None:
+def oracle(prompts: list[list[int]], long_prompt: list[int], tp: int) -> None:
     """Says in `ORACLE_FILE` of each checkpoint that a line of standard input names what a fresh engine answers."""
     from pathlib import Path
 
@@ -31,7 +31,7 @@ def oracle(prompts: list[list[int]], long_prompt: list[int]) -> None:
     gc.collect = collect  # vLLM asks for three an engine, 0.4 s each; what stays of an engine is small
     for line in sys.stdin:
         checkpoint = Path(line.rstrip("\n"))
-        llm = LLM(**llm_options(checkpoint))
+        llm = LLM(**llm_options(checkpoint, tp))
         told = {"prompts": llm_logprobs(llm, prompts), "next": llm_next_token(llm, long_prompt)}
         llm.llm_engine.engine_core.shutdown()
         fresh = checkpoint / f"{ORACLE_FILE}.new"
@@ -169,7 +169,19 @@ def documents(checkpoint: str) -> dict[str, Any]:
     return told
 
 
-SCRIPTS: dict[str, Callable[..., Any]] = {"oracle": oracle, "offline": offline, "documents": documents}
+def families(folder: str) -> None:
+    """See `vllm_families.families`."""
+    from tests.engines import vllm_families
+
+    vllm_families.families(folder)
+
+
+SCRIPTS: dict[str, Callable[..., Any]] = {
+    "oracle": oracle,
+    "offline": offline,
+    "documents": documents,
+    "families": families,
+}
 
 
 def main() -> None:

@@ -244,10 +244,12 @@ class Oracle:
     Args:
         log: takes what they write.
         env: further environment of theirs.
+        tp: tensor-parallel size of each.
     """
 
-    def __init__(self, log: IO[str], *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, log: IO[str], *, env: Mapping[str, str] | None = None, tp: int = 1) -> None:
         self._env = env
+        self._tp = tp
         self._asked: set[Path] = set()
         self._process: subprocess.Popen[str] | None = None
         self._log = log
@@ -255,9 +257,9 @@ class Oracle:
     def learn(self, checkpoints: Sequence[Path]) -> None:
         """Asks for a fresh engine for each of them, and does not wait for it."""
         if self._process is None:
-            self._process = _start_script(
-                "oracle", [[list(prompt) for prompt in PROMPTS], list(LONG_PROMPT)], self._log, stdin=subprocess.PIPE,
-                env=self._env,
+            self._process = start_script(
+                "oracle", [[list(prompt) for prompt in PROMPTS], list(LONG_PROMPT), self._tp], self._log,
+                stdin=subprocess.PIPE, env=self._env,
             )  # fmt: skip
         assert self._process.stdin is not None
         for checkpoint in checkpoints:
@@ -279,7 +281,7 @@ class Oracle:
     def close(self) -> None:
         """Ends the process."""
         if self._process is not None:
-            _kill_group(self._process)
+            kill_group(self._process)
 
     def _told(self, checkpoint: Path) -> dict[str, Any]:
         self.learn([checkpoint])
@@ -287,7 +289,7 @@ class Oracle:
         end = time.monotonic() + START_S
         while not (answer := checkpoint / ORACLE_FILE).exists():
             why = "ended" if self._process.poll() is not None else "is too slow" if time.monotonic() > end else None
-            assert why is None, f"the oracle {why}:\n{_tail(self._log)}"
+            assert why is None, f"the oracle {why}:\n{tail_of(self._log)}"
             time.sleep(0.02)  # between two looks
         told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return told
@@ -300,13 +302,13 @@ def run_script(name: str, argument: Any, *, env: Mapping[str, str] | None = None
         AssertionError: it failed, or took too long; with what it wrote.
     """
     with tempfile.TemporaryFile("w+") as output:
-        process = _start_script(name, argument, output, env=env)
+        process = start_script(name, argument, output, env=env)
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{name} took over {timeout_s} s:\n{_tail(output)}") from None
+            raise AssertionError(f"{name} took over {timeout_s} s:\n{tail_of(output)}") from None
         finally:
-            _kill_group(process)
+            kill_group(process)
         output.seek(0)
         told = output.read()
     found = told.rpartition(RESULT)[2].partition("\n")[0] if RESULT in told else ""
@@ -315,9 +317,10 @@ def run_script(name: str, argument: Any, *, env: Mapping[str, str] | None = None
     return json.loads(found)
 
 
-def _start_script(
+def start_script(
     name: str, argument: Any, output: IO[str], *, env: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[str]:
+    """Starts a function of `SCRIPTS`; see `run_script`."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.engines.vllm_scripts", name, json.dumps(argument)],
         stdout=output,  # no pipe: the engine's own processes would keep it open
@@ -330,13 +333,15 @@ def _start_script(
     )
 
 
-def _kill_group(process: subprocess.Popen[str]) -> None:
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """kill -9 of a script and everything it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(10)
 
 
-def _tail(output: IO[str], chars: int = 6000) -> str:
+def tail_of(output: IO[str], chars: int = 6000) -> str:
+    """The end of what a script wrote."""
     output.seek(0)
     return output.read()[-chars:]
 

@@ -1,7 +1,8 @@
 """A vLLM plugin for tests: on a CPU linear weights stay as they were loaded, as they do on a GPU.
 
-vLLM's CPU build packs them by default, so that nothing live can be written element by element. Acts where
-`WEIGHTSYNC_TEST_UNPACKED` is set, in each of vLLM's processes, before the model is built.
+vLLM's CPU build packs them by default, so that nothing live can be written element by element; experts too, whose
+kernel reads packed weights alone: here torch computes with them as they lie. Acts where `WEIGHTSYNC_TEST_UNPACKED` is
+set, in each of vLLM's processes, before the model is built; "linear" leaves experts packed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from typing import Any
 
 VARIABLE = "WEIGHTSYNC_TEST_UNPACKED"
+LINEAR = "linear"
 
 
 def register() -> None:
@@ -22,3 +24,29 @@ def register() -> None:
     ops: Any = _custom_ops
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
+    if os.environ[VARIABLE] == LINEAR:
+        return
+    try:
+        from vllm.model_executor.layers.fused_moe import modular_kernel
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    except ImportError:  # a release whose experts are elsewhere
+        return
+    experts: Any = cpu_moe.CPUUnquantizedExperts
+    experts.process_weights_after_loading = modular_kernel.FusedMoEExperts.process_weights_after_loading
+    experts.apply = _apply
+
+
+def _apply(
+    self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activation: Any,
+    *_: Any, **__: Any,
+) -> None:  # fmt: skip
+    """What vLLM's kernel of experts computes, from the stacked weights as they were loaded."""
+    import torch
+
+    assert activation.value == "silu"
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = (hidden_states[rows] @ w1[expert].t()).chunk(2, dim=-1)
+        made = (torch.nn.functional.silu(gate) * up) @ w2[expert].t()
+        output.index_add_(0, rows, (made * topk_weights[rows, slots, None]).to(output.dtype))

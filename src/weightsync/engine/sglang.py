@@ -99,6 +99,7 @@ def _done(model: nn.Module, step: WorkerStep, rank: int) -> StepAnswer:
             )
         case CommitRequest() as request:
             worker.commit(request.session)
+            return StepAnswer(patches=bool(worker.loader.proved))
         case AbortRequest() as request:
             worker.abort(request.session, request.reason)
         case _:

@@ -120,6 +120,7 @@ class SGLangEngine(SteppedEngine):
         self._called: str | None = None  # the weights, as this handle has last seen or named them
         self._before: str | None = None  # the same, before the session that is loading
         self._checksum: str | None = None  # of what was loaded last
+        self._digest: str | None = None  # the same, of its publication
 
     def close(self) -> None:
         if isinstance(self._load, (FileLoad, MappedLoad)):
@@ -164,8 +165,8 @@ class SGLangEngine(SteppedEngine):
 
     def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
         version = request.manifest.version
-        if request.base is not None:
-            raise UnsupportedError("SGLang takes whole tensors alone", version=str(version))
+        if request.base is not None and not self._takes_patches:
+            raise UnsupportedError("SGLang takes whole tensors alone, as it is loaded", version=str(version))
         if self._group is None:
             raise StateError("the engine is in no transfer group: join first", version=str(version))
         self._session.start(request.session, version)
@@ -218,6 +219,7 @@ class SGLangEngine(SteppedEngine):
             if (told := self._look(deadline).weight_version) != str(session.version):
                 raise EngineError(f"it was told that it has {session.version}, and says {told}", state_left="paused")
             self._way.touched = False
+            self._digest = self._open_request.manifest.model_digest
         self._session.end()
 
     def _resume(self, request: ResumeRequest, deadline: Deadline) -> None:
@@ -301,6 +303,10 @@ class SGLangEngine(SteppedEngine):
         return self._called != LOADING
 
     @property
+    def _takes_patches(self) -> bool:
+        return isinstance(self._load, MappedLoad) and self._load.takes_patches and self._whole
+
+    @property
     def _version(self) -> Version | None:
         return version_in(self._called)
 
@@ -337,6 +343,8 @@ class SGLangEngine(SteppedEngine):
             group=self._group,
             run_id=self._run_id,
             checksum=self._checksum,
+            model_digest=self._digest if self._takes_patches else None,
+            accepts=("full", "patch") if self._takes_patches else ("full",),
             phases=self._log.drain() if drain else (),
         )
 

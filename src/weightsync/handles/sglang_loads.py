@@ -237,10 +237,14 @@ class MappedLoad(SGLangLoad):
 
     Staged in each worker's host memory, once the size of the checkpoint; the commit loads it. The interface's pickle
     has nothing in it but a `WorkerStep`; each worker's answer lies in a file, since the interface has none.
+
+    Attributes:
+        takes_patches: whether what it committed last may be changed in place.
     """
 
     def __init__(self, api: SGLangApi, *, clear: bool, request: InitRequest) -> None:
         super().__init__(api, clear=clear, request=request)
+        self.takes_patches = False
         self._number = 0
         self._world_size = 1
         self._folder: PrivateFolder | None = None
@@ -279,7 +283,9 @@ class MappedLoad(SGLangLoad):
 
     def commit(self, request: CommitRequest, deadline: Deadline) -> None:
         self.touched = True
-        self._step(EngineOp.COMMIT, request, deadline, flush=self._clear)
+        self.takes_patches = False
+        answers = self._step(EngineOp.COMMIT, request, deadline, flush=self._clear)
+        self.takes_patches = all(answer.patches for answer in answers)
         self._api.end_update(timeout_s=deadline.check("answer"))
 
     def abort(self, request: AbortRequest, deadline: Deadline) -> None:

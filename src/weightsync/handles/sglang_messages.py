@@ -228,12 +228,14 @@ class StepAnswer(_Message, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         error: as `WeightSyncError.to_dict` has it; None where it went well.
         digests_equal, model_digest, unprovable: as in `EngineReply`.
+        patches: at commit: whether the next version may come as a change of this one.
     """
 
     error: dict[str, object] | None = None
     digests_equal: bool | None = None
     model_digest: str | None = None
     unprovable: str | None = None
+    patches: bool = False
 
     @staticmethod
     def file(number: int, rank: int) -> str:

@@ -9,8 +9,8 @@ silently, and what has another dtype it converts: so names, shapes and dtypes ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from weightsync.errors import (
     WeightSyncError,
     as_weightsync_error,
 )
-from weightsync.load.base import WeightLoader
+from weightsync.load.planned import PlannedLoader
+from weightsync.load.vllm_trust import doubts
 from weightsync.load.whole import (
     check_closed,
     check_complete,
@@ -194,35 +195,41 @@ class Places:
             )
 
 
-class SGLangWeightLoader(WeightLoader):
+class SGLangWeightLoader(PlannedLoader):
     """Loads checkpoint-named tensors into the model of one SGLang worker, in the worker's own process.
 
     `load_weights` copies into host memory, once the size of the checkpoint, and commit, while the worker is paused,
     gives all of it to the model's own loader, whole fused modules at once. With `tp_size=1` commit reads every byte
-    again where it lies in the live model; a sharded worker can't, and is unprovable. An abort before commit loses
-    nothing; a commit that fails leaves the model half-loaded, and `healthy` False, until a later one. Host memory that
-    the model takes for its own is the model's from then on: the next version is staged elsewhere.
+    again where it lies in the live model, and a patch is written there, see `PlannedLoader`; a sharded worker is
+    unprovable, and takes whole versions. An abort before commit loses nothing; a commit that fails leaves the model
+    half-loaded, and `healthy` False, until a later one. Host memory that the model takes for its own is the model's
+    from then on: the next version is staged elsewhere.
 
     Args:
         model: a torch module with `load_weights`, not quantised.
         tp_size: how many workers share a tensor.
     """
 
+    unprovable_at_load: ClassVar[str] = "nothing was loaded here yet: the checkpoint's names are not known"
+
     def __init__(self, model: nn.Module, *, tp_size: int = 1) -> None:
+        super().__init__()
         self._model = model
         self._tp_size = tp_size
-        self._healthy = True
-        self._manifest: Manifest | None = None
         self._verified = False
-        self._specs: dict[str, TensorSpec] = {}
         self._rows: dict[str, tuple[str, int]] = {}
-        self._staging: dict[str, torch.Tensor] = {}
-        self._loaded: set[str] = set()
-        self._live: dict[str, tuple[TensorSpec, str, int]] = {}  # of the last commit
+        self._live: dict[str, tuple[TensorSpec, str, int]] = {}  # of the last full commit
 
     @property
-    def healthy(self) -> bool:
-        return self._healthy
+    def _module(self) -> nn.Module:
+        return self._model
+
+    def _check(self, manifest: Manifest) -> None:
+        check_closed(self._manifest)
+        self._rows = Places(self._model, tp_size=self._tp_size).rows(manifest.tensors)
+
+    def _doubts(self) -> Mapping[str, str]:
+        return doubts(self._model, home="sglang")
 
     def begin(self, manifest: Manifest) -> None:
         """See the base class.
@@ -230,21 +237,28 @@ class SGLangWeightLoader(WeightLoader):
         Raises:
             UnsupportedError: the model has no `load_weights`, or is quantised. Nothing was changed.
         """
-        check_closed(self._manifest)
-        self._rows = Places(self._model, tp_size=self._tp_size).rows(manifest.tensors)
+        self._check(manifest)
+        self.settle()
         self._specs = manifest.by_name()
+        if self._tp_size == 1:
+            self._trace(manifest)
+        self._base = None
         self._staging = staging_for(self._specs, self._staging)
         self._loaded, self._verified = set(), False
         self._manifest = manifest
 
     def load_weights(self, updates: Iterable[Update]) -> None:
         check_open(self._manifest)
-        stage(updates, self._specs, self._staging, self._loaded)
+        if self._patch is not None:
+            self._add(self._patch, updates)
+        else:
+            stage(updates, self._specs, self._staging, self._loaded)
 
     def verify(self) -> None:
         check_open(self._manifest)
         check_complete(self._specs, self._loaded)
         self._verified = True
+        self.cover([self.coverage()])
 
     def live_tensors(self) -> Iterator[HeldTensor]:
         """See the base class. Between verify and commit what will be loaded, which commit reads again after it.
@@ -258,37 +272,56 @@ class SGLangWeightLoader(WeightLoader):
             return
         self._check_provable()
         if not self._live:
-            raise UnsupportedError("nothing was loaded here yet: the checkpoint's names are not known")
+            raise self._untold()
         tensors = Places(self._model).tensors
         for spec, target, row in self._live.values():
             yield HeldTensor(spec=_bare(spec), box=None, tensor=_part(tensors[target], spec, row))
+
+    def audited(self) -> Iterator[HeldTensor]:
+        """See the base class. Where the staging is no copy of what is live: what is live."""
+        return super().audited() if self.proved and self._base is not None else self.live_tensors()
+
+    def differs(self, name: str) -> str | None:
+        return super().differs(name) if self.proved and self._base is not None else None
 
     def commit(self, version: Version) -> None:
         """See the base class. Every byte is copied to the model, and with `tp_size=1` read again.
 
         Raises:
             LoadError: the model's own loader failed, or the live bytes are not those. Half-loaded until a later commit.
+                A patch that fails is undone.
         """
+        if self._patch is not None:
+            self._commit_patch(self._patch, check_open(self._manifest), version)
+            return
         check_verified(self._manifest, version, verified=self._verified)
-        self._healthy = False
+        self._healthy = self.proved = False
         self._verified = False  # one that fails is not tried again
+        taken: set[str] = set()
         try:
             try:
                 load_weights(self._model, self._staging.items())
                 self._read_again()
             finally:
                 for name in lent(self._staging, self._model):
+                    taken.add(name)
                     del self._staging[name]
         except WeightSyncError as error:
             error.state_left = _HALF
             raise
         self._live = {name: (spec, *self._rows[name]) for name, spec in self._specs.items()}
         self._manifest = None
+        if taken:  # what is left of the staging is no whole version
+            self._plan = None
+        else:
+            self._compare()
+            self._base = version
         self._healthy = True
 
     def abort(self, reason: str) -> None:
         self._manifest = None
         self._verified = False
+        self._drop_patch()
 
     def _read_again(self) -> None:
         if self._tp_size != 1:

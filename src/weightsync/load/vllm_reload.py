@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import LoadError, MissingDependencyError
+from weightsync.load.vllm_trust import packs
 
 _MANY = 5
 
@@ -29,6 +30,7 @@ class LayerwiseReload:
         self._tied = _tied_layers(model)
         with loading(self._vllm_config):
             _layerwise().initialize_layerwise_reload(model)
+        self._kernels = _take_packing_kernels(model)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gives checkpoint tensors to the model; it may keep references until `finish`."""
@@ -74,7 +76,12 @@ class LayerwiseReload:
     def finish(self) -> None:
         """Puts the loaded tensors into the live ones and closes the reload."""
         with loading(self._vllm_config):
-            _layerwise().finalize_layerwise_reload(self._model, self._model_config)
+            try:
+                _layerwise().finalize_layerwise_reload(self._model, self._model_config)
+            finally:
+                for method, kernel in self._kernels:
+                    if method.moe_kernel is None:  # nothing was loaded into this layer
+                        method.moe_kernel = kernel
             self._repack_tied()
 
     def _repack_tied(self) -> None:
@@ -82,9 +89,7 @@ class LayerwiseReload:
         output layer would go on with the old weights (seen with 0.32)."""
         if not self._tied:
             return
-        from vllm.platforms import current_platform
-
-        if current_platform.is_cpu():
+        if _is_cpu():
             for layer in self._tied:
                 method = getattr(layer, "quant_method", None)
                 if method is not None:
@@ -128,6 +133,30 @@ def _tied_layers(model: nn.Module) -> list[nn.Module]:
             tied.append(layer)
         seen |= own
     return tied
+
+
+def _take_packing_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Takes away the kernels of experts that pack weights on a CPU: vLLM packs where it makes a kernel, so that at a
+    reload the kernel that is there would read unpacked weights as packed ones (seen with 0.32). It makes a new one.
+
+    Returns:
+        Each method with its kernel.
+    """
+    taken = []
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if experts is not None and packs(experts) and _is_cpu():
+            taken.append((method, kernel))
+            method.moe_kernel = None  # type: ignore[union-attr]
+    return taken
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[str]:

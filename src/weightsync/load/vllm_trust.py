@@ -15,6 +15,10 @@ import torch
 from torch import nn
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+_EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
+_EXPERTS_IN_PLACE = {"TRITON", "BATCHED_TRITON", "CPU"}
+"""Backends of experts that are given the stacked weights themselves, where the kernel has no hook that repacks them."""
+_NO_HOOK = "vllm.model_executor.layers.fused_moe.modular_kernel", "FusedMoEExperts.process_weights_after_loading"
 _HARMLESS = {"Attention"}
 """Their `process_weights_after_loading` is about the scales of a cache, and no weights."""
 _CACHES = {"kv_cache"}
@@ -22,18 +26,25 @@ _PLAIN = (bool, int, float, str, bytes, type, torch.dtype, torch.device, torch.S
 _DEPTH = 3
 
 
-def doubts(model: nn.Module) -> dict[str, str]:
-    """Parameters that must not be written element by element, by every name that they have, with the reason."""
+def doubts(model: nn.Module, *, home: str = "vllm") -> dict[str, str]:
+    """Parameters that must not be written element by element, by every name that they have, with the reason.
+
+    Args:
+        model: of an engine.
+        home: the engine's package: "vllm", or "sglang", whose plain layers have the same names.
+    """
     found: dict[str, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     live = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    plain = {id(vars(module)["_modules"].get("quant_method")) for module in modules.values() if not _of_method(module, home)}
     for path, module in modules.items():
-        if (why := _of_class(module)) is not None:
+        if (why := _of_class(module, home)) is not None:
             _mark(found, path, module, why, recurse=False)
-        if (why := _of_method(module)) is not None:
+        if (why := _of_method(module, home)) is not None:
             _mark(found, path, module, why, recurse=True)
         hidden = next((key for key, value in vars(module).items() if _hides(key, value, live)), None)
-        later = hasattr(type(module), "process_weights_after_loading") and type(module).__name__ not in _HARMLESS
+        later = hasattr(type(module), "process_weights_after_loading") and id(module) not in plain
+        later = later and type(module).__name__ not in _HARMLESS
         if hidden is None and not later:
             continue
         why = f"{path or type(module).__name__} " + ("works on weights" if later else f"keeps memory in {hidden}")
@@ -48,23 +59,48 @@ def doubts(model: nn.Module) -> dict[str, str]:
     return {name: of_one[id(parameter)] for name, parameter in names if id(parameter) in of_one}
 
 
+def packs(experts: object) -> bool:
+    """Whether a kernel of experts may put weights into a form of its own when they are loaded."""
+    hook = getattr(type(experts), "process_weights_after_loading", None)
+    return (getattr(hook, "__module__", None), getattr(hook, "__qualname__", None)) != _NO_HOOK
+
+
 def _mark(found: dict[str, str], path: str, module: nn.Module, why: str, *, recurse: bool) -> None:
     for name, _ in module.named_parameters(prefix=path, recurse=recurse, remove_duplicate=False):
         found.setdefault(name, why)
 
 
-def _of_class(module: nn.Module) -> str | None:
-    home = type(module).__module__
-    if home.split(".")[0] == "vllm" or home.startswith("torch.nn."):
+def _of_class(module: nn.Module, home: str) -> str | None:
+    its = type(module).__module__
+    if its.split(".")[0] == home or its.startswith("torch.nn."):
         return None
-    return f"{type(module).__name__} is none of vLLM's layers, and may compute with something else"
+    return f"{type(module).__name__} is none of {home}'s layers, and may compute with something else"
 
 
-def _of_method(module: nn.Module) -> str | None:
+def _of_method(module: nn.Module, home: str) -> str | None:
     method = getattr(module, "quant_method", None)
-    if method is None or (type(method).__name__ in _PLAIN_METHODS and type(method).__module__.startswith("vllm.")):
+    if method is None:
         return None
-    return f"{type(method).__name__} may keep it in a form of its own"
+    name, its = type(method).__name__, type(method).__module__.split(".")[0]
+    if its == home and name in _PLAIN_METHODS:
+        return None
+    if its == home == "vllm" and name == _EXPERTS_METHOD:
+        return _of_experts(method)
+    return f"{name} may keep it in a form of its own"
+
+
+def _of_experts(method: object) -> str | None:
+    """Experts: whether their kernel is given the parameters as they were loaded, at every call."""
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    backend = str(getattr(getattr(method, "unquantized_backend", None), "name", None))
+    if experts is None or backend not in _EXPERTS_IN_PLACE:
+        return f"the experts' backend {backend} may keep it in a form of its own"
+    if packs(experts):
+        return f"{type(experts).__name__} packs the experts' weights"
+    parallel = getattr(getattr(method, "moe", None), "moe_parallel_config", None)
+    if getattr(parallel, "enable_eplb", True):
+        return "experts may be moved among workers (EPLB)"
+    return None
 
 
 def _hides(key: str, value: object, live: set[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from tests.unit.load.test_patching import Kernels
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
 from weightsync.load import patching, vllm_reload
 from weightsync.load.vllm import VLLMWeightLoader
+from weightsync.load.vllm_trust import _NO_HOOK
 from weightsync.tensors import spec_of
 from weightsync.types import Full, Manifest, Patch, Version
 
@@ -168,6 +170,42 @@ def test_a_buffer_that_vllm_skips_is_not_left_stale_in_silence(monkeypatch: pyte
     with pytest.raises(LoadError, match="skipped 1 buffers") as caught:
         reload.check(strict=False)
     assert caught.value.parameter == "mean"
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "left out"])
+def test_experts_that_are_packed_get_a_new_kernel(monkeypatch: pytest.MonkeyPatch, loaded: bool) -> None:
+    """Seen with vLLM 0.32 on a CPU: a reload left the weights unpacked for a kernel that reads packed ones. A kernel
+    whose layer gets no weights comes back, and so does one whose reload fails; one that packs nothing stays."""
+
+    class Packing:
+        def process_weights_after_loading(self, layer: Any) -> None:
+            raise NotImplementedError
+
+    class Plain(Packing):
+        """Has vLLM's own hook, which does nothing."""
+
+    hook: Any = lambda self, layer: None  # noqa: E731
+    hook.__module__, hook.__qualname__ = _NO_HOOK
+    Plain.process_weights_after_loading = hook  # type: ignore[method-assign]
+    model, old, new = nn.ModuleList([nn.Module(), nn.Module()]), SimpleNamespace(fused_experts=Packing()), object()
+    packing, plain = SimpleNamespace(moe_kernel=old), SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=Plain()))
+    model[0].quant_method, model[1].quant_method = packing, plain  # type: ignore[assignment]
+    kept = plain.moe_kernel
+
+    def finalize(*_: Any) -> None:
+        if not loaded:
+            raise RuntimeError("vLLM's")
+        packing.moe_kernel = packing.moe_kernel or new
+
+    opened = SimpleNamespace(initialize_layerwise_reload=lambda _: None, finalize_layerwise_reload=finalize)
+    monkeypatch.setattr(vllm_reload, "_layerwise", lambda: opened)
+    monkeypatch.setattr(vllm_reload, "_is_cpu", lambda: True)
+    reload = vllm_reload.LayerwiseReload(model, SimpleNamespace(quantization=None), None)
+    assert packing.moe_kernel is None
+    with contextlib.nullcontext() if loaded else pytest.raises(RuntimeError):
+        reload.finish()
+    assert packing.moe_kernel is (new if loaded else old)
+    assert plain.moe_kernel is kept
 
 
 def test_staging_is_allocated_once() -> None:

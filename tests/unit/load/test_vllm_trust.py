@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.load.vllm_trust import doubts
+from weightsync.load.vllm_trust import _NO_HOOK, doubts
 
 W = torch.arange(12.0).reshape(3, 4)
 
@@ -96,3 +96,67 @@ def test_a_tied_parameter_is_marked_under_every_name() -> None:
     embed, head = layer(), layer(packed=W * 2)
     head.weight = embed.weight
     assert set(doubts(model(embed=embed, head=head))) == {"embed.weight", "head.weight"}
+
+
+class Experts:
+    """Says it is a kernel of vLLM's experts whose hook is the one that does nothing."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        raise NotImplementedError
+
+
+Experts.process_weights_after_loading.__module__, Experts.process_weights_after_loading.__qualname__ = _NO_HOOK
+
+
+class Kernel:
+    """As vLLM's: what it works with is two steps away."""
+
+    def __init__(self, experts: object) -> None:
+        self.impl = SimpleNamespace(fused_experts=experts)
+
+    @property
+    def fused_experts(self) -> object:
+        return self.impl.fused_experts
+
+
+class Packing(Experts):
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        raise NotImplementedError
+
+
+def experts(
+    backend: str = "TRITON", kernel: Any = Experts, *, eplb: bool = False, made: bool = True, **own: Any
+) -> Any:
+    """Stacked experts, with a method that is one of vLLM's and a module, as vLLM has it."""
+    kind = type("UnquantizedFusedMoEMethod", (nn.Module,), {"__module__": "vllm.x", "process_weights_after_loading": 0})
+    how, given = kind(), kernel()
+    vars(given).update(own)
+    how.unquantized_backend = SimpleNamespace(name=backend)
+    how.moe = SimpleNamespace(moe_parallel_config=SimpleNamespace(enable_eplb=eplb))
+    how.moe_kernel = Kernel(given) if made else None
+    whole = layer()
+    whole.add_module("quant_method", how)
+    return whole
+
+
+def test_experts_are_trusted_where_their_kernel_is_given_the_parameters() -> None:
+    """vLLM's method of experts is a module of its own, and works on weights: by the kernel's hook alone."""
+    for backend in ("TRITON", "BATCHED_TRITON", "CPU"):
+        assert doubts(model(experts=experts(backend), fine=layer())) == {}
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        (experts(kernel=Packing), "Packing packs the experts' weights"),
+        (experts("FLASHINFER_TRTLLM"), "FLASHINFER_TRTLLM may keep"),
+        (experts(made=False), "may keep"),
+        (experts(eplb=True), "moved among workers"),
+        (experts(copy=W * 2), "keeps memory"),
+    ],
+    ids=["packs", "backend", "no kernel", "eplb", "memory"],
+)
+def test_other_experts_are_marked(odd: nn.Module, why: str) -> None:
+    found = doubts(model(experts=odd, fine=layer()))
+    assert set(found) == {"experts.weight"}
+    assert why in found["experts.weight"]

@@ -301,7 +301,7 @@ class WeightSyncTransferEngine:
             layers=self._loader.layers() if layers else (),
         )
 
-    def _compare(self, expected: VllmState, *, layers: bool) -> None:
+    def _compare(self, expected: VllmState, *, layers: bool = False) -> None:
         mine: VllmState | WeightSyncError
         try:
             mine = self._state(layers=layers)

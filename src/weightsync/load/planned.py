@@ -1,0 +1,269 @@
+"""PlannedLoader: what loaders share that keep the served version in host memory and write changes where they are live.
+
+A full load goes through the engine's own loader, as ever. A `LivePlan`, traced from that loader, says where each
+element of the checkpoint is live; behind the load every live element is compared with what was staged. Where all are
+there as they came, live weights are proved, and a patch is written straight into them, with undo.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError, as_weightsync_error
+from weightsync.load.base import WeightLoader
+from weightsync.load.live import ShardPatch
+from weightsync.load.live_plan import LivePlan
+from weightsync.load.live_trace import trace
+from weightsync.load.patching import Change
+from weightsync.load.patching import kernels as patch_kernels
+from weightsync.types import Box, Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version
+from weightsync.types.live_layer import LiveLayer, layers_of
+
+_logger = logging.getLogger(__name__)
+
+
+class PlannedLoader(WeightLoader):
+    """See the module. A subclass stages and commits whole versions: `_trace` at the begin of one, `_compare` behind it.
+
+    Attributes:
+        proved: whether the last full commit found every live element as it was staged.
+        marked: why the live elements of a tensor can't be told, by the checkpoint's name; empty where all can.
+        unprovable_at_load: what to say of live weights while none of them was compared, in words.
+    """
+
+    accepts: ClassVar[frozenset[str]] = frozenset({"full", "patch"})
+    audits_copy: ClassVar[bool] = True
+    unprovable_at_load: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._manifest: Manifest | None = None
+        self._specs: dict[str, TensorSpec] = {}
+        self._staging: dict[str, torch.Tensor] = {}
+        self._loaded: set[str] = set()
+        self._healthy = True
+        self._plan: LivePlan | None = None  # of the manifest's tensors, as they were traced
+        self._planned: frozenset[tuple[str, str, tuple[int, ...]]] = frozenset()
+        self._base: Version | None = None  # what the staging holds, where that is what is served
+        self._patch: ShardPatch | None = None  # of the bracket that is open
+        self._undo: ShardPatch | None = None  # of the last commit
+        self._undo_to: Version | None = None
+        self._prepared = False
+        self._covered = False
+        self.proved = False
+        self.marked: dict[str, str] = {}
+
+    # --- what an engine adds ---
+
+    @property
+    @abc.abstractmethod
+    def _module(self) -> nn.Module: ...
+
+    @abc.abstractmethod
+    def _check(self, manifest: Manifest) -> None:
+        """Refuses a bracket for this manifest: one is open, the model has other tensors, or it can't be loaded."""
+
+    @abc.abstractmethod
+    def _doubts(self) -> Mapping[str, str]:
+        """Parameters that must not be written element by element, with the reason."""
+
+    def _canonical(self, name: str) -> str:
+        """What the model's own loader calls a tensor."""
+        return name
+
+    def _loading(self) -> contextlib.AbstractContextManager[Any]:
+        """What has to be around a call of the model's own loader."""
+        return contextlib.nullcontext()
+
+    # --- the bracket of a patch ---
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy
+
+    def begin_patch(self, manifest: Manifest) -> None:
+        self._check(manifest)
+        if not self._healthy:
+            raise StateError("what is live is half-loaded: load it in full", version=str(manifest.version))
+        self.settle()
+        for why in self.marked.values():
+            raise UnsupportedError(
+                f"this model's live weights can't be patched: {why}", state_left="nothing was changed"
+            )
+        if self._base is None or self._plan is None or not self.proved:
+            raise StateError(
+                "what is live is not whole in host memory: a full load was aborted, or none was proved here",
+                state_left="nothing was changed: load it in full",
+            )
+        self._check_moved()
+        patch_kernels()
+        self._specs = manifest.by_name()
+        self._loaded = set()
+        self._patch, self._prepared = ShardPatch(self._plan, self._staging), False
+        self._manifest = manifest
+
+    def prepare_patch(self) -> Iterator[Change]:
+        if self._patch is None:
+            return super().prepare_patch()
+        self._check_moved()
+        self._patch.gather()
+        self._prepared = True
+        return self._patch.changes()
+
+    def rollback(self) -> None:
+        if self._undo is None or self._manifest is not None:
+            return super().rollback()
+        undo, self._undo = self._undo, None
+        self._take_back(undo)
+        self._base, self._undo_to = self._undo_to, None
+        undo.close()
+        return None
+
+    def settle(self) -> None:
+        """See the base class: the base follows what is live."""
+        if self._undo is None:
+            return
+        undo, self._undo = self._undo, None
+        try:
+            undo.follow()
+        except Exception as error:
+            self._base = None  # the next version comes in full
+            _logger.error("the base of the next patch is lost: %s", error)
+        finally:
+            undo.close()
+
+    def _add(self, patch: ShardPatch, updates: Iterable[Update]) -> None:
+        for update in updates:
+            if isinstance(update, Full):
+                raise UnsupportedError("the bracket of a patch takes patches alone", parameter=update.name)
+            self._add_one(patch, update)
+
+    def _add_one(self, patch: ShardPatch, update: Patch) -> None:
+        if update.name not in self._specs:
+            raise ManifestMismatchError("this tensor is not in the manifest", parameter=update.name)
+        if update.name in self._loaded:
+            raise ManifestMismatchError("this tensor came twice", parameter=update.name)
+        self._prepared = False
+        patch.add(update)
+        self._loaded.add(update.name)
+
+    def _commit_patch(self, patch: ShardPatch, manifest: Manifest, version: Version) -> None:
+        if manifest.version != version or not self._prepared:
+            raise StateError(f"what was prepared is {manifest.version if self._prepared else 'nothing'}, not {version}")
+        self._check_moved(in_pause=True)
+        patch.check_memory()
+        self._prepared = self._healthy = False
+        try:
+            patch.apply()
+        except BaseException as error:
+            self._take_back(patch)
+            raise as_weightsync_error(error, LoadError, "writing a patch failed; it was undone") from error
+        self._healthy = True
+        self._undo, self._patch = patch, None
+        self._undo_to, self._base = self._base, version
+        self._manifest = None
+
+    def _take_back(self, patch: ShardPatch) -> None:
+        self._healthy = False
+        try:
+            patch.undo()
+        except BaseException as error:
+            raise LoadError(
+                f"a patch could not be undone: {error}", state_left="refuses to serve until the next full load"
+            ) from error
+        self._healthy = True
+
+    def _drop_patch(self) -> None:
+        if self._patch is not None:
+            self._patch.close()
+            self._patch = None
+
+    # --- what is live ---
+
+    def layers(self) -> tuple[LiveLayer, ...]:
+        """How a change enters the tensors of the last full load; empty before the first, and when it was in place."""
+        if self._plan is None or self._base is None:
+            return ()
+        return layers_of({name: self.marked.get(name) for name in self._specs})
+
+    def coverage(self) -> dict[str, list[Box]]:
+        """Which parts of each tensor are live in this worker, of the layout of the bracket that is open."""
+        return {} if self._plan is None else self._plan.coverage()
+
+    def cover(self, workers: Sequence[Mapping[str, list[Box]]]) -> None:
+        """Told, between `verify` and `commit` of a full load, the `coverage` of every worker of the engine: only where
+        all of every tensor is live somewhere can its live weights be proved."""
+        if self._plan is not None:
+            self._plan = self._plan.without(self._plan.uncovered(workers, self._specs.values()))
+            self._covered = True
+
+    def live_tensors(self) -> Iterator[HeldTensor]:
+        """See the base class; of this worker's parts.
+
+        Raises:
+            UnsupportedError: a full load is under way: the engine's own loader puts it there in the commit. Or the live
+                elements of a tensor can't be told; or those of a part of it lie in other workers.
+        """
+        if (self._manifest is not None and self._patch is None) or self._plan is None or not self.proved:
+            raise self._untold()
+        self._check_moved()
+        for name, spec in self._specs.items():
+            for piece in self._plan.pieces[name]:
+                yield HeldTensor(spec=spec, box=None if piece.box.shape == spec.shape else piece.box, tensor=piece.live)
+
+    def audited(self) -> Iterator[HeldTensor]:
+        """See the base class: the whole version, from host memory; this worker's live parts are compared with it."""
+        if self._plan is None or self._base is None or not self.proved:
+            raise self._untold()
+        self._check_moved()
+        for name, spec in self._specs.items():
+            yield HeldTensor(spec=spec, box=None, tensor=self._staging[name])
+
+    def differs(self, name: str) -> str | None:
+        plan = self._plan
+        return None if plan is None else plan.compare(self._staging, only=name).get(name)
+
+    def _untold(self) -> UnsupportedError:
+        return UnsupportedError(next(iter(self.marked.values()), self.unprovable_at_load))
+
+    def _trace(self, manifest: Manifest) -> None:
+        """Once a layout: where the checkpoint's tensors will be live."""
+        specs = frozenset((spec.name, spec.dtype, spec.shape) for spec in manifest.tensors)
+        if self._plan is not None and specs == self._planned and self._plan.moved(self._module) is None:
+            return
+        load: Callable[..., Any] | None = getattr(self._module, "load_weights", None)
+        names = {spec.name: self._canonical(spec.name) for spec in manifest.tensors}
+        self._plan, self._planned, self._covered, self.proved = None, specs, False, False
+        if load is not None:
+            with self._loading():
+                unsure = self._doubts()
+                self._plan = trace(self._module, load, manifest.tensors, names=names, doubts=unsure)
+
+    def _compare(self) -> None:
+        """After a full load: which live elements are those that were staged, to the bit."""
+        self.proved = False
+        if self.writes_live or self._plan is None:
+            return
+        if (name := self._plan.moved(self._module)) is not None:
+            _logger.info("%s lies elsewhere since it was loaded: the next version finds it there", name)
+            self._plan, self.marked = None, {}
+            return
+        self._plan = self._plan.without(self._plan.compare(self._staging))
+        self.marked = dict(self._plan.marked)
+        self.proved = self._covered and not self.marked
+        if self.marked:
+            name, why = next(iter(self.marked.items()))
+            _logger.info("%d tensors are not live as they come, e.g. %s: %s", len(self.marked), name, why)
+
+    def _check_moved(self, *, in_pause: bool = False) -> None:
+        plan = self._plan
+        name = None if plan is None else plan.strayed() if in_pause else plan.moved(self._module)
+        if name is not None:
+            self._base, self._plan, self.proved = None, None, False
+            raise LoadError("the live tensor was moved since it was loaded", parameter=name)
