@@ -100,6 +100,28 @@ def test_workers_map_what_a_service_has_staged_and_prove_it(pulls: Make, there: 
         assert (status.unprovable, status.checksums) == ({}, {"sglang": there.checksum(steps)})
 
 
+def test_a_delta_is_written_into_live_weights_and_proved(pulls: Make, there: Place) -> None:
+    """With our loader, there and back: what has changed alone is written. SGLang's checksum is a fresh server's."""
+    run = pulls(transport=Transport.TCP, mode="delta", load_by="tensor")
+    model = model_after(1)
+    near = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, tensor in near.named_parameters():
+            if name.endswith(("down_proj.weight", "k_proj.weight")):
+                tensor[:, ::16] += 0.5
+    sums = []
+    for number, version in enumerate((model, near, model, near)):
+        run.publish(version)
+        status = run.sync()
+        assert (status.num_committed, status.num_patched) == (number + 1, int(number > 0)), status
+        assert status.unprovable == {}, status
+        sums.append(status.checksums["sglang"])
+        if version is model:
+            there.serves(1)
+    assert sums[0] == sums[2] == there.checksum(1)
+    assert sums[1] == sums[3] != sums[0]
+
+
 def test_the_verbs_and_an_engine_that_is_named_by_its_url(there: Place) -> None:
     with (
         weightsync.serve({"m": f"sglang+{there.server.url}"}, port=0) as service,

@@ -340,6 +340,7 @@ class SGLangEngine(SteppedEngine):
             serving=self._whole and self._paused_by is None,
             version=self._version,
             writes_live=True,
+            pauses_first=True,
             group=self._group,
             run_id=self._run_id,
             checksum=self._checksum,

@@ -21,6 +21,7 @@ _EXPERTS_IN_PLACE = {"TRITON", "BATCHED_TRITON", "CPU"}
 _NO_HOOK = "vllm.model_executor.layers.fused_moe.modular_kernel", "FusedMoEExperts.process_weights_after_loading"
 _HARMLESS = {"Attention"}
 """Their `process_weights_after_loading` is about the scales of a cache, and no weights."""
+_CALLED = {"vllm": "vLLM", "sglang": "SGLang"}
 _CACHES = {"kv_cache"}
 _PLAIN = (bool, int, float, str, bytes, type, torch.dtype, torch.device, torch.Size, types.ModuleType)
 _DEPTH = 3
@@ -36,7 +37,8 @@ def doubts(model: nn.Module, *, home: str = "vllm") -> dict[str, str]:
     found: dict[str, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     live = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    plain = {id(vars(module)["_modules"].get("quant_method")) for module in modules.values() if not _of_method(module, home)}
+    trusted = (module for module in modules.values() if not _of_method(module, home))
+    plain = {id(vars(module)["_modules"].get("quant_method")) for module in trusted}
     for path, module in modules.items():
         if (why := _of_class(module, home)) is not None:
             _mark(found, path, module, why, recurse=False)
@@ -74,7 +76,7 @@ def _of_class(module: nn.Module, home: str) -> str | None:
     its = type(module).__module__
     if its.split(".")[0] == home or its.startswith("torch.nn."):
         return None
-    return f"{type(module).__name__} is none of {home}'s layers, and may compute with something else"
+    return f"{type(module).__name__} is none of {_CALLED[home]}'s layers, and may compute with something else"
 
 
 def _of_method(module: nn.Module, home: str) -> str | None:

@@ -234,6 +234,7 @@ class EngineReply(Message, frozen=True, kw_only=True):
         version: the version whose bytes it serves; None before the first commit, and where `unhealthy` says that
             its bytes are those of no version.
         writes_live: whether loading touches live weights, so that it has to be paused before the first chunk.
+        pauses_first: whether that holds for a session of changes too: it takes no step of one while it generates.
         group: name of the transfer group that all its workers are in; None where there is none (any more).
         run_id: the run that last made it join; None before the first.
         digests_equal: at stage: True, or None with `unprovable` where live bytes can't be read back.
@@ -256,6 +257,7 @@ class EngineReply(Message, frozen=True, kw_only=True):
     serving: bool = True
     version: Version | None = None
     writes_live: bool = False
+    pauses_first: bool = False
     group: str | None = None
     run_id: str | None = None
     digests_equal: bool | None = None

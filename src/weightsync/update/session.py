@@ -80,7 +80,7 @@ class UpdateSession:
         self._may_pause = may_pause
         self._abort_timeout_s = abort_timeout_s
         self._phases: list[PhaseRecord] = []
-        self._writes_live = False
+        self._pauses_first = False
         self._paused = False
         self.checksums: dict[str, str] = {}
         self.resumed: Mapping[str, EngineReply] = {}
@@ -95,11 +95,13 @@ class UpdateSession:
         deadline_s = self._deadline.check("time to begin")
         request = BeginRequest(session=self.name, manifest=manifest, deadline_s=deadline_s, base=base)
         replies = self._call("begin", lambda left: self._client.begin(request, timeout_s=left))
-        self._writes_live = base is None and any(reply.writes_live for reply in replies.values())
+        self._pauses_first = any(
+            reply.pauses_first or (base is None and reply.writes_live) for reply in replies.values()
+        )
 
     def pause_live_writers(self) -> None:
         """Pauses all for the rest of the update where one of them loads into live weights."""
-        if self._writes_live:
+        if self._pauses_first:
             self._pause(lease_s=self._deadline.remaining_s)
 
     def update(self, request: AnyUpdateRequest) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.errors import LoadError, ManifestMismatchError, UnsupportedError, WeightSyncError
+from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError, WeightSyncError
 from weightsync.load.sglang import FUSED, SGLangWeightLoader, load_weights
 from weightsync.testing.contracts import bytes_of, manifest_of
-from weightsync.types import Full
+from weightsync.types import Full, Patch
 
 BF16 = torch.bfloat16
 
@@ -267,3 +267,65 @@ def test_parts_that_do_not_fill_the_whole_are_refused_but_for_a_shard() -> None:
     sharded.abort("enough")
     with pytest.raises(WeightSyncError, match="shard"):
         list(sharded.live_tensors())
+
+
+def patched(loader: SGLangWeightLoader, new: dict[str, torch.Tensor], name: str, value: float, number: int) -> None:
+    """Changes the first and the last element of one tensor, in `new` too."""
+    flat = new[name].view(-1)
+    where = torch.tensor([0, len(flat) - 1])
+    loader.begin_patch(manifest_of(new, number))
+    loader.load_weights([Patch(name=name, positions=where, values=torch.full((2,), value, dtype=flat.dtype))])
+    assert [change.old.tolist() for change in loader.prepare_patch()] == [flat[where].tolist()]
+    loader.commit(manifest_of(new, number).version)
+    flat[where] = value
+
+
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These layers are none of SGLang's, and compute with nothing but their parameters."""
+    monkeypatch.setattr("weightsync.load.sglang.doubts", lambda model, home: {})
+
+
+@pytest.mark.usefixtures("trusted")
+def test_a_patch_enters_fused_tied_and_padded_parameters_and_is_taken_back() -> None:
+    model, fresh, new = Model(), Model(), weights(1)
+    loader = SGLangWeightLoader(model)
+    sync(loader, new, 1)
+    assert (loader.proved, loader.marked) == (True, {})
+    for number, name in enumerate(new, 2):
+        patched(loader, new, name, 7.0 + number, number)
+        fresh.load_weights(new.items())
+        assert content(model) == content(fresh), name
+    before = content(model)
+    patched(loader, dict(new), "attn.k_proj.weight", 99.0, 50)
+    assert content(model) != before
+    loader.rollback()
+    assert content(model) == before
+
+
+def test_a_layer_that_may_compute_with_something_else_takes_whole_versions() -> None:
+    model = Model()
+    model.attn.o_proj.quant_method = object()  # type: ignore[assignment]
+    loader = SGLangWeightLoader(model)
+    sync(loader, weights(1), 1)
+    assert not loader.proved
+    with pytest.raises(UnsupportedError, match="may keep it in a form of its own"):
+        loader.begin_patch(manifest_of(weights(1), 2))
+    assert {each.spec.name for each in loader.live_tensors()} == weights(1).keys()  # proved, all the same
+
+
+def test_a_worker_of_several_takes_whole_versions() -> None:
+    loader = SGLangWeightLoader(Model(), tp_size=2)
+    with pytest.raises(StateError, match="load it in full"):
+        loader.begin_patch(manifest_of(weights(1), 2))
+
+
+@pytest.mark.usefixtures("trusted")
+def test_a_model_that_keeps_what_it_was_given_is_not_patched() -> None:
+    """What it kept is the staging: there is no base beside what is live."""
+    model = Assigning()
+    loader = SGLangWeightLoader(model)
+    new = {name: tensor.clone() for name, tensor in dict(model.named_parameters()).items()}
+    sync(loader, new, 1)
+    with pytest.raises((StateError, UnsupportedError)):
+        loader.begin_patch(manifest_of(new, 2))

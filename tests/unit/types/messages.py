@@ -180,6 +180,7 @@ replies = st.builds(
     serving=st.booleans(),
     version=st.none() | versions,
     writes_live=st.booleans(),
+    pauses_first=st.booleans(),
     group=st.none() | text,
     digests_equal=st.none() | st.booleans(),
     model_digest=st.none() | text,
