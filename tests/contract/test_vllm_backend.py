@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from tests.unit.host.fakes import init as init_request
+from weightsync.engine.vllm import version_board
 from weightsync.engine.vllm.plugin import BackendError, WeightSyncTransferEngine
 from weightsync.errors import InvalidRequestError, StateError, UnsupportedError, VersionError
 from weightsync.handles.vllm_messages import VllmInitMessage, VllmUpdateMessage, as_info, error_in_text
-from weightsync.types import BeginRequest, Manifest, TensorSpec, Version
+from weightsync.types import BeginRequest, CommitRequest, Manifest, TensorSpec, Version
 
 FOREIGN = {"master_address": "192.0.2.1", "world_size": 2}
 
@@ -152,6 +153,39 @@ def test_of_several_workers_none_raises_at_a_strangers_start_and_finish_and_the_
     assert on_both(engines, lambda engine: engine.start_weight_update()) == [None, None]
     assert on_both(engines, lambda engine: engine.finish_weight_update()) == [None, None]
     assert [engine._worker.session for engine in engines] == ["s", "s"]
+
+
+def test_a_commit_that_some_workers_made_leaves_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the next one that all have made: tokens of a model that is two versions are neither's.
+
+    Seen red with what one worker knows of itself."""
+    engines, version = pair(), Version(run_id="r", number=1)
+    fails = [False, False]
+    for rank, engine in enumerate(engines):
+        monkeypatch.setattr(type(engine._worker), "live_version", property(lambda _: version))
+
+        def commit(name: str, rank: int = rank) -> Version:
+            if fails[rank]:
+                raise StateError("no")
+            return version
+
+        monkeypatch.setattr(engine._worker, "commit", commit)
+    message = as_info(VllmUpdateMessage(commit=CommitRequest(session="s")))
+    for failing in (None, 1, None, 0, None):
+        fails[:] = [rank == failing for rank in (0, 1)]
+        raised = on_both(engines, lambda engine: engine.update_weights(message))
+        assert (raised[1] is None) == (failing is None)
+        assert [engine._served() for engine in engines] == [version if failing is None else None] * 2
+    on_both(engines, lambda engine: engine.update_weights(FOREIGN))
+    assert [engine._served() for engine in engines] == [version] * 2, "nothing was written"
+
+
+def test_the_hook_is_the_engines_until_it_shuts_down() -> None:
+    engine = backend()
+    assert version_board.served == engine._served
+    assert version_board.served() is None
+    engine.shutdown()
+    assert version_board.served is None
 
 
 def test_a_worker_that_can_not_tell_its_state_is_no_reason_for_silence() -> None:

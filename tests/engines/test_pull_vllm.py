@@ -75,13 +75,21 @@ def publisher_main(conn: Any) -> None:
 
 
 class Pulls:
-    """A trainer that publishes, and a service that brings the server to what was published."""
+    """A trainer that publishes, and a service that brings the server to what was published.
 
-    def __init__(self, start: Callable[..., Child], server: Server, transport: Transport, mode: str) -> None:
-        self._child = start(publisher_main, talk=True, name="publisher")
-        self._run_id, self._endpoint = self._child.recv(60)
+    Args:
+        trainer: what the trainer's process runs.
+        kv_cache: see `VllmEngine`.
+    """
+
+    def __init__(
+        self, start: Callable[..., Child], server: Server, transport: Transport, mode: str,
+        *, trainer: Callable[[Any], None] = publisher_main, kv_cache: str = "clear",
+    ) -> None:  # fmt: skip
+        self._child = start(trainer, talk=True, name="publisher")
+        self.run_id, self._endpoint = self._child.recv(60)
         self._version = 0
-        engine = VllmEngine(VllmHttpApi(server.url), engine_id="vllm", pause_mode="keep")
+        engine = VllmEngine(VllmHttpApi(server.url), engine_id="vllm", pause_mode="keep", kv_cache=kv_cache)
         config = RolloutConfig(senders=(self._endpoint,), transport=transport, mode=mode)
         self.service = RolloutService({"m": engine}, config)
         self._client = RolloutClient(self.service.start())
@@ -94,14 +102,14 @@ class Pulls:
     def notify(self, *, wait_s: float | None = None) -> ModelStatus:
         """Tells the service what was published last."""
         notice = NotifyRequest(
-            run_id=self._run_id, model_id="m", version=self._version, sender_endpoint=self._endpoint, wait_s=wait_s
+            run_id=self.run_id, model_id="m", version=self._version, sender_endpoint=self._endpoint, wait_s=wait_s
         )
         return self._client.notify_version(notice)
 
     def sync(self) -> ModelStatus:
         """Returns when the server serves what was published last."""
         status = self.notify(wait_s=SYNC_S)
-        assert (status.run_id, status.version, status.errors) == (self._run_id, self._version, {})
+        assert (status.run_id, status.version, status.errors) == (self.run_id, self._version, {})
         return status
 
     def close(self) -> None:

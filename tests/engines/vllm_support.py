@@ -94,18 +94,19 @@ class Server:
         tp: tensor-parallel size.
         env: further environment.
         options: further words of its command line.
+        counts: whether it keeps its own statistics, for /metrics.
     """
 
     def __init__(
         self, checkpoint: Path, folder: Path, *, tp: int = 1, env: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
+        options: Sequence[str] = (), counts: bool = False,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.checkpoint = checkpoint
         self._port = free_port()
         self._tp = tp
-        self._options = options
+        self._options = options if counts else ("--disable-log-stats", *options)
         self._env = {**engine_env(tp), **vllm_faults.install(folder), **(env or {})}
         self._log = folder / "vllm.log"
         self.url = f"http://127.0.0.1:{self._port}"
@@ -125,7 +126,7 @@ class Server:
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.checkpoint)),
             *("--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", MODEL_NAME),
-            *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--disable-log-stats"),
+            *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16"),
             *("--max-model-len", str(SERVER_MAX_LEN), "--max-num-seqs", "8", "--tensor-parallel-size", str(self._tp)),
             *("--weight-transfer-config", json.dumps({"backend": "weightsync"})),
             *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),

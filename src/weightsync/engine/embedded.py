@@ -134,7 +134,11 @@ class EmbeddedEngine:
 
     @contextlib.contextmanager
     def generation(self, *, timeout_s: float = 30.0) -> Iterator[Version | None]:
-        """Surround each generation with this; gives the version it runs on.
+        """Surround each generation with this; gives the version it runs on: no commit comes in between.
+
+            with engine.generation() as version:
+                tokens = generate(prompt)
+            spans = whole_span(version, len(tokens))  # as vLLM's answers have them: `VersionSpan`
 
         Raises:
             NotServingError: half-loaded, or paused for over `timeout_s`: do not generate.

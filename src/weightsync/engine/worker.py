@@ -112,6 +112,18 @@ class EngineWorker(AuditedWorker):
         with self._lock:
             return None if self._session is None else self._session.name
 
+    @property
+    def live_version(self) -> Version | None:
+        """The version whose bytes are live; None before the first commit, while live weights are written, and where
+        they are no version's.
+
+        It takes no lock and waits for nothing, so it may be asked before each step of a generation: in the thread that
+        commits, since another one may be told of a commit late.
+        """
+        served = self._served
+        is_whole = self.loader.healthy and self._stuck is None and self._audits.failure is None
+        return served.version if served is not None and is_whole else None
+
     def describe(self) -> EngineReply:
         """What this worker is and serves.
 

@@ -43,6 +43,7 @@ from weightsync.types.requests import (
     SharedMemoryHandle,
     WeightUpdateRequest,
 )
+from weightsync.types.spans import VersionSpan, whole_span
 from weightsync.types.spec import Box, HeldTensor, TensorSpec
 from weightsync.types.table import TensorTable
 from weightsync.types.updates import Full, Patch, Update
@@ -90,10 +91,12 @@ __all__ = [
     "Update",
     "UpdateRequest",
     "Version",
+    "VersionSpan",
     "WeightChunk",
     "WeightSyncInitInfo",
     "WeightUpdateRequest",
     "dtype_name",
     "itemsize_bytes",
     "target_dtype",
+    "whole_span",
 ]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from weightsync.engine.vllm import version_board
 from weightsync.engine.vllm.peers import BackendError, Peers
 from weightsync.errors import (
     EngineError,
@@ -39,7 +40,7 @@ from weightsync.handles.vllm_messages import (
     update_message,
 )
 from weightsync.net.messages import decode, encode
-from weightsync.types import Box, Deadline
+from weightsync.types import Box, Deadline, Version
 from weightsync.types.live_layer import merged_layers
 
 _T = TypeVar("_T")
@@ -98,6 +99,7 @@ class WeightSyncTransferEngine:
         self._peers = Peers(world_size)
         self._index = self._peers.rank + world_size * int(getattr(parallel, "data_parallel_index", 0) or 0)
         self._updating = False
+        self._split = False  # a commit went well in some workers alone: what is live is no one version
         self._session: tuple[str, Deadline] | None = None
         self._audit_lock = threading.Lock()
         self._auditing = False
@@ -108,6 +110,7 @@ class WeightSyncTransferEngine:
 
         self._loader = VLLMWeightLoader(given.model, model_config=given.model_config, vllm_config=given.vllm_config)
         self._worker = EngineWorker(self._loader, index=self._index, track=f"vllm/worker-{self._index}")
+        version_board.served = self._served
 
     # --- what vLLM calls ---
 
@@ -201,6 +204,7 @@ class WeightSyncTransferEngine:
 
     def shutdown(self) -> None:
         """Leaves the group and aborts an open session. Idempotent."""
+        version_board.served = None
         self._worker.close()
 
     @staticmethod
@@ -266,6 +270,15 @@ class WeightSyncTransferEngine:
             return message.begin.deadline_s
         return self._session[1].remaining_s if self._session is not None else 0.0
 
+    def _served(self) -> Version | None:
+        """The version that is live in all workers, as far as this one was told; see `EngineWorker.live_version`."""
+        return None if self._split else self._worker.live_version
+
+    def _note_split(self, of: VllmUpdateMessage | Unreadable | None, *, failed: bool) -> None:
+        commits = isinstance(of, VllmUpdateMessage) and of.commit is not None
+        if not self._peers.alone and (commits or (failed and of is not None and self._loader.writes_live)):
+            self._split = failed
+
     def _state(self, *, layers: bool = False) -> VllmState:
         reply = self._worker.describe()
         with self._audit_lock:
@@ -324,6 +337,7 @@ class WeightSyncTransferEngine:
         replies = self._peers.exchange(mine, wait_s=wait_s + _AGREE_MARGIN_S)
         told = [_read(said) for said in replies]
         errors = [each for each in told if isinstance(each, WeightSyncError)]
+        self._note_split(of, failed=bool(errors))
         if not errors:
             if stages:
                 self._loader.cover([_covered(said) for said in replies])
