@@ -47,9 +47,13 @@ class Workshop:
         folder: for everything.
         tp: tensor-parallel size of every engine.
         packed: whether vLLM packs the weights of experts, as its CPU build does.
+
+    Attributes:
+        busy: a run is under way, or has failed.
     """
 
     def __init__(self, trainer: Child, folder: Path, *, tp: int, packed: bool) -> None:
+        self.busy = False
         self._trainer = trainer
         self._folder = folder
         self._tp = tp
@@ -70,6 +74,7 @@ class Workshop:
                 the same engine.
             marked: words of the reason why its live weights can't be written one by one; None where they can.
         """
+        self.busy = True
         begun = self._published("begin", family, tied, str(self._folder / f"{family}-{tied}"))
         self._engine.order(do="start", checkpoint=begun["checkpoint"], endpoint=begun["endpoint"], tp=self._tp)
         told, patched, changed = [], 0, []
@@ -104,6 +109,7 @@ class Workshop:
         distances += [distance(logprobs, self._oracle.logprobs(checkpoint)) for checkpoint, logprobs in compared]
         assert max(distances) <= SAME, distances
         assert distance(told[0], told[-1]) >= DIFFERENT, "the steps change what it says"
+        self.busy = False
         _logger.warning(
             "%s, %s, TP %d, %s: %d steps, %d patched in place, %.1f %% of the elements changed by a step, %.2g "
             "from %d others at most, %.2g from the first version",
@@ -137,7 +143,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         opened: dict[tuple[int, bool], Workshop] = {}
 
         def of(*, tp: int = 1, packed: bool = False) -> Workshop:
-            if (tp, packed) not in opened:
+            if (tp, packed) not in opened or opened[tp, packed].busy:
                 stack.pop_all().close()
                 opened.clear()
                 folder = tmp_path_factory.mktemp("families")
