@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -134,7 +135,8 @@ class PlannedLoader(WeightLoader):
             undo.follow()
         except Exception as error:
             self._base = None  # the next version comes in full
-            _logger.error("the base of the next patch is lost: %s", error)
+            if threading.main_thread().is_alive():  # or Python ends, and takes no work any more
+                _logger.error("the base of the next patch is lost: %s", error)
         finally:
             undo.close()
 
