@@ -178,7 +178,7 @@ def test_an_agent_that_is_still_starting_ends_with_its_trainer_though_a_forked_c
         assert trainer.stdout is not None
         agent, child = map(int, trainer.stdout.readline().split())
         try:
-            wait_until(lambda: not is_alive(agent), "the agent has ended")
+            wait_until(lambda: not is_alive(agent), "the agent has ended", 60.0)  # it imports torch first
         finally:
             os.kill(child, signal.SIGKILL)
 

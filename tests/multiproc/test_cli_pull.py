@@ -173,7 +173,7 @@ def test_what_goes_wrong_is_one_line_and_an_exit_code(tmp_path: Path, monkeypatc
             ("pull", agent.url, "--out", str(folder / "one.safetensors"), "--token", TOKEN): (2, "can't be the folder"),
             ("pull", "ftp://h", "--out", "x"): (2, "http:// or https://"),
             ("pull", "http://[", "--out", "x"): (2, "URL can't be read"),
-            ("pull", "https://127.0.0.1:1", "--out", "x", "--verify", "no.pem"): (1, "FileNotFoundError"),
+            ("pull", "https://127.0.0.1:1", "--out", "x", "--verify", "no.pem"): (2, "no.pem"),
             ("agent", str(tmp_path / "empty")): (2, "no *.safetensors file"),
             ("agent", str(folder), "--host", "0.0.0.0"): (2, "token"),
             ("agent", str(folder), "--token", "short"): (2, "16 characters"),
