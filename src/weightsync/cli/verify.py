@@ -28,9 +28,9 @@ def verify(
 ) -> None:
     """Makes engines read all of their live weights and compare them with what was published; they serve meanwhile.
 
-    A line for each: "proved" with the digest, "wrong" where live bytes are others (that engine refuses to serve until
-    a version is loaded in full), "unknown" with the reason where nobody can tell: repacked or quantised weights, a
-    version that is being loaded, no answer.
+    A line for each: "proved" with the digest; "wrong" where live bytes are others: load a version in full, until then
+    an engine of ours refuses to serve, and a vLLM server answers on; "unknown" with the reason where nobody can tell:
+    repacked or quantised weights, a version that is being loaded, no answer.
 
     Exit codes: 0: all are proved. 1: one is wrong. 2: a wrong option or URL. 3: none is wrong, and one is unknown.
 
@@ -67,7 +67,7 @@ def _line(url: str, answer: Future[EngineReply]) -> int:
         raise
     except WeightSyncError as error:
         return _say(_UNKNOWN, url, f"{type(error).__name__}: {error}")
-    if reply.digests_equal:
+    if reply.digests_equal and reply.version is not None:
         return _say(0, url, f"serves {reply.version}, its live weights have digest {reply.model_digest}")
     if reply.digests_equal is False:
         return _say(_WRONG, url, f"{reply.unhealthy or 'its live weights are others'}; load a version in full")

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 
 from weightsync.codec.digest import ShardSum, model_digest, shard_sum
 from weightsync.errors import DigestMismatchError, TransferAbortedError
@@ -25,7 +26,7 @@ _PIECE_BYTES = 1 << 20
 """Small enough that a piece is summed by the audit's own thread alone, and that stopping it takes no time."""
 _NICE = 10
 _ENDS_S = 2.0
-_REFUSES = "this engine refuses to serve until the next full load"
+_REFUSES = "not to be served from until the next full load"
 
 
 class Audit:
@@ -118,12 +119,11 @@ class Audits:
 
     Attributes:
         failure: what the last one found; None where all is well.
-        asked: held while somebody who asked for one waits for it; others wait for it without the worker's lock.
     """
 
     def __init__(self) -> None:
         self.failure: DigestMismatchError | None = None
-        self.asked = threading.Lock()
+        self._asked: tuple[object, Future[None]] | None = None
         self._current: Audit | None = None
 
     @property
@@ -137,6 +137,18 @@ class Audits:
         audit = self._current = self._current or Audit()
         audit.begin()
         return audit
+
+    def ask(self, of: object, read: Callable[[], None]) -> Future[None]:
+        """Begins a reading of what is served, for whoever asks; `read` is of `reading`."""
+        reading = in_thread(read, name="weightsync-asked-audit")
+        self._asked = of, reading
+        return reading
+
+    def asked_for(self, of: object) -> Future[None] | None:
+        """The reading of the same that is under way; None where there is none."""
+        if self._asked is None or self._asked[0] is not of or self._asked[1].done():
+            return None
+        return self._asked[1]
 
     def interrupt(self) -> None:
         """Ends a run soon; waits for nobody."""
@@ -178,9 +190,12 @@ class Audits:
         def run() -> str | DigestMismatchError:
             before()
             try:
-                return audit.run(held, manifest.tensors, differs=loader.differs)
+                digest = audit.run(held, manifest.tensors, differs=loader.differs)
+                if (why := loader.moved()) is not None:
+                    return DigestMismatchError(f"an audit found: {why}", state_left=_REFUSES)
             except DigestMismatchError as error:
                 return error
+            return digest
 
         def read() -> None:
             found = in_thread(run, name="weightsync-audit").result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -49,7 +49,7 @@ class AuditedWorker(abc.ABC):
             served = self._served
             if self._session is not None or served is None or served.session != name or not served.proved:
                 return
-            if self._audits.asked.locked():  # `verify` reads all of it
+            if self._audits.asked_for(served) is not None:  # `verify` reads all of it
                 self._undoable = None
                 self.loader.settle()
                 return
@@ -58,29 +58,39 @@ class AuditedWorker(abc.ABC):
             read()
 
     def verify(self) -> EngineReply:
-        """Reads all live weights now, as `audit` does, and says what they are; see `AuditRequest`.
+        """Reads all live weights now, as `audit` does, and says what they are; see `AuditRequest`. Those who ask while
+        it reads wait for the same reading. The version and the digest that it tells are those that it has read.
 
         Raises:
             StateError: a version is being loaded, or has come while it read. It was not found out.
         """
-        with self._audits.asked:
-            with self._lock:
-                if self._session is not None:
-                    raise StateError("a version is being loaded: ask again when it is served")
-                self._audits.pause()
-                self._audits.forget()  # all of it is read now
-                try:
-                    read = self._reading(auditable(self._served))
-                except UnsupportedError as error:
-                    return msgspec.structs.replace(self.describe(), digests_equal=None, unprovable=error.message)
-            equal = True
+        with self._lock:
+            if self._session is not None:
+                raise StateError("a version is being loaded: ask again when it is served")
             try:
-                read()
-            except DigestMismatchError:
-                equal = False
-            except TransferAbortedError as error:
-                raise StateError("a version came while live weights were read: ask again") from error
-        return msgspec.structs.replace(self.describe(), digests_equal=equal)
+                served = auditable(self._served)
+                reading = self._audits.asked_for(served)
+                if reading is None:
+                    self._audits.pause()
+                    self._audits.forget()  # all of it is read now
+                    reading = self._audits.ask(served, self._reading(served))
+            except UnsupportedError as error:
+                return msgspec.structs.replace(self.describe(), digests_equal=None, unprovable=error.message)
+        found: str | None = None
+        try:
+            reading.result()
+        except DigestMismatchError as error:
+            found = f"{type(error).__name__}: {error}"
+        except TransferAbortedError as error:
+            raise StateError("a version came while live weights were read: ask again") from error
+        return msgspec.structs.replace(
+            self.describe(),
+            version=served.version,
+            model_digest=served.digest,
+            digests_equal=found is None,
+            unprovable=None,
+            unhealthy=found,
+        )
 
     def _reading(self, served: Served) -> Callable[[], None]:
         """Under the lock: what reads all that is live, outside of it. It raises as `Audits.judge`."""
@@ -93,3 +103,24 @@ class AuditedWorker(abc.ABC):
                 read()
 
         return timed
+
+
+def found_together(replies: Sequence[EngineReply], said: EngineReply) -> EngineReply:
+    """What the workers of one engine have found: wrong where one did, unknown where one could not tell.
+
+    Args:
+        replies: of `AuditedWorker.verify`, of each.
+        said: what the engine says of itself.
+    """
+    wrong = "; ".join(sorted({str(reply.unhealthy) for reply in replies if reply.digests_equal is False}))
+    why = "; ".join(sorted({reply.unprovable for reply in replies if reply.unprovable}))
+    if not wrong and not why and len({(reply.version, reply.model_digest) for reply in replies}) > 1:
+        why = "a version came while live weights were read: ask again"
+    return msgspec.structs.replace(
+        said,
+        version=replies[0].version,
+        model_digest=replies[0].model_digest,
+        digests_equal=False if wrong else None if why else True,
+        unprovable=why or None,
+        unhealthy=wrong or None,
+    )

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from weightsync.codec.base import Codec
+from weightsync.engine.audited import found_together
 from weightsync.engine.gate import ServingGate
 from weightsync.engine.worker import EngineWorker
 from weightsync.errors import (
@@ -307,14 +308,16 @@ class EmbeddedEngine:
             if self._committing:
                 raise StateError("a version is being committed: ask again when it is served")
             mine = self._num_commits
-        replies = self._all(lambda worker: worker.verify(), deadline)
-        wrong = "; ".join(sorted({reply.unhealthy for reply in replies if reply.unhealthy}))
-        why = "; ".join(sorted({reply.unprovable for reply in replies if reply.unprovable}))
-        with self._lock:
-            if wrong and self._num_commits == mine:
-                self._gate.fence(wrong)
-        equal = False if wrong else None if why else True
-        return msgspec.structs.replace(self._describe(deadline), digests_equal=equal, unprovable=why or None)
+
+        def verify(worker: Worker) -> EngineReply:
+            reply = worker.verify()
+            with self._lock:
+                if reply.digests_equal is False and self._num_commits == mine:  # whoever waits for it yet
+                    self._gate.fence(reply.unhealthy or "its live weights are others")
+            return reply
+
+        replies = self._all(verify, deadline, settle=True)
+        return found_together(replies, self._describe(deadline))
 
     def _refuse_if_mixed(self, error: WeightSyncError) -> None:
         """After a failed commit: serve again only if every worker is whole and on the version served before."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 from typing import Any, Literal, get_args
 
@@ -45,7 +46,6 @@ from weightsync.handles.vllm_messages import (
 from weightsync.types import (
     AbortRequest,
     AnyUpdateRequest,
-    AuditRequest,
     BeginRequest,
     CommitRequest,
     Deadline,
@@ -135,14 +135,21 @@ class VllmEngine(SteppedEngine):
         return self._look(deadline, layers=True).layers
 
     def _audit(self, deadline: Deadline) -> EngineReply:
-        before = self._look(deadline).num_audits
-        self._send_init(VllmInitMessage(audit=AuditRequest()), deadline)
-        while (state := self._look(deadline)).num_audits == before:
+        name, run_id = secrets.token_hex(8), self._look(deadline).run_id
+        self._send_init(VllmInitMessage(audit=name), deadline)
+        while (ended := next((each for each in self._look(deadline).audits if each.name == name), None)) is None:
+            if self._state.run_id != run_id:
+                raise StateError("it was started again, or another run took over, while it read: ask again")
             deadline.check("read its live weights")
             threading.Event().wait(_AUDIT_POLL_S)
-        said = self._describe(deadline)
-        equal = False if state.unhealthy else None if state.audit else True
-        return msgspec.structs.replace(said, digests_equal=equal, unprovable=state.audit)
+        return msgspec.structs.replace(
+            self._describe(deadline),
+            version=ended.version,
+            model_digest=ended.digest,
+            digests_equal=ended.equal,
+            unprovable=ended.said if ended.equal is None else None,
+            unhealthy=ended.said if ended.equal is False else None,
+        )
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
         self._joined = None

@@ -20,7 +20,6 @@ from weightsync.net.messages import decode, encode
 from weightsync.types import (
     AbortRequest,
     AnyUpdateRequest,
-    AuditRequest,
     BeginRequest,
     CommitRequest,
     InitRequest,
@@ -38,6 +37,23 @@ _MARK_WORD = "weightsync-error:"
 _MARK = re.compile(_MARK_WORD + r"([A-Za-z0-9_\-=]+):end")
 
 
+class VllmAudit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a reading of live weights has ended.
+
+    Attributes:
+        name: that its asker gave it.
+        version, digest: of what was read.
+        equal: whether it was what was published; None where that was not found out.
+        said: what was found, or why nothing was.
+    """
+
+    name: str
+    version: Version | None = None
+    digest: str | None = None
+    equal: bool | None = None
+    said: str | None = None
+
+
 class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all workers of one vLLM engine agree on; the default is that of a server that has just started.
 
@@ -53,8 +69,7 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         accepts: kinds of updates that all workers take now.
         proved: whether every worker has found its live weights to be that version, to the bit.
         unprovable: why not, of one worker.
-        num_audits: how many audits have ended on every worker.
-        audit: how the last one ended on one of them, where it found nothing out.
+        audits: the last ones that have ended on every worker.
         unhealthy: what an audit has found, where it found other bytes.
         layers: of all workers, where it was asked for.
     """
@@ -70,8 +85,7 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     accepts: tuple[str, ...] = ("full",)
     proved: bool = False
     unprovable: str | None = None
-    num_audits: int = 0
-    audit: str | None = None
+    audits: tuple[VllmAudit, ...] = ()
     unhealthy: str | None = None
     layers: tuple[LiveLayer, ...] = ()
 
@@ -108,7 +122,7 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             returns no data.
         layers: with `expect`: the state that is told has its layers.
         step: an update message, of a client whose engine has several workers.
-        audit: begin to read all live weights, unless that is under way; the state tells when it has ended.
+        audit: begin to read all live weights, under this name; the state tells how it has ended.
     """
 
     init: InitRequest | None = None
@@ -117,7 +131,7 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     expect: VllmState | None = None
     layers: bool = False
     step: VllmUpdateMessage | None = None
-    audit: AuditRequest | None = None
+    audit: str | None = None
 
     def __post_init__(self) -> None:
         _check_one(init=self.init, abort=self.abort, expect=self.expect, step=self.step, audit=self.audit)

@@ -112,6 +112,10 @@ class WeightLoader(abc.ABC):
         """How the live elements of a tensor differ from what `audited` gave of it, in words; None: not at all."""
         return None
 
+    def moved(self) -> str | None:
+        """Why what `audited` gave is not what serves any more, at the end of an audit; None where it is."""
+        return None
+
     def live_whole(self) -> Mapping[str, torch.Tensor] | None:
         """What `live_tensors` gives, all at once and by name, where every tensor lies here whole, in memory that stays.
         None where it does not, or has to be read in another way.

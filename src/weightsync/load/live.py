@@ -40,14 +40,14 @@ class ShardPatch:
             WeightSyncError: as `LivePatch.add`.
         """
         whole = self._base[update.name]
-        self._whole.add(whole, update)
-        positions = update.positions.detach().cpu().numpy().astype(np.int64)
+        change = self._whole.add(whole, update)
+        positions = change.positions.numpy().astype(np.int64)
         for index, piece in enumerate(self._plan.pieces.get(update.name, ())):
             chosen, local = _within(positions, tuple(whole.shape), piece.box)
             if not len(chosen):
                 continue
             key = f"{update.name}[{index}]"
-            values = update.values[torch.from_numpy(chosen)]
+            values = change.new[torch.from_numpy(chosen)]
             self._live.add(piece.live, Patch(name=key, positions=torch.from_numpy(local), values=values))
             self._parts[key] = update.name, chosen
 

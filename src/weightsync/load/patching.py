@@ -72,8 +72,11 @@ class LivePatch:
         self._turns: list[list[tuple[str, _Piece]]] = []
         self._pool: ThreadPoolExecutor | None = None
 
-    def add(self, live: torch.Tensor, update: Patch) -> None:
+    def add(self, live: torch.Tensor, update: Patch) -> Change:
         """Copies an update and checks it. The live tensor is not touched.
+
+        Returns:
+            The copy: the memory that the update came from may be another's by now.
 
         Raises:
             ManifestMismatchError: the update's dtype or its lengths don't fit.
@@ -95,6 +98,7 @@ class LivePatch:
         )
         kind = _PlainPart if _is_plain(live) else _StridedPart
         self._parts[update.name] = kind(live, change)
+        return change
 
     def gather(self) -> None:
         """Reads what is there now: the undo record. Makes ready all that `apply` and `undo` need.

@@ -29,6 +29,8 @@ from weightsync.types.live_layer import LiveLayer, layers_of
 
 _logger = logging.getLogger(__name__)
 
+_MOVED = "the live tensors are others than those that were loaded"
+
 
 class PlannedLoader(WeightLoader):
     """See the module. A subclass stages and commits whole versions: `_trace` at the begin of one, `_compare` behind it.
@@ -229,7 +231,11 @@ class PlannedLoader(WeightLoader):
 
     def differs(self, name: str) -> str | None:
         plan = self._plan
-        return None if plan is None else plan.compare(self._staging, only=name).get(name)
+        return _MOVED if plan is None else plan.compare(self._staging, only=name).get(name)
+
+    def moved(self) -> str | None:
+        name = "" if self._plan is None else self._plan.moved(self._module)
+        return None if name is None else f"{_MOVED} {name}".strip()
 
     def _untold(self) -> UnsupportedError:
         return UnsupportedError(next(iter(self.marked.values()), self.unprovable_at_load))

@@ -284,6 +284,9 @@ class SGLangWeightLoader(PlannedLoader):
     def differs(self, name: str) -> str | None:
         return super().differs(name) if self.proved and self._base is not None else None
 
+    def moved(self) -> str | None:
+        return super().moved() if self.proved and self._base is not None else None
+
     def commit(self, version: Version) -> None:
         """See the base class. Every byte is copied to the model, and with `tp_size=1` read again.
 

@@ -159,8 +159,8 @@ class ResumeRequest(Message, frozen=True, kw_only=True):
 
 class AuditRequest(Message, frozen=True, kw_only=True):
     """Makes an engine read all of its live weights, beside what it generates, and compare them with what was committed.
-    The reply's `digests_equal` is True, or False: then it refuses to serve until a full load; or None: `unprovable`
-    says why nobody can tell."""
+    The reply's `digests_equal` is True, or False: then it refuses to serve until a full load, where it has a gate; or
+    None: `unprovable` says why nobody can tell. Its `version` and `model_digest` are what was read."""
 
 
 EngineRequest = (

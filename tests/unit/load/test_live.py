@@ -109,3 +109,33 @@ def test_live_elements_that_are_not_the_bases_are_seen_before_anything_is_writte
         patch.gather()
     assert caught.value.parameter == name
     assert torch.equal(piece.live, odd)
+
+
+def test_what_was_proved_is_what_is_written_though_its_memory_has_another_owner_by_now() -> None:
+    """Seen to fail: pieces were cut from the memory that the update had come in, not from the copy that was checked."""
+    base = torch.zeros(8)
+    live = base.clone()
+    piece = LivePiece(name="t", box=Box(offset=(0,), shape=(8,)), live=live, owner="t")
+
+    class Reused:
+        """The update's memory, whose owner writes something else as soon as it was read once."""
+
+        name = "t"
+
+        def __init__(self) -> None:
+            self.reads = 0
+
+        positions = torch.tensor([1, 5], dtype=torch.uint32)
+
+        @property
+        def values(self) -> torch.Tensor:
+            self.reads += 1
+            return torch.tensor([100.0, 200.0]) if self.reads < 2 else torch.tensor([666.0, 667.0])
+
+    patch = ShardPatch(LivePlan(pieces={"t": (piece,)}, marked={}, _places={}), {"t": base})
+    patch.add(Reused())  # type: ignore[arg-type]
+    patch.gather()
+    patch.apply()
+    assert [change.new.tolist() for change in patch.changes()] == [[100.0, 200.0]]
+    assert live[[1, 5]].tolist() == [100.0, 200.0]
+    patch.close()

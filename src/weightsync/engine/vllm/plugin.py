@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from weightsync.engine.vllm import version_board
+from weightsync.engine.vllm.asked_audits import AskedAudits, merged_audits
 from weightsync.engine.vllm.peers import BackendError, Peers
 from weightsync.errors import (
     EngineError,
@@ -27,7 +27,6 @@ from weightsync.errors import (
     as_weightsync_error,
     is_consequence,
 )
-from weightsync.handles.fanout import in_thread
 from weightsync.handles.vllm_messages import (
     BACKEND,
     VllmInitMessage,
@@ -101,15 +100,13 @@ class WeightSyncTransferEngine:
         self._updating = False
         self._split = False  # a commit went well in some workers alone: what is live is no one version
         self._session: tuple[str, Deadline] | None = None
-        self._audit_lock = threading.Lock()
-        self._auditing = False
-        self._num_audits = 0
-        self._audit_said: str | None = None
+        self._odd = False  # an audit found other bytes in a worker
         from weightsync.engine.worker import EngineWorker
         from weightsync.load.vllm import VLLMWeightLoader
 
         self._loader = VLLMWeightLoader(given.model, model_config=given.model_config, vllm_config=given.vllm_config)
         self._worker = EngineWorker(self._loader, index=self._index, track=f"vllm/worker-{self._index}")
+        self._audits = AskedAudits(self._worker.verify)
         version_board.served = self._served
 
     # --- what vLLM calls ---
@@ -137,7 +134,8 @@ class WeightSyncTransferEngine:
             abort = message.abort
             self._together(lambda: self._worker.abort(abort.session, abort.reason))
         elif message.audit is not None:
-            self._together(self._begin_audit)
+            name = message.audit
+            self._together(lambda: self._audits.begin(name))
         elif message.step is not None:
             step = message.step
             self._together(lambda: self._step(step), wait_s=self._patience_s(step), of=step)
@@ -218,24 +216,6 @@ class WeightSyncTransferEngine:
 
     # --- the steps ---
 
-    def _begin_audit(self) -> None:
-        """Beside whatever vLLM does; see `VllmState.num_audits`."""
-        with self._audit_lock:
-            if self._auditing:
-                return
-            self._auditing = True
-        in_thread(self._audit, name="weightsync-vllm-audit")
-
-    def _audit(self) -> None:
-        try:
-            said = self._worker.verify().unprovable
-        except Exception as error:
-            said = str(as_weightsync_error(error, EngineError, "the audit failed", rank=self._index))
-        with self._audit_lock:
-            self._auditing = False
-            self._num_audits += 1
-            self._audit_said = said
-
     def _join(self, request: Any, *, in_place: bool) -> None:
         self._worker.check_may_join(request)  # a run that is over changes nothing
         self._worker.abort(None, f"run {request.run_id} took over")
@@ -272,7 +252,7 @@ class WeightSyncTransferEngine:
 
     def _served(self) -> Version | None:
         """The version that is live in all workers, as far as this one was told; see `EngineWorker.live_version`."""
-        return None if self._split else self._worker.live_version
+        return None if self._split or self._odd else self._worker.live_version
 
     def _note_split(self, of: VllmUpdateMessage | Unreadable | None, *, failed: bool) -> None:
         commits = isinstance(of, VllmUpdateMessage) and of.commit is not None
@@ -281,11 +261,8 @@ class WeightSyncTransferEngine:
 
     def _state(self, *, layers: bool = False) -> VllmState:
         reply = self._worker.describe()
-        with self._audit_lock:
-            audits, said = self._num_audits, self._audit_said
         return VllmState(
-            num_audits=audits,
-            audit=said,
+            audits=self._audits.ended,
             unhealthy=reply.unhealthy,
             group=reply.group,
             run_id=reply.run_id,
@@ -308,6 +285,7 @@ class WeightSyncTransferEngine:
         except Exception as error:
             mine = as_weightsync_error(error, EngineError, "the worker can't tell its state", rank=self._index)
         told = [_read(said) for said in self._peers.exchange(_said(mine), wait_s=_AGREE_S)]
+        self._odd = any(isinstance(each, VllmState) and each.unhealthy is not None for each in told)
         if not self._peers.speaks:
             return
         errors = [each for each in told if isinstance(each, WeightSyncError)]
@@ -406,8 +384,7 @@ def _merged(states: list[VllmState]) -> VllmState:
         writes_live=any(state.writes_live for state in states),
         accepts=tuple(sorted(set.intersection(*(set(state.accepts) for state in states)))),
         proved=all(state.proved for state in states),
-        num_audits=min(state.num_audits for state in states),
-        audit=next((state.audit for state in states if state.audit), None),
+        audits=tuple(merged_audits([state.audits for state in states])),
         unhealthy=next((state.unhealthy for state in states if state.unhealthy), None),
         unprovable=next((state.unprovable for state in states if state.unprovable), None),
         layers=merged_layers(state.layers for state in states),
