@@ -170,6 +170,7 @@ def traced_bytes() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
+@pytest.mark.alone  # another test's library may have left a thread that allocates (Tinker's heartbeat)
 @pytest.mark.timeout(300)
 def test_versions_leave_nothing_behind(world: World) -> None:
     threads = threading.active_count()

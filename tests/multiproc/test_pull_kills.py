@@ -25,7 +25,7 @@ from tests.multiproc.pull_kit import (
     shm_of,
     wait_until,
 )
-from tests.standins.processes import Child, ChildFailedError, children
+from tests.standins.processes import Child, ChildFailedError, children, free_port
 from weightsync.errors import EngineUnreachableError
 
 Start = Callable[..., Child]
@@ -141,7 +141,8 @@ def kill_trainers(start: Start, folder: Path, rounds: int) -> None:
 def kill_agents(start: Start, folder: Path, rounds: int) -> None:
     """The trainer sees no error, receivers get the version that was under way from the next agent."""
     hooks = {phase: Hook(at=at, do="kill", path=str(folder / phase)) for phase, at in AGENT.items()}
-    trainer = Trainer(start, SPARSE, guard_s=GUARD_S, agent_hooks=list(hooks.values()))
+    # Of a port that the system gives to nobody else, while the agent is dead.
+    trainer = Trainer(start, SPARSE, guard_s=GUARD_S, port=free_port(), agent_hooks=list(hooks.values()))
     receiver = Receiver(start)
     pids = [trainer.agent_pid]
     trainer.publish(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightsync.engine.vllm import version_middleware
 from weightsync.engine.vllm.spans import Edge, tokens_digest
-from weightsync.engine.vllm.version_board import NUM_SLOTS, SLOT_EDGES, TAG, BoardWriter
+from weightsync.engine.vllm.version_board import NUM_SLOTS, SLOT_EDGES, TAG, BoardWriter, VersionBoard
 from weightsync.engine.vllm.version_middleware import FIELD, VersionMiddleware
 from weightsync.errors import SharedMemoryError
 
@@ -176,6 +176,23 @@ def ask(app: Any, request: Any, *, path: str = "/v1/completions", cuts: int = 1 
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     asyncio.run(app({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send))
     return Told(sent or [{"type": "http.response.start", "status": 0, "headers": []}, {}])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def boards_end() -> Iterator[None]:
+    """A server's board ends with its process; these are many in one."""
+    made: list[VersionBoard] = []
+
+    class Board(VersionBoard):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(version_middleware, "VersionBoard", Board)
+        yield
+    for board in made:
+        board.close()
 
 
 ONE = VersionMiddleware(Engine())  # its board is made once: examples are many
