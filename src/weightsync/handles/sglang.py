@@ -120,7 +120,7 @@ class SGLangEngine(SteppedEngine):
         self._called: str | None = None  # the weights, as this handle has last seen or named them
         self._before: str | None = None  # the same, before the session that is loading
         self._checksum: str | None = None  # of what was loaded last
-        self._digest: str | None = None  # the same, of its publication
+        self._digest: tuple[str, str | None] | None = None  # the same: its version, and the publication's digest
 
     def close(self) -> None:
         if isinstance(self._load, (FileLoad, MappedLoad)):
@@ -219,7 +219,7 @@ class SGLangEngine(SteppedEngine):
             if (told := self._look(deadline).weight_version) != str(session.version):
                 raise EngineError(f"it was told that it has {session.version}, and says {told}", state_left="paused")
             self._way.touched = False
-            self._digest = self._open_request.manifest.model_digest
+            self._digest = str(session.version), self._open_request.manifest.model_digest
         self._session.end()
 
     def _resume(self, request: ResumeRequest, deadline: Deadline) -> None:
@@ -304,7 +304,8 @@ class SGLangEngine(SteppedEngine):
 
     @property
     def _takes_patches(self) -> bool:
-        return isinstance(self._load, MappedLoad) and self._load.takes_patches and self._whole
+        is_ours = self._digest is not None and self._digest[0] == self._called
+        return is_ours and isinstance(self._load, MappedLoad) and self._load.takes_patches
 
     @property
     def _version(self) -> Version | None:
@@ -344,7 +345,7 @@ class SGLangEngine(SteppedEngine):
             group=self._group,
             run_id=self._run_id,
             checksum=self._checksum,
-            model_digest=self._digest if self._takes_patches else None,
+            model_digest=self._digest[1] if self._digest is not None and self._takes_patches else None,
             accepts=("full", "patch") if self._takes_patches else ("full",),
             phases=self._log.drain() if drain else (),
         )

@@ -267,6 +267,7 @@ class MappedLoad(SGLangLoad):
 
     def open(self, begin: BeginRequest, deadline: Deadline) -> None:
         super().open(begin, deadline)
+        self.takes_patches &= begin.base is not None  # a whole version overwrites the base
         self._open_bracket(deadline)
         self._step(EngineOp.INIT, self._init, deadline)
         self._step(EngineOp.BEGIN, begin, deadline)

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from weightsync.errors import ManifestMismatchError
-from weightsync.plan.boxes import check_partition, whole_box
+from weightsync.plan.boxes import check_partition, split_box, whole_box
 from weightsync.types import Box, TensorSpec
 
 Held = tuple[str, Mapping[str, torch.Tensor | None], str, torch.Tensor, object]
 """A live tensor's name, the module's mapping that has it and under which key, the tensor, its place."""
+_BLOCK_BYTES = 64 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -99,11 +100,7 @@ class LivePlan:
         odd: dict[str, str] = {}
         for name in self.pieces if only is None else (only,):
             for piece in self.pieces.get(name, ()):
-                cut = tuple(
-                    slice(start, start + extent)
-                    for start, extent in zip(piece.box.offset, piece.box.shape, strict=True)
-                )
-                if not torch.equal(_bits(piece.live), _bits(whole[name][cut]).to(piece.live.device)):
+                if not _equal(piece, whole[name]):
                     odd[name] = f"{piece.owner} does not hold it as it came: it is repacked, or computed from it"
         return odd
 
@@ -111,6 +108,20 @@ class LivePlan:
         """The plan with these marked besides, for these reasons."""
         pieces = {name: found for name, found in self.pieces.items() if name not in odd}
         return dataclasses.replace(self, pieces=pieces, marked={**self.marked, **odd})
+
+
+def _equal(piece: LivePiece, whole: torch.Tensor) -> bool:
+    """Whether they are the same, to the bit; block by block, so that little of it is copied to a device at a time."""
+    elements = max(1, _BLOCK_BYTES // piece.live.element_size())
+    for block in split_box(piece.box, elements):
+        there = tuple(slice(at, at + extent) for at, extent in zip(block.offset, block.shape, strict=True))
+        here = tuple(
+            slice(at.start - start, at.stop - start) for at, start in zip(there, piece.box.offset, strict=True)
+        )
+        live = piece.live[here]
+        if not torch.equal(_bits(live), _bits(whole[there]).to(live.device)):
+            return False
+    return True
 
 
 def places(model: nn.Module) -> dict[str, object]:

@@ -70,15 +70,18 @@ class SharedSegment(Closing):
 
     Args:
         name: the segment's.
+        exact_bytes: one of another size is not mapped.
 
     Raises:
         SharedMemoryError: no such segment of this user.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, exact_bytes: int | None = None) -> None:
         fd = open_own(name, os.O_RDWR)
         try:
             self.size_bytes = os.fstat(fd).st_size
+            if exact_bytes not in (None, self.size_bytes):
+                raise SharedMemoryError(f"{folder()}/{name} has {self.size_bytes} bytes, not {exact_bytes}")
             self._map = mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         except (OSError, ValueError) as error:
             raise SharedMemoryError(f"{folder()}/{name} can't be mapped: {error}") from error

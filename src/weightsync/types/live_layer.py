@@ -27,7 +27,7 @@ class LiveLayer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def layers_of(found: Mapping[str, str | None]) -> tuple[LiveLayer, ...]:
-    """Tensors by name, with what is in the way, as layers: the most frequent first, two hundred at most."""
+    """Tensors by name, with what is in the way, as layers: two hundred at most, the odd ones first."""
     counted: dict[tuple[str, str | None], int] = {}
     for name, why in found.items():
         key = _NUMBER.sub("*", name), None if why is None else _NUMBER.sub("*", why)
@@ -47,4 +47,9 @@ def merged_layers(workers: Iterable[Iterable[LiveLayer]]) -> tuple[LiveLayer, ..
 
 def _sorted(counted: Mapping[tuple[str, str | None], int]) -> tuple[LiveLayer, ...]:
     layers = [LiveLayer(name=name, num_tensors=number, why=why) for (name, why), number in counted.items()]
-    return tuple(sorted(layers, key=lambda each: (-each.num_tensors, each.name, each.why or ""))[:_MOST])
+    found = sorted(layers, key=lambda each: (each.why is None, -each.num_tensors, each.name, each.why or ""))
+    if len(found) > _MOST:
+        rest = found[_MOST - 1 :]
+        why = next((each.why for each in rest if each.why is not None), None)
+        found[_MOST - 1 :] = [LiveLayer(name="others", num_tensors=sum(e.num_tensors for e in rest), why=why)]
+    return tuple(found)

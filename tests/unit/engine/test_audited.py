@@ -11,10 +11,10 @@ import torch
 
 from tests.unit.engine.patch_kit import LONG_S, Rig, Trainer
 from weightsync.engine import audit
-from weightsync.errors import NotServingError, StateError
+from weightsync.errors import DeadlineExceededError, NotServingError, StateError
 from weightsync.handles.fanout import in_thread
 from weightsync.load.module import ModuleWeightLoader
-from weightsync.types import AuditRequest, EngineOp, EngineReply
+from weightsync.types import AuditRequest, Deadline, DescribeRequest, EngineOp, EngineReply
 
 
 @pytest.fixture
@@ -120,3 +120,106 @@ def test_a_version_that_comes_meanwhile_ends_it(
     monkeypatch.setattr(audit, "shard_sum", real)
     assert verified(rig).digests_equal
     rig.serves(trainer.weights, 2)
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event, list[int]]:
+    """Audits wait: (one reads, go on, how often one began)."""
+    reading, go, runs = threading.Event(), threading.Event(), []
+    real = audit.Audit.run
+
+    def run(self: Any, *args: Any, **options: Any) -> str:
+        runs.append(1)
+        reading.set()
+        go.wait(LONG_S)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(audit.Audit, "run", run)
+    return reading, go, runs
+
+
+def wait_fenced(rig: Rig) -> None:
+    deadline = Deadline(LONG_S)
+    while rig.engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=LONG_S).serving:
+        assert not deadline.expired
+    with pytest.raises(NotServingError), rig.engine.generation(timeout_s=0.1):
+        pass
+
+
+def test_wrong_bytes_are_fenced_though_nobody_waits_any_more(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: the engine was fenced by whoever waited for the answer."""
+    rig = Rig(2)
+    rig.load(trainer.pulled())
+    rig.modules[1].bf16.view(torch.int16)[0, 0] ^= 1
+    _, go, _ = slowed(monkeypatch)
+    with pytest.raises(DeadlineExceededError):
+        rig.engine.call(EngineOp.AUDIT, AuditRequest(), timeout_s=0.05)
+    go.set()
+    wait_fenced(rig)
+
+
+def test_wrong_bytes_of_one_worker_are_fenced_where_another_can_not_tell(trainer: Trainer) -> None:
+    rig = Rig(2)
+    rig.load(trainer.pulled())
+    rig.modules[1].bf16.view(torch.int16)[0, 0] ^= 1
+
+    def verify() -> EngineReply:
+        raise StateError("a version came while live weights were read: ask again")
+
+    rig.workers[0].verify = verify  # type: ignore[method-assign]
+    with pytest.raises(StateError):
+        verified(rig)
+    wait_fenced(rig)
+
+
+def test_whoever_asks_while_it_reads_shares_the_reading(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.load(trainer.pulled())
+    reading, go, runs = slowed(monkeypatch)
+    asked = [in_thread(lambda: verified(rig), name="first")]
+    assert reading.wait(LONG_S)
+    for _ in range(5):
+        with pytest.raises(DeadlineExceededError):
+            rig.engine.call(EngineOp.AUDIT, AuditRequest(), timeout_s=0.05)
+    go.set()
+    assert all(each.result(LONG_S).digests_equal for each in asked)
+    assert len(runs) == 1
+
+
+def test_a_verdict_is_of_the_version_that_was_read(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 1 is wrong, and version 2 is loaded before the answer is made. Seen to say that 2 is proved."""
+    rig = Rig()
+    rig.load(trainer.pulled())
+    rig.modules[0].bf16.view(torch.int16)[0, 0] ^= 1
+    worker, real = rig.workers[0], rig.workers[0].describe
+    loaded: list[object] = []
+
+    def describe() -> EngineReply:
+        if not loaded:
+            loaded.append(True)
+            trainer.step()
+            trainer.patch = None
+            rig.load(trainer.pulled())
+        return real()
+
+    monkeypatch.setattr(worker, "describe", describe)
+    reply = verified(rig)
+    assert loaded
+    assert reply.version is not None
+    assert (reply.digests_equal, reply.version.number) == (False, 1)
+    rig.serves(trainer.weights, 2)
+
+
+def test_live_tensors_that_are_others_at_the_end_are_not_what_was_read(trainer: Trainer) -> None:
+    moved: list[str | None] = [None]
+
+    class Moves(ModuleWeightLoader):
+        def moved(self) -> str | None:
+            return moved[0]
+
+    rig = Rig(loader=Moves)
+    rig.load(trainer.pulled())
+    assert verified(rig).digests_equal
+    moved[0] = "somebody has put others there"
+    reply = verified(rig)
+    assert reply.digests_equal is False
+    assert "somebody has put others there" in str(reply.unhealthy)

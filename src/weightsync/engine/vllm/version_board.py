@@ -11,6 +11,7 @@ room is unknown. Imports neither torch nor vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import struct
 from collections import OrderedDict
@@ -121,13 +122,8 @@ class BoardWriter:
     def _board(self, name: str) -> SharedSegment | None:
         if name not in self._boards:
             board: SharedSegment | None = None
-            try:
-                board = SharedSegment(name)
-                if board.size_bytes != NUM_SLOTS * _SLOT_BYTES:
-                    board.close()
-                    board = None
-            except WeightSyncError:
-                pass
+            with contextlib.suppress(WeightSyncError):
+                board = SharedSegment(name, exact_bytes=NUM_SLOTS * _SLOT_BYTES)
             self._boards[name] = board
             if len(self._boards) > _MAX_BOARDS:
                 _, oldest = self._boards.popitem(last=False)

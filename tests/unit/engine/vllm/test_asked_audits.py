@@ -1,0 +1,54 @@
+"""Audits of vLLM's workers that were asked for by name: one counts when every worker has ended it."""
+
+from __future__ import annotations
+
+import threading
+
+from weightsync.engine.vllm.asked_audits import AskedAudits, merged_audits
+from weightsync.errors import StateError
+from weightsync.handles.vllm_messages import VllmAudit
+from weightsync.types import Deadline, EngineReply, Version
+
+ONE, TWO = Version(run_id="r", number=1), Version(run_id="r", number=2)
+
+
+def ended(name: str, equal: bool | None = True, version: Version = ONE, said: str | None = None) -> VllmAudit:
+    return VllmAudit(name=name, version=version, digest="d", equal=equal, said=said)
+
+
+def test_one_that_a_worker_has_not_ended_is_not_told() -> None:
+    """Seen to fail with counters: one worker's were ahead, and the answer came before it had read anything."""
+    assert list(merged_audits([[ended("a"), ended("b")], [ended("b")]])) == [ended("b")]
+
+
+def test_wrong_goes_before_unknown_and_unknown_before_proved() -> None:
+    wrong, unknown = ended("a", False, said="a bit"), ended("a", None, said="repacked")
+    assert list(merged_audits([[ended("a")], [unknown], [wrong]])) == [wrong]
+    assert list(merged_audits([[ended("a")], [unknown]])) == [unknown]
+
+
+def test_workers_that_have_read_different_versions_prove_none() -> None:
+    (told,) = merged_audits([[ended("a")], [ended("a", version=TWO)]])
+    assert (told.equal, told.version) == (None, None)
+
+
+def test_what_a_worker_found_is_kept_under_the_name_that_asked() -> None:
+    go, replies = threading.Event(), iter([True, False, None])
+
+    def verify() -> EngineReply:
+        equal = next(replies)
+        if equal is None:
+            raise StateError("ask again")
+        return EngineReply(
+            engine_id="e", version=ONE, model_digest="d", digests_equal=equal, unhealthy=None if equal else "a bit"
+        )
+
+    audits = AskedAudits(verify)
+    deadline = Deadline(20.0)
+    for number in range(3):
+        audits.begin(f"a{number}")
+        while len(audits.ended) <= number:
+            assert not deadline.expired
+            go.wait(0.01)
+    assert audits.ended[:2] == (ended("a0"), ended("a1", False, said="a bit"))
+    assert (audits.ended[2].equal, audits.ended[2].said) == (None, "StateError: ask again")
