@@ -25,6 +25,7 @@ from weightsync.errors import (
     LoadError,
     NotServingError,
     TransferAbortedError,
+    TransferError,
     UnsupportedError,
 )
 from weightsync.load import remote as old_place
@@ -290,7 +291,9 @@ def test_a_second_client_takes_over_and_the_first_is_told_so(remote: Remote) -> 
     other, new = remote.connect(), weights(1)
     remote.client.begin(manifest_of(new, 1))
     remote.sync(2, client=other)
-    with pytest.raises((TransferAbortedError, EngineError), match=r"took over|not open"):
+    # Where the engine takes over a second to say why, the broken connection is all that is known.
+    said = r"took over|not open|left the transfer group"
+    with pytest.raises((TransferAbortedError, EngineError, TransferError), match=said):
         load(remote.client, new)
     remote.client.abort("late")
     assert remote.serves(2)

@@ -114,7 +114,7 @@ def test_what_an_audit_found_is_said_until_a_full_load(patched: Patched) -> None
         patched.worker.audit("s")
     reply = patched.worker.describe()
     assert (reply.serving, reply.version, reply.model_digest) == (False, None, None)
-    assert "refuses to serve" in (reply.unhealthy or "")
+    assert "not to be served" in (reply.unhealthy or "")
 
 
 @pytest.mark.parametrize("rots", [False, True])
