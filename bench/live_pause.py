@@ -10,8 +10,7 @@ on a GPU; the CPU build packs them by default). Everything runs in one process f
   patches  vLLM's own `load_checkpoint_weight_patches`, of the same elements.
 
 The row is the delta's pause at 1 % of the largest model, over vLLM's reload of it. `detail` has all of them. vLLM
-starts three times: some three minutes. `python -m bench.live_pause --plot docs/live-pause.png` draws what
-results/latest.json has.
+starts three times: some three minutes. `python -m bench.live_pause --plot docs/live-pause.png` draws it.
 """
 
 from __future__ import annotations
@@ -179,14 +178,14 @@ def _save_model(folder: Path, num_layers: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _plot(path: Path) -> None:
-    """Draws results/latest.json: pause over changed elements, a line for each model; reloads beside it."""
+def _plot(path: Path, source: Path) -> None:
+    """Draws what was measured: pause over changed elements, a line for each model; reloads beside it."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = {row["row"]: row for row in json.loads((RESULTS / "latest.json").read_text())}
+    rows = {row["row"]: row for row in json.loads(source.read_text())}
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for index, model in enumerate(rows["live_pause"]["detail"]["models"]):
         label, color = f"{model['num_parameters'] / 1e6:.0f} M", f"C{index}"
@@ -204,13 +203,14 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", nargs=3, metavar=("LAYERS", "REPEATS", "FOLDER"), help="what `bench` calls")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw what was measured")
+    parser.add_argument("--source", type=Path, default=RESULTS / "latest.json", help="what to draw")
     given = parser.parse_args()
     if given.measure:
         layers, repeats, folder = given.measure
         told = _measure(int(layers), int(repeats), Path(folder))
         (Path(folder) / "answer.json").write_text(json.dumps(told))
     elif given.plot:
-        _plot(given.plot)
+        _plot(given.plot, given.source)
 
 
 if __name__ == "__main__":
