@@ -186,7 +186,7 @@ def _plot(path: Path, source: Path) -> None:
     from matplotlib import pyplot
 
     rows = {row["row"]: row for row in json.loads(source.read_text())}
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure, axes = pyplot.subplots(figsize=(8.5, 4))
     for index, model in enumerate(rows["live_pause"]["detail"]["models"]):
         label, color = f"{model['num_parameters'] / 1e6:.0f} M", f"C{index}"
         for key, style, name in (("delta_s", "o-", "delta"), ("patches_s", "x:", "vLLM's patches")):
@@ -194,7 +194,7 @@ def _plot(path: Path, source: Path) -> None:
             axes.plot(changed, list(model[key].values()), style, color=color, label=f"{label}: {name}")
         axes.axhline(model["reload_s"], color=color, linestyle="--", linewidth=0.8, label=f"{label}: vLLM's reload")
     axes.set(xscale="log", yscale="log", xlabel="changed elements", ylabel="seconds")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
