@@ -119,9 +119,10 @@ def test_ctrl_c_ends_what_waits_for_an_answer(words: str, tmp_path: Path) -> Non
             *(url if word == "URL" else tmp_path / "x" if word == "OUT" else word for word in words.split())
         )
         try:
-            listener.accept()
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=30)
+            connection, _ = listener.accept()
+            with connection:  # one that is dropped is closed, and the command ends by itself
+                process.send_signal(signal.SIGINT)
+                _, said = process.communicate(timeout=30)
         finally:
             process.kill()
     assert process.returncode == 130

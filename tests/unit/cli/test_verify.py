@@ -95,8 +95,9 @@ def test_ctrl_c_ends_it_while_an_engine_is_silent() -> None:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
         ) as process:  # fmt: skip
             silent.settimeout(60)
-            silent.accept()
-            process.send_signal(signal.SIGINT)
-            assert process.wait(30) != 0
+            connection, _ = silent.accept()
+            with connection:
+                process.send_signal(signal.SIGINT)
+                assert process.wait(30) == 130
             assert process.stdout is not None
             assert b"Traceback" not in process.stdout.read()
