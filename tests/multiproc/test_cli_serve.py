@@ -192,9 +192,10 @@ def test_ctrl_c_ends_a_check_that_waits(checkpoint: Path) -> None:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **ENV},
         )  # fmt: skip
         silent.settimeout(60)
-        silent.accept()
-        process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=20)
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in said
 
