@@ -304,7 +304,7 @@ def test_a_loader_takes_named_tensors() -> None:
     assert bytes_of(served) == before
     run(loader.load_weights(named_tensors))
     assert bytes_of(served) == bytes_of(trained)
-    assert served.num_loads == 2  # once without bytes: where does it put things?
+    assert served.num_loads == 1
 
 
 def test_a_loader_of_ones_own_is_given_all_of_a_version_once() -> None:

@@ -25,14 +25,7 @@ from weightsync.codec.patch import PatchDecoder
 from weightsync.engine.audit import Audits
 from weightsync.engine.audited import AuditedWorker
 from weightsync.engine.membership import Membership
-from weightsync.engine.proof import (
-    Served,
-    check_base,
-    check_immutable,
-    committed,
-    prove,
-    prove_patch,
-)
+from weightsync.engine.proof import Served, check_base, check_immutable, committed, prove, prove_patch
 from weightsync.engine.session import Session
 from weightsync.errors import (
     DeadlineExceededError,

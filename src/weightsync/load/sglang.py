@@ -22,6 +22,7 @@ from weightsync.errors import (
     WeightSyncError,
     as_weightsync_error,
 )
+from weightsync.load.live_plan import LivePiece, LivePlan, held, places
 from weightsync.load.planned import PlannedLoader
 from weightsync.load.vllm_trust import doubts
 from weightsync.load.whole import (
@@ -33,6 +34,7 @@ from weightsync.load.whole import (
     stage,
     staging_for,
 )
+from weightsync.plan.boxes import whole_box
 from weightsync.tensors import byte_view, spec_of, torch_dtype
 from weightsync.types import HeldTensor, Manifest, TensorSpec, Update, Version
 
@@ -230,6 +232,26 @@ class SGLangWeightLoader(PlannedLoader):
 
     def _doubts(self) -> Mapping[str, str]:
         return doubts(self._model, home="sglang")
+
+    def _trace(self, manifest: Manifest) -> None:
+        """Where each tensor goes is known: `Places`. So the model's loader is called for real bytes alone."""
+        unsure, tensors = self._doubts(), Places(self._model).tensors
+        self._covered = self.proved = False
+        self._plan = LivePlan(
+            pieces={
+                spec.name: (self._piece(spec, tensors),)
+                for spec in manifest.tensors
+                if self._rows[spec.name][0] not in unsure
+            },
+            marked={name: unsure[target] for name, (target, _) in self._rows.items() if target in unsure},
+            _places=places(self._model),
+            _held=held(self._model),
+        )
+
+    def _piece(self, spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> LivePiece:
+        target, row = self._rows[spec.name]
+        live = _part(tensors[target], spec, row)
+        return LivePiece(name=spec.name, box=whole_box(spec.shape), live=live, owner=target)
 
     def begin(self, manifest: Manifest) -> None:
         """See the base class.

@@ -13,7 +13,7 @@ from weightsync.observe import now_s
 from weightsync.transfer.base import RecordPhase, WeightTransferSender
 from weightsync.types import Deadline, InferenceEngineClient, PhaseRecord, WeightChunk
 
-_WORDS_GRACE_S = 1.0  # how long to wait for an engine to say why its connection broke
+_WORDS_GRACE_S = 3.0  # for an engine to say why its connection broke: one second was too few on a starved host
 
 
 class WindowedSender(WeightTransferSender):

@@ -64,11 +64,9 @@ def merged_audits(workers: Sequence[Sequence[VllmAudit]]) -> Iterator[VllmAudit]
         same = [each for audits in workers for each in audits if each.name == first.name]
         if len(same) < len(workers):
             continue
-        odd = next((each for each in same if each.equal is False), None) or next(
-            (each for each in same if not each.equal), None
-        )
-        if odd is not None:
-            yield odd
+        worst = min(same, key=lambda each: _RANK[each.equal])
+        if not worst.equal:
+            yield worst
         elif len({(each.version, each.digest) for each in same}) == 1:
             yield first
         else:
