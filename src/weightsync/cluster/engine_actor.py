@@ -6,11 +6,18 @@ import dataclasses
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightsync.cluster.actors import ActorHandle, Address, Answer, StartedActor
 from weightsync.cluster.ray_calls import here
-from weightsync.errors import ConfigError, DeadlineExceededError, EngineError, EngineUnreachableError
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    EngineUnreachableError,
+    WeightSyncError,
+)
 from weightsync.handles.http import HttpEngine
 from weightsync.types import Deadline, EngineHandle, EngineOp, EngineReply, EngineRequest
 
@@ -76,6 +83,14 @@ class EngineActor(StartedActor):
         return self._answer("the engine's server did not start", step)
 
 
+class _Reached(NamedTuple):
+    """An actor, where its server listens, and a connection to it."""
+
+    actor: Any
+    address: Address
+    engine: HttpEngine
+
+
 class RayEngine(ActorHandle):
     """An `EngineHandle` of an `EngineActor`: Ray says where it listens, the steps go there by HTTP. Thread-safe; may be
     sent to other actors, as a copy.
@@ -89,7 +104,7 @@ class RayEngine(ActorHandle):
     def __init__(self, actor: Any, *, engine_id: str, loopback: bool = False) -> None:
         super().__init__(actor, name=engine_id)
         self.loopback = loopback
-        self._http: tuple[Any, HttpEngine] | None = None  # of which actor, and its server
+        self._reached: _Reached | None = None
 
     @property
     def engine_id(self) -> str:
@@ -99,18 +114,19 @@ class RayEngine(ActorHandle):
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         """Calls one step; see `EngineHandle.call` for what it raises.
 
-        Where nobody answers, Ray is asked for the reason. A describe goes on to the actor that Ray has started again;
-        another step does not: it may have happened.
+        Where nobody answers, or a stranger does (who knows no such token, at a port that was given away again), Ray is
+        asked for the reason. A describe goes on to the actor that Ray has started again; another step does not: it may
+        have happened.
         """
         deadline = Deadline(timeout_s)
-        engine = self._reached(deadline)
+        reached = self._reach(deadline)
         try:
-            return engine.call(op, request, timeout_s=deadline.remaining_s)
-        except EngineUnreachableError as error:
+            return reached.engine.call(op, request, timeout_s=deadline.remaining_s)
+        except (EngineUnreachableError, AuthError) as error:
             fresh = self._after(error, deadline)
-            if op is not EngineOp.DESCRIBE or fresh is None or fresh.url == engine.url:
+            if op is not EngineOp.DESCRIBE or fresh is None or fresh.address == reached.address:
                 raise
-            return fresh.call(op, request, timeout_s=deadline.remaining_s)
+            return fresh.engine.call(op, request, timeout_s=deadline.remaining_s)
 
     def ask(self, method: str, *args: Any, timeout_s: float, **options: Any) -> Any:
         """Calls a public method of what the engine's factory built, e.g. generate.
@@ -128,29 +144,29 @@ class RayEngine(ActorHandle):
         """Where it listens, for an `HttpEngine`; see `ready` for errors."""
         return self.urgent("listen", self.loopback, kind=Address, timeout_s=timeout_s)
 
-    def _reached(self, deadline: Deadline) -> HttpEngine:
-        actor, reached = self.actor, self._http
-        if reached is None or reached[0] is not actor:
-            url, token = self.address(timeout_s=deadline.remaining_s)
-            reached = self._http = actor, HttpEngine(url, engine_id=self.name, token=token)
-        return reached[1]
+    def _reach(self, deadline: Deadline) -> _Reached:
+        actor, reached = self.actor, self._reached
+        if reached is None or reached.actor is not actor:
+            url, token = address = self.address(timeout_s=deadline.remaining_s)
+            reached = self._reached = _Reached(actor, address, HttpEngine(url, engine_id=self.name, token=token))
+        return reached
 
-    def _after(self, error: EngineUnreachableError, deadline: Deadline) -> HttpEngine | None:
+    def _after(self, error: WeightSyncError, deadline: Deadline) -> _Reached | None:
         """Where it listens now; None where Ray does not know in time.
 
         Raises:
             EngineUnreachableError: Ray says that the actor is gone.
         """
-        self._http = None
+        self._reached = None
         try:
-            return self._reached(Deadline(min(_RAYS_WORD_S, deadline.remaining_s)))
+            return self._reach(Deadline(min(_RAYS_WORD_S, deadline.remaining_s)))
         except EngineUnreachableError as gone:
             raise gone from error
         except DeadlineExceededError:
             return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_http": None}
+        return {**self.__dict__, "_reached": None}
 
 
 def engine_of(built: Any) -> EngineHandle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from weightsync.control.build import build_controller
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.methods.mock import MockMethod
 from weightsync.control.methods.push import PushMethod
+from weightsync.engine.server import EngineServer
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -149,6 +151,25 @@ def test_a_describe_finds_the_actor_that_ray_has_started_again_and_no_other_step
         engine.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
 
 
+@pytest.mark.parametrize("reached_before", [True, False])
+def test_an_actor_that_ray_has_started_again_at_the_same_port_is_found(
+    actors: Callable[[], EngineActor], monkeypatch: pytest.MonkeyPatch, reached_before: bool
+) -> None:
+    """By its token. Seen to fail: it was taken for the one that is gone, as its URL is the same; and where it listens
+    before it is looked for, it refused the old token for good."""
+    before, again = actors(), actors()
+    engine = Direct(Restarted(before), engine_id="e", loopback=True)
+    engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    port = int(engine.address().url.rpartition(":")[2])
+    before.close()
+    monkeypatch.setattr("weightsync.engine.server.EngineServer", functools.partial(EngineServer, port=port))
+    if reached_before:
+        again.listen(True)
+    engine.actor.now = again
+    assert engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).world_size == 3
+    assert engine.address().url.endswith(f":{port}")
+
+
 def test_an_engine_that_was_replaced_is_called_no_more(actors: Callable[[], EngineActor]) -> None:
     """Though it still answers. Seen to fail: with an address that is kept whosever it is."""
     before, after = actors(), actors()
@@ -174,7 +195,7 @@ def test_where_nobody_answers_rays_word_tells_why(actors: Callable[[], EngineAct
 def test_a_handle_is_sent_without_its_connection(actors: Callable[[], EngineActor]) -> None:
     engine = Direct(actors(), engine_id="e", loopback=True)
     engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
-    assert engine.__getstate__() == {"actor": engine.actor, "name": "e", "loopback": True, "_http": None}
+    assert engine.__getstate__() == {"actor": engine.actor, "name": "e", "loopback": True, "_reached": None}
 
 
 def test_only_public_methods_are_asked(actors: Callable[[], EngineActor]) -> None:
