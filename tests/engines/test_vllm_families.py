@@ -20,6 +20,7 @@ from tests.engines.vllm_families import EngineProcess, trainer_main
 from tests.engines.vllm_support import (
     DIFFERENT,
     NEEDS_VLLM,
+    QUANTISED,
     SAME,
     Oracle,
     distance,
@@ -35,7 +36,18 @@ PLAIN = [
     ("Qwen2", False), ("Qwen2", True), ("Qwen3", False), ("Qwen3", True), ("Llama", False), ("Llama", True),
     ("Gemma", False), ("Gemma", True), ("Gemma3", True), ("Qwen3Moe", False), ("Qwen3Moe", True),
 ]  # fmt: skip
+BUILDS: dict[str, dict[str, str]] = {
+    "unpacked": {VARIABLE: "1"},
+    "packed experts": {VARIABLE: LINEAR},
+    "packed": {},
+    "fp8": {VARIABLE: "1", QUANTISED: "fp8_per_channel"},
+}
+"""How vLLM keeps weights: as they come, as on a GPU; as its CPU build does, in part or whole; quantised by itself."""
 IDS = [f"{family}-{'tied' if tied else 'untied'}" for family, tied in PLAIN]
+MARKED = [
+    ("packed", "Qwen2", True, "the model keeps them in another form"),
+    ("fp8", "Qwen3", False, "Fp8PtpcOnlineLinearMethod may keep it in a form of its own"),
+]
 _logger = logging.getLogger(__name__)
 
 
@@ -46,19 +58,19 @@ class Workshop:
         trainer: runs `trainer_main`.
         folder: for everything.
         tp: tensor-parallel size of every engine.
-        packed: whether vLLM packs the weights of experts, as its CPU build does.
+        build: one of `BUILDS`.
 
     Attributes:
         busy: a run is under way, or has failed.
     """
 
-    def __init__(self, trainer: Child, folder: Path, *, tp: int, packed: bool) -> None:
+    def __init__(self, trainer: Child, folder: Path, *, tp: int, build: str) -> None:
         self.busy = False
         self._trainer = trainer
         self._folder = folder
         self._tp = tp
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        env = {VARIABLE: LINEAR if packed else "1"}
+        env = BUILDS[build]
         spread = engine_env(tp) if tp > 1 else {}
         self._oracle = Oracle(self._log, env={**vllm_faults.install(folder / "oracle"), **env, **spread}, tp=tp)
         self._engine = EngineProcess(folder / "engine", env={**engine_env(tp), **env})
@@ -72,7 +84,8 @@ class Workshop:
             steps: of the optimiser.
             compare: with a fresh engine, after every so many of them; None: after the last one, with a full load into
                 the same engine.
-            marked: words of the reason why its live weights can't be written one by one; None where they can.
+            marked: words of the reason why its live weights can't be written one by one; None where they can. Every
+                other step then changes the first layer alone.
         """
         self.busy = True
         begun = self._published("begin", family, tied, str(self._folder / f"{family}-{tied}"))
@@ -82,14 +95,14 @@ class Workshop:
         made = begun
         for step in range(steps + 1):
             if step:
-                made = self._published("step")
+                made = self._published("step", "layers.0." if marked and step % 2 else "")
                 changed.append(made["changed"])
             is_compared = compare is not None and step > 0 and step % compare == 0
             if is_compared and self._tp == 1:  # two engines of two workers at once hold each other up
                 self._oracle.learn([Path(made["checkpoint"])])
             said = self._synced(made)
             assert said["num_deltas"] == int(step > 0), said
-            assert said["num_patched"] == int(step > 0 and marked is None), said
+            assert said["num_patched"] == int(step > 0), said
             if marked is None:
                 assert (said["equal"], said["digest"], said["unprovable"]) == (True, made["digest"], {}), said
             else:
@@ -140,16 +153,16 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     """The workshop of these settings; one at a time is open."""
     with children() as start, contextlib.ExitStack() as stack:
         trainer = start(trainer_main, talk=True, name="trainer")
-        opened: dict[tuple[int, bool], Workshop] = {}
+        opened: dict[tuple[int, str], Workshop] = {}
 
-        def of(*, tp: int = 1, packed: bool = False) -> Workshop:
-            if (tp, packed) not in opened or opened[tp, packed].busy:
+        def of(*, tp: int = 1, build: str = "unpacked") -> Workshop:
+            if (tp, build) not in opened or opened[tp, build].busy:
                 stack.pop_all().close()
                 opened.clear()
                 folder = tmp_path_factory.mktemp("families")
-                opened[tp, packed] = Workshop(trainer, folder, tp=tp, packed=packed)
-                stack.callback(opened[tp, packed].close)
-            return opened[tp, packed]
+                opened[tp, build] = Workshop(trainer, folder, tp=tp, build=build)
+                stack.callback(opened[tp, build].close)
+            return opened[tp, build]
 
         yield of
 
@@ -167,9 +180,18 @@ def test_the_experts_of_two_workers_are_written_in_place(workshop: Callable[...,
     workshop(tp=2).run("Qwen3Moe", tied=False, steps=FEW, compare=None)
 
 
-def test_experts_that_vllm_packs_are_loaded_in_full(workshop: Callable[..., Workshop]) -> None:
+def test_the_layers_of_experts_that_vllm_packs_are_loaded_alone(workshop: Callable[..., Workshop]) -> None:
     """As its CPU build does. Seen to answer wrongly: vLLM 0.32 leaves them unpacked at a reload."""
-    workshop(packed=True).run("Qwen3Moe", tied=False, steps=FEW, compare=FEW, marked="packs the experts' weights")
+    marked = "packs the experts' weights"
+    workshop(build="packed experts").run("Qwen3Moe", tied=False, steps=FEW, compare=FEW, marked=marked)
+
+
+@pytest.mark.parametrize(("build", "family", "tied", "marked"), MARKED, ids=[each[0] for each in MARKED])
+def test_layers_that_are_packed_or_quantised_are_loaded_alone(
+    workshop: Callable[..., Workshop], build: str, family: str, tied: bool, marked: str
+) -> None:
+    """Those that a step has changed."""
+    workshop(build=build).run(family, tied=tied, steps=FEW, compare=FEW, marked=marked)
 
 
 @pytest.mark.soak
@@ -190,6 +212,13 @@ def test_fifty_steps_of_two_workers(workshop: Callable[..., Workshop], family: s
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_fifty_steps_of_packed_experts(workshop: Callable[..., Workshop]) -> None:
+@pytest.mark.parametrize(
+    ("build", "family", "tied", "marked"),
+    [("packed experts", "Qwen3Moe", False, "packs the experts' weights"), *MARKED],
+    ids=["packed experts", *[each[0] for each in MARKED]],
+)
+def test_fifty_steps_of_layers_that_are_loaded_alone(
+    workshop: Callable[..., Workshop], build: str, family: str, tied: bool, marked: str
+) -> None:
     """A fresh engine after each."""
-    workshop(packed=True).run("Qwen3Moe", tied=False, steps=MANY, compare=1, marked="packs the experts' weights")
+    workshop(build=build).run(family, tied=tied, steps=MANY, compare=1, marked=marked)

@@ -95,7 +95,7 @@ def build(family: str, *, tied: bool) -> nn.Module:
 
 
 def trainer_main(conn: Any) -> None:
-    """Runs the orders of a `_Trainer`, and publishes after each: ["begin", ...], ["step"], ["again"].
+    """Runs the orders of a `_Trainer`, and publishes after each: ["begin", ...], ["step", ...], ["again"].
 
     Answers with what came of it: the run, the version's number, its checkpoint's folder, its digest, the share of
     elements that the order has changed in bfloat16, and the tensors that no step has changed yet.
@@ -138,10 +138,13 @@ class _Trainer:
         self._manager = WeightManager("m", dtype="bfloat16", delta_budget_bytes=1 << 30)
         self._manager.start(deltas=True)
 
-    def step(self) -> None:
-        """One of AdamW."""
+    def step(self, only: str = "") -> None:
+        """One of AdamW; of the tensors alone that have `only` in their names."""
         tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1000 + self._version))
         self._model(input_ids=tokens, labels=tokens).loss.backward()
+        for name, parameter in self._model.named_parameters():
+            if only not in name:
+                parameter.grad = None
         self._optimizer.step()
         self._optimizer.zero_grad()
 

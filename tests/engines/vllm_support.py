@@ -346,8 +346,13 @@ def tail_of(output: IO[str], chars: int = 6000) -> str:
     return output.read()[-chars:]
 
 
+QUANTISED = "WEIGHTSYNC_TEST_QUANTISED"
+
+
 def llm_options(checkpoint: Path | str, tp: int = 1, **options: Any) -> dict[str, Any]:
-    """Arguments of an offline `LLM` of the tiny model."""
+    """Arguments of an offline `LLM` of the tiny model; it is quantised as `QUANTISED` in the environment says."""
+    if QUANTISED in os.environ:
+        options = {"quantization": os.environ[QUANTISED], **options}
     return {
         "model": str(checkpoint),
         "skip_tokenizer_init": True,

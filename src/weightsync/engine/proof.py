@@ -19,7 +19,8 @@ class Served:
     Attributes:
         manifest: of the version that was committed.
         session: that committed it.
-        proved: whether its digest was computed from the live weights; a patch needs that of its base.
+        proved: whether its digest was computed from the live weights; a patch needs that of its base, or a loader that
+            `takes_patch` without.
     """
 
     manifest: Manifest
@@ -87,7 +88,8 @@ def prove_patch(loader: WeightLoader, base: PatchBase, manifest: Manifest, chang
 def check_base(
     base: PatchBase, served: Served | None, loader: WeightLoader, *, version: Version, damage: str | None
 ) -> None:
-    """Refuses a patch on anything but what is live, proved and whole; `damage`: what an audit found.
+    """Refuses a patch on anything but what is live and whole, and proved unless the loader `takes_patch` all the same;
+    `damage`: what an audit found.
 
     Raises:
         VersionError: nothing was changed: load it in full.
@@ -98,7 +100,7 @@ def check_base(
     elif served is None or (served.version, served.digest) != (base.version, base.model_digest):
         said = f"{served.version} of digest {served.digest}" if served else "nothing that was synced"
         reason = f"the patch is one on {base.version} of digest {base.model_digest}, this engine serves {said}"
-    elif not served.proved:
+    elif not served.proved and not loader.takes_patch:
         reason = f"nobody has proved that the live weights are {served.version}"
     elif not loader.healthy:
         reason = "the live weights are half-loaded"

@@ -55,6 +55,9 @@ from weightsync.types import (
 )
 from weightsync.types.deadline import MAX_WAIT_S
 
+_NO_LIVE_BASE = (
+    "its base was not proved from live weights; the change is proved, on the copy that layers are loaded from"
+)
 _STUCK_LOADER_S = 30.0
 _OTHERS_END_S = 1.0
 
@@ -256,7 +259,8 @@ class EngineWorker(AuditedWorker):
                     digest, unprovable = prove(self.loader, request.manifest)
                 else:
                     digest = prove_patch(self.loader, session.base, request.manifest, session.changes)
-                    unprovable = None
+                    is_live = self._served is not None and self._served.proved
+                    unprovable = None if is_live else _NO_LIVE_BASE
                 check_immutable(self._served, request.manifest)
             session.staged, session.proved = request.manifest, unprovable is None
             with self._lock:

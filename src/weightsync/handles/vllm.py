@@ -205,7 +205,7 @@ class VllmEngine(SteppedEngine):
         with self._log.phase("verify"):
             self._send_update(VllmUpdateMessage(stage=request), deadline)
         self._digest = request.manifest.model_digest
-        if self._patches:  # a worker that answers well has proved the change on its live weights
+        if self._patches and self._state.proved:  # a worker that answers well has proved the change on live weights
             return msgspec.structs.replace(self._reply(), digests_equal=True, model_digest=self._digest)
         return msgspec.structs.replace(
             self._reply(), digests_equal=None, unprovable=self._state.unprovable or UNPROVABLE

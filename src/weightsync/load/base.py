@@ -58,6 +58,12 @@ class WeightLoader(abc.ABC):
         """Whether the live weights are those of one committed version (or of construction)."""
         return True
 
+    @property
+    def takes_patch(self) -> bool:
+        """Whether a patch can be made on what is served though its live weights are not proved: all of it lies in host
+        memory, and what can't be written where it is live is loaded again from there."""
+        return False
+
     def lost(self) -> str | None:
         """Why the live weights are not those of the last commit any more, where somebody else can change them; None:
         they are. Asked now and then, from any thread; takes some seconds at most.

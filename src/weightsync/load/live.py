@@ -24,6 +24,10 @@ class ShardPatch:
     Args:
         plan: where the checkpoint's tensors are live in this worker.
         base: whole tensors of what is served, by the checkpoint's name; not written before `follow`.
+
+    Attributes:
+        marked: tensors that change and are marked in the plan: they are written by `follow` alone.
+        followed: whether the base may have the change.
     """
 
     def __init__(self, plan: LivePlan, base: Mapping[str, torch.Tensor]) -> None:
@@ -32,6 +36,8 @@ class ShardPatch:
         self._whole = LivePatch()
         self._live = LivePatch()
         self._parts: dict[str, tuple[str, npt.NDArray[np.int64]]] = {}  # piece -> its tensor, which of its elements
+        self.marked: list[str] = []
+        self.followed = False
 
     def add(self, update: Patch) -> None:
         """Copies an update and checks it.
@@ -41,6 +47,8 @@ class ShardPatch:
         """
         whole = self._base[update.name]
         change = self._whole.add(whole, update)
+        if update.name in self._plan.marked and change.positions.numel():
+            self.marked.append(update.name)
         positions = change.positions.numpy().astype(np.int64)
         for index, piece in enumerate(self._plan.pieces.get(update.name, ())):
             chosen, local = _within(positions, tuple(whole.shape), piece.box)
@@ -79,15 +87,19 @@ class ShardPatch:
         self._live.apply()
 
     def undo(self) -> None:
-        """See `LivePatch.undo`."""
+        """See `LivePatch.undo`: of the live parts, and of the base where it has followed."""
         self._live.undo()
+        if self.followed:
+            self._whole.undo()
+            self.followed = False
 
     def follow(self) -> None:
-        """The change stays: the base becomes what is live. Outside of the pause.
+        """The base takes the change. Outside of the pause, where the change stays; or in it, for what is `marked`.
 
         Raises:
             LoadError: the base is not what it was. It is of no version then.
         """
+        self.followed = True
         self._whole.apply()
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 A full load goes through the engine's own loader, as ever. A `LivePlan`, traced from that loader, says where each
 element of the checkpoint is live; behind the load every live element is compared with what was staged. Where all are
-there as they came, live weights are proved, and a patch is written straight into them, with undo.
+there as they came, live weights are proved, and a patch is written straight into them, with undo. Tensors of which they
+are not are marked; a patch of one enters with the layers that it goes to, where an engine can load those alone.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class PlannedLoader(WeightLoader):
         self._undo_to: Version | None = None
         self._prepared = False
         self._covered = False
+        self._compared = False  # the last full load, whatever came of it
         self.proved = False
         self.marked: dict[str, str] = {}
 
@@ -84,7 +86,19 @@ class PlannedLoader(WeightLoader):
         """What has to be around a call of the model's own loader."""
         return contextlib.nullcontext()
 
+    def _not_by_layer(self) -> str | None:
+        """Why the layers of the tensors that are marked can't be loaded alone, in words; None where they can."""
+        return next(iter(self.marked.values()), None)
+
+    def _load_layers(self, names: Sequence[str]) -> None:
+        """Loads the layers that these tensors go to from `_staging`. Generation is paused."""
+        raise UnsupportedError(f"a layer can't be loaded alone: {self._not_by_layer()}")
+
     # --- the bracket of a patch ---
+
+    @property
+    def takes_patch(self) -> bool:
+        return self._healthy and self._compared and self._base is not None and self._not_by_layer() is None
 
     @property
     def healthy(self) -> bool:
@@ -95,11 +109,11 @@ class PlannedLoader(WeightLoader):
         if not self._healthy:
             raise StateError("what is live is half-loaded: load it in full", version=str(manifest.version))
         self.settle()
-        for why in self.marked.values():
+        if (why := self._not_by_layer()) is not None:
             raise UnsupportedError(
                 f"this model's live weights can't be patched: {why}", state_left="nothing was changed"
             )
-        if self._base is None or self._plan is None or not self.proved:
+        if self._base is None or self._plan is None or not self._compared:
             raise StateError(
                 "what is live is not whole in host memory: a full load was aborted, or none was proved here",
                 state_left="nothing was changed: load it in full",
@@ -134,7 +148,8 @@ class PlannedLoader(WeightLoader):
             return
         undo, self._undo = self._undo, None
         try:
-            undo.follow()
+            if not undo.followed:
+                undo.follow()
         except Exception as error:
             self._base = None  # the next version comes in full
             if threading.main_thread().is_alive():  # or Python ends, and takes no work any more
@@ -165,6 +180,9 @@ class PlannedLoader(WeightLoader):
         self._prepared = self._healthy = False
         try:
             patch.apply()
+            if patch.marked:
+                patch.follow()
+                self._load_layers(patch.marked)
         except BaseException as error:
             self._take_back(patch)
             raise as_weightsync_error(error, LoadError, "writing a patch failed; it was undone") from error
@@ -172,12 +190,19 @@ class PlannedLoader(WeightLoader):
         self._undo, self._patch = patch, None
         self._undo_to, self._base = self._base, version
         self._manifest = None
+        if patch.marked and self._plan is not None and (name := self._plan.moved(self._module)) is not None:
+            _logger.info("%s lies elsewhere since its layer was loaded: the next version comes in full", name)
+            self._plan, self._base, self._undo_to = None, None, None
 
     def _take_back(self, patch: ShardPatch) -> None:
         self._healthy = False
+        followed = patch.followed
         try:
             patch.undo()
+            if followed:
+                self._load_layers(patch.marked)
         except BaseException as error:
+            self._base = None
             raise LoadError(
                 f"a patch could not be undone: {error}", state_left="refuses to serve until the next full load"
             ) from error
@@ -255,7 +280,7 @@ class PlannedLoader(WeightLoader):
 
     def _compare(self) -> None:
         """After a full load: which live elements are those that were staged, to the bit."""
-        self.proved = False
+        self.proved = self._compared = False
         if self.writes_live or self._plan is None:
             return
         if (name := self._plan.moved(self._module)) is not None:
@@ -264,6 +289,7 @@ class PlannedLoader(WeightLoader):
             return
         self._plan = self._plan.without(self._plan.compare(self._staging))
         self.marked = dict(self._plan.marked)
+        self._compared = self._covered
         self.proved = self._covered and not self.marked
         if self.marked:
             name, why = next(iter(self.marked.items()))
@@ -273,5 +299,5 @@ class PlannedLoader(WeightLoader):
         plan = self._plan
         name = None if plan is None else plan.strayed() if in_pause else plan.moved(self._module)
         if name is not None:
-            self._base, self._plan, self.proved = None, None, False
+            self._base, self._plan, self.proved, self._compared = None, None, False, False
             raise LoadError("the live tensor was moved since it was loaded", parameter=name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from weightsync.errors import (
 from weightsync.handles.vllm_messages import UNPROVABLE
 from weightsync.load.planned import PlannedLoader
 from weightsync.load.vllm_checkpoint import CheckpointTensors
+from weightsync.load.vllm_layers import LayerNotes
 from weightsync.load.vllm_reload import LayerwiseReload, loading
 from weightsync.load.vllm_trust import doubts
 from weightsync.load.whole import check_closed, check_complete, check_open, lent, stage, staging_for, whole_tensor
@@ -43,7 +44,8 @@ class VLLMWeightLoader(PlannedLoader):
     paused from the first chunk on, and an abort leaves the model half-loaded (`healthy` is False) until a later commit.
 
     Staged, each full commit ends with a look at the live tensors, see `PlannedLoader`. Where one is repacked, quantised
-    or computed, `marked` says why; then there is no proof, and whole versions are loaded.
+    or computed, `marked` says why. Then there is no proof, and a patch that changes one reloads the layers that it goes
+    to, and those alone, by vLLM's own reload.
 
     Args:
         model: the worker's model, as vLLM built it; None where it comes later (`bind`).
@@ -62,6 +64,8 @@ class VLLMWeightLoader(PlannedLoader):
         self._vllm_config = vllm_config
         self._reload: LayerwiseReload | None = None  # open: the live model is on the meta device, in part or whole
         self._broken: str | None = None
+        self._notes = LayerNotes()  # of the last full load
+        self._unlayered: str | None = None
         self.writes_live = in_place
         self._model: nn.Module | None = None
         if model is not None:
@@ -176,9 +180,10 @@ class VLLMWeightLoader(PlannedLoader):
             raise as_weightsync_error(
                 error, LoadError, "vLLM failed to load", version=str(version), state_left="half-loaded: not served"
             ) from error
-        self._reload = None
+        self._notes, self._reload = self._reload.notes, None
         self._manifest = None
         self._compare()
+        self._unlayered = self._notes.unknown(map(self._canonical, self.marked))
         self._base = None if self.writes_live else version
         self._healthy = True
         if lent(self._staging, self._module):  # then it is live itself: comparing it says nothing
@@ -190,11 +195,30 @@ class VLLMWeightLoader(PlannedLoader):
         self._drop_patch()
         if self._reload is not None:
             reload, self._reload = self._reload, None
-            try:
-                reload.finish()
-            except Exception as error:  # a next reload would start from what this one left in vLLM's books
-                self._broken = f"vLLM could not close a reload that was aborted ({reason}): {error!r}"
-                _logger.warning("%s", self._broken)
+            self._close(reload, reason)
+
+    def _close(self, reload: LayerwiseReload, reason: str) -> None:
+        try:
+            reload.finish()
+        except Exception as error:  # a next reload would start from what this one left in vLLM's books
+            self._broken = f"vLLM could not close a reload that was aborted ({reason}): {error!r}"
+            _logger.warning("%s", self._broken)
+
+    def _not_by_layer(self) -> str | None:
+        why = super()._not_by_layer()
+        return None if why is None or self._unlayered is None else f"{why}; {self._unlayered}"
+
+    def _load_layers(self, names: Sequence[str]) -> None:
+        layers = self._notes.layers_of(map(self._canonical, names))
+        sources = {self._canonical(name): name for name in self._specs}
+        reload = LayerwiseReload(self._module, self._model_config, self._vllm_config, only=layers)
+        try:
+            reload.load((name, self._staging[sources[name]]) for name in self._notes.names_in(layers))
+            reload.check(strict=not self._expected.known)
+            reload.finish()
+        except Exception as error:
+            self._close(reload, repr(error))
+            raise
 
     @property
     def _module(self) -> nn.Module:

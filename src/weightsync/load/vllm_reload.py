@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from weightsync.errors import LoadError, MissingDependencyError
+from weightsync.load.vllm_layers import LayerNotes, SomeLayers
 from weightsync.load.vllm_trust import packs
 
 _MANY = 5
 
 
 class LayerwiseReload:
-    """vLLM's layerwise reload, open from construction to `finish`. In between, vLLM must not run the model."""
+    """vLLM's layerwise reload, open from construction to `finish`. In between, vLLM must not run the model.
 
-    def __init__(self, model: nn.Module, model_config: Any, vllm_config: Any) -> None:
+    Args:
+        model, model_config, vllm_config: vLLM's.
+        only: these layers alone; all that goes into them has to be given. Everything, where not given.
+
+    Attributes:
+        notes: which layers what was given went to; of a reload of everything.
+    """
+
+    def __init__(
+        self, model: nn.Module, model_config: Any, vllm_config: Any, *, only: Collection[str] | None = None
+    ) -> None:
         self._model = model
+        self._some: nn.Module | SomeLayers = model if only is None else SomeLayers(model, only)
+        self.notes = LayerNotes()
         self._model_config = model_config
         self._vllm_config = vllm_config
         self._told: set[str] | None = set()  # names that vLLM says it loaded; None where it doesn't say
         # While a reload is open tied layers are not tied. The first one alone is loaded.
-        self._wanted = {name for name, _ in model.named_parameters()}
-        self._buffers = set(_persistent_buffers(model))
+        self._wanted = {name for name, _ in self._some.named_parameters()}
+        self._buffers = set(_persistent_buffers(self._some))
         self._given: set[str] = set()
-        self._tied = _tied_layers(model)
+        reloaded = {id(layer) for layer in self._some.modules()}
+        self._tied = [layer for first, layer in _tied_layers(model) if id(first) in reloaded]
         with loading(self._vllm_config):
-            _layerwise().initialize_layerwise_reload(model)
-        self._kernels = _take_packing_kernels(model)
+            _layerwise().initialize_layerwise_reload(self._some)
+        self._kernels = _take_packing_kernels(self._some)
+        if only is None:
+            self.notes.watch(model)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gives checkpoint tensors to the model; it may keep references until `finish`."""
@@ -41,7 +57,7 @@ class LayerwiseReload:
                 yield name, tensor
 
         with loading(self._vllm_config):
-            told = self._model.load_weights(noted())  # type: ignore[operator]
+            told = self._model.load_weights(self.notes.giving(noted()))  # type: ignore[operator]
         self._told = None if told is None or self._told is None else self._told | set(told)
 
     def check(self, *, strict: bool) -> None:
@@ -75,9 +91,10 @@ class LayerwiseReload:
 
     def finish(self) -> None:
         """Puts the loaded tensors into the live ones and closes the reload."""
+        self.notes.done()
         with loading(self._vllm_config):
             try:
-                _layerwise().finalize_layerwise_reload(self._model, self._model_config)
+                _layerwise().finalize_layerwise_reload(self._some, self._model_config)
             finally:
                 for method, kernel in self._kernels:
                     if method.moe_kernel is None:  # nothing was loaded into this layer
@@ -99,7 +116,7 @@ class LayerwiseReload:
         info_of = getattr(_layerwise(), "get_layerwise_info", None)
         if info_of is None:
             return
-        for name, layer in self._model.named_modules():
+        for name, layer in self._some.named_modules():
             info = info_of(layer)
             total = getattr(info, "load_numel_total", None)
             padded = hasattr(layer, "num_embeddings_padded")
@@ -123,19 +140,19 @@ def loading(vllm_config: Any) -> Iterator[None]:
         yield
 
 
-def _tied_layers(model: nn.Module) -> list[nn.Module]:
-    """Modules that share a parameter of their own with a module before them."""
-    seen: set[int] = set()
+def _tied_layers(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Modules that share a parameter of their own with a module before them, behind the first that has it."""
+    first: dict[int, nn.Module] = {}
     tied = []
     for layer in model.modules():
-        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
-        if own & seen:
-            tied.append(layer)
-        seen |= own
+        holders = {id(of): of for own in layer.parameters(recurse=False) if (of := first.get(id(own))) is not None}
+        tied += [(of, layer) for of in holders.values()]
+        for own in layer.parameters(recurse=False):
+            first.setdefault(id(own), layer)
     return tied
 
 
-def _take_packing_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
+def _take_packing_kernels(model: nn.Module | SomeLayers) -> list[tuple[Any, Any]]:
     """Takes away the kernels of experts that pack weights on a CPU: vLLM packs where it makes a kernel, so that at a
     reload the kernel that is there would read unpacked weights as packed ones (seen with 0.32). It makes a new one.
 
@@ -159,7 +176,7 @@ def _is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[str]:
+def _persistent_buffers(model: nn.Module | SomeLayers) -> Iterator[str]:
     for path, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

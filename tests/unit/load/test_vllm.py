@@ -16,6 +16,7 @@ from tests.unit.load.test_patching import Kernels
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
 from weightsync.load import patching, vllm_reload
 from weightsync.load.vllm import VLLMWeightLoader
+from weightsync.load.vllm_layers import LayerNotes
 from weightsync.load.vllm_trust import _NO_HOOK
 from weightsync.tensors import spec_of
 from weightsync.types import Full, Manifest, Patch, Version
@@ -263,6 +264,7 @@ class PlainReload:
     """As vLLM's own where it repacks nothing."""
 
     def __init__(self, model: Fused, *_: Any) -> None:
+        self.notes = LayerNotes()
         self._model = model
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -272,7 +272,7 @@ class WeightSyncTransferEngine:
             updating=self._updating,
             session=self._worker.session,
             writes_live=reply.writes_live,
-            accepts=reply.accepts if reply.digests_equal else ("full",),
+            accepts=reply.accepts if reply.digests_equal or self._loader.takes_patch else ("full",),
             proved=bool(reply.digests_equal),
             unprovable=self._loader.unprovable,
             layers=self._loader.layers() if layers else (),
