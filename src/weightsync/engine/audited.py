@@ -37,6 +37,7 @@ class AuditedWorker(abc.ABC):
 
     def audit(self, name: str) -> None:
         """The patch that session `name` committed stays; reads all live weights and compares them with its digest.
+        Where a loader `takes_patch` without a proof, it reads what the next patch is made on.
 
         It is done on one core at low priority, and ends by itself: as soon as everything was read. The next commit
         interrupts it, and the audit after that, of a patch, goes on where it was.
@@ -47,7 +48,9 @@ class AuditedWorker(abc.ABC):
         """
         with self._lock:
             served = self._served
-            if self._session is not None or served is None or served.session != name or not served.proved:
+            if self._session is not None or served is None or served.session != name:
+                return
+            if not served.proved and not self.loader.takes_patch:
                 return
             if self._audits.asked_for(served) is not None:  # `verify` reads all of it
                 self._undoable = None
@@ -68,7 +71,7 @@ class AuditedWorker(abc.ABC):
             if self._session is not None:
                 raise StateError("a version is being loaded: ask again when it is served")
             try:
-                served = auditable(self._served)
+                served = auditable(self._served, self.loader)
                 reading = self._audits.asked_for(served)
                 if reading is None:
                     self._audits.pause()

@@ -110,7 +110,7 @@ def check_base(
         raise VersionError(reason, version=str(version), state_left="nothing was changed: load it in full")
 
 
-def auditable(served: Served | None) -> Served:
+def auditable(served: Served | None, loader: WeightLoader) -> Served:
     """What is served, where somebody can tell whether that is what was committed.
 
     Raises:
@@ -120,6 +120,8 @@ def auditable(served: Served | None) -> Served:
         raise UnsupportedError("nothing was synced yet")
     if served.digest is None:
         raise UnsupportedError("the trainer gave no digest of the model")
+    if not served.proved and loader.takes_patch:
+        next(iter(loader.live_tensors()), None)  # it says why they can't be read
     return served
 
 

@@ -247,8 +247,9 @@ class PlannedLoader(WeightLoader):
                 yield HeldTensor(spec=spec, box=None if piece.box.shape == spec.shape else piece.box, tensor=piece.live)
 
     def audited(self) -> Iterator[HeldTensor]:
-        """See the base class: the whole version, from host memory; this worker's live parts are compared with it."""
-        if self._plan is None or self._base is None or not self.proved:
+        """See the base class: the whole version, from host memory; this worker's live parts are compared with it, but
+        for those that are marked."""
+        if self._plan is None or self._base is None or not self._compared:
             raise self._untold()
         self._check_moved()
         for name, spec in self._specs.items():

@@ -36,7 +36,7 @@ class LayerNotes:
             for tensor in (*layer._parameters.values(), *layer._buffers.values()):
                 loader: Any = getattr(tensor, "weight_loader", None)
                 if getattr(loader, "__name__", None) == _LOADER:
-                    tensor.weight_loader = self._watched(loader, path)  # type: ignore[union-attr]
+                    tensor.weight_loader = self._watched(loader, path)
 
     def giving(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same; what is loaded from them is known by its memory."""
