@@ -222,3 +222,10 @@ def test_fifty_steps_of_layers_that_are_loaded_alone(
 ) -> None:
     """A fresh engine after each."""
     workshop(build=build).run(family, tied=tied, steps=MANY, compare=1, marked=marked)
+
+
+@pytest.mark.soak
+def test_the_layers_of_two_workers_are_loaded_alone(workshop: Callable[..., Workshop]) -> None:
+    """What vLLM's own loader brings then says the same, to the bit."""
+    build, family, tied, marked = MARKED[0]
+    workshop(tp=2, build=build).run(family, tied=tied, steps=10, compare=None, marked=marked)

@@ -223,9 +223,14 @@ def _layers(url: str, reply: EngineReply) -> Iterator[Finding]:
     num_tensors = sum(each.num_tensors for each in reply.layers)
     if reply.layers and not odd:
         yield _ok(url, f"changes are written in place in all of its {num_tensors} tensors")
+    advice = "while there is one, each version is loaded in full, and the pause is that of a reload"
+    if "patch" in reply.accepts:
+        advice = (
+            "a change of it reloads the layers that it goes to, in the pause; the other tensors are written in place"
+        )
     for each in odd:
-        found = f"{each.name}, {each.num_tensors} of {num_tensors} tensors, is reloaded as a whole: {each.why}"
-        yield _note(url, found, "while there is one, each version is loaded in full, and the pause is that of a reload")
+        found = f"{each.name}, {each.num_tensors} of {num_tensors} tensors, is reloaded with its layer: {each.why}"
+        yield _note(url, found, advice)
 
 
 def register(app: typer.Typer) -> None:
