@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -183,7 +183,7 @@ class VLLMWeightLoader(PlannedLoader):
         self._notes, self._reload = self._reload.notes, None
         self._manifest = None
         self._compare()
-        self._unlayered = self._notes.unknown(map(self._canonical, self.marked))
+        self._unlayered = self._why_unlayered() if self.marked else None
         self._base = None if self.writes_live else version
         self._healthy = True
         if lent(self._staging, self._module):  # then it is live itself: comparing it says nothing
@@ -208,10 +208,20 @@ class VLLMWeightLoader(PlannedLoader):
         why = super()._not_by_layer()
         return None if why is None or self._unlayered is None else f"{why}; {self._unlayered}"
 
+    def _why_unlayered(self) -> str | None:
+        """Why vLLM can't reload some of its layers, in words; known before it is asked for, in a pause."""
+        if getattr(self._module, "_do_torchao_reload", False):
+            return "torchao reloads all layers together"
+        try:
+            self._open_reload(only=()).finish()
+        except Exception as error:
+            return f"this release of vLLM can't reload some layers alone: {type(error).__name__}: {error}"
+        return self._notes.unknown(map(self._canonical, self.marked))
+
     def _load_layers(self, names: Sequence[str]) -> None:
         layers = self._notes.layers_of(map(self._canonical, names))
         sources = {self._canonical(name): name for name in self._specs}
-        reload = LayerwiseReload(self._module, self._model_config, self._vllm_config, only=layers)
+        reload = self._open_reload(only=layers)
         try:
             reload.load((name, self._staging[sources[name]]) for name in self._notes.names_in(layers))
             reload.check(strict=not self._expected.known)
@@ -225,6 +235,5 @@ class VLLMWeightLoader(PlannedLoader):
         assert self._model is not None  # begin has looked
         return self._model
 
-    def _open_reload(self) -> LayerwiseReload:
-        assert self._model is not None  # begin has looked
-        return LayerwiseReload(self._model, self._model_config, self._vllm_config)
+    def _open_reload(self, only: Collection[str] | None = None) -> LayerwiseReload:
+        return LayerwiseReload(self._module, self._model_config, self._vllm_config, only=only)

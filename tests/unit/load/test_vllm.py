@@ -263,7 +263,7 @@ class Fused(nn.Module):
 class PlainReload:
     """As vLLM's own where it repacks nothing."""
 
-    def __init__(self, model: Fused, *_: Any) -> None:
+    def __init__(self, model: Fused, *_: Any, only: Any = None) -> None:
         self.notes = LayerNotes()
         self._model = model
 

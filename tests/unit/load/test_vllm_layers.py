@@ -189,13 +189,13 @@ def test_a_patch_reloads_the_layers_that_changed_and_writes_what_is_live(packed:
     """Seen to fail: with the changed tensors alone given to the layer, and without the change in the base."""
     packed.patched({"1.k": (3, 7.0), "0.norm": (2, 8.0)})
     assert packed.serves()
-    assert packed.reload.reloaded == [PATHS, ["blocks.1.attn.qk"]]
+    assert packed.reload.reloaded == [PATHS, [], ["blocks.1.attn.qk"]]
     packed.patched({"0.norm": (1, 9.0)})
     assert packed.serves()
-    assert len(packed.reload.reloaded) == 2, "nothing is reloaded for what is written where it is live"
+    assert len(packed.reload.reloaded) == 3, "nothing is reloaded for what is written where it is live"
     packed.patched({"0.q": (0, 10.0), "1.q": (15, 11.0)})
     assert packed.serves()
-    assert packed.reload.reloaded[2:] == [["blocks.0.attn.qk", "blocks.1.attn.qk"]]
+    assert packed.reload.reloaded[3:] == [["blocks.0.attn.qk", "blocks.1.attn.qk"]]
 
 
 def test_it_is_taken_back_and_the_next_one_builds_on_what_was(packed: Packed) -> None:
@@ -269,6 +269,30 @@ def test_where_vllm_has_no_such_loaders_all_is_loaded_in_full(monkeypatch: pytes
     monkeypatch.setattr(LayerNotes, "watch", lambda self, model: None)
     packed.full()
     with pytest.raises(UnsupportedError, match=r"0.q goes into none of its layers"):
+        packed.prepared({"1.k": (3, 7.0)})
+
+
+@pytest.mark.parametrize("odd", ["release", "torchao"])
+def test_a_vllm_that_reloads_no_layers_alone_is_known_before_the_pause(
+    monkeypatch: pytest.MonkeyPatch, odd: str
+) -> None:
+    """Seen to be found out in the pause, where nothing could be taken back either."""
+    packed = Packed(monkeypatch)
+    made = packed.reload.__init__
+
+    def older(self: PackingReload, model: Model, *given: Any, only: Any = None) -> None:
+        if only is not None:
+            raise AttributeError("'SomeLayers' object has no attribute 'parameters'")
+        made(self, model, *given)
+
+    if odd == "release":
+        monkeypatch.setattr(packed.reload, "__init__", older)
+    else:
+        packed.model._do_torchao_reload = True  # type: ignore[assignment]
+    packed.full()
+    assert packed.serves()
+    assert not packed.loader.takes_patch
+    with pytest.raises(UnsupportedError, match="can't reload some layers" if odd == "release" else "torchao"):
         packed.prepared({"1.k": (3, 7.0)})
 
 
