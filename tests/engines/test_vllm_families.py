@@ -7,6 +7,7 @@ steps, and a fresh engine after each, in `make soak`.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from tests.engines.vllm_families import EngineProcess, trainer_main
 from tests.engines.vllm_support import (
     DIFFERENT,
     NEEDS_VLLM,
-    QUANTISED,
+    OPTIONS,
     SAME,
     Oracle,
     distance,
@@ -40,9 +41,11 @@ BUILDS: dict[str, dict[str, str]] = {
     "unpacked": {VARIABLE: "1"},
     "packed experts": {VARIABLE: LINEAR},
     "packed": {},
-    "fp8": {VARIABLE: "1", QUANTISED: "fp8_per_channel"},
+    "fp8": {VARIABLE: "1", OPTIONS: json.dumps({"quantization": "fp8_per_channel"})},
+    "experts apart": {VARIABLE: "1", OPTIONS: json.dumps({"enable_expert_parallel": True})},
 }
-"""How vLLM keeps weights: as they come, as on a GPU; as its CPU build does, in part or whole; quantised by itself."""
+"""How vLLM keeps weights: as they come, as on a GPU; as its CPU build does, in part or whole; quantised by itself; each
+expert whole in one worker."""
 IDS = [f"{family}-{'tied' if tied else 'untied'}" for family, tied in PLAIN]
 MARKED = [
     ("packed", "Qwen2", True, "the model keeps them in another form"),
@@ -178,6 +181,11 @@ def test_a_familys_deltas_are_written_into_its_live_weights(
 def test_the_experts_of_two_workers_are_written_in_place(workshop: Callable[..., Workshop]) -> None:
     """Each worker has a part of every expert. What vLLM's own loader brings then says the same, to the bit."""
     workshop(tp=2).run("Qwen3Moe", tied=False, steps=FEW, compare=None)
+
+
+def test_experts_that_lie_whole_in_one_of_two_workers(workshop: Callable[..., Workshop]) -> None:
+    """Expert parallelism."""
+    workshop(tp=2, build="experts apart").run("Qwen3Moe", tied=False, steps=FEW, compare=None)
 
 
 def test_the_layers_of_experts_that_vllm_packs_are_loaded_alone(workshop: Callable[..., Workshop]) -> None:

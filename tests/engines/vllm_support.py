@@ -346,13 +346,12 @@ def tail_of(output: IO[str], chars: int = 6000) -> str:
     return output.read()[-chars:]
 
 
-QUANTISED = "WEIGHTSYNC_TEST_QUANTISED"
+OPTIONS = "WEIGHTSYNC_TEST_VLLM_OPTIONS"
 
 
 def llm_options(checkpoint: Path | str, tp: int = 1, **options: Any) -> dict[str, Any]:
-    """Arguments of an offline `LLM` of the tiny model; it is quantised as `QUANTISED` in the environment says."""
-    if QUANTISED in os.environ:
-        options = {"quantization": os.environ[QUANTISED], **options}
+    """Arguments of an offline `LLM` of the tiny model; `OPTIONS` in the environment has further ones, as JSON."""
+    options = {**json.loads(os.environ.get(OPTIONS, "{}")), **options}
     return {
         "model": str(checkpoint),
         "skip_tokenizer_init": True,

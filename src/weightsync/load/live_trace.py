@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def trace(
     *,
     names: Mapping[str, str],
     doubts: Mapping[str, str] | None = None,
+    unloaded: Collection[str] = (),
 ) -> LivePlan:
     """Runs `load` on tensors without memory and notes what it would write. The model is not changed.
 
@@ -43,9 +44,10 @@ def trace(
         specs: the checkpoint's tensors.
         names: what `load` calls a tensor, where that is another name than its spec's.
         doubts: live tensors that must not be written element by element, with the reason.
+        unloaded: last parts of the names of tensors that hold nothing of a checkpoint, and do not depend on any.
     """
     specs = list(specs)
-    tracer = _Tracer(model, doubts or {})
+    tracer = _Tracer(model, doubts or {}, unloaded)
     before = _Holders(model)
     waiting = collections.deque(specs)
 
@@ -107,11 +109,12 @@ class _Holders:
 class _Tracer(TorchDispatchMode):
     """Sees every operation of a loader; runs those that touch no live tensor."""
 
-    def __init__(self, model: nn.Module, doubts: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, doubts: Mapping[str, str], unloaded: Collection[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.marked: dict[str, str] = {}
         self._model = model
         self._doubts = doubts
+        self._unloaded = unloaded
         self._live = _live_tensors(model)
         self._owners: dict[int, str] = {}
         self._touched: set[str] = set()
@@ -205,6 +208,7 @@ class _Tracer(TorchDispatchMode):
         """A layer that has more than the checkpoint gives it (scales, copies) may compute with that."""
         for path, module in self._model.named_modules():
             own = (*module.named_parameters(path, recurse=False), *module.named_buffers(path, recurse=False))
+            own = tuple((name, tensor) for name, tensor in own if name.rpartition(".")[2] not in self._unloaded)
             names = {name for name, tensor in own if tensor.numel() > 1 and name in self._live}
             for name in names & self._touched if names - self._touched else ():
                 besides = min(names - self._touched)

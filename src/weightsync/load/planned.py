@@ -12,7 +12,7 @@ import abc
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -81,6 +81,10 @@ class PlannedLoader(WeightLoader):
     def _canonical(self, name: str) -> str:
         """What the model's own loader calls a tensor."""
         return name
+
+    def _unloaded(self) -> Collection[str]:
+        """See `trace`."""
+        return ()
 
     def _loading(self) -> contextlib.AbstractContextManager[Any]:
         """What has to be around a call of the model's own loader."""
@@ -277,7 +281,9 @@ class PlannedLoader(WeightLoader):
         if load is not None:
             with self._loading():
                 unsure = self._doubts()
-                self._plan = trace(self._module, load, manifest.tensors, names=names, doubts=unsure)
+                self._plan = trace(
+                    self._module, load, manifest.tensors, names=names, doubts=unsure, unloaded=self._unloaded()
+                )
 
     def _compare(self) -> None:
         """After a full load: which live elements are those that were staged, to the bit."""

@@ -28,7 +28,7 @@ from weightsync.load.planned import PlannedLoader
 from weightsync.load.vllm_checkpoint import CheckpointTensors
 from weightsync.load.vllm_layers import LayerNotes
 from weightsync.load.vllm_reload import LayerwiseReload, loading
-from weightsync.load.vllm_trust import doubts
+from weightsync.load.vllm_trust import MAPS, doubts
 from weightsync.load.whole import check_closed, check_complete, check_open, lent, stage, staging_for, whole_tensor
 from weightsync.types import Manifest, Update, Version
 
@@ -122,6 +122,9 @@ class VLLMWeightLoader(PlannedLoader):
 
     def _doubts(self) -> Mapping[str, str]:
         return doubts(self._module)
+
+    def _unloaded(self) -> Collection[str]:
+        return MAPS
 
     def load_weights(self, updates: Iterable[Update]) -> None:
         check_open(self._manifest)

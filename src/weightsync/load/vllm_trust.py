@@ -19,6 +19,14 @@ _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
 _EXPERTS_IN_PLACE = {"TRITON", "BATCHED_TRITON", "CPU"}
 """Backends of experts that are given the stacked weights themselves, where the kernel has no hook that repacks them."""
 _NO_HOOK = "vllm.model_executor.layers.fused_moe.modular_kernel", "FusedMoEExperts.process_weights_after_loading"
+MAPS = {
+    "_expert_map",
+    "expert_mask",
+    "expert_global_to_physical",
+    "expert_physical_to_global",
+    "expert_local_to_global",
+}
+"""Buffers that say which expert is where: vLLM loads none of them, and without EPLB they stay as they are."""
 _HARMLESS = {"Attention"}
 """Their `process_weights_after_loading` is about the scales of a cache, and no weights."""
 _CALLED = {"vllm": "vLLM", "sglang": "SGLang"}

@@ -42,10 +42,10 @@ class Loaded(nn.Module):
             self.copies[name](self, tensor)
 
 
-def planned(model: Loaded, tensors: dict[str, torch.Tensor]) -> LivePlan:
+def planned(model: Loaded, tensors: dict[str, torch.Tensor], **options: Any) -> LivePlan:
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-    plan = trace(model, model.load_weights, specs, names={})
+    plan = trace(model, model.load_weights, specs, names={}, **options)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), "tracing wrote into the live model"
     assert plan.pieces.keys() | plan.marked.keys() == tensors.keys()
@@ -177,7 +177,9 @@ def test_a_layer_that_has_more_than_it_is_given_is_marked() -> None:
     model.own("p", 4, 6)
     model.get_submodule("layer_p").register_buffer("scale", torch.ones(4))
     model.copies = {"p": lambda m, w: m.p.data.copy_(w)}
-    assert "scale besides" in planned(model, {"p": numbered(4, 6, start=0)}).marked["p"]
+    tensors = {"p": numbered(4, 6, start=0)}
+    assert "scale besides" in planned(model, tensors).marked["p"]
+    assert planned(model, tensors, unloaded=["scale"]).marked == {}, "vLLM's maps of experts, e.g."
 
 
 def test_what_must_not_be_written_one_by_one_is_marked() -> None:

@@ -276,7 +276,7 @@ def test_where_vllm_has_no_such_loaders_all_is_loaded_in_full(monkeypatch: pytes
 def test_a_vllm_that_reloads_no_layers_alone_is_known_before_the_pause(
     monkeypatch: pytest.MonkeyPatch, odd: str
 ) -> None:
-    """Seen to be found out in the pause, where nothing could be taken back either."""
+    """Where nothing could be taken back either. Seen to fail: without the look at it."""
     packed = Packed(monkeypatch)
     made = packed.reload.__init__
 
