@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.engines import vllm_faults
 from tests.engines.conftest import Versions
 from tests.engines.test_vllm_in_flight import CLOSE, HEAD, Generation, misfit
 from tests.engines.vllm_support import (
@@ -32,6 +33,7 @@ from weightsync.clients.host import RolloutClient
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
+from weightsync.host.staged_requests import full_request
 from weightsync.trainer.publisher import WeightManager
 from weightsync.types.service import ModelStatus, NotifyRequest
 from weightsync.types.transfer_messages import Transport
@@ -175,6 +177,38 @@ def test_the_oracle_holds_after_each_delta(
     assert "model.layers.*.self_attn.q_proj.weight" in doctor, doctor
     assert "a change of it reloads the layers that it goes to" in " ".join(doctor.split()), doctor
     assert "is reloaded with its layer: " in doctor, doctor
+
+
+def test_a_reload_of_layers_that_fails_half_way_is_taken_back(
+    pulls: Callable[[Transport, str], Pulls],
+    vllm_server: Server,
+    oracle: Oracle,
+    versions: Versions,
+    serves: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It answers from the former weights, to the bit, when the full load begins that follows; then deltas go on.
+
+    Seen to fail: with the layers not loaded once more, it answered from layers that were there in part."""
+    there = pulls(Transport.TCP, "delta")
+    there.publish(1)
+    there.sync()
+    between: list[list[list[float]]] = []
+
+    def looked(*args: Any, **options: Any) -> Any:
+        if not between:
+            between.append(vllm_server.logprobs())
+        return full_request(*args, **options)
+
+    monkeypatch.setattr("weightsync.host.engine_update.full_request", looked)
+    vllm_faults.arm(vllm_server.folder, {"at": "reload", "do": "raise", "chunk": 1})
+    there.publish(1, few=True)
+    assert there.sync().num_patched == 0
+    assert not vllm_faults.armed(vllm_server.folder)
+    assert distance(between[0], oracle.logprobs(versions.checkpoints[1])) == 0
+    there.publish(1)
+    assert there.sync().num_patched == 1
+    serves(1)
 
 
 def test_a_generation_in_flight_spans_a_pulled_commit(

@@ -3,8 +3,8 @@
 The file, JSON: {"at": "begin" | "receive" | "load" | "stage" | "commit" | "reload" | "patch" | "audit", "chunk": k,
 "do": "raise" | "corrupt" | "kill", "worker": index, "always": true}. A fault fires once, if not always. "stage" is
 where all is there and proved, "receive" where bytes have come and nobody has looked at them, "reload" the middle of
-vLLM's own reload, when live weights are gone in part, "patch" the middle of a patch, when live weights are written in
-part; "corrupt" at "audit" turns a bit of the live weights before they are read.
+vLLM's own reload, when live weights are gone in part (its chunks are tensors), "patch" the middle of a patch, when live
+weights are written in part; "corrupt" at "audit" turns a bit of the live weights before they are read.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def register() -> None:
     def faulty_reload(self: Any, weights: Iterable[tuple[str, Any]]) -> None:
         def some() -> Iterator[tuple[str, Any]]:
             for count, pair in enumerate(weights):
-                if count == 2:  # q_proj is given, k_proj not: a fused module is there in part
-                    _fire("reload")
+                if count == _read().get("chunk", 2):  # q_proj is given, k_proj not: a fused module is there in part
+                    _fire("reload", count)
                 yield pair
 
         reload(self, list(some()) if not _pending("reload") else some())
