@@ -11,8 +11,9 @@ import dataclasses
 import itertools
 import logging
 import os
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from weightsync.types.transfer_messages import Transport
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
 NUM_CLIENTS = 20
-NUM_TOKENS = 160
+NUM_TOKENS = 400
 EACH_S = 1.0
 LEARNING_RATE, SHARE = 0.1, 0.06
 CLOSE = 0.15
@@ -100,21 +101,32 @@ class Flight:
     """What has happened.
 
     Attributes:
-        answers: of each client, one after the other.
+        answers: of all clients.
         commits: by the server's own log, one for each version.
         weights: of each version, as they were published.
-        lasted_s: from the first version that was published under load until the last was served.
-        published_s: how long each of these took to be published; then to be served.
-        phases: of the service and its engine.
+        lasted_s: from the first version that was published amid answers until the last was served.
+        published_s: how long each of these took to be published.
+        served_s: how long it then took to be served.
+        phases: of the service and its engine, from then on.
     """
 
-    answers: list[list[Streamed]]
+    answers: list[Streamed]
     commits: list[Commit]
     weights: dict[str, dict[str, torch.Tensor]]
     lasted_s: float
     published_s: list[float]
     served_s: list[float]
     phases: list[PhaseRecord]
+
+    def __str__(self) -> str:
+        """Its figures."""
+        paused_s = max((end - start for spans in pauses(self.phases).values() for start, end in spans), default=0.0)
+        tokens = sum(len(answer.tokens) for answer in self.answers)
+        return (
+            f"{len(self.served_s)} versions in {self.lasted_s:.1f} s, {len(self.answers)} answers, {tokens} tokens; "
+            f"published in {max(self.published_s):.3f} s at most, then served in {max(self.served_s):.3f} s (median "
+            f"{statistics.median(self.served_s):.3f} s), paused for {paused_s:.3f} s at most"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +149,14 @@ def server(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 
 
 def fly(server: Server, log: Path, num_versions: int) -> Flight:
-    """Has a version published each second while the clients stream, each of them served before the next."""
+    """Clients stream all the time; meanwhile a version is published each second, and served before the next."""
     published_s, served_s = [], []
     phases: list[PhaseRecord] = []
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(children())
-        there = Pulls(start, server, Transport.TCP, "delta", trainer=trainer_main)
-        stack.callback(there.close)
+        there = stack.enter_context(
+            contextlib.closing(Pulls(start, server, Transport.TCP, "delta", trainer=trainer_main))
+        )
         there.publish(0)
         there.sync()  # in full
         stack.callback(there.service.recorder.subscribe(phases.append))
@@ -151,8 +164,7 @@ def fly(server: Server, log: Path, num_versions: int) -> Flight:
         streams.under_way()
         began_s = time.monotonic()
         for number in range(num_versions):
-            time.sleep(max(0.0, began_s + number * EACH_S - time.monotonic()))  # the pace of the trainer
-            at_s = time.monotonic()
+            at_s = _at(began_s + number * EACH_S)
             there.publish(0)
             published_s.append(time.monotonic() - at_s)
             status = there.sync()
@@ -160,6 +172,7 @@ def fly(server: Server, log: Path, num_versions: int) -> Flight:
             assert (status.num_deltas, status.num_patched, status.unprovable) == (1, 1, {}), status
             streams.check()
         lasted_s = time.monotonic() - began_s
+        _at(began_s + num_versions * EACH_S)
         answers = streams.end()
         weights = there.asked("weights")
         commits = [each for each in vllm_commits.read(log) if each.version.startswith(f"{there.run_id}/")]
@@ -172,83 +185,84 @@ def fly(server: Server, log: Path, num_versions: int) -> Flight:
     )  # fmt: skip
 
 
-def check_ends(answer: Streamed) -> None:
+def _at(when_s: float) -> float:
+    """Waits until then: the trainer's pace. What time it is."""
+    time.sleep(max(0.0, when_s - time.monotonic()))
+    return time.monotonic()
+
+
+def check_end(answer: Streamed) -> None:
     """It has ended well, with all that was asked for; its spans cover it."""
     assert (answer.finish_reason, answer.is_done) == ("length", True)
     assert len(answer.tokens) == len(answer.scores) == answer.wanted
-    assert answer.spans
+    assert answer.spans, "it does not say which versions made it"
     assert [span.start for span in answer.spans] == [0, *(span.end for span in answer.spans[:-1])]
     assert answer.spans[-1].end == answer.wanted
     assert all(span.start < span.end for span in answer.spans)
 
 
 def check_times(answer: Streamed, commits: Sequence[Commit]) -> None:
-    """Versions rise; no token came before the commit of its version began, and none is of a version that had gone when
-    it was asked for."""
+    """Its versions rise; no token came before its version's commit began, and none is of a version that was no longer
+    served when the answer was asked for."""
     numbers = {commit.version: number for number, commit in enumerate(commits)}
     assert answer.spans is not None
     told = [numbers[str(span.version)] for span in answer.spans]
     assert told == sorted(set(told)), answer.spans
     for number, span in zip(told, answer.spans, strict=True):
-        assert answer.received_s[span.start] > commits[number].began_s
+        assert answer.received_s[span.start] > commits[number].began_s, (span, "it came before the commit")
     served = [number for number, commit in enumerate(commits) if commit.ended_s < answer.began_s]
-    assert told[0] >= max(served), "it was asked for when another version was served"
+    assert told[0] >= max(served), (answer.spans, "another version was served when it was asked for")
 
 
-def check_scores(answers: Sequence[Streamed], weights: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
-    """Each token's log-probabilities are what its span's version says of it, and at an edge not what the other's says.
+def check_scores(flight: Flight) -> str:
+    """Each token's log-probabilities are what its span's version says; at an edge, and not what its neighbour's says.
 
     Returns:
         The figures.
     """
     asked: dict[str, list[Streamed]] = {}
-    for answer in answers:
+    for answer in flight.answers:
         for span in answer.spans or ():
             asked.setdefault(str(span.version), []).append(answer)
-    misfits = Recomputed(first_model(), weights).misfits(asked)
+    misfits = Recomputed(first_model(), flight.weights).misfits(asked)
     found = {
-        (id(answer), version): each
+        (id(answer), version): misfit
         for version, its in asked.items()
-        for answer, each in zip(its, misfits[version], strict=True)
+        for answer, misfit in zip(its, misfits[version], strict=True)
     }
-    own, others = [], []
-    for answer in answers:
+    own, others, begun = [], [], set()
+    for answer in flight.answers:
         spans = [(span, found[id(answer), str(span.version)]) for span in answer.spans or ()]
         for span, misfit in spans:
             own += misfit[span.start : span.end]
         for (_, old), (span, new) in itertools.pairwise(spans):
             others += [new[span.start - 1], old[span.start]]
-    far = sorted(own)[-5:], sorted(others)[:5]
-    figures = (
-        f"{len(own)} tokens, {len(others) // 2} edges; misfit {max(own):.3f}, from the other version at an edge "
-        f"{min(others, default=0.0):.3f}"
+            begun.add(span.version)
+    assert begun == {commit.version for commit in flight.commits[1:]}, "each was committed in the middle of answers"
+    assert max(own) <= CLOSE, sorted(own)[-9:]
+    assert min(others) >= FAR, sorted(others)[:9]
+    return (
+        f"{len(others) // 2} edges; log-probabilities within {max(own):.3f}, at edges {min(others):.3f} from the "
+        "other version's at the least"
     )
-    _logger.warning("%s", figures)
-    assert max(own) <= CLOSE, far
-    assert min(others) >= FAR, far
-    return figures
 
 
 @pytest.mark.parametrize(
-    "num_versions",
-    [pytest.param(10, id="ten seconds"), pytest.param(60, id="a minute", marks=pytest.mark.soak)],
+    ("num_versions", "keeps_pace"),
+    [
+        pytest.param(10, False, id="ten seconds"),  # on a busy machine they take longer
+        pytest.param(60, True, id="a minute", marks=pytest.mark.soak),
+    ],
 )
-def test_each_answer_of_a_busy_server_tells_its_versions(server: Server, log: Path, num_versions: int) -> None:
+def test_each_answer_of_a_busy_server_tells_its_versions(
+    server: Server, log: Path, num_versions: int, keeps_pace: bool
+) -> None:
     """20 clients stream; a version each second is written into the live weights in the middle of their answers."""
     flight = fly(server, log, num_versions)
-    assert all(flight.answers), "each client was answered"
-    answers = list(itertools.chain.from_iterable(flight.answers))
-    longest = [max(end - start for start, end in spans) for spans in pauses(flight.phases).values()]
-    _logger.warning(
-        "%d versions in %.1f s, %d answers, %d tokens/s; publish %.3f/%.3f, serve %.3f/%.3f s, commit %.4f s, pauses %s",
-        num_versions, flight.lasted_s, len(answers), sum(a.wanted for a in answers) / flight.lasted_s,
-        sorted(flight.published_s)[num_versions // 2], max(flight.published_s),
-        sorted(flight.served_s)[num_versions // 2], max(flight.served_s),
-        max(c.ended_s - c.began_s for c in flight.commits[1:]), longest,
-    )  # fmt: skip
-    for answer in answers:
-        check_ends(answer)
+    for answer in flight.answers:
+        check_end(answer)
         check_times(answer, flight.commits)
-    begun_s = time.monotonic()
-    check_scores(answers, flight.weights)
-    _logger.warning("recomputed in %.1f s", time.monotonic() - begun_s)
+    figures = check_scores(flight)
+    _logger.warning("%s; %s", flight, figures)
+    if keeps_pace:
+        assert flight.lasted_s < num_versions * EACH_S, flight

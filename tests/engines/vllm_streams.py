@@ -1,4 +1,4 @@
-"""Clients that stream completions from a vLLM server one after the other, and what versions' weights say of the answers.
+"""Clients that stream one completion after the other from a vLLM server, and what weights say of the answers.
 
 Streams (threads) -- /v1/completions --> vLLM            Recomputed: each version's weights, in plain transformers
 """
@@ -93,8 +93,9 @@ class Streams:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._over.set()
+        deadline = Deadline(_PATIENCE_S)
         for thread in self._threads:
-            thread.join(_PATIENCE_S)
+            thread.join(deadline.remaining_s)
 
     def under_way(self) -> None:
         """Returns when each client has its first tokens."""
@@ -108,12 +109,13 @@ class Streams:
         if self._errors:
             raise self._errors[0]
 
-    def end(self) -> list[list[Streamed]]:
-        """Lets each client finish its last answer; the answers of each."""
+    def end(self) -> list[Streamed]:
+        """Lets each client finish its last answer; all answers."""
         self.__exit__(None, None, None)
         self.check()
         assert not any(thread.is_alive() for thread in self._threads)
-        return self._answers
+        assert all(self._answers)
+        return list(itertools.chain.from_iterable(self._answers))
 
     def _run(self, one: int) -> None:
         chance = random.Random(one)
