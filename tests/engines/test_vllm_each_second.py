@@ -40,9 +40,9 @@ NUM_TOKENS = 400
 EACH_S = 1.0
 LEARNING_RATE, SHARE = 0.2, 0.06
 CLOSE = 0.1
-"""Log-probabilities by vLLM in bfloat16 and by transformers in float32, of the same weights."""
+"""Log-probabilities by vLLM in bfloat16 and by transformers in float32, of the same weights; seen are 0.06."""
 FAR = 5 * CLOSE
-"""What neighbouring versions say in one place differs by more."""
+"""What neighbouring versions say in one place differs by more, in one of the tokens that are told; seen is 1 or more."""
 OPTIONS = (
     *("--middleware", "weightsync.engine.vllm.version_middleware.VersionMiddleware"),
     *("--logits-processors", "weightsync.engine.vllm.token_versions:TokenVersions"),
@@ -206,6 +206,7 @@ def check_times(answer: Streamed, commits: Sequence[Commit]) -> None:
     served when the answer was asked for."""
     numbers = {commit.version: number for number, commit in enumerate(commits)}
     assert answer.spans is not None
+    assert {span.version for span in answer.spans} <= set(numbers), answer.spans
     told = [numbers[str(span.version)] for span in answer.spans]
     assert told == sorted(set(told)), answer.spans
     for number, span in zip(told, answer.spans, strict=True):
@@ -257,7 +258,11 @@ def check_scores(flight: Flight) -> str:
 def test_each_answer_of_a_busy_server_tells_its_versions(
     server: Server, log: Path, num_versions: int, keeps_pace: bool
 ) -> None:
-    """20 clients stream; a version each second is written into the live weights in the middle of their answers."""
+    """20 clients stream; a version each second is written into the live weights in the middle of their answers.
+
+    Seen red with edges one token off to either side, with spans that name the version before or after, with `kv_cache`
+    "keep" (tokens come from old keys and values), and with `pause_mode` "abort" (answers end early).
+    """
     flight = fly(server, log, num_versions)
     for answer in flight.answers:
         check_end(answer)
