@@ -42,7 +42,7 @@ LEARNING_RATE, SHARE = 0.2, 0.06
 CLOSE = 0.1
 """Log-probabilities by vLLM in bfloat16 and by transformers in float32, of the same weights; seen are 0.06."""
 FAR = 5 * CLOSE
-"""What neighbouring versions say in one place differs by more, in one of the tokens that are told; seen is 1 or more."""
+"""What neighbouring versions say differs by more, in one of the tokens that are told in a place; seen are 1.1."""
 OPTIONS = (
     *("--middleware", "weightsync.engine.vllm.version_middleware.VersionMiddleware"),
     *("--logits-processors", "weightsync.engine.vllm.token_versions:TokenVersions"),
@@ -270,4 +270,4 @@ def test_each_answer_of_a_busy_server_tells_its_versions(
     figures = check_scores(flight)
     _logger.warning("%s; %s", flight, figures)
     if keeps_pace:
-        assert flight.lasted_s < num_versions * EACH_S, flight
+        assert flight.lasted_s < 1.1 * num_versions * EACH_S, flight
