@@ -158,9 +158,9 @@ class Recomputed:
         weights: by version, as they were published.
     """
 
-    def __init__(self, model: nn.Module, weights: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        self._model: Any = model
-        self._model.float().set_attn_implementation("sdpa")  # the same in a fifth of the time
+    def __init__(self, model: Any, weights: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self._model = model.float()
+        self._model.set_attn_implementation("sdpa")  # the same in a fifth of the time
         self._weights = weights
 
     @torch.no_grad()
