@@ -101,6 +101,11 @@ class Pulls:
         self._child.conn.send((self._version, steps, few))
         assert self._child.recv(60) == self._version
 
+    def asked(self, order: Any) -> Any:
+        """What the trainer answers to an order of its own."""
+        self._child.conn.send(order)
+        return self._child.recv(60)
+
     def notify(self, *, wait_s: float | None = None) -> ModelStatus:
         """Tells the service what was published last."""
         notice = NotifyRequest(
