@@ -18,7 +18,8 @@ from tests.multiproc.spine import Engine, OddModel, build, cast_bytes, error_fac
 from tests.multiproc.test_push_faults import OPTIONS, Trainer
 from tests.standins.processes import children
 from weightsync.codec.changes import ChangesCodec
-from weightsync.errors import WeightSyncError
+from weightsync.errors import SyncFailedError, UnsupportedError, WeightSyncError
+from weightsync.update.session import UpdateSession
 
 BLOCKS = 6
 FEW = ("blocks.1.row.weight", "blocks.4.wide.weight", "running")
@@ -46,6 +47,10 @@ def trainer_main(rank: int, world_size: int, urls: dict[str, str], options: dict
         version, names = order
         if version == "fails":
             _fail_at_chunk(push, names if rank else None)
+            conn.send({"type": "ok"})
+            continue
+        if version == "refuses":
+            _refuse_in_the_pause()
             conn.send({"type": "ok"})
             continue
         nudge(model, names)
@@ -77,6 +82,19 @@ def _fail_at_chunk(push: Any, number: int | None) -> None:
             yield chunk
 
     push._parts.extractor.extract_weights = failing
+
+
+def _refuse_in_the_pause() -> None:
+    """Engines are paused before the first chunk of the next change, once, and one says then that it takes none."""
+    pause = UpdateSession.pause_live_writers
+
+    def refused(session: UpdateSession) -> None:
+        UpdateSession.pause_live_writers = pause  # type: ignore[method-assign]
+        session._pauses_first = True
+        pause(session)
+        raise SyncFailedError("it takes no changes", causes={"two": UnsupportedError("no")})
+
+    UpdateSession.pause_live_writers = refused  # type: ignore[method-assign]
 
 
 class Setup:
@@ -187,6 +205,17 @@ def test_an_engine_that_refuses_a_change_at_begin(start: Any) -> None:
     setup.engines[1].ask("arm", {"at": "begin", "do": "raise"}, worker=1)
     said = setup.sync(2, FEW)
     assert (said["deltas"], "refused" in said["why"]) == (0, True)
+    assert setup.sync(3, FEW)["deltas"] == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_that_refuses_a_change_in_its_pause(start: Any, ranks: int) -> None:
+    """As SGLang's workers do, which take no step while it generates. Seen to fail: the whole sync, not its change."""
+    setup = Setup(start, ranks=ranks)
+    setup.sync(1, ALL)
+    setup.trainer.order(("refuses", ()))
+    said = setup.sync(2, FEW)
+    assert (said["deltas"], "refused" in said["why"]) == (0, True), said
     assert setup.sync(3, FEW)["deltas"] == 1
 
 

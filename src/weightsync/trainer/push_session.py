@@ -150,7 +150,6 @@ class PushSession:
         try:
             manifest = self._manifest()
             client, session, lost, base = self._begin(manifest)
-            session.pause_live_writers()  # before the other ranks start to extract: a failure is told by this settle
         except Exception as caught:
             error = as_weightsync_error(caught, SyncFailedError, "the sync did not start")
             parts.engines.leave_out_busy(error)
@@ -185,6 +184,8 @@ class PushSession:
         self, manifest: Manifest
     ) -> tuple[InferenceEngineClient, UpdateSession, dict[str, WeightSyncError], PatchBase | None]:
         """Opens a session on every engine that answers: on a base where the codec has one and all agree, else without.
+        Those that load into live weights are paused: before the other ranks start to extract, so that they learn of a
+        failure; and some engines can tell only then that they refuse a base.
 
         Returns:
             These engines, the session, why others are left out, and the base.
@@ -201,6 +202,7 @@ class PushSession:
                 self._why_full = self._why_full or parts.codec.why_full
             try:
                 session.begin(manifest, base)
+                session.pause_live_writers()
             except SyncFailedError as error:
                 if base is None:
                     raise
