@@ -24,6 +24,7 @@ from tests.engines.vllm_support import (
     Server,
     build_model,
     distance,
+    nudge,
     save_checkpoint,
     train_step,
 )
@@ -42,14 +43,6 @@ from weightsync.update.session import UpdateSession
 pytestmark = pytest.mark.timeout(600)
 SYNC_S = 40.0
 NUM_TOKENS = 4000
-
-
-def nudge(model: torch.nn.Module) -> None:
-    """Changes a few of its elements, so that a delta is small, and the answers are others."""
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if name.endswith("down_proj.weight"):
-                tensor[:, ::16] += 0.5
 
 
 def publisher_main(conn: Any) -> None:

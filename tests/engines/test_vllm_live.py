@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.engines import vllm_faults
 from tests.engines.conftest import Versions
-from tests.engines.test_pull_vllm import Pulls, nudge
+from tests.engines.test_pull_vllm import Pulls
 from tests.engines.vllm_support import (
     DIFFERENT,
     NEEDS_VLLM,
@@ -22,6 +22,7 @@ from tests.engines.vllm_support import (
     Server,
     build_model,
     distance,
+    nudge,
     save_checkpoint,
     train_step,
     vllm_is_there,

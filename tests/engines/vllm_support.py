@@ -346,6 +346,14 @@ def tail_of(output: IO[str], chars: int = 6000) -> str:
     return output.read()[-chars:]
 
 
+def nudge(model: nn.Module) -> None:
+    """Changes a few of its elements, so that a delta is small, and the answers are others."""
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith("down_proj.weight"):
+                tensor[:, ::16] += 0.5
+
+
 OPTIONS = "WEIGHTSYNC_TEST_VLLM_OPTIONS"
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.vllm_support import build_model, train_step
+from tests.engines.vllm_support import build_model, nudge, train_step
 from tests.multiproc.spine import error_facts
 from tests.standins.processes import Child, ChildFailedError
+from weightsync.codec.changes import ChangesCodec
 from weightsync.errors import WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
@@ -55,8 +56,8 @@ class Mortal:
 def trainer_main(url: str, conn: Any) -> None:
     """Takes orders: {"version": n, "steps": k} syncs the model after k training steps as version n.
 
-    Further keys: "setup", see `_setup` (another one than before begins a new run); "dies_after" and
-    "waits_at": "pause", see `Mortal`; and those of `_at_chunk`.
+    Further keys: "few" changes a few elements besides; "setup", see `_setup` (another one begins a new run);
+    "dies_after" and "waits_at": "pause", see `Mortal`; and those of `_at_chunk`.
     """
     torch.set_num_threads(1)
     model, steps = build_model(), 0
@@ -77,6 +78,8 @@ def trainer_main(url: str, conn: Any) -> None:
             while steps < order["steps"]:
                 steps += 1
                 train_step(model, steps)
+            if order.get("few"):
+                nudge(model)
             api.dies_after = order.get("dies_after")
             api.waits_at_pause = order.get("waits_at") == "pause"
             with _at_chunk(extractor, order, conn):
@@ -84,6 +87,7 @@ def trainer_main(url: str, conn: Any) -> None:
             outcome: dict[str, Any] = {
                 "type": "ok", "version": str(report.version), "paused_s": report.paused_s,
                 "unprovable": dict(report.unprovable), "num_chunks": report.num_chunks,
+                "num_deltas": report.num_deltas, "why_full": report.full_because,
             }  # fmt: skip
         except WeightSyncError as error:
             outcome = error_facts(error)
@@ -91,8 +95,11 @@ def trainer_main(url: str, conn: Any) -> None:
     os._exit(0)
 
 
-def _setup(api: Any, extractor: ModuleWeightExtractor, *, dtype: str | None = "bfloat16", **handle: Any) -> PushSync:
-    return PushSync(extractor, VllmEngine(api, engine_id="vllm", **handle), dtype=dtype, **SECONDS)
+def _setup(
+    api: Any, extractor: ModuleWeightExtractor, *, dtype: str | None = "bfloat16", changes: bool = False, **handle: Any
+) -> PushSync:
+    codec = ChangesCodec() if changes else None
+    return PushSync(extractor, VllmEngine(api, engine_id="vllm", **handle), dtype=dtype, codec=codec, **SECONDS)
 
 
 @contextlib.contextmanager

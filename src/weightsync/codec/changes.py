@@ -97,7 +97,9 @@ class ChangesCodec(Codec):
         return PatchBase(version=kept.version, model_digest=kept.model_digest)
 
     def _reason(self, kept: Manifest | None, replies: Mapping[str, EngineReply], manifest: Manifest) -> str | None:
-        """Why all of this version has to be sent."""
+        """Why all of this version has to be sent. A vLLM takes changes from its first version on, and not before."""
+        if kept is None or kept.model_digest is None:
+            return self._nothing_kept
         whole = sorted(who for who, reply in replies.items() if "patch" not in reply.accepts)
         if whole and not self._warned:
             self._warned = True
@@ -107,8 +109,6 @@ class ChangesCodec(Codec):
             )  # fmt: skip
         if whole:
             return f"{', '.join(whole)} take whole tensors alone"
-        if kept is None or kept.model_digest is None:
-            return self._nothing_kept
         if not _can_be_patched(kept, manifest):
             return "the model has other tensors than before, or one that no position of 4 bytes reaches"
         if self._full_sync_interval and manifest.version.number % self._full_sync_interval == 0:
