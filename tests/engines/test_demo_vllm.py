@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,28 +42,44 @@ def test_ray_actors_train_and_vllm_follows(tmp_path: Path) -> None:
     assert family.alive() == []
 
 
+def by_deltas(folder: Path, *options: str, timeout_s: float) -> dict[str, Any]:
+    """What a demo with deltas into a vLLM says of itself that keeps its weights as they were loaded, as on a GPU."""
+    command = [sys.executable, "-m", "weightsync.cli", "demo", "--path", "pull", "--delta", "--engine", "vllm"]
+    ran = subprocess.run(
+        [*command, *options, "--json", str(folder / "summary.json"), "--out", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env={**as_the_cpu_is(), **vllm_faults.install(folder), VARIABLE: "1"},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    assert summary["digests_equal"] is True
+    return summary
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
 def test_vllm_follows_by_deltas(tmp_path: Path) -> None:
-    """At a learning rate of reinforcement learning: what changed alone is fetched, written in place, and proved. vLLM
-    keeps its weights as they were loaded, as on a GPU.
-    """
-    command = [sys.executable, "-m", "weightsync.cli", "demo", "--path", "pull", "--delta", "--engine", "vllm"]
-    ran = subprocess.run(
-        [*command, "--size", "tiny", "--steps", "3", "--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**as_the_cpu_is(), **vllm_faults.install(tmp_path), VARIABLE: "1"},
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    """At a learning rate of reinforcement learning: what changed alone is fetched, written in place, and proved."""
+    summary = by_deltas(tmp_path, "--size", "tiny", "--steps", "3", timeout_s=280)
     assert summary["versions"] == [1, 2, 3]
     assert summary["loss_gap_max"] < 0.005
-    assert summary["digests_equal"] is True
     first, *later = summary["steps"]
     assert first["density"] is None
     for step in later:
         assert 0.001 < step["density"] < 0.2
         assert step["received_bytes"] < step["bytes"] / 4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
+def test_its_pause_shows_what_a_delta_saves(tmp_path: Path) -> None:
+    """Of its own choice the model is large enough. Every fifth version is loaded in full."""
+    summary = by_deltas(tmp_path, "--steps", "16", timeout_s=800)
+    came = [step["density"] is not None for step in summary["steps"]]
+    assert came == [bool(number > 1 and number % 5) for number in range(1, 17)]
+    assert summary["steps"][0]["bytes"] > 100e6
+    assert summary["paused_delta_s"] < 0.8 * summary["paused_full_s"], summary

@@ -60,7 +60,10 @@ def demo(
     models: Annotated[int, typer.Option(min=1, max=8, help="With --fleet: trainers, served as one set.")] = 2,
     mode: Annotated[str, typer.Option(help="With --fleet: sync, batch-async or fully-async.")] = "batch-async",
     ray: Annotated[bool, typer.Option("--ray", help="Trainers and engines are Ray actors.")] = False,
-    size: Annotated[str, typer.Option(help="Of the model: small or tiny.")] = "small",
+    size: Annotated[
+        str | None,
+        typer.Option(help="Of the model: medium, small or tiny. By itself small; medium for deltas into a vLLM."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for timeline.json and timeline.png.")] = Path("demo-output"),
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the summary to this file.")] = None,
     deadline_s: Annotated[float, typer.Option(min=1.0, help="Seconds that one sync may take.")] = 30.0,
@@ -78,7 +81,8 @@ def demo(
     own weight-update routes. --strategy chooses how bytes are pushed, and --ray runs everything as Ray actors.
     With --path pull the trainer publishes each version, at the cost of one copy, and trains on while engines fetch it;
     --strategy and --ray belong to --path push. With --delta each step is one small update at --lr, as in reinforcement
-    learning, and what it changed is moved alone; the table then shows how much that is.
+    learning, and what it changed is moved alone; the table then shows how much that is. With --path pull each fifth
+    version goes out in full, and the end says how long the engine stood still for either.
 
     With --fleet 3 --models 2 two trainers publish, a controller waits until both have a version, and three rollout
     services serve both models as a set. One is killed on the way and another one joins; the command fails where any
@@ -100,7 +104,13 @@ def demo(
             why = "--fleet runs one trainer a model and embedded engines that pull; run it without"
             refuse_given(context, others, why)
             options = FleetOptions(
-                services=fleet, models=models, mode=mode, steps=steps, size=size, json=json, step_timeout_s=timeout_s
+                services=fleet,
+                models=models,
+                mode=mode,
+                steps=steps,
+                size=size or "small",
+                json=json,
+                step_timeout_s=timeout_s,
             )
             with _errors_alone():  # the demo says itself what happens
                 problems = run_fleet(options)
@@ -111,7 +121,7 @@ def demo(
             problems = run_demo(
                 DemoOptions(
                     steps=steps, ranks=ranks, engines=engines, engine=engine, path=path, delta=delta, learning_rate=lr,
-                    strategy=strategy, ray=ray, size=size, out=out, json=json, deadline_s=deadline_s,
+                    strategy=strategy, ray=ray, size=size or "", out=out, json=json, deadline_s=deadline_s,
                     step_timeout_s=timeout_s,
                 )
             )  # fmt: skip

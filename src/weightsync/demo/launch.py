@@ -41,7 +41,8 @@ class DemoOptions:
         learning_rate: of these updates.
         strategy: how bytes are pushed: "broadcast", "cuda_ipc" or "packed_cuda_ipc".
         ray: whether trainers and engines are Ray actors.
-        size: "small" (2.8 million parameters) or "tiny".
+        size: "medium" (55 million parameters), "small" (2.8 million) or "tiny". Where not given: small; medium for
+            deltas into a vLLM, so that its pause shows what they save.
         out: folder for timeline.json and timeline.png.
         json: where to write the summary; None writes none.
         deadline_s: of one sync.
@@ -57,11 +58,15 @@ class DemoOptions:
     learning_rate: float = 2e-6
     strategy: str = "broadcast"
     ray: bool = False
-    size: str = "small"
+    size: str = ""
     out: Path = Path("demo-output")
     json: Path | None = None
     deadline_s: float = 30.0
     step_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not self.size:
+            object.__setattr__(self, "size", "medium" if self.delta and self.engine == "vllm" else "small")
 
     def of_trainer(self, rank: int) -> TrainerOptions:
         """What one rank is told."""
@@ -168,6 +173,13 @@ def _show_end(
             highlight=False,
             soft_wrap=True,
         )
+        if summary["paused_full_s"] is not None:
+            console.print(
+                f"No new generation could start for {1e3 * summary['paused_delta_s']:.0f} ms where changes were "
+                f"written, and for {1e3 * summary['paused_full_s']:.0f} ms where all was loaded (medians).",
+                highlight=False,
+                soft_wrap=True,
+            )
     if rows:
         paused_ms = 1e3 * statistics.median(row.paused_s for row in rows)
         sync_ms = 1e3 * statistics.median(row.sync_s or 0.0 for row in rows)

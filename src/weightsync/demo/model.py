@@ -53,6 +53,10 @@ class ModelSize:
 
 
 SIZES = {
+    "medium": ModelSize(
+        hidden=768, layers=8, heads=12, kv_heads=4, head_dim=64, intermediate=2304,
+        num_rows=2, row_length=64, updates_per_step=2, learning_rate=5e-4,
+    ),
     "small": ModelSize(
         hidden=256, layers=3, heads=4, kv_heads=2, head_dim=64, intermediate=768,
         num_rows=8, row_length=64, updates_per_step=8, learning_rate=1.5e-3,

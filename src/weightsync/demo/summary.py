@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def summarize(
     Returns:
         `steps` (a list, one object a step), `versions`, `digests_equal` (false if any step's is, else null if any
         can't be proved, else true), `loss_gap_max`, `num_steps_asked`, `loss_gap_tolerance`,
-        `by_deltas` (whether deltas were asked for).
+        `by_deltas` (whether deltas were asked for), `paused_delta_s` and `paused_full_s` (medians of the versions that
+        came as deltas, and of the full ones behind the first, for which an engine gets ready; null without any).
     """
     digests = [row.digests_equal for row in rows]
     gaps = [row.loss_gap for row in rows]
@@ -79,6 +81,8 @@ def summarize(
         "num_steps_asked": num_steps_asked,
         "loss_gap_tolerance": loss_gap_tolerance,
         "by_deltas": by_deltas,
+        "paused_delta_s": _median([row.paused_s for row in rows if row.density is not None]),
+        "paused_full_s": _median([row.paused_s for row in rows[1:] if row.density is None]),
     }
 
 
@@ -141,6 +145,10 @@ def _step(row: StepRow) -> dict[str, Any]:
         "received_bytes": row.received_bytes,
         "sample": row.sample,
     }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return _finite(statistics.median(values)) if values else None
 
 
 def _finite(value: float | None) -> float | None:

@@ -44,6 +44,7 @@ from weightsync.types.service import NotifyRequest, RegisterSenderRequest
 
 _PUSHED_GROWTH = 3  # a changed element has 2 bytes (all of the model is bfloat16) and is pushed with 4 of position
 _CHUNK_BYTES = 1 << 20
+_FULL_EVERY = 5  # with deltas every so many versions is published in full, so that pauses can be compared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,8 +192,12 @@ def _publish(options: TrainerOptions, seats: Sequence[Seat], num_steps: int) -> 
     """The same over the pull path: each version is published, and engines fetch it while the next step trains."""
     trainer = DemoTrainer(options)
     token = os.environ[TOKEN_VARIABLE]
-    with WeightManager(MODEL_ID, dtype="bfloat16", token=token, recorder=trainer.recorder) as manager:
-        manager.start(deltas=options.delta_learning_rate is not None)
+    by_deltas = options.delta_learning_rate is not None
+    with WeightManager(
+        MODEL_ID, dtype="bfloat16", token=token, full_sync_interval=_FULL_EVERY if by_deltas else 0,
+        recorder=trainer.recorder,
+    ) as manager:  # fmt: skip
+        manager.start(deltas=by_deltas)
         services = [RolloutClient(seat.service_url, token=token) for seat in seats if options.rank == 0]
         for service in services:
             sender = RegisterSenderRequest(model_id=MODEL_ID, sender_endpoint=manager.endpoint)

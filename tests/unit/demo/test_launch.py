@@ -31,3 +31,19 @@ def test_an_engine_that_is_not_installed_is_told_before_anything_starts(
     with pytest.raises(MissingDependencyError, match=f"--engine {engine} needs"):
         launch.run_demo(launch.DemoOptions(engine=engine, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_model_is_as_large_as_its_engine_needs() -> None:
+    """The pause of a vLLM shows what a delta saves where there is something to save."""
+    of = {
+        (engine, delta): launch.DemoOptions(engine=engine, delta=delta).size
+        for engine in ("vllm", "embedded")
+        for delta in (True, False)
+    }
+    assert of == {
+        ("vllm", True): "medium",
+        ("vllm", False): "small",
+        ("embedded", True): "small",
+        ("embedded", False): "small",
+    }
+    assert launch.DemoOptions(engine="vllm", delta=True, size="tiny").size == "tiny"

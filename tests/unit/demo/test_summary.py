@@ -70,6 +70,24 @@ def test_unprovable_is_told_and_no_fault() -> None:
     assert summarize([], num_steps_asked=0)["digests_equal"] is None
 
 
+def test_pauses_of_deltas_and_of_full_versions_are_told_apart() -> None:
+    """The first version is neither: an engine gets ready for it."""
+    rows = [
+        row(number, paused_s=paused_s, density=density)
+        for number, paused_s, density in (
+            (1, 9.0, None),
+            (2, 0.1, 0.01),
+            (3, 0.3, 0.01),
+            (4, 0.8, None),
+            (5, 0.2, 0.01),
+        )
+    ]
+    summary = summarize(rows, num_steps_asked=5, by_deltas=True)
+    assert (summary["paused_delta_s"], summary["paused_full_s"]) == (0.2, 0.8)
+    summary = summarize(rows[:1], num_steps_asked=1)
+    assert (summary["paused_delta_s"], summary["paused_full_s"]) == (None, None)
+
+
 any_float = st.floats(allow_nan=True, allow_infinity=True)
 any_row = st.builds(
     row,
