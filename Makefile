@@ -15,6 +15,8 @@ ENGINES := $(VENV)/.installed-engines
 SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
 SGLANG_LISTS := tests/engines/sglang_cpu
+VERL := .venv-verl
+VERL_STAMP := $(VERL)/.installed
 PIP_OPTIONS = --disable-pip-version-check $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
 PIP_INSTALL = $(BIN)/python -m pip install $(PIP_OPTIONS)
 
@@ -24,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON_IS_NEW = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "weightsync needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
 
-.PHONY: help demo engines engines-sglang browser test check soak storms bench docs
+.PHONY: help demo engines engines-sglang engines-verl browser test check soak storms bench docs
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,6 +38,8 @@ demo: $(STAMP) ## train a small model and serve its new weights after every step
 engines: $(ENGINES) ## vLLM, Ray, DeepSpeed and Megatron for the demo and the tests (3 GB)
 
 engines-sglang: $(SGLANG_STAMP) ## a real SGLang for CPUs, for the demo and the tests, in an environment of its own (2.6 GB)
+
+engines-verl: $(VERL_STAMP) ## verl, with the library beside it, for its tests, in an environment of its own (2 GB)
 
 browser: ## Chromium for the test of the controller's page: by apt, where this is root and there is none
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
@@ -55,7 +59,7 @@ check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-soak: $(ENGINES) $(SGLANG_STAMP) ## the long form of the tests
+soak: $(ENGINES) $(SGLANG_STAMP) $(VERL_STAMP) ## the long form of the tests
 	$(BIN)/python -m pytest -m soak
 
 storms: $(ENGINES) ## of the long tests, the storms on a busy machine, ten times each
@@ -86,4 +90,11 @@ $(SGLANG_STAMP): $(SGLANG_LISTS)/requirements.txt $(SGLANG_LISTS)/no-deps.txt co
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install $(PIP_OPTIONS) -c constraints-sglang.txt -r $(SGLANG_LISTS)/requirements.txt
 	$(SGLANG)/bin/python -m pip install $(PIP_OPTIONS) --no-deps -r $(SGLANG_LISTS)/no-deps.txt
+	@touch $@
+
+# verl wants an older transformers than the rest.
+$(VERL_STAMP): pyproject.toml constraints-verl.txt
+	@$(PYTHON_IS_NEW)
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install $(PIP_OPTIONS) -c constraints-verl.txt -e '.[torch]' verl
 	@touch $@

@@ -44,7 +44,8 @@ _logger = logging.getLogger(__name__)
 
 @of_one_process
 class WeightManager:
-    """Every training rank makes one and calls its methods in the same order, between two steps.
+    """Every training rank makes one and calls its methods in the same order, between two steps; or one rank does so
+    `alone`, with whole tensors.
 
     Args:
         model_id: which model; each model has its own manager.
@@ -67,6 +68,8 @@ class WeightManager:
         full_sync_interval: every version whose number is a multiple of it goes out in full; 0: none has to.
         delta_device: where agents search for what changed, as torch names it ("cuda"); None: on the CPU's cores. Where
             there is no such device, versions go out in full, and the agent's log says why.
+        alone: this process publishes by itself, whatever group of `torch.distributed` it is in: it is given whole
+            tensors that somebody has gathered.
         recorder: where phases go; an own one where not given.
 
     Attributes:
@@ -96,6 +99,7 @@ class WeightManager:
         delta_budget_bytes: int | None = None,
         full_sync_interval: int = 0,
         delta_device: str | None = None,
+        alone: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         check_settings(
@@ -118,6 +122,7 @@ class WeightManager:
         self._agent_timeout_s = agent_timeout_s
         self._config = config
         self._host_group = host_group
+        self._alone = alone
         self._ranks: TrainingRanks | None = None
         self._agent: AgentProcess | None = None
         self._endpoints: list[str | None] = []
@@ -209,7 +214,7 @@ class WeightManager:
             raise StateError("this WeightManager is closed")
         if self._endpoints:
             return
-        ranks = self._ranks = TrainingRanks(timeout_s=self._timeout_s)
+        ranks = self._ranks = TrainingRanks(timeout_s=self._timeout_s, alone=self._alone)
         check_names(self._given_run_id, self._model_id)
         host = self._host_group or host_nonce()
         said = ranks.exchange(

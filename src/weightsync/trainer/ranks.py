@@ -30,19 +30,20 @@ class TrainingRanks:
 
     Args:
         timeout_s: how long one exchange may take.
+        alone: whether this process stands alone though there is such a group.
 
     Raises:
         TrainerRankError: a rank did not come in time.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
+    def __init__(self, *, timeout_s: float, alone: bool = False) -> None:
         self._timeout_s = timeout_s
         self._thread: NativeThread | None = None
         self._lost_error: TrainerRankError | None = None
         self.agreed_error: WeightSyncError | None = None
         self.told: tuple[WeightSyncError, ...] = ()
         self.rank, self.world_size = 0, 1
-        if dist.is_available() and dist.is_initialized():
+        if not alone and dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
                 self._thread = NativeThread("weightsync-ranks")

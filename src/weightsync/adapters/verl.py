@@ -1,0 +1,115 @@
+"""verl: a checkpoint engine by the name "weightsync".
+
+    actor_rollout_ref:
+      rollout:
+        checkpoint_engine:
+          backend: weightsync
+          custom_backend_module: weightsync.adapters.verl
+
+Its base class is `verl.checkpoint_engine.CheckpointEngine` of verl 0.9. verl drives it, a step after the other:
+`prepare` on every worker, `build_topology` once, `init_process_group` on every worker, then `send_weights` on training
+ranks and `receive_weights` on rollout workers at the same time, `finalize` on all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+from weightsync.adapters.checkpoint_engine import Receiver, Sender, TransferPlan, plan_in
+
+_END = object()
+
+
+@CheckpointEngineRegistry.register("weightsync")
+class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """See the module. Ranks that are not the master walk their weights and send nothing.
+
+    Args:
+        bucket_size: verl's; nothing is cut into buckets here.
+        is_master: whether this is training rank 0.
+        host: where the trainer's agent listens, and how workers reach it; this node's address by Ray where not given.
+        timeout_s: how long one transfer may take.
+        mode: how workers fetch a version, see `Puller`.
+        publishing: further arguments of `WeightManager`.
+    """
+
+    def __init__(
+        self,
+        bucket_size: int = 0,
+        is_master: bool = False,
+        *,
+        host: str | None = None,
+        timeout_s: float = 600.0,
+        mode: str = "auto",
+        **publishing: Any,
+    ) -> None:
+        self.is_master = is_master
+        self._host = host
+        self._publishing = publishing
+        self._timeout_s = timeout_s
+        self._mode = mode
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+
+    def prepare(self) -> dict[str, Any] | None:
+        """The plan of the next transfer, of the master."""
+        if not self.is_master:
+            return None
+        if self._sender is None:
+            self._sender = Sender(host=self._host or _node_address(), **self._publishing)
+        plan: dict[str, Any] = msgspec.to_builtins(self._sender.prepare())
+        return plan
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any] | None]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Every rollout worker is given the plan; training ranks need nothing."""
+        plan = plan_in(metadata)
+        return {"plan": [None] * actor_wg_world_size}, {"plan": [plan] * rollout_world_size}
+
+    def init_process_group(self, plan: dict[str, Any] | None) -> None:
+        """A rollout worker takes the plan."""
+        if plan is None:
+            return
+        if self._receiver is None:
+            self._receiver = Receiver(mode=self._mode)
+        self._receiver.join(msgspec.convert(plan, TransferPlan))
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Publishes them, on the master; other ranks walk theirs in step. See `Sender.send`."""
+        if self._sender is None:
+            for _ in weights:
+                pass
+            return {}
+        return self._sender.send(weights, timeout_s=self._timeout_s)
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The version that the master sends, whole and proved. See `Receiver.receive`."""
+        assert self._receiver is not None, "init_process_group comes first"
+        received: Iterator[tuple[str, torch.Tensor]] = self._receiver.receive(timeout_s=self._timeout_s)
+        first = await asyncio.to_thread(next, received, _END)  # it waits for the trainer
+        try:
+            if first is not _END:
+                yield first  # type: ignore[misc]
+            for pair in received:
+                yield pair
+        finally:
+            received.close()  # type: ignore[attr-defined]
+
+    def finalize(self) -> None:
+        """Nothing: what is kept makes the next transfer a delta."""
+
+
+def _node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address()).strip("[]")
