@@ -1,7 +1,7 @@
 """Families of models in a real SGLang: what is live, and what it answers, after each optimiser step's delta.
 
-One step of one family in `make test`, ten of each in `make soak`. SGLang computes in float32 here. A version holds values
-of bfloat16, so that a step changes a part of the elements, as it does in RL.
+One step of one family in `make test`, ten of each in `make soak`. SGLang computes in float32 here. A version holds
+values of bfloat16, so that a step changes a part of the elements, as it does in RL.
 """
 
 from __future__ import annotations
