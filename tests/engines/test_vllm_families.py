@@ -7,6 +7,7 @@ steps, and a fresh engine after each, in `make soak`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import tempfile
@@ -133,6 +134,28 @@ class Workshop:
             100 * sum(changed) / len(changed), max(distances), len(distances), distance(told[0], told[-1]),
         )  # fmt: skip
 
+    def fails_in_reloads(self, *, patches: int) -> None:
+        """Each worker fails once in the reload of its layers, at its start and in the middle: the others take theirs
+        back, and the version is loaded in full. Then so many patches.
+        """
+        self.busy = True
+        begun = self._published("begin", "Qwen2", True, str(self._folder / "fails"))
+        self._engine.order(do="start", checkpoint=begun["checkpoint"], endpoint=begun["endpoint"], tp=self._tp)
+        self._synced(begun)
+        folder = self._folder / "engine"
+        for worker, chunk in itertools.product(range(self._tp), (0, 2)):
+            fault = {"at": "reload", "do": "raise", "chunk": chunk, "worker": worker}
+            vllm_faults.arm(folder, fault)
+            assert self._synced(self._published("step", "layers.1."))["num_patched"] == 0, fault
+            assert not vllm_faults.armed(folder)
+            assert self._synced(self._published("step", ""))["num_patched"] == 1, fault
+        for _ in range(patches):
+            said = self._synced(self._published("step", "layers.0."))
+            assert said["num_patched"] == 1
+        assert distance(said["logprobs"], self._synced(self._published("again"))["logprobs"]) <= SAME
+        self._engine.order(do="stop")
+        self.busy = False
+
     def _published(self, *order: Any) -> dict[str, Any]:
         self._trainer.conn.send(order)
         made: dict[str, Any] = self._trainer.recv(120)
@@ -237,3 +260,10 @@ def test_the_layers_of_two_workers_are_loaded_alone(workshop: Callable[..., Work
     """What vLLM's own loader brings then says the same, to the bit."""
     build, family, tied, marked = MARKED[0]
     workshop(tp=2, build=build).run(family, tied=tied, steps=10, compare=None, marked=marked)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_worker_that_fails_in_a_reload_of_its_layers(workshop: Callable[..., Workshop], tp: int) -> None:
+    """And a hundred patches: what vLLM's own loader brings then says the same, to the bit."""
+    workshop(tp=tp, build="packed").fails_in_reloads(patches=100)
