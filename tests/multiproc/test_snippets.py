@@ -106,7 +106,7 @@ def test_a_python_block_runs(snippet: Snippet, tmp_path: Path) -> None:
         start(run, snippet, str(tmp_path), name=name(snippet)).result(SECONDS)
 
 
-@pytest.mark.parametrize("snippet", of("yaml"), ids=name)
+@pytest.mark.parametrize("snippet", [each for each in of("yaml") if not each.excuse + each.run_by], ids=name)
 def test_a_yaml_block_is_a_configuration(snippet: Snippet) -> None:
     WeightSyncConfig.load(yaml.safe_load(snippet.code))
 

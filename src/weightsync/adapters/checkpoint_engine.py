@@ -35,13 +35,13 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         endpoint: URL of the trainer's agent.
         model_id: which model.
         version: which version comes next.
-        token: that the agent asks for.
+        token: that the agent asks for; None: for none.
     """
 
     endpoint: str
     model_id: str
     version: Version
-    token: str
+    token: str | None = None
 
     def __repr__(self) -> str:
         return f"TransferPlan(endpoint={self.endpoint!r}, model_id={self.model_id!r}, version={self.version})"

@@ -108,6 +108,7 @@ def test_what_a_worker_writes_is_its_own(sender: Sender) -> None:
 
 def test_the_plan_is_for_its_workers_alone(sender: Sender) -> None:
     plan = sender.prepare()
+    assert plan.token is not None
     assert plan.token not in repr(plan)
     sender.send(weights(1.0).items())
     stranger = Receiver()
