@@ -60,7 +60,7 @@ def trainer_main(url: str, conn: Any) -> None:
     "dies_after" and "waits_at": "pause", see `Mortal`; and those of `_at_chunk`.
     """
     torch.set_num_threads(1)
-    model, steps = build_model(), 0
+    model, steps, nudged = build_model(), 0, False
     extractor = ModuleWeightExtractor(model, chunk_bytes=CHUNK_BYTES)
     api = Mortal(VllmHttpApi(url), conn)
     setup: dict[str, Any] | None = None
@@ -72,13 +72,14 @@ def trainer_main(url: str, conn: Any) -> None:
                 setup = order.get("setup", {})
                 push = _setup(api, extractor, **setup)
                 push.initialize()
-            if order["steps"] < steps:
+            if order["steps"] < steps or nudged:
                 model.load_state_dict(build_model().state_dict())
                 steps = 0
             while steps < order["steps"]:
                 steps += 1
                 train_step(model, steps)
-            if order.get("few"):
+            nudged = bool(order.get("few"))
+            if nudged:
                 nudge(model)
             api.dies_after = order.get("dies_after")
             api.waits_at_pause = order.get("waits_at") == "pause"
