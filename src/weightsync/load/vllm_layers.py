@@ -15,6 +15,8 @@ from torch import nn
 
 _LOADER = "online_process_loader"
 """vLLM's own name of the loader that its layerwise reload puts around a parameter's: it is told and taken off by it."""
+_INNER = "weightsync_inner"
+"""Under this attribute our loader has vLLM's, which may keep it from one reload to the next (0.32 does)."""
 
 
 class LayerNotes:
@@ -29,14 +31,16 @@ class LayerNotes:
         self._layers: dict[str, set[str]] = {}
         self._names: dict[str, dict[str, None]] = {}
         self._given: dict[int, tuple[str, torch.Tensor]] = {}  # the tensor too, so that no address is used again
+        self._watches = False
 
     def watch(self, model: nn.Module) -> None:
-        """Puts itself around every loader of a reload that is open. vLLM takes it off with its own."""
+        """Puts itself around every loader of a reload that is open, in the place of the notes before, until `done`."""
+        self._watches = True
         for path, layer in model.named_modules():
             for tensor in (*layer._parameters.values(), *layer._buffers.values()):
                 loader: Any = getattr(tensor, "weight_loader", None)
                 if getattr(loader, "__name__", None) == _LOADER:
-                    tensor.weight_loader = self._watched(loader, path)
+                    tensor.weight_loader = self._watched(getattr(loader, _INNER, loader), path)
 
     def giving(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same; what is loaded from them is known by its memory."""
@@ -46,8 +50,8 @@ class LayerNotes:
             yield name, tensor
 
     def done(self) -> None:
-        """Nothing more is given."""
-        self._given = {}
+        """Nothing more is given: what is loaded from here on is not noted."""
+        self._given, self._watches = {}, False
 
     def layers_of(self, names: Iterable[str]) -> set[str]:
         """The layers that have a part of these tensors, by their paths."""
@@ -67,10 +71,12 @@ class LayerNotes:
     def _watched(self, loader: Callable[..., Any], path: str) -> Callable[..., Any]:
         @functools.wraps(loader)
         def noted(*args: Any, **options: Any) -> Any:
-            self._note(path, [*args[1:], *options.values()])
+            if self._watches:
+                self._note(path, [*args[1:], *options.values()])
             return loader(*args, **options)
 
         noted.__name__ = _LOADER
+        setattr(noted, _INNER, loader)
         return noted
 
     def _note(self, path: str, values: Iterable[object]) -> None:

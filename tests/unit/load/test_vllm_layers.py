@@ -264,6 +264,30 @@ def test_a_loader_that_computes_what_it_loads_has_no_layers_to_load_alone(monkey
         packed.prepared({"1.k": (3, 7.0)})
 
 
+def test_a_loader_that_vllm_keeps_is_watched_once() -> None:
+    """Its metadata of a parameter keeps what was put on it. Seen to fail: each full load put a loader around the one
+    before, and what was loaded between two of them was noted as odd."""
+    model, calls = Model(), []  # type: ignore[var-annotated]
+
+    def online_process_loader(param: object, tensor: torch.Tensor) -> None:
+        calls.append(tensor)
+
+    own: Any = model.get_submodule("blocks.0.norm").weight
+    own.weight_loader = online_process_loader
+    told = []
+    for number in range(3):
+        notes = LayerNotes()
+        notes.watch(model)
+        for _, tensor in notes.giving([(f"v{number}", torch.ones(4))]):
+            own.weight_loader(own, tensor)
+        notes.done()
+        own.weight_loader(own, torch.ones(4))
+        told.append((notes.odd, notes.names_in(["blocks.0.norm"])))
+    assert told == [(None, ["v0"]), (None, ["v1"]), (None, ["v2"])]
+    assert len(calls) == 6
+    assert own.weight_loader.__wrapped__ is online_process_loader
+
+
 def test_where_vllm_has_no_such_loaders_all_is_loaded_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = Packed(monkeypatch)
     monkeypatch.setattr(LayerNotes, "watch", lambda self, model: None)
