@@ -65,6 +65,7 @@ class VLLMWeightLoader(PlannedLoader):
         self._reload: LayerwiseReload | None = None  # open: the live model is on the meta device, in part or whole
         self._broken: str | None = None
         self._notes = LayerNotes()  # of the last full load
+        self._sources: dict[str, str] = {}  # what vLLM calls a tensor -> the manifest's name
         self._unlayered: str | None = None
         self.writes_live = in_place
         self._model: nn.Module | None = None
@@ -184,6 +185,7 @@ class VLLMWeightLoader(PlannedLoader):
                 error, LoadError, "vLLM failed to load", version=str(version), state_left="half-loaded: not served"
             ) from error
         self._notes, self._reload = self._reload.notes, None
+        self._sources = {self._canonical(name): name for name in self._specs}
         self._manifest = None
         self._compare()
         self._unlayered = self._why_unlayered() if self.marked else None
@@ -223,10 +225,9 @@ class VLLMWeightLoader(PlannedLoader):
 
     def _load_layers(self, names: Sequence[str]) -> None:
         layers = self._notes.layers_of(map(self._canonical, names))
-        sources = {self._canonical(name): name for name in self._specs}
         reload = self._open_reload(only=layers)
         try:
-            reload.load((name, self._staging[sources[name]]) for name in self._notes.names_in(layers))
+            reload.load((name, self._staging[self._sources[name]]) for name in self._notes.names_in(layers))
             reload.check(strict=not self._expected.known)
             reload.finish()
         except Exception as error:

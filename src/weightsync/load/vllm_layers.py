@@ -58,9 +58,8 @@ class LayerNotes:
         return {path for name in names for path in self._layers.get(name, ())}
 
     def names_in(self, paths: Collection[str]) -> list[str]:
-        """All tensors that go into these layers, in the order in which they were given."""
-        wanted = {name: None for path in paths for name in self._names.get(path, ())}
-        return [name for name in self._layers if name in wanted]
+        """All tensors that go into these layers, once each, layer by layer."""
+        return list(dict.fromkeys(name for path in sorted(paths) for name in self._names.get(path, ())))
 
     def unknown(self, names: Iterable[str]) -> str | None:
         """Why the layers of one of these tensors are not known, in words; None where all are."""
