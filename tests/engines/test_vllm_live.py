@@ -129,7 +129,7 @@ def test_a_patch_that_fails_half_way_is_undone(one: Live, pulls: Callable[[], Pu
 
 
 def test_live_weights_are_read_again_when_somebody_asks(one: Live, pulls: Callable[[], Pulls]) -> None:
-    """Also behind a patch. One bit that nobody published: its state says so, and the next version comes in full."""
+    """Also behind a patch. One bit that nobody published: its state says so, and the same version comes again in full."""
     there = pulls()
     for few in (False, True):
         there.publish(1, few=few)
@@ -137,8 +137,10 @@ def test_live_weights_are_read_again_when_somebody_asks(one: Live, pulls: Callab
         assert verified(one.server) == 0
     vllm_faults.arm(one.server.folder, {"at": "audit", "do": "corrupt"})
     assert verified(one.server) == 1
+    brought_back(one)
+    one.serves(few=True)
     there.publish(1)
-    assert there.sync().num_patched == 0
+    assert there.sync().num_patched == 1
     assert verified(one.server) == 0
     one.serves(few=False)
 
@@ -154,6 +156,13 @@ def test_a_doctor_says_that_all_layers_take_changes(one: Live, pulls: Callable[[
 def verified(server: Server) -> int:
     """The exit code of `weightsync verify`."""
     return CliRunner().invoke(app, ["verify", f"vllm+{server.url}"]).exit_code
+
+
+def brought_back(there: Live) -> None:
+    """Returns when its service has seen what an audit found, and has loaded the same version in full."""
+    deadline = Deadline(60.0)
+    while verified(there.server) != 0:
+        assert not deadline.expired, there.server.tail()
 
 
 def answers_of(server: Server) -> list[list[float]] | None:
@@ -193,7 +202,9 @@ def test_two_tensor_parallel_workers_patch_their_shards_together(versions: Versi
         assert verified(two.server) == 0
         vllm_faults.arm(two.server.folder, {"at": "audit", "do": "corrupt", "worker": 1})
         assert verified(two.server) == 1
-        brings(False, patched=0)
+        brought_back(two)
+        assert two.server.logprobs() == told[False]
+        brings(False, patched=1)
         vllm_faults.arm(two.server.folder, {"at": "patch", "do": "kill", "worker": 1})
         there.publish(1, few=True)
         there.notify()
