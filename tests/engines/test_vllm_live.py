@@ -129,7 +129,7 @@ def test_a_patch_that_fails_half_way_is_undone(one: Live, pulls: Callable[[], Pu
 
 
 def test_live_weights_are_read_again_when_somebody_asks(one: Live, pulls: Callable[[], Pulls]) -> None:
-    """Also behind a patch. One bit that nobody published: its state says so, and the same version comes again in full."""
+    """Also behind a patch. One bit that nobody published: its state says so, and that version comes in full again."""
     there = pulls()
     for few in (False, True):
         there.publish(1, few=few)
