@@ -57,6 +57,7 @@ ELSEWHERE = {
     "trainer/notifier": "multiproc/test_verbs.py",
     "trainer/offload_steps": "multiproc/test_offload.py",
     "verbs/engines": "multiproc/test_verbs.py",
+    "verbs/last_version": "unit/adapters/test_trl.py",
     "verbs/publishing": "multiproc/test_verbs.py",
     "verbs/pushing": "multiproc/test_verbs.py",
     "verbs/serving": "multiproc/test_verbs.py",

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any
@@ -39,6 +39,7 @@ _FIRST_CALL_S = 10.0
 _RETRY_S = 2.0
 _ROUND_S = 10.0  # of a wait: so long one request waits at the service
 _PAUSE_S = 0.5  # between two requests of a wait where the first one came back at once
+_AWAY_S = 1.0  # of a wait for one that did not serve the version before
 _JOIN_S = 2.0
 
 _logger = logging.getLogger(__name__)
@@ -92,8 +93,15 @@ class Notifier:
         for host in self._hosts:
             host.announce(version)
 
-    def begin_wait(self, version: Version, timeout_s: float) -> Callable[[float], Mapping[str, str] | None]:
+    def begin_wait(
+        self, version: Version, timeout_s: float, *, away: Collection[str] = ()
+    ) -> Callable[[float], Mapping[str, str] | None]:
         """Begins to wait until those who are alive serve that version, or a newer one of its run.
+
+        Args:
+            version: which.
+            timeout_s: for each of them.
+            away: URLs of those who get a second.
 
         Returns:
             What waits for the outcome, for at most the seconds that it is given: why each of the others does not serve
@@ -101,7 +109,8 @@ class Notifier:
         """
         waits: dict[str, Future[str | None]] = {}
         for host in self._hosts:
-            wait = functools.partial(host.wait_served, version, Deadline(timeout_s))
+            seconds = min(_AWAY_S, timeout_s) if host.url in away else timeout_s
+            wait = functools.partial(host.wait_served, version, Deadline(seconds))
             waits[host.url] = in_thread(wait, name="weightsync-wait")
 
         def outcome(seconds: float) -> Mapping[str, str] | None:

@@ -86,6 +86,8 @@ class PushSync:
         pause_timeout_s: how long an engine may take to finish running generations.
         require_all_engines: fail when an engine doesn't answer before the sync; otherwise go on without it
             (it is reported as lost, and taken in again when it answers before a later sync).
+        alone: this process pushes by itself, whatever group of `torch.distributed` it is in: its extractor has whole
+            tensors.
         recorder: where phases go; an own one where not given.
     """
 
@@ -103,6 +105,7 @@ class PushSync:
         join_timeout_s: float = 30.0,
         pause_timeout_s: float = 30.0,
         require_all_engines: bool = False,
+        alone: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         _check_kinds(extractor, client, strategy, codec)
@@ -114,6 +117,7 @@ class PushSync:
         self.run_id = run_id
         self._transfer_timeout_s = transfer_timeout_s
         self._join_timeout_s = join_timeout_s
+        self._alone = alone
         self.recorder = recorder or Recorder("trainer/rank-0")
         strategy = strategy or BroadcastTransferStrategy(
             join_timeout_s=join_timeout_s, transfer_timeout_s=transfer_timeout_s
@@ -340,7 +344,7 @@ class PushSync:
 
     def _training_ranks(self) -> TrainingRanks:
         if self._ranks is None:
-            self._ranks = TrainingRanks(timeout_s=self._transfer_timeout_s + _SETTLE_MARGIN_S)
+            self._ranks = TrainingRanks(timeout_s=self._transfer_timeout_s + _SETTLE_MARGIN_S, alone=self._alone)
         return self._ranks
 
     def _agree_on_start(self, ranks: TrainingRanks, version: int) -> None:

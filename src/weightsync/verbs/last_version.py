@@ -1,4 +1,4 @@
-"""LastVersion: what the end of a `publish` block waits for.
+"""LastVersion: what the end of a `publish` block waits for, and `Publisher.wait_served`.
 
 proved by this host's own agent -> served by those in `to` who are alive
                                 or, where nobody is in `to`, fetched by the receivers that keep up
@@ -6,7 +6,7 @@ proved by this host's own agent -> served by those in `to` who are alive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from weightsync.errors import DeadlineExceededError, StateError
 from weightsync.trainer.notifier import Notifier
@@ -26,13 +26,18 @@ class LastVersion:
         notifier: tells whoever is in `to`.
         version: the last one.
         timeout_s: for all of it.
+        away: those in `to` who were not there when the version before was waited for: they get a second.
     """
 
-    def __init__(self, manager: WeightManager, notifier: Notifier, version: Version, *, timeout_s: float) -> None:
+    def __init__(
+        self, manager: WeightManager, notifier: Notifier, version: Version, *, timeout_s: float,
+        away: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self._manager = manager
         self._notifier = notifier
         self._version = version
         self._deadline = Deadline(timeout_s)
+        self._away = frozenset(away)
         self._hosts: Callable[[float], Mapping[str, str] | None] | None = None
         self._first: Deadline | None = None
 
@@ -50,7 +55,7 @@ class LastVersion:
                 return {_AGENT: error.message}
             self._first = Deadline(min(_FIRST_S, self._deadline.remaining_s))
             if self._notifier.urls:
-                self._hosts = self._notifier.begin_wait(self._version, self._deadline.remaining_s)
+                self._hosts = self._notifier.begin_wait(self._version, self._deadline.remaining_s, away=self._away)
         return self._fetched(seconds) if self._hosts is None else self._hosts(seconds)
 
     def _fetched(self, seconds: float) -> Mapping[str, str] | None:

@@ -115,8 +115,8 @@ class Publisher:
     """What `publish` gives. Every rank has one, and calls `step` and `close` in the same order.
 
     Attributes:
-        not_serving: after the end, on rank 0: who does not serve the last version, and why, by URL. Where nobody was
-            told: who has pulled of late and has not fetched it, by name.
+        not_serving: on rank 0, as the last wait found it: who does not serve the newest version, and why, by URL. Where
+            nobody was told: who has pulled of late and has not fetched it, by name.
     """
 
     def __init__(self, manager: WeightManager, notifier: Notifier, *, last_wait_s: float) -> None:
@@ -215,17 +215,29 @@ class Publisher:
         finally:
             self._leave()
 
-    def _wait_for_the_last(self) -> None:
-        """Every rank: none may take its host's agent away while somebody pulls from it."""
-        if self._missed:  # the newest weights are nobody's yet
-            self.step()
+    def wait_served(self, timeout_s: float) -> Mapping[str, str]:
+        """Waits until the newest version is served by those in `to` who are alive. Every rank.
+
+        Where nobody is in `to`: until those that have pulled of late have fetched it. Who was away when it was waited
+        for before gets a second, so that nobody who is down costs the whole time at each version.
+
+        Args:
+            timeout_s: at most so long, and some seconds.
+
+        Returns:
+            On rank 0, why the others do not serve it, by URL. They are told again, and the trainer may go on.
+
+        Raises:
+            TrainerRankError: a rank is gone.
+            StateError: this publisher is closed.
+        """
         if self._newest is None:
-            return
-        if not self._manager.is_first_rank or not self._last_wait_s:
+            return {}
+        if not self._manager.is_first_rank or not timeout_s:
             self._manager.wait_for_first_rank(lambda _: True)
-            return
+            return {}
         newest = self._newest
-        last = LastVersion(self._manager, self._notifier, newest, timeout_s=self._last_wait_s)
+        last = LastVersion(self._manager, self._notifier, newest, timeout_s=timeout_s, away=self.not_serving)
 
         def done(seconds: float) -> bool:
             found = last.outcome(seconds)
@@ -233,8 +245,15 @@ class Publisher:
             return found is not None
 
         self._manager.wait_for_first_rank(done)
-        for who, why in self.not_serving.items():
-            _logger.warning("%s has not got the last version, %s, and it is withdrawn: %s", who, newest, why)
+        return self.not_serving
+
+    def _wait_for_the_last(self) -> None:
+        """Every rank: none may take its host's agent away while somebody pulls from it."""
+        if self._missed:  # the newest weights are nobody's yet
+            self.step()
+        self.not_serving = {}
+        for who, why in self.wait_served(self._last_wait_s).items():
+            _logger.warning("%s has not got the last version, %s, and it is withdrawn: %s", who, self._newest, why)
 
     def _leave(self) -> None:
         self._closed = True

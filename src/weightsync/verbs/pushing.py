@@ -59,6 +59,7 @@ def push(
     controller: str | None = None,
     config: ConfigSource = None,
     verify: bool | str = True,
+    alone: bool = False,
     **options: Any,
 ) -> Pusher:
     """Meets the engines. Every training rank calls it, at the same point, and uses it as a context manager.
@@ -81,6 +82,7 @@ def push(
             `push.controller` of the configuration.
         config: a YAML file, a mapping or a `WeightSyncConfig`.
         verify: see `JsonClient`, of the engines.
+        alone: this process pushes by itself, see `PushSync`; no other rank calls it.
         options: further arguments of `PushSync`: run_id, require_all_engines, recorder, codec.
 
     Raises:
@@ -91,7 +93,7 @@ def push(
     """
     settings = with_transfer(with_extract(loaded(config), dtype=dtype), strategy=strategy, delta=delta)
     settings = settings.for_method("push")
-    ranks = TrainingRanks(timeout_s=settings.transfer.join_timeout_s + _MARGIN_S)
+    ranks = TrainingRanks(timeout_s=settings.transfer.join_timeout_s + _MARGIN_S, alone=alone)
     opened = contextlib.ExitStack()
     handles: list[EngineHandle] = []
     error: WeightSyncError | None = None
@@ -122,6 +124,7 @@ def push(
             extractor,
             EngineFanout(handles) if ranks.rank == 0 else None,
             model_id=model,
+            alone=alone,
             **options,
         )
         taker = None

@@ -1,0 +1,136 @@
+"""TRL's own `AsyncGRPOTrainer` and rollout worker, a real vLLM server, and our adapter between them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.engines.test_vllm_versions import OPTIONS
+from tests.engines.vllm_support import Server, build_model, save_checkpoint
+from tests.engines.vllm_unpacked import VARIABLE
+from weightsync.types import Deadline
+from weightsync.verbs.serving import Service, serve
+
+ROOT = Path(__file__).parents[2]
+CLOSE = 1e-2
+DIFFERENT = 2e-2
+STEPS = 20
+KILL_AT = 8
+END_S = 240.0
+
+pytestmark = [
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(each) is None for each in ("trl", "vllm")),
+        reason="needs TRL and vLLM: pip install weightsync[engines-cpu]",
+    ),
+]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """In float32, with a tokenizer, and with versions in its answers."""
+    from tests.adapters.trl_job import tokenizer
+
+    model = build_model()
+    checkpoint = save_checkpoint(tmp_path / "model", model, dict(model.named_parameters()))
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    config.update(dtype="float32", torch_dtype="float32")
+    (checkpoint / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer().save_pretrained(checkpoint)
+    options = (*OPTIONS, "--dtype", "float32", "--served-model-name", str(checkpoint))
+    made = Server(checkpoint, tmp_path / "server", env={VARIABLE: "1"}, options=options)
+    with contextlib.ExitStack() as stack:
+        stack.callback(made.stop)
+        stack.callback(made.http.close)
+        made.start()
+        made.wait_until_ready()
+        yield made
+
+
+@pytest.fixture
+def host(server: Server) -> Iterator[Service]:
+    with serve({"actor": f"vllm+{server.url}"}, port=0) as service:
+        yield service
+
+
+class Training:
+    """The job in a process of its own, and the lines that it says."""
+
+    def __init__(self, folder: Path, server: Server, **job: Any) -> None:
+        said = {"checkpoint": str(server.checkpoint), "server": server.url, "out": str(folder / "out"), **job}
+        self.done = folder / "out" / "done"
+        self._log = (folder / "trl.log").open("w+", encoding="utf-8")
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "adapters" / "trl_job.py"), json.dumps(said)],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=self._log, stdin=subprocess.DEVNULL, text=True, process_group=0,
+        )  # fmt: skip
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """As they come, to the end of the job, which has to go well."""
+        deadline = Deadline(END_S)
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            assert not deadline.expired, self.tail()
+            if line.startswith("{") and ('"off"' in line or '"oldest"' in line):
+                yield msgspec.json.decode(line)
+        assert self._process.wait(60) == 0, self.tail()
+
+    def tail(self) -> str:
+        self._log.flush()
+        return Path(self._log.name).read_text(encoding="utf-8", errors="replace")[-4000:]
+
+    def close(self) -> None:
+        """Ends it and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+        self._process.wait()
+        self._log.close()
+
+
+def test_async_grpo_trains_against_a_server_that_is_killed_in_the_middle(
+    tmp_path: Path, server: Server, host: Service
+) -> None:
+    """20 steps: behind each sync the server computes what the trainer's model does, and not what the one before did.
+    Samples are of versions that were there."""
+    with contextlib.closing(Training(tmp_path, server, to=[host.url], steps=STEPS, versioned=True)) as training:
+        synced: list[dict[str, Any]] = []
+        logged: list[tuple[int, dict[str, Any]]] = []
+        for line in training.lines():
+            if "off" in line:
+                synced.append(line)
+            else:
+                logged.append((len(synced), line))
+            if line.get("number") == KILL_AT:
+                server.kill()
+                server.start()
+        assert training.done.read_text(encoding="utf-8") == str(STEPS)
+    assert [each["number"] for each in synced] == list(range(1, STEPS + 2))
+    assert all(each["off"] is not None and each["off"] <= CLOSE for each in synced), synced
+    assert all(each["moved"] >= DIFFERENT for each in synced[1:]), synced
+    assert all(1 <= each["oldest"] <= each["newest"] <= number for number, each in logged), logged
+    assert logged[-1][1]["newest"] > KILL_AT
+    # a server that was started again answers with its checkpoint at first: samples of no known version
+    assert all(each["unknown"] == 0 for number, each in logged if number < KILL_AT), logged
+    assert logged[-1][1]["unknown"] == 0, logged
+
+
+@pytest.mark.soak
+def test_async_grpo_pushes(tmp_path: Path, server: Server) -> None:
+    """From training rank 0 straight into the server."""
+    with contextlib.closing(Training(tmp_path, server, to=[], steps=STEPS)) as training:
+        synced = [line for line in training.lines() if "off" in line]
+    assert [each["number"] for each in synced] == list(range(1, STEPS + 2))
+    assert all(each["off"] is not None and each["off"] <= CLOSE for each in synced), synced
+    assert all(each["moved"] >= DIFFERENT for each in synced[1:]), synced
