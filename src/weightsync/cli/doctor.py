@@ -86,7 +86,7 @@ def _ok(what: str, found: str) -> Finding:
     return Finding(mark="ok", what=what, found=found)
 
 
-def _note(what: str, found: str, advice: str) -> Finding:
+def _note(what: str, found: str, advice: str = "") -> Finding:
     return Finding(mark="note", what=what, found=found, advice=advice)
 
 
@@ -221,16 +221,23 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
 def _layers(url: str, reply: EngineReply) -> Iterator[Finding]:
     odd = [each for each in reply.layers if each.why is not None]
     num_tensors = sum(each.num_tensors for each in reply.layers)
+    num_odd = sum(each.num_tensors for each in odd)
     if reply.layers and not odd:
         yield _ok(url, f"changes are written in place in all of its {num_tensors} tensors")
-    advice = "while there is one, each version is loaded in full, and the pause is that of a reload"
-    if "patch" in reply.accepts:
-        advice = (
-            "a change of it reloads the layers that it goes to, in the pause; the other tensors are written in place"
+    elif odd and "patch" in reply.accepts:
+        found = (
+            f"of {num_tensors} tensors {num_tensors - num_odd} take changes in place, {num_odd} are reloaded with "
+            "their layers"
         )
-    for each in odd:
-        found = f"{each.name}, {each.num_tensors} of {num_tensors} tensors, is reloaded with its layer: {each.why}"
+        advice = "a change of these reloads the layers that it goes to, and no others, in the pause"
         yield _note(url, found, advice)
+    elif odd:
+        found = f"{num_odd} of {num_tensors} tensors take no changes"
+        yield _note(url, found, "each version is loaded in full, and the pause is that of a reload")
+    elif reply.serving and reply.version is None:
+        yield _ok(url, "which of its tensors take changes is known when it has been given its first version")
+    for each in odd:
+        yield _note(url, f"{each.name} ({each.num_tensors}): {each.why}")
 
 
 def register(app: typer.Typer) -> None:

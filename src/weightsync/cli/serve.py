@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -52,6 +52,14 @@ def serve(
     advertise: Annotated[
         str | None, typer.Option(metavar="URL", help="URL by which the controller reaches this service.")
     ] = None,
+    delta: Annotated[
+        bool | None,
+        typer.Option(
+            "--delta/--full",
+            help="What changed alone is fetched on the trainer's own host too, and written into engines that take "
+            "changes; or never. By itself over the network alone.",
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The service's name, for operators; this host's.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML; options win over it.", exists=True, dir_okay=False)] = None,
     verify: Verify = None,
@@ -70,6 +78,9 @@ def serve(
     With --lease a vLLM that was started again, or whose service has died, refuses to answer with old weights: the
     command prints what to start it with.
 
+    With --delta the pause of an engine that takes changes is that of the changes, not of the model: also where the
+    trainer's memory is at hand, which is mapped otherwise and loaded in full. What it costs is in docs/deltas.md.
+
     Example: weightsync serve --engine actor=vllm+http://127.0.0.1:8000 --from http://trainer-0:8765
 
     How it is: weightsync status with the URL that it prints.
@@ -87,9 +98,11 @@ def serve(
             signal.signal(number, lambda *_: stop.set())
         if lease is not None:
             _print_lease(lease)
+        options: dict[str, Any] = {} if delta is None else {"mode": "delta" if delta else "full"}
         running = begin(
             models or None, sources=source or None, token=token, host=host, port=port, lease=lease,
             controller=controller, advertise=advertise, service_id=name, config=settings, verify=verify or True,
+            **options,
         )  # fmt: skip
         with running:
             followed = source or list(settings.serve.sources)
@@ -158,12 +171,15 @@ def _trouble(status: ModelStatus) -> str:
 
 
 def _how(status: ModelStatus) -> str:
-    deltas = f" in {status.num_deltas} deltas" if status.num_deltas else ""
+    deltas = f" in {status.num_deltas} delta{'s' * (status.num_deltas > 1)}" if status.num_deltas else ""
     if status.pull_s is None:
         return "from its life before, by its record"
     return (
         f"{status.received_bytes / 1e6:.1f} MB by {status.transport}{deltas} in {status.pull_s:.2f} s, loaded in "
         f"{status.load_s or 0:.2f} s, paused {1e3 * (status.paused_s or 0):.0f} ms"
+        + (", changes alone were written" if status.num_patched else "")
+        + "".join(f"; {who} loaded all of it: {why}" for who, why in status.full_because.items())
+        + "".join(f"; {who} is unproved: {why}" for who, why in status.unprovable.items())
     )
 
 

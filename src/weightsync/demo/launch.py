@@ -175,8 +175,8 @@ def _show_end(
         )
         if summary["paused_full_s"] is not None:
             console.print(
-                f"No new generation could start for {1e3 * summary['paused_delta_s']:.0f} ms where changes were "
-                f"written, and for {1e3 * summary['paused_full_s']:.0f} ms where all was loaded (medians).",
+                f"No new generation could start for {1e3 * summary['paused_delta_s']:.0f} ms where changes alone "
+                f"came, and for {1e3 * summary['paused_full_s']:.0f} ms where all was loaded (medians).",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -123,12 +123,19 @@ class DeltaIntake:
 
     def lay_out(
         self, changes: list[Changed] | None, target: Target, held: Held | None, manifest: Manifest
-    ) -> tuple[StagedPatch | None, Segment | None]:
-        """What was changed, for engines that take patches; the segment is the caller's to close."""
+    ) -> tuple[StagedPatch, Segment] | str:
+        """What was changed, for engines that take patches, or why there is nothing for them; the segment is the
+        caller's to close."""
         self._full_next = False  # a version has come, whole
-        if changes is None or held is None:
-            return None, None
-        return lay_out_patch(changes, target, held, self._patch_bytes(manifest)) or (None, None)
+        if held is None:
+            return "it came in full"
+        limit = self._patch_limit()
+        too_much = f"more has changed than patch_limit allows, {limit:.0%} of the model's bytes with positions"
+        if not limit:
+            too_much = "no engine takes changes, as far as was known when it came, or patch_limit is 0"
+        if changes is None:
+            return too_much
+        return lay_out_patch(changes, target, held, self._patch_bytes(manifest)) or too_much
 
     def _patch_bytes(self, manifest: Manifest) -> int:
         """The most that a patch may take."""

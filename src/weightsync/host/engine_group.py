@@ -47,6 +47,7 @@ class GroupReport:
         unprovable: why some could not prove their live bytes, by engine.
         num_patched: how many were given the changed elements alone.
         checksums: engines' own, of their live weights, by engine; of those that have one.
+        full_because: why engines were given all of it, though deltas brought it, by engine.
     """
 
     engine_ids: tuple[str, ...]
@@ -57,6 +58,7 @@ class GroupReport:
     unprovable: dict[str, str]
     num_patched: int = 0
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
+    full_because: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,7 @@ class EngineGroup(ServedVersions):
             unprovable=self.unprovable(),
             num_patched=sum(report.patched for report in reports.values()),
             checksums=self._sums(staged.version),
+            full_because={who: report.full_because for who, report in reports.items() if report.full_because},
         )
 
     def _disagreeing(self, version: Version) -> dict[str, WeightSyncError]:

@@ -75,6 +75,7 @@ class LoadReport:
         num_chunks: how many requests its weights came in.
         patched: whether it was given the change alone.
         checksum: the engine's own, of its live weights; None where it has none.
+        full_because: why it was given all of it, though deltas brought it; None where it was not, or they did not.
     """
 
     version: Version
@@ -83,6 +84,7 @@ class LoadReport:
     num_chunks: int
     patched: bool
     checksum: str | None = None
+    full_because: str | None = None
 
 
 class EngineUpdate:
@@ -138,7 +140,7 @@ class EngineUpdate:
         reply = self._ready(pulled.version, deadline)
         patch = patch_that_fits(pulled, reply)
         may_pause = _once(self._recorder, deadline, hold)
-        if patch is not None:
+        if not isinstance(patch, str):
             base = PatchBase(version=patch.base, model_digest=patch.base_digest)
             session = self._session(pulled.version, deadline, may_pause)
             requests = patch_requests(patch, pulled.manifest, session.name, max_bytes=self._chunk_bytes)
@@ -146,12 +148,14 @@ class EngineUpdate:
                 return self._update(session, pulled, requests, base)
             except _FALLS_BACK as error:
                 _logger.warning("engine %s: loaded in full, not patched: %s", self.engine_id, error)
+                patch = str(error)
             self._ready(pulled.version, deadline)
         session = self._session(pulled.version, deadline, may_pause)
         chunks = enumerate(self._chunks_of(pulled))
-        return self._update(
+        report = self._update(
             session, pulled, (full_request(chunk, session.name, seq, pulled.segment) for seq, chunk in chunks)
         )
+        return dataclasses.replace(report, full_because=patch if pulled.num_deltas else None)
 
     def _session(self, version: Version, deadline: Deadline, may_pause: Callable[[], None]) -> UpdateSession:
         return UpdateSession(

@@ -83,4 +83,4 @@ class FleetModel(ModelUpdater):
                 if self._num_failed > begun:
                     raise self._sync_failed(version, "its old version, or it refuses to serve")
                 if not self._changed.wait(deadline.remaining_s) and deadline.expired:
-                    raise late(version, deadline)
+                    raise late(version, deadline, self.status())

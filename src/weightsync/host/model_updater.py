@@ -440,7 +440,7 @@ class ModelUpdater:
         self._note(
             run_id=version.run_id, version=version.number, served_s=done_s, load_s=load_s,
             paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1, num_patched=loaded.num_patched,
-            checksums=loaded.checksums,
+            checksums=loaded.checksums, full_because=loaded.full_because,
         )  # fmt: skip
 
 

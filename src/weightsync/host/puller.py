@@ -383,7 +383,8 @@ class Puller:
         finished = stack.pop_all()
         finished.close()  # connections go; the transfers are finished already
         # the last step that may fail: nobody has to close what it makes
-        patch, segment = self._deltas.lay_out(changes, target, held, proved)
+        laid_out = self._deltas.lay_out(changes, target, held, proved)
+        patch, segment = (None, None) if isinstance(laid_out, str) else laid_out
         digests = tuple(granted_digests[index] for index in range(len(publication.sources)))
         self._staging.verified(Held(version=proved.version, model_digest=proved.model_digest or "", digests=digests))
         return StagedVersion(
@@ -397,6 +398,7 @@ class Puller:
             received_bytes=tally.received,
             incarnation=incarnation,
             patch=patch,
+            no_patch_because=laid_out if isinstance(laid_out, str) else None,
         )
 
     def _read(

@@ -259,7 +259,9 @@ class ServedVersions:
                         engine.seen_s = began_s
                 now = engine.served
             if now != before:
-                _logger.warning("engine %s serves %s, not %s: it is brought back", engine.name, now, before)
+                said = None if reply is None else reply.version
+                other = "" if now == said else f" (it says {said}, of another trainer, or damaged since)"
+                _logger.warning("engine %s serves %s%s, not %s: it is brought back", engine.name, now, other, before)
             elif error is not None and not was_silent:
                 _logger.warning("engine %s does not say what it serves: %s", engine.name, error)
             if now != before or (error is not None) != was_silent:

@@ -288,9 +288,11 @@ class RolloutService:
         model, claim = self._noted(asked)
         if asked.wait_s is not None:
             deadline = Deadline(asked.wait_s)
-            await self._until(
-                request, lambda: model.settled(claim) or None, [model], lambda: late(claim.version, deadline), deadline
-            )
+
+            def too_late() -> WeightSyncError:
+                return late(claim.version, deadline, model.status())
+
+            await self._until(request, lambda: model.settled(claim) or None, [model], too_late, deadline)
         return _json(model.status())
 
     def _know_senders(self, asked: PrepareRequest) -> None:

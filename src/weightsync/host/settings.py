@@ -76,7 +76,7 @@ class RolloutConfig:
     poll_s: float | None = None
     transport: Transport | None = None
     mode: str = "auto"
-    patch_limit: float = 0.25
+    patch_limit: float = 0.5
     num_streams: int = 6
     path_root: str | None = None
     controller: str | None = None

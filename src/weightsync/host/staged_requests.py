@@ -30,12 +30,18 @@ _POSITION_BYTES = 4
 _ALIGNED_BYTES = 64
 
 
-def patch_that_fits(pulled: StagedVersion, reply: EngineReply) -> StagedPatch | None:
-    """The patch, where there is one and the engine says that it takes it on exactly what it serves."""
+def patch_that_fits(pulled: StagedVersion, reply: EngineReply) -> StagedPatch | str:
+    """The patch, where there is one and the engine says that it takes it on exactly what it serves; else why not."""
     patch = pulled.patch
-    if patch is None or "patch" not in reply.accepts or reply.unhealthy is not None:
-        return None
-    return patch if (reply.version, reply.model_digest) == (patch.base, patch.base_digest) else None
+    if "patch" not in reply.accepts:
+        return "it takes whole tensors alone, as far as it has said"
+    if reply.unhealthy is not None:
+        return reply.unhealthy
+    if patch is None:
+        return pulled.no_patch_because or "it came in full"
+    if (reply.version, reply.model_digest) != (patch.base, patch.base_digest):
+        return f"the change is one of {patch.base}, which it does not serve"
+    return patch
 
 
 def patch_requests(

@@ -67,6 +67,7 @@ class StagedVersion:
         received_bytes: that were sent for it, in this attempt.
         incarnation: of the trainer that published it; see `AgentVersion`.
         patch: what an engine that serves the version before it can take instead; gone with the staging.
+        no_patch_because: why there is none, though deltas brought it.
     """
 
     manifest: Manifest
@@ -79,6 +80,7 @@ class StagedVersion:
     received_bytes: int = 0
     incarnation: str | None = None
     patch: StagedPatch | None = None
+    no_patch_because: str | None = None
 
     @property
     def version(self) -> Version:

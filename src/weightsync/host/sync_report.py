@@ -9,6 +9,7 @@ from weightsync.host.engine_group import GroupReport
 from weightsync.host.staged_version import StagedVersion
 from weightsync.observe import Metrics
 from weightsync.types import Deadline, SyncReport, Version
+from weightsync.types.service import ModelStatus
 
 _logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def tell_served(
             total_bytes=size,
             sent_bytes=pulled.received_bytes,
             num_deltas=pulled.num_deltas,
-            full_because=None,
+            full_because=next(iter(loaded.full_because.values()), None),
             num_chunks=loaded.num_chunks,
             seconds=pull_s + load_s,
             paused_s=loaded.paused_s,
@@ -44,14 +45,17 @@ def tell_served(
         model_id=model_id,
     )
     deltas = f" ({pulled.num_deltas} deltas of {pulled.received_bytes / 1e6:.1f} MB)" if pulled.num_deltas else ""
+    whole = "".join(f"; {who} loaded all of it: {why}" for who, why in loaded.full_because.items())
     _logger.info(
-        "model %s: %s is served: %.1f MB by %s%s in %.3f s, loaded in %.3f s, paused for %.3f s",
-        model_id, pulled.version, size / 1e6, pulled.transport, deltas, pull_s, load_s, loaded.paused_s,
+        "model %s: %s is served: %.1f MB by %s%s in %.3f s, loaded in %.3f s, paused for %.3f s%s",
+        model_id, pulled.version, size / 1e6, pulled.transport, deltas, pull_s, load_s, loaded.paused_s, whole,
     )  # fmt: skip
 
 
-def late(version: Version, deadline: Deadline) -> DeadlineExceededError:
-    """What a wait that took too long raises."""
+def late(version: Version, deadline: Deadline, status: ModelStatus) -> DeadlineExceededError:
+    """What a wait that took too long raises; with what is wrong there, as far as is known."""
+    wrong = "; ".join(f"{who}: {why}" for who, why in {**status.sender_errors, **status.errors}.items())
     return DeadlineExceededError(
-        f"{version} is not served within {deadline.timeout_s:g} s; it is still tried", version=str(version)
+        f"{version} is not served within {deadline.timeout_s:.3g} s; it is still tried{': ' if wrong else ''}{wrong}",
+        version=str(version),
     )

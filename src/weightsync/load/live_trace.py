@@ -65,7 +65,8 @@ def trace(
         except Exception as error:  # whatever a model's loader raises at what it can't take
             empty = sum(not parameter.numel() for parameter in model.parameters())
             kept = next((f" ({name}: {why})" for name, why in (doubts or {}).items()), "")
-            kept = f" ({empty} parameters are empty: the model keeps them in another form)" if empty else kept
+            if empty:
+                kept = f" (the engine keeps {empty} parameters in another form, packed or quantised)"
             tracer.mark(f"its loader can't be traced{kept}: {type(error).__name__}: {str(error)[:200]}")
             if len(waiting) == num_waiting or len(tracer.marked) > _MAX_FAILURES:  # it would go on like this
                 for spec in waiting:

@@ -17,7 +17,7 @@ import torch
 
 from weightsync.errors import LoadError, UnsupportedError
 from weightsync.load.spans import overlapping, share_storage
-from weightsync.load.whole import RENAMES, Differences, no_such_tensor
+from weightsync.load.whole import RENAMES, TIED, Differences, no_such_tensor
 from weightsync.module_walk import Held, ModuleTensors
 from weightsync.tensors import spec_of
 from weightsync.types import Manifest, TensorSpec, TensorTable, dtype_name
@@ -155,7 +155,7 @@ class Placing:
                 differences.add(spec.name, functools.partial(no_such_tensor, spec.name, live), hint=RENAMES)
                 continue
             if (other := taken.setdefault(id(tensor), spec.name)) != spec.name:
-                differences.add(spec.name, f"this tensor and {other} are one in the engine's model")
+                differences.add(spec.name, f"this tensor and {other} are one in the engine's model", hint=TIED)
             elif (why := _misfit(spec, tensor)) is not None:
                 differences.add(spec.name, why, hint=_CAST if spec.dtype != dtype_name(tensor.dtype) else "")
             placed[spec.name] = tensor

@@ -26,6 +26,7 @@ from weightsync.load.live_plan import LivePiece, LivePlan, held, places
 from weightsync.load.planned import PlannedLoader
 from weightsync.load.vllm_trust import doubts
 from weightsync.load.whole import (
+    TIED,
     check_closed,
     check_complete,
     check_open,
@@ -170,7 +171,7 @@ class Places:
             other = taken.setdefault((id(self.tensors[place.name]), place.part), spec)
             if other is not spec:
                 raise ManifestMismatchError(
-                    f"this tensor and {other.name} are one in the engine's model", parameter=spec.name
+                    f"this tensor and {other.name} are one in the engine's model: {TIED}", parameter=spec.name
                 )
         for name, tensor in self.tensors.items():
             self._check_complete(name, tensor, taken)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.load.whole import RENAMES, Differences, no_such_tensor
+from weightsync.load.whole import RENAMES, TIED, Differences, no_such_tensor
 from weightsync.tensors import torch_dtype
 from weightsync.types import Manifest, dtype_name
 
@@ -57,7 +57,7 @@ class CheckpointTensors:
             if shape is None:
                 differences.add(spec.name, functools.partial(no_such_tensor, spec.name, self._shapes), hint=RENAMES)
             elif (other := taken.setdefault(self._tensor_of.get(spec.name, id(spec)), spec.name)) != spec.name:
-                differences.add(spec.name, f"this tensor and {other} are one in the engine's model")
+                differences.add(spec.name, f"this tensor and {other} are one in the engine's model", hint=TIED)
             elif spec.box is not None:
                 differences.add(spec.name, "a part of a tensor can't be loaded here")
             elif shape != spec.shape:

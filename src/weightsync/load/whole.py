@@ -19,6 +19,8 @@ MAX_TOLD = 10
 
 RENAMES = "name_map= on the trainer's side gives tensors other names"
 
+TIED = "tied weights travel once: leave one out, e.g. name_map=lambda name: None if name == 'lm_head.weight' else name"
+
 
 class Differences:
     """What of a manifest does not fit an engine's model, gathered before a byte moves, and said all at once."""

@@ -38,7 +38,8 @@ _CALL_S = 5.0
 _FIRST_CALL_S = 10.0
 _RETRY_S = 2.0
 _ROUND_S = 10.0  # of a wait: so long one request waits at the service
-_PAUSE_S = 0.5  # between two requests of a wait where the first one came back at once
+_PAUSE_S = 0.5  # between the first two requests of a wait where the first one came back at once
+_LONGEST_PAUSE_S = 8.0  # each makes the host try again: what can't heal must not be tried twice a second
 _AWAY_S = 1.0  # of a wait for one that did not serve the version before
 _JOIN_S = 2.0
 
@@ -170,7 +171,7 @@ class _Told:
 
     def wait_served(self, version: Version, deadline: Deadline) -> str | None:
         """Why it does not serve that version; None where it does."""
-        why = f"it does not serve it within {deadline.timeout_s:g} s"
+        why, pause_s = f"it does not serve it within {deadline.timeout_s:g} s", _PAUSE_S
         while not deadline.expired and not self._closed:
             try:
                 if self._serves(version, min(_ROUND_S, max(0.1, deadline.remaining_s))):
@@ -184,7 +185,8 @@ class _Told:
             except WeightSyncError as error:
                 return f"{type(error).__name__}: {error}"
             with self._changed:
-                self._changed.wait_for(lambda: self._closed, min(_PAUSE_S, deadline.remaining_s))
+                self._changed.wait_for(lambda: self._closed, min(pause_s, deadline.remaining_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return why
 
     def close(self) -> None:

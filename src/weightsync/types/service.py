@@ -74,6 +74,7 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         num_deltas: how many deltas brought it; 0: it came in full.
         received_bytes, total_bytes: that were sent for it, and those of the whole model.
         num_patched: engines that were given its changed elements alone.
+        full_because: why engines were given all of it, though deltas brought it, by engine.
         unprovable: why engines could not prove their live bytes, by engine.
         checksums: as in `SyncReport`, of the last version.
         progress: of the transfer under way; None where none is, or nothing has come yet.
@@ -102,6 +103,7 @@ class ModelStatus(Message, frozen=True, kw_only=True):
     received_bytes: int = 0
     total_bytes: int = 0
     num_patched: int = 0
+    full_because: dict[str, str] = msgspec.field(default_factory=dict)
     unprovable: dict[str, str] = msgspec.field(default_factory=dict)
     checksums: dict[str, str] = msgspec.field(default_factory=dict)
     progress: TransferProgress | None = None
@@ -112,11 +114,15 @@ class ModelStatus(Message, frozen=True, kw_only=True):
             return "no version yet"
         if self.pull_s is None:
             return f"v{self.version}: from before this service started, by its record"
-        return log_line(
+        line = log_line(
             version=self.version, moved_bytes=self.received_bytes, total_bytes=self.total_bytes,
             by_deltas=self.num_deltas > 0, seconds=self.pull_s + (self.load_s or 0.0), paused_s=self.paused_s or 0.0,
             unproved_by=self.unprovable or None,
         )  # fmt: skip
+        served = f"{self.run_id}/{self.version}"
+        others = [who for who, version in self.engines.items() if version != served]
+        line += f"; not served by {', '.join(others)} now" if others else ""
+        return line + "".join(f"; {who} loaded all of it: {why}" for who, why in self.full_because.items())
 
 
 class ServiceStatus(Message, frozen=True, kw_only=True):

@@ -376,7 +376,7 @@ def test_an_engine_without_patches_is_never_given_one(trainer: Trainer) -> None:
     rig.load(trainer.pulled())
     assert described(rig).accepts == ("full",)
     trainer.step()
-    assert patch_that_fits(trainer.pulled(), described(rig)) is None
+    assert patch_that_fits(trainer.pulled(), described(rig)) == "it takes whole tensors alone, as far as it has said"
     with pytest.raises(VersionError, match="whole tensors alone"):
         Session(rig, trainer.pulled()).begin()
     assert not rig.load(trainer.pulled()).patched

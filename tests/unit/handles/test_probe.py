@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
 from tests.standins.sglang_server import SGLangRouterServer, SGLangServer, StandIn
 from tests.unit.handles.sglang_kit import write_checkpoint
 from tests.unit.handles.vllm_kit import VllmStandIn
+from weightsync.engine.vllm.lease_middleware import LEASE_FILE_VARIABLE, LeaseMiddleware
 from weightsync.errors import AuthError, ConfigError, DeadlineExceededError, EngineError, EngineUnreachableError
 from weightsync.handles.probe import Capabilities, Feature, probe
+from weightsync.memory import ServingLease
 
 
 async def update_weights() -> dict[str, Any]:
@@ -82,6 +85,22 @@ def test_a_vllm_server_in_development_mode(stack: contextlib.ExitStack, tmp_path
     assert (told.engine, told.release) == ("vllm", "0.32.0")
     assert can(told) == {Feature.PUSH, Feature.RELOAD, Feature.VERSION, Feature.CHECKSUM}
     assert server.calls == []
+
+
+def test_a_vllm_server_that_refuses_to_answer(
+    stack: contextlib.ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds no lease: who lends one has to learn first what it is. Seen to fail: it refused to say."""
+    lease = ServingLease(str(tmp_path / "lease"))
+    stack.callback(lease.release)
+    monkeypatch.setenv(LEASE_FILE_VARIABLE, lease.path)
+    server = VllmStandIn(write_checkpoint(tmp_path, 0))
+    server.app.add_middleware(LeaseMiddleware)
+    started(stack, server)
+    assert httpx.post(f"{server.url}/v1/completions", json={}, trust_env=False).status_code == 503
+    told = probe(server.url)
+    assert (told.engine, told.release) == ("vllm", "0.32.0")
+    assert can(told) == {Feature.PUSH, Feature.RELOAD, Feature.VERSION, Feature.CHECKSUM}
 
 
 @pytest.mark.parametrize("described", [True, False])

@@ -38,6 +38,8 @@ _READS = frozenset(
         "/docs", "/fault_tolerance/status", "/get_world_size", "/health", "/is_paused", "/is_sleeping",
         "/kv_event_sources", "/load", "/metrics", "/metrics/", "/openapi.json", "/ping", "/server_info",
         "/tokenizer_info", "/v1/models", "/version", "/weight_info",
+        # vLLM has none of these: who asks what a server is gets its 404, and not a refusal
+        "/get_model_info", "/model_info", "/workers",
     }
 )  # fmt: skip
 _CONTROLS = frozenset(
