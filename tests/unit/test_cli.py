@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -82,3 +84,25 @@ def test_the_demo_leaves_the_log_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("weightsync.demo.fleet.run_fleet", lambda options: levels.append(logger.level) or 0)
     assert run("demo", "--fleet", "2")[0] == 0
     assert (levels, logger.level) == ([logging.ERROR], before)
+
+
+STOPS = """
+import os, signal, sys, threading
+from weightsync.cli.shared import stop_event
+
+for turn in range(300):
+    stop = {made}
+    threading.Timer(0.001, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()  # while it waits
+    while not stop.wait(0.0):
+        pass
+    os.write(1, b".")
+"""
+"""A wait that a signal ends, again and again; it comes at any of the wait's own steps."""
+
+
+def test_a_signal_ends_a_wait_wherever_it_finds_it() -> None:
+    """Seen to hang with an event that the handler itself sets: it waits for the lock that the wait holds."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPS.format(made="stop_event()")], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, b"." * 300), done.stderr[-2000:]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from weightsync.cli.shared import Token, Verify, told
+from weightsync.cli.shared import Token, Verify, stop_event, told
 from weightsync.errors import ConfigError
 
 _SERVICE_TOKEN = "WEIGHTSYNC_SERVICE_TOKEN"
@@ -80,9 +78,7 @@ def controller(
         tls = None if certificate is None else TlsFiles(certificate=str(certificate), key=str(key))
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
+        stop = stop_event()
         with build_controller(
             settings, token=token, service_token=service_token, verify=verify or True, tls=tls
         ) as built:

@@ -8,7 +8,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -16,7 +15,7 @@ from typing import Annotated
 import typer
 
 from weightsync.cli.inspect import inspect
-from weightsync.cli.shared import MAX_S, Token, Verify, told
+from weightsync.cli.shared import MAX_S, Token, Verify, stop_event, told
 from weightsync.errors import ConfigError, DeadlineExceededError
 
 
@@ -42,9 +41,7 @@ def agent(
         from weightsync.trainer.folder import FolderPublisher
         from weightsync.trainer.publisher import OffloadReport, WeightManager
 
-        stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
+        stop = stop_event()
         with WeightManager(model_id, dtype=dtype, host=host, port=port, advertise=advertise, token=token) as manager:
 
             def say(report: OffloadReport) -> None:

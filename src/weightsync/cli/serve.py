@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightsync.cli.shared import Token, Verify, told
+from weightsync.cli.shared import Token, Verify, stop_event, told
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,9 +92,7 @@ def serve(
         settings = WeightSyncConfig() if config is None else WeightSyncConfig.load(config)
         lease = lease or settings.serve.lease
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-        stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
+        stop = stop_event()
         if lease is not None:
             _print_lease(lease)
         options: dict[str, Any] = {} if delta is None else {"mode": "delta" if delta else "full"}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
+import threading
 from collections.abc import Container, Iterable, Iterator
 from typing import Annotated
 
@@ -45,6 +48,24 @@ def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None
     if given:
         said = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"{said} would do nothing: {why}, or leave out {said}")
+
+
+def stop_event() -> threading.Event:
+    """What SIGINT and SIGTERM set, from here on. The main thread calls it.
+
+    A thread sets it: a handler runs in the main thread wherever that is, also while it holds the lock of this event.
+    """
+    event = threading.Event()
+    read, write = os.pipe()
+
+    def watch() -> None:
+        os.read(read, 1)
+        event.set()
+
+    threading.Thread(target=watch, name="weightsync-signals", daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os.write(write, b"."))
+    return event
 
 
 @contextlib.contextmanager
