@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from tests.engines.test_vllm_versions import OPTIONS
-from tests.engines.vllm_support import Server, build_model, save_checkpoint
+from tests.engines.vllm_support import MODEL_NAME, Server, build_model, save_checkpoint
 from tests.engines.vllm_unpacked import VARIABLE
 from weightsync.types import Deadline
 from weightsync.verbs.serving import Service, serve
@@ -37,18 +37,19 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """In float32, with a tokenizer, and with versions in its answers."""
     from tests.adapters.trl_job import tokenizer
 
+    tmp_path = tmp_path_factory.mktemp("trl")
     model = build_model()
     checkpoint = save_checkpoint(tmp_path / "model", model, dict(model.named_parameters()))
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     config.update(dtype="float32", torch_dtype="float32")
     (checkpoint / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer().save_pretrained(checkpoint)
-    options = (*OPTIONS, "--dtype", "float32", "--served-model-name", str(checkpoint))
+    options = (*OPTIONS, "--dtype", "float32", "--served-model-name", MODEL_NAME, str(checkpoint))
     made = Server(checkpoint, tmp_path / "server", env={VARIABLE: "1"}, options=options)
     with contextlib.ExitStack() as stack:
         stack.callback(made.stop)
@@ -97,6 +98,31 @@ class Training:
             os.killpg(self._process.pid, 9)
         self._process.wait()
         self._log.close()
+
+
+def test_sft_with_sharded_ranks_publishes_by_the_callback(tmp_path: Path, server: Server, host: Service) -> None:
+    """Two ranks, FSDP2 by accelerate: vLLM ends with the weights that training ended with."""
+    job = {
+        "checkpoint": str(server.checkpoint), "to": [host.url], "steps": 5, "every": 2, "out": str(tmp_path),
+    }  # fmt: skip
+    command = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, str(ROOT / "tests" / "adapters" / "sft_job.py"), json.dumps(job)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads((tmp_path / "said.json").read_text(encoding="utf-8"))
+    assert (said["sharded"], said["last"]) == (25, 5)
+    assert host.model_status("actor").version == 5
+    told = server.logprobs([said["prompt"]])[0]
+    assert relative(told, said["after"]) <= CLOSE
+    assert relative(told, said["before"]) >= DIFFERENT
+
+
+def relative(one: list[float], other: list[float]) -> float:
+    """The largest relative distance."""
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
 def test_async_grpo_trains_against_a_server_that_is_killed_in_the_middle(

@@ -48,7 +48,7 @@ def main() -> None:
         vocab_size=128, max_position_embeddings=256,
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 128, (64, 16))]
-    publishes = PublishCallback("actor", every_steps=EVERY, port=0)
+    publishes = PublishCallback("actor", every_steps=EVERY, port=0, last_wait_s=1.0)  # the follower leaves it out
     follows = Follows(publishes)
     arguments = TrainingArguments(
         output_dir=sys.argv[1], per_device_train_batch_size=4, max_steps=NUM_STEPS, report_to=[], use_cpu=True,
