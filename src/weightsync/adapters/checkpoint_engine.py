@@ -53,11 +53,14 @@ class Sender:
     Args:
         model_id: which model.
         host: where the agent listens, and how it is reached; "127.0.0.1" while all workers are on this machine.
+        token: that the agent asks for; one is made up where not given.
         publishing: further arguments of `WeightManager`, e.g. dtype or delta_budget_bytes.
     """
 
-    def __init__(self, model_id: str = "actor", *, host: str = "127.0.0.1", **publishing: Any) -> None:
-        self._token = secrets.token_hex(_TOKEN_BYTES)
+    def __init__(
+        self, model_id: str = "actor", *, host: str = "127.0.0.1", token: str | None = None, **publishing: Any
+    ) -> None:
+        self._token = token or secrets.token_hex(_TOKEN_BYTES)
         self._manager = WeightManager(model_id, host=host, token=self._token, alone=True, **publishing)
         self._copy = HostCopy()
         self._next = 1
@@ -126,6 +129,7 @@ class Receiver:
         self._pulling = pulling
         self._puller: Puller | None = None
         self._plan: TransferPlan | None = None
+        self._received: int | None = None
         self.received_bytes = self.num_deltas = 0
 
     def join(self, plan: TransferPlan) -> None:
@@ -137,6 +141,13 @@ class Receiver:
         self._puller = Puller(
             plan.endpoint, plan.model_id, receiver_id=self._receiver_id, token=plan.token, **self._pulling
         )
+
+    def expect_next(self) -> None:
+        """The version behind the one that was received last is waited for, where each has no plan of its own."""
+        if self._plan is not None and self._received is not None:
+            number = max(self._plan.version.number, self._received + 1)
+            version = msgspec.structs.replace(self._plan.version, number=number)
+            self._plan = msgspec.structs.replace(self._plan, version=version)
 
     def receive(self, *, timeout_s: float = 600.0) -> Iterator[tuple[str, torch.Tensor]]:
         """The version that the plan names, or a newer one of its run, whole and proved.
@@ -153,6 +164,7 @@ class Receiver:
         wanted = self._plan.version
         with self._puller.pull(deadline=Deadline(timeout_s), at_least=lambda: wanted) as staged:
             self.received_bytes, self.num_deltas = staged.received_bytes, staged.num_deltas
+            self._received = staged.version.number
             with MappedSegment(staged.segment, need_bytes=1) as segment:
                 memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
                 for spec in staged.manifest.tensors:
@@ -177,3 +189,10 @@ def plan_in(metadata: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
     if len(plans) != 1:
         raise InvalidRequestError(f"one worker sends, training rank 0; {len(plans)} have prepared to")
     return plans[0]
+
+
+def node_address() -> str:
+    """This node's address, by Ray."""
+    import ray
+
+    return str(ray.util.get_node_ip_address()).strip("[]")

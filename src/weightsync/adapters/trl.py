@@ -4,137 +4,37 @@
     transfer = WeightTransfer(engines=["vllm+http://host-0:8000"], token=TOKEN)     # training rank 0 pushes
     trainer = AsyncGRPOTrainer(model, ..., weight_transfer=transfer)
 
-send_weights    rank 0 copies each tensor while all ranks gather it, then publishes or pushes its copy
-pause, resume   nothing to do: an engine pauses by itself, for as long as it writes. resume waits until it is served
-
 The interface is `WeightTransferProtocol` of `trl.experimental.async_grpo`, release 1.16. TRL calls it on training
-rank 0 alone; the other ranks walk the same iterator in step, so nothing is sent before its end.
+rank 0 alone, from one thread; the other ranks walk the same iterator in step.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from weightsync.adapters.host_copy import HostCopy
-from weightsync.errors import ConfigError, InvalidRequestError
-from weightsync.trainer.offload_report import OffloadReport
-from weightsync.types import SyncReport, Version
-from weightsync.types.deadline import check_wait_s
-from weightsync.verbs.publishing import Publisher, publish
-from weightsync.verbs.pushing import Pusher, push
-
-_logger = logging.getLogger(__name__)
+from weightsync.adapters.gathered import GatheredTransfer
 
 
-class WeightTransfer:
-    """The weights' way from TRL's trainer to its inference servers. Not thread-safe; TRL calls it from one thread.
-
-    A version's number is TRL's `model_version`, while training was not resumed.
-
-    Args:
-        model_id: the name that rollout hosts ask for.
-        to: URLs of rollout services (`weightsync serve`), or of a controller, that are told of each version.
-        engines: URLs that are pushed to, instead of publishing.
-        wait_s: how long `resume` waits until those in `to` who are alive serve the version, so that TRL counts an
-            answer as of the version that made it; 0: it does not. Who is away gets a second, and catches up by itself.
-        settings: further arguments of `weightsync.publish`, or of `weightsync.push`: token, dtype, config, ...
-
-    Attributes:
-        report: of the last version.
-        not_serving: who of `to` did not serve the last version when `resume` returned, and why, by URL.
-
-    Raises:
-        ConfigError: both `to` and `engines`, or `wait_s` is no number of seconds.
-    """
-
-    def __init__(
-        self,
-        model_id: str | None = None,
-        *,
-        to: str | Iterable[str] | None = None,
-        engines: str | Iterable[str] | None = None,
-        wait_s: float = 120.0,
-        **settings: Any,
-    ) -> None:
-        if to is not None and engines is not None:
-            raise ConfigError("to= publishes and engines= pushes: give one of the two")
-        try:
-            check_wait_s("wait_s", wait_s, may_be_0=True)
-        except InvalidRequestError as error:
-            raise ConfigError(error.message) from None
-        self._model_id = model_id
-        self._to = to if to is None or isinstance(to, str) else list(to)
-        self._engines = engines if engines is None or isinstance(engines, str) else list(engines)
-        self._wait_s = wait_s
-        self._settings = settings
-        self._copy = HostCopy()
-        self._weights: dict[str, torch.Tensor] = {}
-        self._publisher: Publisher | None = None
-        self._pusher: Pusher | None = None
-        self.report: OffloadReport | SyncReport | None = None
-        self.not_serving: Mapping[str, str] = {}
-
-    @property
-    def endpoint(self) -> str | None:
-        """URL of the trainer's agent, which hosts that nobody tells are given; None before the first version."""
-        return None if self._publisher is None else self._publisher.endpoint
-
-    @property
-    def version(self) -> Version | None:
-        """The last one that was sent; None before the first."""
-        return None if self.report is None else self.report.version
+class WeightTransfer(GatheredTransfer):
+    """`GatheredTransfer` by TRL's names. A version's number is its `model_version`, if training was not resumed."""
 
     def init_weight_transfer(self) -> None:
         """Nothing: who is told or pushed to is met with the first weights, which follow at once."""
 
     def pause(self) -> None:
-        """Nothing: engines go on generating while weights travel."""
+        """Nothing: engines go on generating while weights travel, and pause by themselves for as long as they write."""
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Walks the iterator to its end, and sends what it gave.
-
-        Args:
-            iterator: names and whole tensors, on any device. It is walked to its end also where something fails.
-
-        Raises:
-            ConfigError, AuthError: with the first weights: a setting makes no sense, or a host has no such model.
-            SyncFailedError: engines that are pushed to failed. They serve their old version, or refuse to serve.
-            WeightSyncError: nothing was sent; engines serve their old version.
-        """
-        self._weights.clear()
-        self._weights.update(self._copy.take(iterator))
-        if self._engines is not None:
-            if self._pusher is None:
-                given = {"model_id": self._model_id, **self._settings}
-                self._pusher = push(self._weights, self._engines, alone=True, **given)
-            self.report = self._pusher.step()
-        else:
-            if self._publisher is None:
-                self._publisher = publish(self._weights, self._model_id, to=self._to, alone=True, **self._settings)
-            self.report = self._publisher.step()
-        _logger.info("%s", self.report)
+        """See `send`."""
+        self.send(iterator)
 
     def resume(self) -> None:
-        """Returns when the version is served; see `wait_s`."""
-        if self._publisher is None or self._to is None:
-            return
-        self.not_serving = self._publisher.wait_served(self._wait_s)
-        for who, why in self.not_serving.items():
-            _logger.warning("%s does not serve %s yet, training goes on: %s", who, self.version, why)
+        """Returns when the version is served; see `wait_served`."""
+        self.wait_served()
 
     def destroy(self) -> None:
-        """Ends what is under way; hosts go on with the last version. It waits for them where training went well.
-
-        Idempotent. Weights that are sent after it begin a new run.
-        """
-        publisher, pusher = self._publisher, self._pusher
-        self._publisher = self._pusher = None
-        if publisher is not None:
-            publisher.close(wait=sys.exc_info()[0] is None)
-        if pusher is not None:
-            pusher.close()
+        """See `close`. It waits where training went well: TRL calls it in a `finally`."""
+        self.close(wait=sys.exc_info()[0] is None)

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from weightsync.adapters.checkpoint_engine import Receiver, Sender, TransferPlan, plan_in
+from weightsync.adapters.checkpoint_engine import Receiver, Sender, TransferPlan, node_address, plan_in
 
 _END = object()
 
@@ -62,7 +62,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self.is_master:
             return None
         if self._sender is None:
-            self._sender = Sender(host=self._host or _node_address(), **self._publishing)
+            self._sender = Sender(host=self._host or node_address(), **self._publishing)
         plan: dict[str, Any] = msgspec.to_builtins(self._sender.prepare())
         return plan
 
@@ -107,9 +107,3 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def finalize(self) -> None:
         """Nothing: what is kept makes the next transfer a delta."""
-
-
-def _node_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address()).strip("[]")
