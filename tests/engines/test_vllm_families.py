@@ -49,7 +49,7 @@ BUILDS: dict[str, dict[str, str]] = {
 expert whole in one worker."""
 IDS = [f"{family}-{'tied' if tied else 'untied'}" for family, tied in PLAIN]
 MARKED = [
-    ("packed", "Qwen2", True, "the model keeps them in another form"),
+    ("packed", "Qwen2", True, "the engine keeps"),
     ("fp8", "Qwen3", False, "Fp8PtpcOnlineLinearMethod may keep it in a form of its own"),
 ]
 _logger = logging.getLogger(__name__)
