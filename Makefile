@@ -3,6 +3,7 @@
 # PYTHON           the interpreter that makes .venv: 3.11 or newer.
 # EXTRA_INDEX_URL  one more package index for pip, empty by default. Set it to an index that has CPU builds
 #                  of torch where pip would otherwise choose a CUDA build of several gigabytes.
+# RELEASES         of vLLM, for `make compat`: those that its script lists, where not given.
 # WORKERS          how many of `make test`'s tests run at the same time: most of their time they wait.
 PYTHON ?= python3
 EXTRA_INDEX_URL ?=
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON_IS_NEW = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "weightsync needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
 
-.PHONY: help demo engines engines-sglang engines-verl browser test check soak storms bench docs
+.PHONY: help demo engines engines-sglang engines-verl browser test check soak storms compat bench docs
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -64,6 +65,10 @@ soak: $(ENGINES) $(SGLANG_STAMP) $(VERL_STAMP) ## the long form of the tests
 
 storms: $(ENGINES) ## of the long tests, the storms on a busy machine, ten times each
 	$(BIN)/python -m pytest -m soak -k busy_machine
+
+compat: $(STAMP) ## the plug-in in other releases of vLLM, each in an environment of its own, into docs/versions.md
+	$(BIN)/python -m tests.compat.run $(RELEASES)
+	$(BIN)/python docs/check.py --write
 
 bench: $(ENGINES) ## measure every row of the speed table into bench/results/latest.json
 	$(BIN)/python -m bench
