@@ -22,7 +22,7 @@ from weightsync.module_walk import Held, ModuleTensors
 from weightsync.tensors import spec_of
 from weightsync.types import Manifest, TensorSpec, TensorTable, dtype_name
 
-_CAST = "see dtype of PushSync or WeightManager, and dtype_overrides of the extractor"
+_CAST = "see dtype of publish, push or WeightManager, and dtype_overrides of the extractor"
 _BUFFERS = "named_parameters() has no buffers: the module or an extractor has"
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")

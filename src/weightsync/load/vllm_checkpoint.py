@@ -65,7 +65,8 @@ class CheckpointTensors:
             elif dtype.is_floating_point and dtype not in self._dtypes:
                 own = ", ".join(sorted(dtype_name(each) for each in self._dtypes))
                 what = f"the trainer sends {spec.dtype}, vLLM serves this model as {own} and would convert"
-                differences.add(spec.name, what, hint="give PushSync(dtype=...) or vLLM's --dtype the other's")
+                hint = "give dtype= (--dtype of weightsync check) or vLLM's --dtype the other's"
+                differences.add(spec.name, what, hint=hint)
         differences.add_missing(name for name, tensor in self._tensor_of.items() if tensor not in taken)
         differences.refuse()
 
