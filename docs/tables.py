@@ -191,7 +191,31 @@ def _cell(row: str, taken: dict[str, tuple[float, float]], target: float) -> str
     return f"**{ratio:.2f}**" if ratio > target else f"{ratio:.2f}"
 
 
+def releases_table() -> str:
+    """What `make compat` has seen of vLLM's releases, the newest first."""
+    seen = json.loads((Path(__file__).parent / "versions.json").read_text(encoding="utf-8"))
+    whats = list(dict.fromkeys(what for found in seen.values() for what in found.get("results", {})))
+    lines = [f"| vLLM | with | {' | '.join(whats)} | run |", f"| --- | --- |{' --- |' * len(whats)} --- |"]
+    failed: list[str] = []
+    for release in sorted(seen, key=lambda text: [int(part) for part in text.split(".")], reverse=True):
+        found = seen[release]
+        if not found["installed"]:
+            lines.append(f"| {release} | not installed here |{' |' * len(whats)} |")
+            failed.append(f"- {release}: {found['why']}")
+            continue
+        marks = ["yes" if found["results"].get(what) == "passed" else "**no**" for what in whats]
+        beside = f"torch {found['with']['torch']}, transformers {found['with']['transformers']}"
+        lines.append(f"| {release} | {beside} | {' | '.join(marks)} | {found['date']} |")
+        failed += [
+            f"- {release}, {what}: `{why}`"
+            for what in whats
+            if (why := found["results"].get(what)) not in (None, "passed")
+        ]
+    return "\n".join(lines) + "\n" + ("\n" + "\n".join(failed) + "\n" if failed else "")
+
+
 TABLES = {
+    "releases": releases_table,
     "controller-keys": lambda: keys_table("", schema.WeightSyncConfig),
     "transfer-keys": lambda: keys_table("transfer.", schema.TransferConfig),
     "extract-keys": lambda: keys_table("extract.", schema.ExtractConfig),
