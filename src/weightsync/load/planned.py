@@ -123,11 +123,23 @@ class PlannedLoader(WeightLoader):
                 state_left="nothing was changed: load it in full",
             )
         self._check_moved()
+        specs = manifest.by_name()
+        self._check_layout(specs)
         patch_kernels()
-        self._specs = manifest.by_name()
+        self._specs = specs
         self._loaded = set()
         self._patch, self._prepared = ShardPatch(self._plan, self._staging), False
         self._manifest = manifest
+
+    def _check_layout(self, specs: Mapping[str, TensorSpec]) -> None:
+        """A patch is one of tensors that are live."""
+        for name in self._specs.keys() ^ specs.keys():
+            raise ManifestMismatchError("only one of this version and the one that is live has it", parameter=name)
+        for name, spec in specs.items():
+            live = self._specs[name]
+            if (spec.dtype, spec.shape) != (live.dtype, live.shape):
+                why = f"it is {spec.dtype} {spec.shape}, what is live {live.dtype} {live.shape}"
+                raise ManifestMismatchError(why, parameter=name)
 
     def prepare_patch(self) -> Iterator[Change]:
         if self._patch is None:

@@ -204,10 +204,11 @@ class VLLMWeightLoader(PlannedLoader):
 
     def _close(self, reload: LayerwiseReload, reason: str) -> None:
         try:
-            reload.finish()
+            reload.close()
         except Exception as error:  # a next reload would start from what this one left in vLLM's books
             self._broken = f"vLLM could not close a reload that was aborted ({reason}): {error!r}"
             _logger.warning("%s", self._broken)
+        reload.put_back()
 
     def _not_by_layer(self) -> str | None:
         why = super()._not_by_layer()
@@ -223,7 +224,13 @@ class VLLMWeightLoader(PlannedLoader):
             return f"this release of vLLM can't reload some layers alone: {type(error).__name__}: {error}"
         return self._notes.unknown(map(self._canonical, self.marked))
 
+    @property
+    def takes_patch(self) -> bool:
+        return self._broken is None and super().takes_patch
+
     def _load_layers(self, names: Sequence[str]) -> None:
+        if self._broken is not None:
+            raise StateError(f"this engine has to be restarted: {self._broken}")
         layers = self._notes.layers_of(map(self._canonical, names))
         reload = self._open_reload(only=layers)
         try:

@@ -54,8 +54,14 @@ class LayerNotes:
         self._given, self._watches = {}, False
 
     def layers_of(self, names: Iterable[str]) -> set[str]:
-        """The layers that have a part of these tensors, by their paths."""
-        return {path for name in names for path in self._layers.get(name, ())}
+        """The layers that have a part of these tensors, by their paths; and of all else that goes into these: a tensor
+        that is given to the model reaches all of its layers, and each has to be open."""
+        paths: set[str] = set()
+        found = {path for name in names for path in self._layers.get(name, ())}
+        while found - paths:
+            paths |= found
+            found = {path for name in self.names_in(paths) for path in self._layers.get(name, ())}
+        return paths
 
     def names_in(self, paths: Collection[str]) -> list[str]:
         """All tensors that go into these layers, once each, layer by layer."""

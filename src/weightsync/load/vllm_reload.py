@@ -42,9 +42,19 @@ class LayerwiseReload:
         self._given: set[str] = set()
         reloaded = {id(layer) for layer in self._some.modules()}
         self._tied = [layer for first, layer in _tied_layers(model) if id(first) in reloaded]
-        with loading(self._vllm_config):
-            _layerwise().initialize_layerwise_reload(self._some)
-        self._kernels = _take_packing_kernels(self._some)
+        self._places: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (held, dict(held)) for layer in self._some.modules() for held in (layer._parameters, layer._buffers)
+        ]
+        self._kernels: list[tuple[Any, Any]] = []
+        try:
+            with loading(self._vllm_config):
+                _layerwise().initialize_layerwise_reload(self._some)
+            self._kernels = _take_packing_kernels(self._some)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._finalize()
+            self.put_back()
+            raise
         if only is None:
             self.notes.watch(model)
 
@@ -90,8 +100,33 @@ class LayerwiseReload:
             )
 
     def finish(self) -> None:
-        """Puts the loaded tensors into the live ones and closes the reload."""
+        """Puts the loaded tensors into the live ones and closes the reload.
+
+        Raises:
+            LoadError: vLLM has left a tensor without memory, as it does where it failed before. `put_back` is next.
+        """
         self.notes.done()
+        self._finalize()
+        with loading(self._vllm_config):
+            self._repack_tied()
+        for held, kept in self._places:
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_meta and tensor is not kept.get(name):
+                    raise LoadError("vLLM's reload has left a tensor without memory", parameter=name)
+
+    def close(self) -> None:
+        """Closes a reload that is given up, or has failed; `put_back` is next."""
+        self.notes.done()
+        self._finalize()
+
+    def put_back(self) -> None:
+        """After a failure: each layer has the tensors again that it had before, with mixed content. vLLM drops those of
+        a layer that failed, which would lie elsewhere, or nowhere, from then on (seen with 0.32)."""
+        for held, kept in self._places:
+            held.clear()
+            held.update(kept)
+
+    def _finalize(self) -> None:
         with loading(self._vllm_config):
             try:
                 _layerwise().finalize_layerwise_reload(self._some, self._model_config)
@@ -99,7 +134,6 @@ class LayerwiseReload:
                 for method, kernel in self._kernels:
                     if method.moe_kernel is None:  # nothing was loaded into this layer
                         method.moe_kernel = kernel
-            self._repack_tied()
 
     def _repack_tied(self) -> None:
         """On a CPU, layers keep a packed copy of their weights, and vLLM renews that of loaded layers alone: a tied

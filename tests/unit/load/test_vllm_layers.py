@@ -103,6 +103,12 @@ class PackingReload:
             own: Any = self._layers[path].weight
             assert sum(tensor.numel() for tensor, _ in parts) == own.numel(), "a layer gets all of its elements"
 
+    def close(self) -> None:
+        self.finish()
+
+    def put_back(self) -> None:
+        """Its tensors have stayed where they are."""
+
     def finish(self) -> None:
         """What a layer did not get is filled with what happens to be there."""
         given, self._given = self._given, {}
