@@ -94,7 +94,6 @@ ELSEWHERE = {
     "handles/vllm_api": "unit/handles/test_vllm.py",
     "handles/vllm_messages": "unit/handles/test_vllm.py",
     "load/vllm_checkpoint": "unit/load/test_vllm.py",
-    "load/vllm_reload": "unit/load/test_vllm.py",
     "load/live_trace": "unit/load/test_live_plan.py",
     "load/planned": "unit/load/test_vllm.py",
     # The documents' own code runs them.
