@@ -414,5 +414,5 @@ def test_a_module_of_this_process_is_pushed_to_and_a_wrong_address_fails_on_entr
         weightsync.push(model, f"weightsync+http://127.0.0.1:{free_port()}")
     with pytest.raises(ConfigError, match="push needs engines"):
         weightsync.push(model)
-    with pytest.raises(SyncFailedError, match="dtype of PushSync"):
+    with pytest.raises(SyncFailedError, match="dtype of publish, push"):
         weightsync.push(model, [build(99)])

@@ -50,6 +50,8 @@ class LayerwiseReload:
             with loading(self._vllm_config):
                 _layerwise().initialize_layerwise_reload(self._some)
             self._kernels = _take_packing_kernels(self._some)
+            # What a layer has computed for its kernel (MLA's W_UK_T) is gone now: nobody sends it.
+            self._wanted &= {name for name, _ in self._some.named_parameters()}
         except BaseException:
             with contextlib.suppress(Exception):
                 self._finalize()
