@@ -67,6 +67,7 @@ class VLLMWeightLoader(PlannedLoader):
         self._notes = LayerNotes()  # of the last full load
         self._sources: dict[str, str] = {}  # what vLLM calls a tensor -> the manifest's name
         self._unlayered: str | None = None
+        self._derived: str | None = None  # a layer that decodes with what it has computed from its weights
         self.writes_live = in_place
         self._model: nn.Module | None = None
         if model is not None:
@@ -189,6 +190,8 @@ class VLLMWeightLoader(PlannedLoader):
         self._manifest = None
         self._compare()
         self._unlayered = self._why_unlayered() if self.marked else None
+        layers = self._module.named_modules()
+        self._derived = next((path for path, each in layers if hasattr(each, "W_UV") or hasattr(each, "W_UK_T")), None)
         self._base = None if self.writes_live else version
         self._healthy = True
         if lent(self._staging, self._module):  # then it is live itself: comparing it says nothing
@@ -211,6 +214,8 @@ class VLLMWeightLoader(PlannedLoader):
         reload.put_back()
 
     def _not_by_layer(self) -> str | None:
+        if self._derived is not None:  # MLA: a change of its projection would leave that as it was
+            return f"{self._derived} decodes with what it has computed from its weights: such models come in full"
         why = super()._not_by_layer()
         return None if why is None or self._unlayered is None else f"{why}; {self._unlayered}"
 
