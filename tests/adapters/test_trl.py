@@ -51,11 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     tokenizer().save_pretrained(checkpoint)
     options = (*OPTIONS, "--dtype", "float32", "--served-model-name", MODEL_NAME, str(checkpoint))
     made = Server(checkpoint, tmp_path / "server", env={VARIABLE: "1"}, options=options)
-    with contextlib.ExitStack() as stack:
-        stack.callback(made.stop)
-        stack.callback(made.http.close)
-        made.start()
-        made.wait_until_ready()
+    with made.running():
         yield made
 
 

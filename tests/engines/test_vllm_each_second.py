@@ -140,11 +140,7 @@ def server(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     folder = tmp_path_factory.mktemp("each-second")
     env = {VARIABLE: "1", vllm_commits.VARIABLE: str(log)}
     made = Server(save_checkpoint(folder / "v0", first_model()), folder / "server", env=env, options=OPTIONS)
-    with contextlib.ExitStack() as stack:
-        stack.callback(made.stop)
-        stack.callback(made.http.close)
-        made.start()
-        made.wait_until_ready()
+    with made.running():
         yield made
 
 

@@ -97,11 +97,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         checkpoint, folder / "server", tp=request.param, env={VARIABLE: "1"},
         options=(*OPTIONS, "--kv-cache-memory-bytes", str(KV_CACHE_BYTES // request.param)), counts=True,
     )  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        stack.callback(made.stop)
-        stack.callback(made.http.close)
-        made.start()
-        made.wait_until_ready()
+    with made.running():
         yield made
 
 

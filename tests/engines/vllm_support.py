@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -155,6 +155,16 @@ class Server:
             assert self.process.poll() is None, f"vLLM ended:\n{self.tail()}"
             assert time.monotonic() < end, f"vLLM did not start within {START_S} s:\n{self.tail()}"
             time.sleep(0.1)  # between two looks
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """It answers in the body, and has ended behind it."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.stop)
+            stack.callback(self.http.close)
+            self.start()
+            self.wait_until_ready()
+            yield
 
     def stop(self) -> None:
         """Ends it in order, so that vLLM gives back its shared memory; kills what does not end."""

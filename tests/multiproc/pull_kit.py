@@ -225,8 +225,8 @@ def _hook_agents(hooks: list[Hook]) -> None:
 
     class Popen(original):  # type: ignore[type-arg,valid-type,misc]
         def __init__(self, args: list[str], **options: Any) -> None:
-            if args[-1] == "weightsync.agent.main":
-                args = [*args[:-1], pull_hook.__name__]
+            if "weightsync.agent.main" in args:
+                args = [pull_hook.__name__ if arg == "weightsync.agent.main" else arg for arg in args]
                 env = {**options["env"], **pull_hook.agents_env(hooks)}
                 env["PYTHONPATH"] = os.pathsep.join((env["PYTHONPATH"], root))
                 options["env"] = env

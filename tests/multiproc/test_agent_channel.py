@@ -158,9 +158,12 @@ def test_a_phase_that_can_not_be_told_is_dropped_and_the_agent_lives() -> None:
 
 
 EARLY = """
-import os, threading
+import os, sys, threading
 import psutil
 from weightsync import WeightManager
+from weightsync.trainer import agent_run
+if sys.argv[1] == "before a word":  # it is killed between the start of the process and the line that it writes
+    agent_run.AgentStart = lambda **_: threading.Event().wait()
 threading.Thread(target=WeightManager("m").start, daemon=True).start()
 while not (found := psutil.Process().children()):
     pass
@@ -172,9 +175,10 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_an_agent_that_is_still_starting_ends_with_its_trainer_though_a_forked_child_lives() -> None:
-    """It took whoever was its parent by then for its trainer (seen)."""
-    with subprocess.Popen([sys.executable, "-c", EARLY], stdout=subprocess.PIPE, text=True) as trainer:
+@pytest.mark.parametrize("killed", ["before a word", "at any time"])
+def test_an_agent_that_is_still_starting_ends_with_its_trainer_though_a_forked_child_lives(killed: str) -> None:
+    """It took whoever was its parent by then for its trainer, and waited for ever for a line (both seen)."""
+    with subprocess.Popen([sys.executable, "-c", EARLY, killed], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         agent, child = map(int, trainer.stdout.readline().split())
         try:

@@ -47,14 +47,16 @@ class PublishSender(WeightTransferSender):  # type: ignore[misc]
         Raises:
             WeightSyncError: on rank 0; nothing was sent.
         """
-        if self.transfer is None:
-            for _ in chunks:
-                pass
-        else:
-            self.transfer.send(_tensors(chunks))
-            await asyncio.to_thread(self.transfer.wait_served)
-        if dist.is_initialized():
-            dist.barrier()
+        try:
+            if self.transfer is None:
+                for _ in chunks:
+                    pass
+            else:
+                self.transfer.send(_tensors(chunks))
+                await asyncio.to_thread(self.transfer.wait_served)
+        finally:  # a rank that fails lets nobody wait for it here
+            if dist.is_initialized():
+                dist.barrier()
 
     def teardown(self) -> None:
         """Ends the trainer's agent; hosts go on with the last version."""

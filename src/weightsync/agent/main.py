@@ -1,4 +1,4 @@
-"""The agent's process: `python -m weightsync.agent.main`, started by `AgentProcess`.
+"""The agent's process: `python -m weightsync.agent.main <the trainer's pid>`, started by `AgentProcess`.
 
 It reads how it runs from one line of its standard input, and then takes orders and tells events over a `HostChannel`,
 see `types.agent_messages`. It ends when it is told to, or when its trainer is gone: its standard input ends then, and
@@ -53,12 +53,10 @@ def main() -> None:
     os.dup2(2, 1)  # nobody reads the standard output
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells each request
-    line = sys.stdin.buffer.readline()
-    if not line:  # the trainer was killed before it could say how
-        _end()
-    start = msgspec.json.decode(line, type=AgentStart)
+    trainer = int(sys.argv[1])
+    start = msgspec.json.decode(_first_line(trainer), type=AgentStart)
     closing: list[Callable[[], None]] = []
-    threading.Thread(target=_end_with, args=(start.trainer_pid, closing), name="weightsync-parent", daemon=True).start()
+    threading.Thread(target=_end_with, args=(trainer, closing), name="weightsync-parent", daemon=True).start()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # each connection is a descriptor, and each segment that is read
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -157,14 +155,28 @@ def _publish(
     return layout
 
 
-def _end_with(parent: int, closing: list[Callable[[], None]]) -> None:
-    """Ends this process with its trainer, though a child that it forked keeps our input open.
+def _first_line(trainer: int) -> bytes:
+    """Of the standard input. Ends this process where the trainer is killed before it has written it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (more := _input(trainer)):
+            _end()
+        line += more
+    return line
 
-    Its ports come free first: who starts the trainer again finds them so.
-    """
-    while os.getppid() == parent:
-        if select.select([0], [], [], _LOOK_EVERY_S)[0] and not os.read(0, 1):
-            break
+
+def _input(trainer: int) -> bytes:
+    """What comes next on the standard input; empty when the trainer is gone, though its forked child keeps it open."""
+    while os.getppid() == trainer:
+        if select.select([0], [], [], _LOOK_EVERY_S)[0]:
+            return os.read(0, 1 << 16)
+    return b""
+
+
+def _end_with(trainer: int, closing: list[Callable[[], None]]) -> None:
+    """Ends this process with its trainer. Its ports come free first: who starts the trainer again finds them so."""
+    while _input(trainer):
+        pass
     for close in closing:
         threading.Thread(target=close, daemon=True).start()
     _end()

@@ -58,9 +58,7 @@ class AgentRun(Closing):
             folder = stack.enter_context(PrivateFolder())
             process = self._process = _started()
             stack.callback(_ended, process)
-            start = AgentStart(
-                config=config, socket=f"{folder.path}/agent", max_order_bytes=MAX_ORDER_BYTES, trainer_pid=os.getpid()
-            )
+            start = AgentStart(config=config, socket=f"{folder.path}/agent", max_order_bytes=MAX_ORDER_BYTES)
             self._channel: HostChannel[Event] = stack.enter_context(
                 HostChannel(start.socket, Event, max_bytes=MAX_EVENT_BYTES, listens_to=process.pid)
             )
@@ -166,7 +164,7 @@ def _started() -> subprocess.Popen[bytes]:
     # -P: what lies in the trainer's working directory is none of the agent's modules; where we lie, it looks.
     found = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "weightsync.agent.main"],
+        [sys.executable, "-P", "-m", "weightsync.agent.main", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": found},

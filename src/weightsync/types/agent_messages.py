@@ -20,12 +20,10 @@ class AgentStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         max_order_bytes: the longest order that the trainer will send.
-        trainer_pid: the trainer's process: the agent ends when its parent is another one.
     """
 
     config: AgentConfig
     socket: str
-    trainer_pid: int
     max_order_bytes: int
 
 

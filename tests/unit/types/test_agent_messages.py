@@ -68,7 +68,5 @@ def test_a_field_that_nobody_knows_is_refused() -> None:
 
 
 def test_the_token_is_not_shown() -> None:
-    start = AgentStart(
-        config=AgentConfig(model_id="m", token="secret-secret-secret"), socket="/x", trainer_pid=1, max_order_bytes=1
-    )
+    start = AgentStart(config=AgentConfig(model_id="m", token="secret-secret-secret"), socket="/x", max_order_bytes=1)
     assert "secret" not in repr(start)
