@@ -223,7 +223,6 @@ def test_bodies_together_have_a_limit_and_are_given_back(tokenless: Face) -> Non
     process, held = psutil.Process(), tokenless.server.guard
     gc.collect()  # what other tests have freed would be taken again, and not be seen as growth
     ctypes.CDLL(None).malloc_trim(0)
-
     before = process.memory_info().rss
     answers: list[bytes] = []
     over = threading.Event()
