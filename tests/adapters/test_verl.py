@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-verl" / "bin" / "python"
+SOURCE = "VERL_SOURCE"
+"""The variable that names a checkout of verl's source: its tests are not in its package."""
 NUM_VERSIONS, NUM_WORKERS = 10, 2
 pytestmark = [
     pytest.mark.soak,
@@ -46,3 +48,12 @@ def test_rollout_workers_get_what_two_sharded_ranks_have_trained(mode: str) -> N
                 each
             )
     assert len({each["published"][0] for each in told}) == NUM_VERSIONS, "each step changes something"
+
+
+@pytest.mark.skipif(SOURCE not in os.environ, reason=f"needs verl's source: {SOURCE}=<a checkout of v0.9.0>")
+def test_its_own_test_passes_with_our_name_put_in(tmp_path: Path) -> None:
+    """Three updates from two FSDP2 ranks of its own to two workers, each compared with the checkpoint by verl."""
+    source = Path(os.environ[SOURCE]).resolve()
+    command = [str(PYTHON), str(ROOT / "tests/adapters/verl_own_job.py"), str(source), str(tmp_path)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.endswith("done\n"), (done.stdout + done.stderr)[-4000:]
