@@ -66,7 +66,7 @@ def check_page(headers: Mapping[str, str], names: frozenset[str]) -> None:
 
 
 def is_foreign_page(headers: Mapping[str, str], names: frozenset[str]) -> bool:
-    """Whether a web page sent it that is not this server's own: of another origin, or of one whose name was made to lead
+    """Whether a web page sent it that is not this server's own: of another origin, or by a name that was made to lead
     here. For a server that programs may call by any name: what no browser sent is nobody's page.
 
     Args:
