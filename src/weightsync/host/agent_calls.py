@@ -10,6 +10,7 @@ from concurrent.futures import wait as wait_for
 from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
+from weightsync.clients.store import StoreClient, client_at
 from weightsync.errors import (
     DeadlineExceededError,
     EngineUnreachableError,
@@ -23,6 +24,7 @@ from weightsync.handles.fanout import in_thread
 from weightsync.memory import host_nonce
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Checksums, RangedSource
+from weightsync.transfer.store import StoreSource
 from weightsync.transfer.tcp import TcpSource
 from weightsync.types import Deadline, Version
 from weightsync.types.layout import KnownLayouts
@@ -63,6 +65,7 @@ class Agents:
         transport: the only one that will do; None: the agent chooses.
         num_streams: TCP connections to each agent.
         stall_s: a connection over which nothing comes for so long is opened anew.
+        trust_key: see `StoreClient`.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Agents:
         transport: Transport | None,
         num_streams: int,
         stall_s: float,
+        trust_key: str | None = None,
     ) -> None:
         self._receiver_id = receiver_id
         self._model_id = model_id
@@ -83,7 +87,8 @@ class Agents:
         self._transport = transport
         self._num_streams = num_streams
         self._stall_s = stall_s
-        self._clients: dict[str, AgentClient] = {}
+        self._trust_key = trust_key
+        self._clients: dict[str, AgentClient | StoreClient] = {}
         self._registered: set[str] = set()
         self._layouts = KnownLayouts()
 
@@ -171,6 +176,8 @@ class Agents:
         where, manifest = grant.publication.sources[grant.source], grant.publication.manifest
         if grant.transport is Transport.SHM:
             return ShmSource(where, grant.proof, stamp=(manifest.version, manifest.model_id))
+        if grant.transport is Transport.STORE:
+            return self._stored(granted, where)
         return self._tcp(granted, where, grant.proof, grant.transfer_id)
 
     def blob(self, granted: Granted, link: DeltaLink) -> RangedSource:
@@ -181,7 +188,18 @@ class Agents:
         """
         if granted.grant.transport is Transport.SHM:
             return ShmSource(link.blob, link, stamp=None)
+        if granted.grant.transport is Transport.STORE:
+            return self._stored(granted, link.blob)
         return self._tcp(granted, link.blob, link, link.transfer_id)
+
+    def _stored(self, granted: Granted, where: Source) -> StoreSource:
+        client = self.client(granted.endpoint)
+        if not isinstance(client, StoreClient):
+            raise InvalidRequestError(f"{granted.endpoint} is no store, and granted what lies in one")
+        chain = client.chain
+        return StoreSource(
+            where, client.blob(where), chain.store, num_streams=self._num_streams, damaged=chain.damaged
+        )  # fmt: skip
 
     def _tcp(self, granted: Granted, where: Source, checksums: Checksums, transfer_id: str) -> TcpSource:
         grant = granted.grant
@@ -218,7 +236,7 @@ class Agents:
         return None
 
     @staticmethod
-    def _renew(client: AgentClient, grant: TransferGrant, *, timeout_s: float = _ACKNOWLEDGE_S) -> None:
+    def _renew(client: AgentClient | StoreClient, grant: TransferGrant, *, timeout_s: float = _ACKNOWLEDGE_S) -> None:
         ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta[:1]]
         for transfer_id in ids:  # deltas that were granted together share what is renewed
             client.renew_transfer(RenewRequest(transfer_id=transfer_id), timeout_s=timeout_s)
@@ -244,7 +262,7 @@ class Agents:
             wait_for([in_thread(call, name="weightsync-finish") for call in calls], timeout=timeout_s)
 
     @staticmethod
-    def _finish(client: AgentClient, grant: TransferGrant, *, ok: bool, timeout_s: float) -> None:
+    def _finish(client: AgentClient | StoreClient, grant: TransferGrant, *, ok: bool, timeout_s: float) -> None:
         granted_ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta]
         deadline = Deadline(timeout_s)
         for transfer_id in granted_ids:
@@ -261,14 +279,16 @@ class Agents:
         for client in tuple(self._clients.values()):
             client.close()
 
-    def client(self, endpoint: str) -> AgentClient:
-        """The client of one agent.
+    def client(self, endpoint: str) -> AgentClient | StoreClient:
+        """The client of one agent, or of a store.
 
         Raises:
             ConfigError: the endpoint is no URL.
         """
         if endpoint not in self._clients:
-            self._clients[endpoint] = AgentClient(endpoint, token=self._token, verify=self._verify)
+            self._clients[endpoint] = client_at(
+                endpoint, token=self._token, verify=self._verify, trust_key=self._trust_key
+            )
         return self._clients[endpoint]
 
     def _tls(self, endpoint: str) -> ssl.SSLContext | None:

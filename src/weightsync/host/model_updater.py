@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from weightsync.clients.agent import AgentClient
+from weightsync.clients.store import StoreClient, client_at
 from weightsync.codec.delta_reader import coding
 from weightsync.errors import (
     StateError,
@@ -269,9 +270,10 @@ class ModelUpdater:
             return None
         return TransferProgress(done_bytes=moved[0], total_bytes=moved[1], seconds=max(0.0, now_s() - status.since_s))
 
-    def agent_at(self, endpoint: str) -> AgentClient:
-        """A client of that agent."""
-        return AgentClient(endpoint, token=self._config.sender_token, verify=self._config.sender_verify)
+    def agent_at(self, endpoint: str) -> AgentClient | StoreClient:
+        """A client of that agent, or store."""
+        told = self._config
+        return client_at(endpoint, token=told.sender_token, verify=told.sender_verify, trust_key=told.trust_key)
 
     # --- helpers ---
 

@@ -42,6 +42,7 @@ from weightsync.net.messages import decode, encode
 from weightsync.net.places import Places
 from weightsync.net.server import ServerSettings, ServerThread, api_app
 from weightsync.net.timeline import add_timeline
+from weightsync.objects.urls import checked_source, is_store_url
 from weightsync.observe import LONG_RUN_BYTES, Metrics, Recorder, now_s
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.types import Deadline, EngineHandle, Version
@@ -93,7 +94,7 @@ class RolloutService:
         self.config = config
         self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)
         self._metrics = Metrics(self.recorder)
-        senders = [checked_url(sender, whose="a sender's") for sender in config.senders]
+        senders = [checked_source(sender, whose="a sender's") for sender in config.senders]
         kind = ModelUpdater if config.controller is None else FleetModel
         self._models: dict[str, ModelUpdater] = {
             model_id: kind(
@@ -411,7 +412,7 @@ class RolloutService:
     def _timeline(self) -> Timeline:
         models = self.status().models.values()
         agents = {agent for model in models for agent in (model.sender, *model.sender_errors) if agent is not None}
-        peers = tuple(sorted({*self._senders, *agents}))
+        peers = tuple(sorted(each for each in {*self._senders, *agents} if not is_store_url(each)))
         return Timeline(kind="service", name=self.config.service_id, now_s=now_s(), peers=peers)
 
     async def _get_metrics(self) -> Response:

@@ -66,6 +66,7 @@ class StagedVersion:
         num_deltas: how many deltas brought it, over all sources; 0: it came in full.
         received_bytes: that were sent for it, in this attempt.
         incarnation: of the trainer that published it; see `AgentVersion`.
+        leads_to: see `GrantFacts`; None: it is what was wanted.
         patch: what an engine that serves the version before it can take instead; gone with the staging.
         no_patch_because: why there is none, though deltas brought it.
     """
@@ -79,6 +80,7 @@ class StagedVersion:
     num_deltas: int = 0
     received_bytes: int = 0
     incarnation: str | None = None
+    leads_to: int | None = None
     patch: StagedPatch | None = None
     no_patch_because: str | None = None
 
