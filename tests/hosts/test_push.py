@@ -20,6 +20,7 @@ from tests.multiproc.spine import Engine, build, cast_bytes, error_facts, push_o
 from tests.standins.processes import children
 from weightsync.errors import WeightSyncError
 from weightsync.testing.hosts import Host, Hosts, why_not
+from weightsync.trainer import engines as joined_engines
 from weightsync.trainer.push import GRACE_S
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
 
@@ -34,6 +35,7 @@ def trainer_main(urls: dict[str, str], address: str, times: dict[str, float], ho
     """Pushes the versions that it is told, and says how it went and how long it took; 0: leaves the transfer group."""
     for hook in hooks:
         hook.arm()
+    joined_engines._SHUN_S = joined_engines._SHUN_BUSY_S = 1.0  # so long who did not join is left out
     model = build(5, blocks=BLOCKS)
     push = push_of(
         model,
