@@ -110,6 +110,10 @@ ELSEWHERE = {
     "testing/contracts/loader": "contract/test_loader_contract.py",
     "testing/contracts/loader_patches": "contract/test_loader_contract.py",
     "testing/contracts/transfer": "contract/test_transfer_contract.py",
+    # Several hosts: network namespaces, which need root.
+    "testing/host_reaper": "hosts/test_bench.py",
+    "testing/hosts": "hosts/test_bench.py",
+    "testing/namespaces": "hosts/test_bench.py",
     # A part of a neighbour, behind whose face it is tested.
     "_config_foreign": "unit/test_config.py",
     "_config_problems": "unit/test_config.py",
