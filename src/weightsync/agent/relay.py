@@ -69,7 +69,9 @@ class Relaying:
     async def _relay(self, request: Request) -> Response:
         report = decode(await request.body(), RelayReport, what="a report of a relay")
         if report.receiver_id not in self._receivers:
-            raise NotRegisteredError(f"receiver {report.receiver_id!r} is not registered: POST /register_receiver first")
+            raise NotRegisteredError(
+                f"receiver {report.receiver_id!r} is not registered: POST /register_receiver first"
+            )
         if report.transfer_id is not None:
             self._blocks.renew(report.transfer_id)
         address = request.client.host if request.client is not None else "127.0.0.1"

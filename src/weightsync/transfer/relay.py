@@ -26,7 +26,9 @@ from weightsync.errors import (
     TransferAbortedError,
     WeightSyncError,
 )
-from weightsync.transfer.relay_pick import AgentWork, PeerWork, Standing, Swarm
+from weightsync.transfer.relay_pick import Swarm
+from weightsync.transfer.relay_standing import Standing
+from weightsync.transfer.relay_work import AgentWork, PeerWork
 from weightsync.transfer.source import Arrived, Checksums, Destination
 from weightsync.transfer.tcp import TcpSource
 from weightsync.types import Deadline
@@ -254,7 +256,7 @@ class RelaySource:
             elif not answer.take:
                 swarm.go_alone()  # the agent has forgotten it: what it still serves is taken from it
             # what is new is told soon, and what is not new now and then
-            _wait(swarm, pause_s, began_s, unless=lambda now=said: swarm.fetched != now or swarm.is_idle)
+            _wait(swarm, pause_s, began_s, told=said)
 
     def _ask(self, reading: _Reading, order: list[RelayPeer], key: str) -> None:
         """Streams to the peers that come first, as long as there is room for more."""
@@ -292,8 +294,12 @@ class _Reading:
         self.error: WeightSyncError | None = None
 
 
-def _wait(swarm: Swarm, pause_s: float, since_s: float, *, unless: Callable[[], bool] = lambda: False) -> None:
-    """At least `pause_s` from `since_s` on; then until there is something to say, at most a few times as long."""
+def _wait(swarm: Swarm, pause_s: float, since_s: float, *, told: int | None = None) -> None:
+    """At least `pause_s` from `since_s` on; then, where the agent was told of these blocks, until there is something to
+    say, at most a few times as long."""
     with swarm.changed:
         swarm.changed.wait_for(lambda: swarm.over, max(0.0, since_s + pause_s - time.monotonic()))
-        swarm.changed.wait_for(lambda: swarm.over or unless(), _REPORTS_A_PACE * min(pause_s, _WATCH_S))
+        if told is not None:
+            swarm.changed.wait_for(
+                lambda: swarm.over or swarm.fetched != told or swarm.is_idle, _REPORTS_A_PACE * min(pause_s, _WATCH_S)
+            )

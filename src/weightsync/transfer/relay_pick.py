@@ -11,9 +11,10 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
-from weightsync.errors import DigestMismatchError, EngineUnreachableError, TransferError, WeightSyncError
+from weightsync.errors import DigestMismatchError, TransferError, WeightSyncError
+from weightsync.transfer.relay_standing import Standing
 from weightsync.types.relay_messages import RelayPeer, have_of
 
 _TIERS = 4
@@ -23,49 +24,8 @@ _IDLE_S = 2.0
 """A stream to a peer that has nothing of use for so long ends; it is opened again when it has."""
 _PATIENCE_S, _PATIENCE_TIMES = 1.0, 8.0
 """A block may take so long, or so many times as long as blocks usually take."""
-_FIRST_STRIKE_S, _LONGEST_STRIKE_S = 0.5, 60.0
-_WRONG_S = 600.0
 _STUCK_S = 1.0
 _NUM_TIMES = 32
-
-
-class Standing:
-    """What a host knows of its peers from one read to the next: who failed, and how fast they were. Thread-safe.
-
-    Args:
-        clock: seconds, rising.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._strikes: collections.Counter[str] = collections.Counter()
-        self._until_s: dict[str, float] = {}
-        self._rates: dict[str, float] = {}
-
-    def usable(self, name: str) -> bool:
-        """Whether it may be asked now."""
-        return self._until_s.get(name, 0.0) <= self._clock()
-
-    def strike(self, name: str, *, wrong: bool = False) -> None:
-        """It failed, or was too slow: it is left alone for a while, each time longer. Who sent wrong bytes: for long."""
-        with self._lock:
-            self._strikes[name] += 1
-            pause_s = min(_LONGEST_STRIKE_S, _FIRST_STRIKE_S * 2 ** (self._strikes[name] - 1))
-            self._until_s[name] = self._clock() + (_WRONG_S if wrong else pause_s)
-
-    def gave(self, name: str, num_bytes: int, seconds: float) -> None:
-        """It sent a block."""
-        with self._lock:
-            self._strikes.pop(name, None)
-            rate, before = num_bytes / max(1e-6, seconds), self._rates.get(name)
-            self._rates[name] = rate if before is None else 0.7 * before + 0.3 * rate
-
-    def fast_first(self, names: Iterable[str]) -> list[str]:
-        """In the order given, but for those that are known to be four times slower than the fastest: they come last."""
-        names = list(names)
-        best = max((self._rates.get(name, 0.0) for name in names), default=0.0)
-        return sorted(names, key=lambda name: self._rates.get(name, best) < best / 4)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -404,7 +364,7 @@ class Swarm:
             if self._missing & ~there & ~self._in_flight or (self.alone and not self._in_flight):
                 self.fail(self.agent_error)
 
-    def because(self, answered: Mapping[str, int] | None = None) -> str:
+    def because(self) -> str:
         """Where it came from, and why, in words."""
         if not self.peer_bytes:
             why = "the agent did not say who has what" if self.alone else "no other host had any of it in time"
@@ -414,92 +374,3 @@ class Swarm:
         if not self.agent_bytes:
             text = "all of it from other hosts that had it"
         return text + (f"; peers failed, were too slow or wrong {self.num_cut} times" if self.num_cut else "")
-
-
-class PeerWork:
-    """`transfer.tcp.Work` of one peer: its failures are its own."""
-
-    def __init__(self, swarm: Swarm, name: str) -> None:
-        self._swarm = swarm
-        self._name = name
-        self._ended = False
-        self.error: WeightSyncError | None = None
-
-    @property
-    def left(self) -> int:
-        return self._swarm.num_left
-
-    @property
-    def busy(self) -> bool:
-        return not self._swarm.over and not self._ended and self.error is None
-
-    def take(self, *, idle: bool) -> int | None:
-        block = self._swarm.take_from_peer(self._name, wait=idle) if self.busy else None
-        self._ended |= block is None and idle
-        return block
-
-    def put_back(self, blocks: collections.deque[int]) -> None:
-        self._swarm.not_from_peer(self._name, blocks)
-
-    def arrived(self, block: int) -> None:
-        self._swarm.arrived_from_peer(self._name, block)
-
-    def wrong(self, block: int) -> None:
-        self._swarm.not_from_peer(self._name, [block])
-        self._strike(DigestMismatchError(f"{self._name} sent block {block} wrong"), wrong=True)
-
-    def damaged(self, block: int, error: TransferError) -> None:
-        self._strike(error, wrong=True)
-
-    def fail(self, error: WeightSyncError) -> None:
-        if not self._swarm.over:
-            self._strike(error, wrong=False)
-
-    def _strike(self, error: WeightSyncError, *, wrong: bool) -> None:
-        if self.error is None:
-            self.error = error
-            self._swarm.peer_failed(self._name, wrong=wrong)
-
-
-class AgentWork:
-    """`transfer.tcp.Work` of one stream of the agent's."""
-
-    def __init__(self, swarm: Swarm) -> None:
-        self._swarm = swarm
-        self._ended = False
-
-    @property
-    def error(self) -> WeightSyncError | None:
-        return self._swarm.error or self._swarm.agent_error
-
-    @property
-    def left(self) -> int:
-        return self._swarm.num_left
-
-    @property
-    def busy(self) -> bool:
-        return not self._swarm.over and not self._ended and self._swarm.agent_error is None
-
-    def take(self, *, idle: bool) -> int | None:
-        block = self._swarm.take_from_agent(wait=idle)
-        self._ended |= block is None and idle
-        return block
-
-    def put_back(self, blocks: collections.deque[int]) -> None:
-        if blocks:
-            self._swarm.not_from_agent(list(reversed(blocks)))
-
-    def arrived(self, block: int) -> None:
-        self._swarm.arrived_from_agent(block)
-
-    def wrong(self, block: int) -> None:
-        self._swarm.agent_was_wrong(block)
-
-    def damaged(self, block: int, error: TransferError) -> None:
-        self._swarm.agent_was_wrong(block, error)
-
-    def fail(self, error: WeightSyncError) -> None:
-        if isinstance(error, EngineUnreachableError):
-            self._swarm.agent_failed(error)
-        else:
-            self._swarm.fail(error)

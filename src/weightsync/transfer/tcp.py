@@ -232,8 +232,11 @@ class Work(Protocol):
         error: why nothing more is to be read; None: there is no such reason.
     """
 
-    left: int
-    error: WeightSyncError | None
+    @property
+    def left(self) -> int: ...
+
+    @property
+    def error(self) -> WeightSyncError | None: ...
 
     @property
     def busy(self) -> bool:

@@ -1,4 +1,4 @@
-"""What hosts and an agent say to each other about relaying: who has proved which blocks of what, and who serves them."""
+"""What hosts and an agent say to each other about relaying: who has proved which blocks of what, and serves them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import hashlib
 import msgspec
 
 from weightsync.errors import InvalidRequestError
+from weightsync.types.manifest import Version
 from weightsync.types.message import Message
 from weightsync.types.publication import Source, check_transfer_id
 from weightsync.types.spec import check_id
-from weightsync.types.manifest import Version
 
 MAX_HOLDINGS = 64
 MAX_PEERS = 32
