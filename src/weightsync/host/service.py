@@ -33,6 +33,7 @@ from weightsync.host.fleet_model import FleetModel
 from weightsync.host.local_lease import LocalLease
 from weightsync.host.member import FleetMember
 from weightsync.host.model_updater import ModelUpdater
+from weightsync.host.relay import relay_of
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.sync_report import late
 from weightsync.memory import reclaim_dead
@@ -95,6 +96,7 @@ class RolloutService:
         self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)
         self._metrics = Metrics(self.recorder)
         senders = [checked_source(sender, whose="a sender's") for sender in config.senders]
+        self.relay = relay_of(config)
         kind = ModelUpdater if config.controller is None else FleetModel
         self._models: dict[str, ModelUpdater] = {
             model_id: kind(
@@ -104,6 +106,7 @@ class RolloutService:
                 recorder=self.recorder,
                 metrics=self._metrics,
                 on_served=on_served,
+                relay=self.relay,
             )
             for model_id, handles in engines.items()
         }
@@ -186,6 +189,8 @@ class RolloutService:
         if self._local is not None:
             self._local.adopt()  # before anything is pulled
         url = self._server.start()
+        if self.relay is not None:
+            self.relay.start()
         for model in self._models.values():
             model.start()
             for sender in self._senders:
@@ -229,6 +234,8 @@ class RolloutService:
         self._server.close()
         for model in self._models.values():
             model.close()
+        if self.relay is not None:
+            self.relay.close()
 
     def _model(self, model_id: str) -> ModelUpdater:
         model = self._models.get(model_id)
