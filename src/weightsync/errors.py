@@ -121,8 +121,8 @@ class ManifestMismatchError(WeightSyncError):
 
 
 class WrongArtifactError(UnsupportedError):
-    """A publication of a kind that the engine does not take: an adapter for an engine of whole models, or a model for one
-    that serves adapters. Nothing was changed."""
+    """A publication of a kind that the engine does not take: an adapter where whole models are loaded, or a model where
+    adapters are. Nothing was changed."""
 
 
 class WrongBaseError(WeightSyncError):

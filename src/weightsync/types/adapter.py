@@ -124,7 +124,7 @@ def _read(config: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"an adapter's configuration is not JSON: {error}") from None
     if not isinstance(facts, dict) or canonical_config(facts) != config:
-        raise InvalidRequestError("an adapter's configuration is a JSON object in canonical form: keys sorted, no spaces")
+        raise InvalidRequestError("an adapter's configuration is a JSON object, in canonical form: sorted, no spaces")
     if facts.get("peft_type") != "LORA":
         raise InvalidRequestError(f"an adapter's peft_type is LORA, not {str(facts.get('peft_type'))[:40]!r}")
     _check_rank("r", facts.get("r"))

@@ -245,7 +245,7 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
         checksum: at stage and commit: the engine's own, of its live weights; engines of one kind and size that were
             given the same version have the same. None where it has none.
         accepts: at describe: the kinds of updates that every worker of it takes, of "full" and "patch".
-        artifacts: at describe: the kinds of publications that it takes, of "model" and "lora"; another kind is refused at
+        artifacts: at describe: the kinds of publications that it takes, of "model" and "lora"; it refuses others at
             begin, before anything is changed.
         unhealthy: at describe: why it refuses to serve until the next full load, where an audit of its live weights
             has found other bytes than it committed.

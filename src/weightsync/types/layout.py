@@ -1,8 +1,9 @@
 """PublicationLayout: all of a publication that is the same version after version, and what a version says beside it.
 
-Names, dtypes, shapes, places and an adapter's configuration are most of what is said of a publication: some 250 bytes a tensor. They are sent once,
-named by the SHA-256 of the very bytes that were sent. Later a version names its layout by that, and has digests alone.
-A name by content can't be wrong: whoever sends one, what was checked under it is what it says.
+Names, dtypes, shapes, places and an adapter's configuration are most of what is said of a publication: some 250 bytes a
+tensor. They are sent once, named by the SHA-256 of the very bytes that were sent. Later a version names its layout by
+that, and has digests alone. A name by content can't be wrong: whoever sends one, what was checked under it is what it
+says.
 """
 
 from __future__ import annotations

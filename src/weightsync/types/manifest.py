@@ -18,6 +18,7 @@ __all__ = ["MAX_VERSION", "MODEL_DIGEST_PREFIX", "ArtifactKind", "Manifest", "Ve
 ArtifactKind = Literal["model", "lora"]
 """What a publication is: all weights of a model, or a LoRA adapter's."""
 
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The ordered list of what a publication holds. It travels; no side agrees by convention.
 
