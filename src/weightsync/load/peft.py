@@ -16,8 +16,8 @@ from weightsync.types import HeldTensor, Manifest
 
 
 class PeftAdapterLoader(ModuleWeightLoader):
-    """Loads versions of one adapter into a PEFT model, by the bracket of `ModuleWeightLoader`: staged in a second set of
-    the adapter's tensors, proved, swapped; a change is written where it is live, and can be undone.
+    """Loads versions of one adapter into a PEFT model, as `ModuleWeightLoader` does it: staged in a second set of the
+    adapter's tensors, proved, swapped; a change is written where it is live, and can be undone.
 
     The adapter has to be there: of the rank, alpha and modules that are published, as `get_peft_model(model, config)`
     makes it. Its dtype has to be the published one.
