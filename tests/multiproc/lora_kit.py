@@ -38,7 +38,9 @@ def lora_config(rank: int = 8, **changes: Any) -> Any:
     return peft.LoraConfig(**{"r": rank, "lora_alpha": 16, "target_modules": [*ATTENTION, *MLP], **changes})
 
 
-def peft_model(kind: str = "llama", rank: int = 8, *, seed: int = 7, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def peft_model(
+    kind: str = "llama", rank: int = 8, *, seed: int = 7, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
     """The same base with an adapter that is not zero."""
     import peft
 

@@ -20,8 +20,8 @@ def check_takes(manifest: Manifest, replies: Mapping[str, EngineReply]) -> None:
     """
     causes: dict[str, WeightSyncError] = {
         who: WrongArtifactError(
-            f"{manifest.model_id} is a publication of kind {manifest.artifact}, and this engine takes "
-            f"{' and '.join(reply.artifacts)}",
+            f"{manifest.model_id} is a publication of kind {manifest.artifact}, this engine takes "
+            f"{' and '.join(reply.artifacts)}; a torch module takes adapters by PeftAdapterLoader, MergedAdapterLoader",
             peer=who,
             version=str(manifest.version),
             state_left="nothing was changed",
