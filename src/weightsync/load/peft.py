@@ -70,8 +70,9 @@ class PeftAdapterLoader(ModuleWeightLoader):
         Raises:
             ManifestMismatchError: they are not. Nothing was changed.
         """
-        assert manifest.adapter is not None
         self._check_model()
+        if manifest.adapter is None:  # the worker refuses a model
+            return
         wrong = []
         for path, layer in lora_layers(self._model, self._adapter):
             rank, scaling = manifest.adapter.rank_of(path), manifest.adapter.scaling_of(path)
