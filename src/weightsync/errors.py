@@ -120,6 +120,18 @@ class ManifestMismatchError(WeightSyncError):
     http_status = 422
 
 
+class WrongArtifactError(UnsupportedError):
+    """A publication of a kind that the engine does not take: an adapter where whole models are loaded, or a model where
+    adapters are. Nothing was changed."""
+
+
+class WrongBaseError(WeightSyncError):
+    """An adapter was trained on another base than the engine has. Nothing was changed: publish the base there first, or
+    the adapter of this base."""
+
+    http_status = 409
+
+
 class DigestMismatchError(WeightSyncError):
     """Bytes that arrived, or weights that were loaded, are not those that were published."""
 
