@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,7 @@ from weightsync.types.timeline import Timeline
 _RECLAIM_EVERY_S = 2.0
 _MAX_WAITING = 4096
 _MAX_COMMITS = 64
+_MAX_ASKING = 64
 _T = TypeVar("_T")
 _SETS = ("/check_versions", "/prepare_versions", "/commit_versions", "/release_versions")
 
@@ -128,6 +130,7 @@ class RolloutService:
         self._closed = threading.Event()
         self._waiting = Places(_MAX_WAITING)
         self._committing = Places(_MAX_COMMITS)
+        self._asking = Places(_MAX_ASKING)
         self._member: FleetMember | None = None
         self._local: LocalLease | None = None
         if config.lease is not None and config.controller is not None:
@@ -292,7 +295,10 @@ class RolloutService:
         if asked.evaluate:
             raise InvalidRequestError("a rollout service validates nothing: tell its controller to evaluate")
         if asked.run_id is None:
-            asked = msgspec.structs.replace(asked, run_id=await asyncio.to_thread(self._run_of, asked))
+            ask = functools.partial(self._run_of, asked)
+            with self._asking.take(request, leave=lambda: None):  # an agent may take its time
+                run_id = await asyncio.wrap_future(in_thread(ask, name="weightsync-asks"))
+            asked = msgspec.structs.replace(asked, run_id=run_id)
         model, claim = self._noted(asked)
         if asked.wait_s is not None:
             deadline = Deadline(asked.wait_s)
