@@ -35,7 +35,6 @@ ELSEWHERE = {
     "cli/check": "multiproc/test_cli_serve.py",
     "cli/controller": "unit/cli/test_commands.py",
     "cli/demo": "multiproc/test_demo.py",
-    "cli/doctor": "multiproc/test_cli_serve.py",
     "cli/inspect": "multiproc/test_cli_pull.py",
     "cli/inspect_delta": "multiproc/test_cli_pull.py",
     "cli/pull": "multiproc/test_cli_pull.py",
