@@ -22,7 +22,7 @@ ELSEWHERE = {
     # Names of the documents: tested by the documents' own code.
     "adapters/gathered": "unit/adapters/test_trl.py",
     "adapters/transformers": "adapters/test_transformers.py",
-    "adapters/verl": "adapters/test_verl.py",
+    "adapters/verl_flush": "unit/adapters/test_verl.py",
     "adapters/compat/dataflow": "documents/test_document_3.py",
     "adapters/compat/weight_manager": "documents/test_document_3.py",
     # Processes and commands: tested as a user runs them.
