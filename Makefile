@@ -3,7 +3,7 @@
 # PYTHON           the interpreter that makes .venv: 3.11 or newer.
 # EXTRA_INDEX_URL  one more package index for pip, empty by default. Set it to an index that has CPU builds
 #                  of torch where pip would otherwise choose a CUDA build of several gigabytes.
-# RELEASES         of vLLM, for `make compat`: those that its script lists, where not given.
+# RELEASES         for `make compat`, e.g. "vllm==0.28.0 sglang": all that its script lists, where not given.
 # WORKERS          how many of `make test`'s tests run at the same time: most of their time they wait.
 PYTHON ?= python3
 EXTRA_INDEX_URL ?=
@@ -76,7 +76,7 @@ soak: $(ENGINES) $(SGLANG_STAMP) $(VERL_STAMP) hosts ## the long form of the tes
 storms: $(ENGINES) ## of the long tests, the storms on a busy machine, ten times each
 	$(BIN)/python -m pytest -m soak -k busy_machine
 
-compat: $(STAMP) ## the plug-in in other releases of vLLM, each in an environment of its own, into docs/versions.md
+compat: $(ENGINES) ## other releases of vLLM, SGLang, TRL and verl, an environment each, into docs/versions.md
 	$(BIN)/python -m tests.compat.run $(RELEASES)
 	$(BIN)/python docs/check.py --write
 
@@ -111,5 +111,5 @@ $(SGLANG_STAMP): $(SGLANG_LISTS)/requirements.txt $(SGLANG_LISTS)/no-deps.txt co
 $(VERL_STAMP): pyproject.toml constraints-verl.txt
 	@$(PYTHON_IS_NEW)
 	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install $(PIP_OPTIONS) -c constraints-verl.txt -e '.[torch]' verl pytest
+	$(VERL)/bin/python -m pip install $(PIP_OPTIONS) -c constraints-verl.txt -e '.[torch]' verl pytest nixl
 	@touch $@
