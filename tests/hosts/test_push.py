@@ -155,9 +155,7 @@ def job_of(start: Start, hosts: Hosts, folder: Path, times: dict[str, float]) ->
     for world_size, name in ((1, "one"), (2, "two")):
         host = hosts[name]
         own = of_far if name == "two" else []
-        engines[name] = Engine(
-            starter_in(host, start), name, world_size, blocks=BLOCKS, host=host.address, hooks=own
-        )
+        engines[name] = Engine(starter_in(host, start), name, world_size, blocks=BLOCKS, host=host.address, hooks=own)
     urls = {name: engine.url for name, engine in engines.items()}
     of_trainer = [hook for phase, hook in hooks.items() if PHASES[phase][0] == "trainer"]
     at = hosts["trainer"]

@@ -87,9 +87,7 @@ def test_ranks_of_two_hosts_push_and_a_link_breaks_between_bytes(bench: Callable
     )
     port = free_port()
     ranks = [
-        starter_in(host, start)(
-            rank_main, rank, {"e": engine.url}, near.address, port, talk=True, name=f"rank{rank}"
-        )
+        starter_in(host, start)(rank_main, rank, {"e": engine.url}, near.address, port, talk=True, name=f"rank{rank}")
         for rank, host in enumerate(list(hosts)[:2])
     ]
     assert [rank.recv(60.0) for rank in ranks] == ["ready", "ready"]
