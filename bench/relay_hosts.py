@@ -51,6 +51,17 @@ def weights(mib: float, version: int) -> dict[str, torch.Tensor]:
     return {f"layer.{index}": part for index, part in enumerate(flat.chunk(_NUM_TENSORS))}
 
 
+def load_all() -> None:
+    """Loads what the processes are going to need, once for all of them: call it before there are any, and threads."""
+    from weightsync.codec import delta, delta_reader, digest
+    from weightsync.load import patch_kernels  # noqa: F401
+
+    torch.set_num_threads(1)
+    delta.warm_up()
+    digest.warm_up()
+    delta_reader.coding()
+
+
 class Actor:
     """A process on a host that takes orders, one at a time."""
 
@@ -158,12 +169,12 @@ class Follower:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def follower_main(how: Follower, connection: Connection) -> None:
-    """A rollout service with an engine in it."""
+def follower_main(how: Follower, connection: Connection, more: Mapping[str, Callable[..., Any]] | None = None) -> None:
+    """A rollout service with an engine in it. `more` are further orders."""
     module = torch.nn.Module()
-    module.layer = torch.nn.Module()  # type: ignore[assignment]
+    module.layer = torch.nn.Module()
     for name, tensor in weights(how.mib, 0).items():
-        module.layer.register_buffer(name.split(".")[1], torch.zeros_like(tensor))  # type: ignore[operator,union-attr]
+        module.layer.register_buffer(name.split(".")[1], torch.zeros_like(tensor))
     engine = EmbeddedEngine.of(ModuleWeightLoader(module), engine_id=how.name)
     served: dict[int, float] = {}
     config = RolloutConfig(
@@ -208,7 +219,7 @@ def follower_main(how: Follower, connection: Connection) -> None:
             "sent": 0 if service.relay is None else service.relay.server.sent_bytes, "served": dict(served),
         }  # fmt: skip
 
-    act(connection, {"wait": wait, "status": status, "serving": serving})
+    act(connection, {"wait": wait, "status": status, "serving": serving, **(more or {})})
     service.close()
 
 
