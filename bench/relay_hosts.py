@@ -133,9 +133,13 @@ def act(connection: Connection, orders: Mapping[str, Callable[..., Any]]) -> Non
             connection.send((type(error).__name__, str(error)))
 
 
-def trainer_main(host: str, mib: float, run_id: str, guard_s: float, connection: Connection) -> None:
-    """Publishes versions as it is told."""
-    manager = WeightManager(MODEL, run_id=run_id, host=host, port=PORT, token=TOKEN, guard_s=guard_s)
+def trainer_main(
+    host: str, mib: float, run_id: str, guard_s: float, full_sync_interval: int, connection: Connection
+) -> None:
+    """Publishes versions as it is told; each so many comes in full, where that is above 0."""
+    manager = WeightManager(
+        MODEL, run_id=run_id, host=host, port=PORT, token=TOKEN, guard_s=guard_s, full_sync_interval=full_sync_interval
+    )
     manager.start(deltas=True)
 
     def publish(version: int, wait: bool) -> dict[str, Any]:
@@ -151,10 +155,7 @@ def trainer_main(host: str, mib: float, run_id: str, guard_s: float, connection:
                 delta_bytes = 0 if delta is None else delta.nbytes
         return {"published": report.published, "offload_s": offload_s, "delta_bytes": delta_bytes}
 
-    def wait_codec() -> None:
-        """The first delta is not for want of its codec late."""
-
-    act(connection, {"endpoint": lambda: manager.endpoint, "publish": publish, "codec": wait_codec})
+    act(connection, {"endpoint": lambda: manager.endpoint, "publish": publish})
     manager.close()
 
 

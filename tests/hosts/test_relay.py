@@ -35,7 +35,7 @@ class Fleet:
         self.hosts = hosts
         self.mib = mib
         self.options = options
-        self.trainer = Actor(hosts[0], trainer_main, hosts[0].address, mib, RUN, guard_s)
+        self.trainer = Actor(hosts[0], trainer_main, hosts[0].address, mib, RUN, guard_s, 0)
         self.endpoint = self.trainer.ask("endpoint")
         self.followers: dict[str, Actor] = {}
 
