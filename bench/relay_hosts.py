@@ -51,6 +51,17 @@ def weights(mib: float, version: int) -> dict[str, torch.Tensor]:
     return {f"layer.{index}": part for index, part in enumerate(flat.chunk(_NUM_TENSORS))}
 
 
+def load_all() -> None:
+    """Loads what the processes are going to need, once for all of them: call it before there are any, and threads."""
+    from weightsync.codec import delta, delta_reader, digest
+    from weightsync.load import patch_kernels  # noqa: F401
+
+    torch.set_num_threads(1)
+    delta.warm_up()
+    digest.warm_up()
+    delta_reader.coding()
+
+
 class Actor:
     """A process on a host that takes orders, one at a time."""
 
@@ -122,9 +133,13 @@ def act(connection: Connection, orders: Mapping[str, Callable[..., Any]]) -> Non
             connection.send((type(error).__name__, str(error)))
 
 
-def trainer_main(host: str, mib: float, run_id: str, guard_s: float, connection: Connection) -> None:
-    """Publishes versions as it is told."""
-    manager = WeightManager(MODEL, run_id=run_id, host=host, port=PORT, token=TOKEN, guard_s=guard_s)
+def trainer_main(
+    host: str, mib: float, run_id: str, guard_s: float, full_sync_interval: int, connection: Connection
+) -> None:
+    """Publishes versions as it is told; each so many comes in full, where that is above 0."""
+    manager = WeightManager(
+        MODEL, run_id=run_id, host=host, port=PORT, token=TOKEN, guard_s=guard_s, full_sync_interval=full_sync_interval
+    )
     manager.start(deltas=True)
 
     def publish(version: int, wait: bool) -> dict[str, Any]:
@@ -140,10 +155,7 @@ def trainer_main(host: str, mib: float, run_id: str, guard_s: float, connection:
                 delta_bytes = 0 if delta is None else delta.nbytes
         return {"published": report.published, "offload_s": offload_s, "delta_bytes": delta_bytes}
 
-    def wait_codec() -> None:
-        """The first delta is not for want of its codec late."""
-
-    act(connection, {"endpoint": lambda: manager.endpoint, "publish": publish, "codec": wait_codec})
+    act(connection, {"endpoint": lambda: manager.endpoint, "publish": publish})
     manager.close()
 
 
@@ -158,12 +170,12 @@ class Follower:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def follower_main(how: Follower, connection: Connection) -> None:
-    """A rollout service with an engine in it."""
+def follower_main(how: Follower, connection: Connection, more: Mapping[str, Callable[..., Any]] | None = None) -> None:
+    """A rollout service with an engine in it. `more` are further orders."""
     module = torch.nn.Module()
-    module.layer = torch.nn.Module()  # type: ignore[assignment]
+    module.layer = torch.nn.Module()
     for name, tensor in weights(how.mib, 0).items():
-        module.layer.register_buffer(name.split(".")[1], torch.zeros_like(tensor))  # type: ignore[operator,union-attr]
+        module.layer.register_buffer(name.split(".")[1], torch.zeros_like(tensor))
     engine = EmbeddedEngine.of(ModuleWeightLoader(module), engine_id=how.name)
     served: dict[int, float] = {}
     config = RolloutConfig(
@@ -208,7 +220,7 @@ def follower_main(how: Follower, connection: Connection) -> None:
             "sent": 0 if service.relay is None else service.relay.server.sent_bytes, "served": dict(served),
         }  # fmt: skip
 
-    act(connection, {"wait": wait, "status": status, "serving": serving})
+    act(connection, {"wait": wait, "status": status, "serving": serving, **(more or {})})
     service.close()
 
 

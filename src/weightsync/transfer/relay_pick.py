@@ -366,11 +366,12 @@ class Swarm:
 
     def because(self) -> str:
         """Where it came from, and why, in words."""
+        bad = f"; peers failed, were too slow or wrong {self.num_cut} times" if self.num_cut else ""
         if not self.peer_bytes:
-            why = "the agent did not say who has what" if self.alone else "no other host had any of it in time"
-            return f"all of it from the agent: {why}" + (f"; peers failed {self.num_cut} times" * bool(self.num_cut))
+            why = "the agent did not say who has what" if self.alone else "no other host gave any of it in time"
+            return f"all of it from the agent: {why}{bad}"
         total = self.peer_bytes + self.agent_bytes
         text = f"{self.peer_bytes / total:.0%} from other hosts that had it, the rest from the agent: nobody had that"
         if not self.agent_bytes:
             text = "all of it from other hosts that had it"
-        return text + (f"; peers failed, were too slow or wrong {self.num_cut} times" if self.num_cut else "")
+        return text + bad
