@@ -13,6 +13,7 @@ import random
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
@@ -68,10 +69,11 @@ class Chain:
         self._layouts: dict[str, PublicationLayout] = {}
         self._bad: dict[str, float] = {}
         self._changed_s = time.monotonic()
-        self._recovered: VersionRef | None = None
+        self._recovered: str | None = None
         self._reader = f"reader-{uuid.uuid4().hex}"
         self._beat_s = beat_s
-        self._beats, self._beaten_s, self._note_etag = 0, -1e9, None
+        self._beats, self._beaten_s = 0, -1e9
+        self._note_etag: str | None = None
         self._noted: tuple[str, ...] = ()
         self._reading: dict[str, tuple[str, ...]] = {}
 
@@ -129,8 +131,9 @@ class Chain:
         with self._lock:
             if ref.sha256 in self._manifests:
                 return self._manifests[ref.sha256]
-        raw = self._small(ref, deadline)
-        version = self._read("version", raw, StoredVersion, what=f"{self.store.url}/{ref.key}")
+        with self._noting(ref.key):
+            raw = self._small(ref, deadline)
+            version = self._read("version", raw, StoredVersion, what=f"{self.store.url}/{ref.key}")
         with self._lock:
             self._manifests[ref.sha256] = version
             while len(self._manifests) > _NUM_KEPT:
@@ -142,11 +145,12 @@ class Chain:
         with self._lock:
             known = self._layouts.get(version.layout_digest)
         if known is None:
-            raw = self._small(version.layout, deadline)
-            try:
-                known = PublicationLayout.read(raw, version.layout_digest)
-            except InvalidRequestError as error:
-                raise StoreDamagedError(f"{self.store.url}/{version.layout.key}: {error.message}") from error
+            with self._noting(version.layout.key):
+                raw = self._small(version.layout, deadline)
+                try:
+                    known = PublicationLayout.read(raw, version.layout_digest)
+                except InvalidRequestError as error:
+                    raise StoreDamagedError(f"{self.store.url}/{version.layout.key}: {error.message}") from error
             with self._lock:
                 self._layouts = {version.layout_digest: known}
         return known
@@ -160,6 +164,18 @@ class Chain:
                 _logger.warning("%s/%s is damaged or gone: what needs it is passed by", self.store.url, key)
             self._bad[key] = time.monotonic() + _BAD_S
             self._beaten_s = -1e9  # the writer is told soon
+
+    @contextlib.contextmanager
+    def _noting(self, key: str) -> Iterator[None]:
+        """What is found damaged here is passed by from now on."""
+        try:
+            yield
+        except ObjectMissingError as error:
+            self.damaged(key)
+            raise StoreDamagedError(f"{self.store.url}/{key} is gone") from error
+        except (StoreDamagedError, SignatureError):
+            self.damaged(key)
+            raise
 
     @property
     def bad(self) -> tuple[str, ...]:
@@ -227,9 +243,10 @@ class Chain:
         what = f"{self.store.url}/{POINTER}"
         with self._lock:
             etag = self._etag
+        found = None
         try:
             found = self.store.get(POINTER, deadline=deadline, unless=etag)
-            if found is None:
+            if found is None or found.etag == self._recovered:
                 return
             pointer = self._read("pointer", found.data, Pointer, what=what)
         except ObjectMissingError:
@@ -237,19 +254,20 @@ class Chain:
                 raise StoreDamagedError(f"{what} is gone") from None
             raise NotPublishedError(f"nothing is written at {self.store.url} yet") from None
         except (StoreDamagedError, SignatureError) as error:
-            if self._pointer is not None:
+            if self._pointer is not None and self._recovered is None:
                 raise
             _logger.warning("%s: %s; the newest manifest that is good counts", self.store.url, error)
             with self._lock:
                 self._pointer = self._recover(deadline, error)
+                self._recovered = None if found is None else found.etag
             return
         with self._lock:
             if pointer.order < self._seen:
                 raise StoreDamagedError(f"{what} went back to {pointer.version}: an old one was put there again")
-            self._pointer, self._etag, self._seen = pointer, found.etag, pointer.order
+            self._pointer, self._etag, self._seen, self._recovered = pointer, found.etag, pointer.order, None
             self._changed_s = time.monotonic()
 
-    def _back_from_newest(self, deadline: Deadline):  # type: ignore[no-untyped-def]
+    def _back_from_newest(self, deadline: Deadline) -> Iterator[StoredVersion]:
         """The newest version and those before it, as far as they can be read."""
         with self._lock:
             pointer = self._pointer
@@ -264,7 +282,7 @@ class Chain:
                 version = self.manifest(ref.manifest, deadline=deadline)
                 if version.version.number != ref.number or (last_try == 0 and version.version != pointer.version):
                     raise StoreDamagedError(f"{self.store.url}/{ref.manifest.key} is of {version.version}")
-            except (StoreDamagedError, SignatureError, ObjectMissingError) as error:
+            except (StoreDamagedError, SignatureError) as error:
                 self.damaged(ref.manifest.key)
                 last = error
                 continue

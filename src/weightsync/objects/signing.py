@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -113,8 +114,6 @@ def make_keys(secret: str, public: str) -> None:
         ConfigError: one is there already, or can't be written.
         MissingDependencyError: see `Signer`.
     """
-    from contextlib import suppress
-
     key = _ed25519().Ed25519PrivateKey.generate()
     written: list[str] = []
     try:
@@ -128,7 +127,7 @@ def make_keys(secret: str, public: str) -> None:
                 file.write(f"{kind}{base64.b64encode(raw).decode()}\n")
     except OSError as error:
         for path in written:
-            with suppress(OSError):
+            with contextlib.suppress(OSError):
                 os.unlink(path)
         raise ConfigError(f"no keys were written: {error}") from error
 
@@ -159,7 +158,7 @@ def _key_in(path: str, kind: str) -> bytes:
     return raw
 
 
-def _ed25519():  # type: ignore[no-untyped-def]
+def _ed25519() -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:

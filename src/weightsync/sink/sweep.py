@@ -9,6 +9,7 @@ A listing that lags shows less: that is deleted later. Readers' clocks are never
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 
@@ -120,8 +121,6 @@ class Sweeper:
 
     def _manifest(self, key: str, deadline: Deadline) -> tuple[StoredVersion, StoredRef] | None:
         """What a reader's note names; it is believed where it is a manifest."""
-        import hashlib
-
         try:
             found = self._store.get(key, deadline=deadline)
             assert found is not None
@@ -132,7 +131,8 @@ class Sweeper:
         return version, StoredRef(key=key, nbytes=len(found.data), sha256=digest)
 
     def _live_notes(self, deadline: Deadline) -> list[ReaderNote]:
-        at_s, listed = time.monotonic(), set()
+        at_s = time.monotonic()
+        listed: set[str] = set()
         for each in self._store.list_under(READERS, deadline=deadline):
             if len(listed) >= _MAX_READERS or each.nbytes > _MAX_NOTE_BYTES:
                 continue

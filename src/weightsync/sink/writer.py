@@ -126,6 +126,7 @@ class ChainWriter:
         if self.current is not None and fresh & self.current.keys():
             _logger.warning("readers find %s damaged: the next version is a full", ", ".join(sorted(fresh)))
             self._again = True
+            self._layouts = {}
         self._refused |= fresh
 
     def write(self, taken: Taken, *, deadline: Deadline) -> int:
@@ -213,7 +214,7 @@ class ChainWriter:
     def _layout(self, taken: Taken, deadline: Deadline) -> StoredRef:
         layout = PublicationLayout.of(taken.publication)
         if layout.digest not in self._layouts:
-            key = f"{self._folder}/layouts/{layout.digest}.json"
+            key = f"{self._folder}/layouts/{taken.version.number:08d}.json"
             self._layouts = {layout.digest: self._small(key, layout.encode(), deadline)}
         return self._layouts[layout.digest]
 

@@ -3,7 +3,7 @@
     claim.json                            who writes here
     pointer.json                          the newest version; moves by conditional put
     e000001/versions/<number>.json        a version's manifest
-    e000001/layouts/<sha256>.json         names, dtypes, shapes, places
+    e000001/layouts/<number>.json         names, dtypes, shapes, places
     e000001/anchors/<number>-<source>.safetensors
     e000001/deltas/<base>-<number>-<source>.delta
     readers/<id>.json                     who reads what
@@ -195,8 +195,8 @@ class StoredVersion(Message, frozen=True, kw_only=True):
         return self.anchor is None
 
     def keys(self) -> set[str]:
-        """Objects that a reader of it needs, without manifests."""
-        found = {self.layout.key}
+        """Objects that a reader of it needs, but its own manifest."""
+        found = {self.layout.key} if self.anchor is None else {self.layout.key, self.anchor.manifest.key}
         for source in self.sources:
             found.add(source.anchor.key)
             found.update(link.blob.key for link in source.links)

@@ -339,11 +339,12 @@ class Publisher:
         """Every rank: until the last version is in the store too, at most `last_wait_s`."""
         if self._sink_config is None or self._newest is None or not self._last_wait_s:
             return
-        newest, until_s, why = self._newest, time.monotonic() + self._last_wait_s, [None]
+        newest, until_s = self._newest, time.monotonic() + self._last_wait_s
+        why: list[str | None] = [None]
 
         def done(seconds: float) -> bool:
             assert self._sink is not None
-            why[0] = self._sink.wait_stored(newest.number, timeout_s=seconds)  # type: ignore[call-overload]
+            why[0] = self._sink.wait_stored(newest.number, timeout_s=seconds)
             return why[0] is None or self._sink.failed is not None or time.monotonic() >= until_s
 
         self._manager.wait_for_first_rank(done)
