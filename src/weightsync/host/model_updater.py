@@ -35,7 +35,7 @@ from weightsync.host.pulls import Pulls
 from weightsync.host.relay import Relay
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
-from weightsync.host.sync_report import tell_served
+from weightsync.host.sync_report import kind_of, tell_served
 from weightsync.host.upstream import Upstream
 from weightsync.observe import Metrics, Recorder, now_s
 from weightsync.types import Deadline, EngineHandle, Version
@@ -446,7 +446,7 @@ class ModelUpdater:
         self._note(
             run_id=version.run_id, version=version.number, served_s=done_s, load_s=load_s,
             paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1, num_patched=loaded.num_patched,
-            checksums=loaded.checksums, full_because=loaded.full_because,
+            checksums=loaded.checksums, full_because=loaded.full_because, **kind_of(pulled.manifest),
         )  # fmt: skip
 
 
