@@ -247,6 +247,8 @@ class EngineReply(Message, frozen=True, kw_only=True):
         accepts: at describe: the kinds of updates that every worker of it takes, of "full" and "patch".
         unhealthy: at describe: why it refuses to serve until the next full load, where an audit of its live weights
             has found other bytes than it committed.
+        written: how many elements of the checkpoint its last commit has written in place; None where that was all of
+            them, or it does not say.
         layers: at describe, where it was asked: see `LiveLayer`; empty where it can't tell (yet).
         intact: at describe: whether its live weights are those of `version`, whole, whoever may be answered now.
         phases: what the engine timed since its last reply that carried phases.
@@ -266,6 +268,7 @@ class EngineReply(Message, frozen=True, kw_only=True):
     checksum: str | None = None
     accepts: tuple[str, ...] = ("full",)
     unhealthy: str | None = None
+    written: int | None = None
     layers: tuple[LiveLayer, ...] = ()
     intact: bool = True
     phases: tuple[PhaseRecord, ...] = ()
