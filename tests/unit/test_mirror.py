@@ -94,7 +94,7 @@ ELSEWHERE = {
     "handles/vllm_messages": "unit/handles/test_vllm.py",
     "load/vllm_checkpoint": "unit/load/test_vllm.py",
     "load/live_trace": "unit/load/test_live_plan.py",
-    "load/planned": "unit/load/test_vllm.py",
+    "load/patch_bracket": "unit/load/test_patching.py",
     # The documents' own code runs them.
     "adapters/compat/extractors": "documents/test_document_1.py",
     "adapters/compat/messages": "documents/test_document_1.py",
