@@ -120,6 +120,18 @@ class ManifestMismatchError(WeightSyncError):
     http_status = 422
 
 
+class WrongArtifactError(UnsupportedError):
+    """A publication of a kind that the engine does not take: an adapter where whole models are loaded, or a model where
+    adapters are. Nothing was changed."""
+
+
+class WrongBaseError(WeightSyncError):
+    """An adapter was trained on another base than the engine has. Nothing was changed: publish the base there first, or
+    the adapter of this base."""
+
+    http_status = 409
+
+
 class DigestMismatchError(WeightSyncError):
     """Bytes that arrived, or weights that were loaded, are not those that were published."""
 
@@ -232,6 +244,50 @@ class EngineUnreachableError(EngineError):
     """An engine doesn't answer: it is dead, or the network is."""
 
     http_status = 502
+
+
+class StoreUnavailableError(EngineUnreachableError):
+    """An object store does not answer, or answers "slow down" (429, 503), as often as it is asked within the deadline.
+    What was being written there is not pointed to; what was being read is not taken."""
+
+    http_status = 503
+
+
+class StoreAuthError(AuthError):
+    """An object store refuses the credential: it is wrong, expired, or may not do this. Nobody asks again with it at
+    once. What is there stays."""
+
+    http_status = 403
+
+
+class ObjectMissingError(WeightSyncError):
+    """An object is not in the store. Nothing was taken."""
+
+    http_status = 404
+
+
+class ObjectConflictError(WeightSyncError):
+    """A conditional put found another object than it was to replace, or found one where there was to be none. The store
+    is unchanged."""
+
+    http_status = 409
+
+
+class StoreDamagedError(DigestMismatchError):
+    """What an object store gave is not what was written there: damaged, cut off, or swapped. It names the object, and
+    nothing of it was taken."""
+
+
+class SignatureError(AuthError):
+    """A manifest or a pointer is not signed by the key that is trusted here, or is of another place or run. Nothing of
+    it was taken."""
+
+    http_status = 403
+
+
+class RunClaimedError(StateError):
+    """Another trainer writes into this place of an object store. What it writes stays; this one writes nothing (more)
+    there."""
 
 
 class NoEnginesError(EngineError):

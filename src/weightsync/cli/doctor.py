@@ -208,6 +208,7 @@ def _gpus() -> Iterator[Finding]:
 def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str) -> Iterator[Finding]:
     from weightsync.cli.faces import engine_facts
     from weightsync.handles.by_url import engine_at
+    from weightsync.handles.http import HttpEngine
     from weightsync.types import DescribeRequest, EngineOp
 
     for url in urls:
@@ -219,10 +220,25 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
                 handle.close()  # type: ignore[attr-defined]
         except WeightSyncError as error:
             yield _wrong(url, f"{type(error).__name__}: {error}")
+            with contextlib.suppress(WeightSyncError):
+                yield from _lacks(url, token=token, verify=verify)
             continue
         for fact in engine_facts(handle, told_of):
             yield _wrong(url, fact.text) if fact.level == "wrong" else _ok(url, fact.text)
         yield from _layers(url, told_of)
+        if not isinstance(handle, HttpEngine):
+            yield from _lacks(url, token=token, verify=verify)
+
+
+def _lacks(url: str, *, token: str | None, verify: bool | str) -> Iterator[Finding]:
+    """What a vLLM or SGLang of this release can't do, and from which one on it can."""
+    from weightsync.handles.by_url import read_engine_url
+    from weightsync.handles.probe import MEANT_FOR, Feature, probe
+
+    found = probe(read_engine_url(url).url, token=token, verify=verify, timeout_s=_ASK_S)
+    for feature, why in found.lacks.items():
+        if feature in MEANT_FOR[found.engine] and feature is not Feature.PUSH:  # of that it is refused by `engine_at`
+            yield _note(url, f"it can't {feature}", why)
 
 
 def _layers(url: str, reply: EngineReply) -> Iterator[Finding]:
