@@ -89,8 +89,9 @@ def test_another_one_is_paused(routes: tuple[Routes, VllmHttpApi]) -> None:
 @pytest.mark.parametrize(
     "odd",
     [
-        {}, {"paths": None}, {"paths": {"/sleep": {"post": {}}}}, described(level={"minimum": 1}), described(level=None),
-        described(mode={"type": "string"}), described(mode={"enum": ["abort"]}), described(also=("/reset_encoder_cache",)),
+        {}, {"paths": None}, {"paths": {"/sleep": {"post": {}}}}, described(level={"minimum": 1}),
+        described(level=None), described(mode={"type": "string"}), described(mode={"enum": ["abort"]}),
+        described(also=("/reset_encoder_cache",)),
     ],
 )  # fmt: skip
 def test_a_sleep_without_level_0_and_the_modes_of_a_pause_is_none(odd: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Random compositions of what engines' loaders do: a change that goes through the plan ends where the loader puts it."""
+"""Random compositions of what engines' loaders do: a change through the plan ends where the loader puts it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ class Composed(Loaded):
 def fused(draw: st.DrawFn, model: Composed, name: str) -> None:
     """Rows of several tensors one behind the other; this worker's part of each; perhaps turned; perhaps padded."""
     parts = draw(st.lists(_SIZES, min_size=1, max_size=3))
-    width, workers, turned, padding = draw(_SIZES), draw(st.integers(1, 2)), draw(st.booleans()), draw(st.integers(0, 2))
+    width, workers, turned, padding = (
+        draw(_SIZES),
+        draw(st.integers(1, 2)),
+        draw(st.booleans()),
+        draw(st.integers(0, 2)),
+    )
     shape = sum(parts) + padding, width
     live = model.own(name, *(reversed(shape) if turned else shape)).data
     live = live.t() if turned else live
@@ -92,7 +97,7 @@ def viewed(draw: st.DrawFn, model: Composed, name: str) -> None:
 
 
 def tied(draw: st.DrawFn, model: Composed, name: str) -> None:
-    """One parameter in two layers; the checkpoint has it once, or twice, and then nobody knows which of them is live."""
+    """One parameter in two layers; the checkpoint has it once; or twice, and nobody knows which is live."""
     shape = draw(_SIZES), draw(_SIZES)
     live = model.own(name, *shape)
     model.get_submodule(f"layer_{name}").register_parameter("again", nn.Parameter(live, requires_grad=False))
@@ -107,7 +112,9 @@ def tied(draw: st.DrawFn, model: Composed, name: str) -> None:
 @st.composite
 def models(draw: st.DrawFn) -> Composed:
     model = Composed()
-    for number, kind in enumerate(draw(st.lists(st.sampled_from([fused, stacked, viewed, tied]), min_size=1, max_size=4))):
+    for number, kind in enumerate(
+        draw(st.lists(st.sampled_from([fused, stacked, viewed, tied]), min_size=1, max_size=4))
+    ):
         kind(draw, model, f"p{number}")
     return model
 
