@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import msgspec
+import pytest
 
-from weightsync.engine.vllm.asked_audits import AskedAudits, merged_audits
+from weightsync.engine.vllm import asked_audits
+from weightsync.engine.vllm.asked_audits import EVERY_VARIABLE, AskedAudits, merged_audits
 from weightsync.errors import StateError
 from weightsync.handles.vllm_messages import VllmAudit
 from weightsync.types import Deadline, EngineReply, Version
@@ -32,6 +35,27 @@ def test_wrong_goes_before_unknown_and_unknown_before_proved() -> None:
 def test_workers_that_have_read_different_versions_prove_none() -> None:
     (told,) = merged_audits([[ended("a")], [ended("a", version=TWO)]])
     assert (told.equal, told.version) == (None, None)
+
+
+@pytest.mark.parametrize(("every", "read"), [("0", 3), ("600", 1), ("never", 0), ("often", 1)])
+def test_a_worker_reads_behind_a_patch_now_and_then(monkeypatch: pytest.MonkeyPatch, every: str, read: int) -> None:
+    """One that was interrupted is no reading: the next one goes on."""
+    monkeypatch.setenv(EVERY_VARIABLE, every)
+    began: list[str] = []
+    outcomes = iter([False, True, True, True])
+
+    def audit(session: str) -> bool:
+        began.append(session)
+        return next(outcomes)
+
+    def at_once(function: Callable[[], None], *, name: str) -> None:
+        function()
+
+    monkeypatch.setattr(asked_audits, "in_thread", at_once)
+    audits = AskedAudits(lambda: EngineReply(engine_id="e"))
+    for number in range(4):
+        audits.behind(f"s{number}", audit)
+    assert len(began) == (read + 1 if read else 0)
 
 
 def test_what_a_worker_found_is_kept_under_the_name_that_asked() -> None:
