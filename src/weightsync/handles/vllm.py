@@ -337,7 +337,7 @@ class VllmEngine(SteppedEngine):
                 self._log.add(
                     PhaseRecord(
                         name="audit", start_s=audit.began_s, end_s=audit.ended_s, track=self._engine_id,
-                        detail=f"{audit.version}{failed}",
+                        detail=f"{audit.version or audit.name}{failed}",
                     )
                 )  # fmt: skip
         self._audits_seen = {audit.name for audit in state.audits}

@@ -25,8 +25,8 @@ from weightsync.observe import now_s
 from weightsync.types import EngineReply
 
 EVERY_VARIABLE = "WEIGHTSYNC_AUDIT_EVERY_S"
-"""Environment of vLLM: behind a patch, a worker reads all by itself where the last such reading ended so many seconds ago
-or more; 0: behind each patch; "never". 600 where it is not set."""
+"""Environment of vLLM: behind a patch, a worker reads all by itself where its last such reading ended so many seconds
+ago or more; 0: behind each patch; "never". 600 where it is not set."""
 _EVERY_S = 600.0
 _KEPT = 8
 _logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class AskedAudits:
     def __init__(self, verify: Callable[[], EngineReply]) -> None:
         self._verify = verify
         self._lock = threading.Lock()
-        self._read_s = -math.inf  # when a reading by itself has ended
+        self._read_s: float | None = None  # when a reading by itself has ended
         self._ended: collections.deque[VllmAudit] = collections.deque(maxlen=_KEPT)
 
     def begin(self, name: str) -> None:
@@ -57,23 +57,28 @@ class AskedAudits:
             return tuple(self._ended)
 
     def behind(self, session: str, audit: Callable[[str], bool]) -> None:
-        """Begins a reading behind a patch, where it is time for one; waits for nothing. One that the next patch ends goes
-        on behind that one.
+        """Begins a reading behind a patch, where it is time for one; waits for nothing. One that the next patch ends
+        goes on behind that one.
 
         Args:
             session: that has committed the patch, on all workers.
             audit: see `EngineWorker.audit`.
         """
-        every_s = _every_s()
-        if time.monotonic() < self._read_s + every_s:
+        every_s, read_s = _every_s(), self._read_s
+        if every_s == math.inf or (read_s is not None and time.monotonic() < read_s + every_s):
             return
 
         def run() -> None:
+            began_s, name = now_s(), f"behind {session}"
             try:
-                if audit(session):
-                    self._read_s = time.monotonic()
+                if not audit(session):
+                    return
+                self._read_s = time.monotonic()
+                ended = VllmAudit(name=name, equal=True)
             except WeightSyncError as error:  # its state says so until a full load
                 _logger.error("live weights are not what was committed: %s", error)
+                ended = VllmAudit(name=name, equal=False, said=f"{type(error).__name__}: {error}")
+            self._note(ended, began_s)
 
         in_thread(run, name="weightsync-vllm-audit")
 
@@ -91,6 +96,9 @@ class AskedAudits:
         except Exception as error:
             said = as_weightsync_error(error, EngineError, "the audit failed")
             ended = VllmAudit(name=name, said=f"{type(said).__name__}: {said}")
+        self._note(ended, began_s)
+
+    def _note(self, ended: VllmAudit, began_s: float) -> None:
         with self._lock:
             self._ended.append(msgspec.structs.replace(ended, began_s=began_s, ended_s=now_s()))
 
