@@ -80,7 +80,7 @@ class AskedAudits:
                 ended = VllmAudit(name=name, equal=False, said=f"{type(error).__name__}: {error}")
             self._note(ended, began_s)
 
-        in_thread(run, name="weightsync-vllm-audit")
+        in_thread(run, name="weightsync-vllm-audit-behind")
 
     def _run(self, name: str) -> None:
         began_s = now_s()
