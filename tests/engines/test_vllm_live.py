@@ -182,7 +182,7 @@ def test_live_weights_are_read_again_behind_a_patch(one: Live, pulls: Callable[[
     there = pulls()
     there.publish(1)
     there.sync()
-    vllm_faults.arm(one.server.folder, {"at": "audit", "do": "corrupt"})
+    vllm_faults.arm(one.server.folder, {"at": "behind", "do": "corrupt"})
     there.publish(1, few=True)
     assert there.sync().num_patched == 1
     deadline = Deadline(120.0)
