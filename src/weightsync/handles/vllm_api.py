@@ -19,6 +19,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.handles.fanout import in_thread
+from weightsync.handles.releases import since
 from weightsync.handles.vllm_messages import BACKEND, error_in_text
 from weightsync.net.client import JsonClient
 from weightsync.net.messages import encode
@@ -183,7 +184,7 @@ class VllmHttpApi(JsonClient):
         path = path.partition("?")[0]
         if status in (404, 405):
             return UnsupportedError(
-                f"{self.name} has no route {path}: {HOW_TO_START}",
+                f"{self.name} has no route {path}: {HOW_TO_START}; where it is, {since('vLLM', [path])}",
                 peer=self.name,
                 state_left="nothing was changed" if path in _FIRST_ROUTES else None,
             )
@@ -284,7 +285,9 @@ class OfflineVllmApi:
                 f"{self.name} did not return from {what} within {timeout_s:g} s", peer=self.name
             ) from None
         except AttributeError as error:
-            raise UnsupportedError(f"this vLLM has no {what}: {error}", peer=self.name) from error
+            raise UnsupportedError(
+                f"this vLLM has no {what}, {since('vLLM', [what])}: {error}", peer=self.name
+            ) from error
         except WeightSyncError:
             raise
         except Exception as error:

@@ -43,6 +43,7 @@ from weightsync.types import (
     Version,
 )
 from weightsync.types.deadline import MAX_WAIT_S
+from weightsync.update.artifacts import check_takes
 from weightsync.update.group import TransferGroup
 from weightsync.update.session import UpdateSession
 
@@ -141,7 +142,7 @@ class EngineUpdate:
         Raises:
             WeightSyncError: typed; the engine serves its old version, or refuses to serve.
         """
-        reply = self._ready(pulled.version, deadline)
+        reply = self._ready(pulled, deadline)
         patch = patch_that_fits(pulled, reply)
         may_pause = _once(self._recorder, deadline, hold)
         if not isinstance(patch, str):
@@ -162,7 +163,7 @@ class EngineUpdate:
                         name="fallback", start_s=at_s, end_s=at_s, track=self._recorder.track, detail=patch[:_DETAIL]
                     )
                 )
-            self._ready(pulled.version, deadline)
+            self._ready(pulled, deadline)
         session = self._session(pulled.version, deadline, may_pause)
         chunks = enumerate(self._chunks_of(pulled))
         report = self._update(
@@ -180,13 +181,14 @@ class EngineUpdate:
             may_pause=may_pause,
         )
 
-    def _ready(self, version: Version, deadline: Deadline) -> EngineReply:
+    def _ready(self, pulled: StagedVersion, deadline: Deadline) -> EngineReply:
         """What the engine says of itself; after this it is in our group."""
         reply = self.describe(timeout_s=min(_DESCRIBE_S, deadline.check("time to ask the engine")))
         self._recorder.extend(reply.phases)
         self.takes_patches = "patch" in reply.accepts
         with self._own_errors():
-            self._group.join(self._client, {self.engine_id: reply}, run_id=version.run_id, deadline=deadline)
+            check_takes(pulled.manifest, {self.engine_id: reply})
+            self._group.join(self._client, {self.engine_id: reply}, run_id=pulled.version.run_id, deadline=deadline)
         return reply
 
     def _update(

@@ -27,6 +27,7 @@ from weightsync.errors import (
     as_weightsync_error,
     is_consequence,
 )
+from weightsync.handles.releases import MODEL, since
 from weightsync.handles.vllm_messages import (
     BACKEND,
     VllmInitMessage,
@@ -53,7 +54,10 @@ def register() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError as error:
-        _logger.warning("this vLLM has no weight-transfer backends, so %r is not registered: %s", BACKEND, error)
+        advice = since("vLLM", ["/init_weight_transfer_engine"])
+        _logger.warning(
+            "this vLLM has no weight-transfer backends, %s: %r is not registered: %s", advice, BACKEND, error
+        )
         return
     with contextlib.suppress(ValueError):  # registered already
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "WeightSyncTransferEngine")
@@ -418,7 +422,9 @@ def _model_behind(load_weights: Callable[..., Any]) -> Any:
     for value in candidates():
         if isinstance(value, nn.Module):
             return value
-    raise UnsupportedError("this release of vLLM does not show its model to a weight-transfer backend")
+    raise UnsupportedError(
+        f"this release of vLLM does not show its model to a weight-transfer backend: {since('vLLM', [MODEL])}"
+    )
 
 
 def _join_s(info: Any) -> float:
