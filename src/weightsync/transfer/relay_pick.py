@@ -17,6 +17,8 @@ from weightsync.errors import DigestMismatchError, TransferError, WeightSyncErro
 from weightsync.transfer.relay_standing import Standing
 from weightsync.types.relay_messages import RelayPeer, have_of
 
+_AHEAD = 2
+"""Blocks that a stream asks for at one time."""
 _TIERS = 4
 """How many hosts have a block is counted up to so many."""
 _MAX_WRONG = 3
@@ -51,6 +53,7 @@ class Swarm:
         clock: seconds, rising.
 
     Attributes:
+        ended: set when nothing is to be read any more.
         changed: notified when there may be more to take; its lock guards everything.
         agent_bytes, peer_bytes: bytes that came, from where.
         num_cut: how often a peer failed, was too slow or wrong.
@@ -70,10 +73,13 @@ class Swarm:
         seed: int | None = None,
     ) -> None:
         self.changed = threading.Condition()
+        self.ended = threading.Event()
         self._num_blocks = num_blocks
         self._missing = 0
         for block in wanted:
             self._missing |= 1 << block
+        if not self._missing:
+            self.ended.set()
         self._zone = zone
         self._standing = standing
         self._size_of = size_of
@@ -121,6 +127,7 @@ class Swarm:
         """The read has failed."""
         with self.changed:
             self.error = self.error or error
+            self.ended.set()
             self.changed.notify_all()
 
     # --- what the agent says ---
@@ -230,11 +237,13 @@ class Swarm:
                 self.changed.wait(left_s)
             return None
 
-    def wait_for_agent_work(self) -> bool:
-        """Returns when there is something to ask of the agent; False: the read is over."""
+    def agent_streams(self, most: int) -> int:
+        """So many connections to the agent have something to do."""
         with self.changed:
-            self.changed.wait_for(lambda: self.over or self._agent_todo or (self.alone and self._free()))
-            return not self.over
+            if self.over or self.agent_error is not None:
+                return 0
+            num_blocks = len(self._agent_todo) + len(self._agent_asked)
+            return min(most, self._free().bit_count() if self.alone else -(-num_blocks // _AHEAD))
 
     def _free(self) -> int:
         return self._missing & ~self._in_flight
@@ -306,6 +315,8 @@ class Swarm:
     def _there(self, block: int) -> None:
         self._in_flight &= ~(1 << block)
         self._missing &= ~(1 << block)
+        if not self._missing:
+            self.ended.set()
         self.changed.notify_all()
 
     def not_from_peer(self, name: str, blocks: Iterable[int]) -> None:
