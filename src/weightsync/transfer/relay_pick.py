@@ -93,7 +93,7 @@ class Swarm:
         self._peers: dict[str, _Peer] = {}
         self._times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMES)
         self._lonely = (0, 0.0)
-        self._agent_rate: float | None = None
+        self._agent_block_s: float | None = None  # from one block of the agent's to the next
         self._agent_since_s = clock()
         self.alone = False
         self.agent_error: WeightSyncError | None = None
@@ -186,8 +186,8 @@ class Swarm:
     def want(self, at_least: int, again_s: float) -> int:
         """How many blocks more could be taken from the agent until it is asked again."""
         with self.changed:
-            rate = self._agent_rate or 0.0
-            most = max(at_least, min(256, int(2 * again_s * rate) + 1))
+            block_s = self._agent_block_s
+            most = at_least if block_s is None else max(at_least, min(256, int(2 * again_s / max(1e-6, block_s)) + 1))
             return max(0, most - len(self._agent_todo) - len(self._agent_asked))
 
     def slow_peers(self) -> list[str]:
@@ -306,9 +306,9 @@ class Swarm:
             if asked_s is not None:
                 self._times_s.append(self._clock() - asked_s)
             now_s = self._clock()
-            rate = 1 / max(1e-6, now_s - self._agent_since_s)
+            took_s, before = now_s - self._agent_since_s, self._agent_block_s
+            self._agent_block_s = took_s if before is None else 0.9 * before + 0.1 * took_s
             self._agent_since_s = now_s
-            self._agent_rate = rate if self._agent_rate is None else 0.9 * self._agent_rate + 0.1 * rate
             self.agent_bytes += self._size_of(block)
             self._there(block)
 
