@@ -202,6 +202,30 @@ def test_a_pull_resumes_where_the_last_attempt_stopped(monkeypatch: pytest.Monke
         assert sum(proxy.num_bytes for proxy in proxies) <= whole + 12 * 2 * (BLOCK + ANSWER.size)
 
 
+def test_six_streams_at_once_and_every_byte_leaves_by_sendfile(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes the bytes from shared memory. Seen red with a `pread` and a `sendall`, and with five streams."""
+    sendfile, lock = os.sendfile, threading.Lock()
+    all_six = threading.Barrier(6)
+    sent: dict[int, int] = {}
+
+    def watched(to: int, source: int, offset: int, count: int) -> int:
+        with lock:
+            is_new = sent.setdefault(to, 0) == 0
+        if is_new:
+            all_six.wait(timeout=20)  # before that no connection has sent anything
+        done = sendfile(to, source, offset, count)
+        with lock:
+            sent[to] += done
+        return done
+
+    monkeypatch.setattr(os, "sendfile", watched)
+    reading = served.reader(served.grant())
+    reading.read(60.0)
+    assert reading.memory[4096:] == served.data[4096:]
+    assert len(sent) == 6
+    assert sum(sent.values()) == len(served.data) - 4096, "each byte once, and none by another way"
+
+
 def test_a_stream_that_stands_still_is_given_up_and_its_blocks_come_by_another(served: Served) -> None:
     """Two connections swallow what they are asked; the blocks come all the same."""
     hung = socket.create_server(("127.0.0.1", 0))

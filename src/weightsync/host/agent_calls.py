@@ -11,6 +11,7 @@ from concurrent.futures import wait as wait_for
 from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
+from weightsync.clients.store import StoreClient, client_at
 from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -28,6 +29,7 @@ from weightsync.memory import host_nonce
 from weightsync.transfer.relay import RelaySource
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Checksums, RangedSource
+from weightsync.transfer.store import StoreSource
 from weightsync.transfer.tcp import TcpSource
 from weightsync.types import Deadline, Version
 from weightsync.types.layout import KnownLayouts
@@ -69,6 +71,7 @@ class Agents:
         transport: the only one that will do; None: the agent chooses.
         num_streams: TCP connections to each agent.
         stall_s: a connection over which nothing comes for so long is opened anew.
+        trust_key: see `StoreClient`.
         relay: of this host; None: everything comes from agents.
 
     Attributes:
@@ -87,6 +90,7 @@ class Agents:
         transport: Transport | None,
         num_streams: int,
         stall_s: float,
+        trust_key: str | None = None,
         relay: Relay | None = None,
     ) -> None:
         self._receiver_id = receiver_id
@@ -96,7 +100,8 @@ class Agents:
         self._transport = transport
         self._num_streams = num_streams
         self._stall_s = stall_s
-        self._clients: dict[str, AgentClient] = {}
+        self._trust_key = trust_key
+        self._clients: dict[str, AgentClient | StoreClient] = {}
         self._registered: set[str] = set()
         self._layouts = KnownLayouts()
         self._lock = threading.Lock()
@@ -188,6 +193,8 @@ class Agents:
         where, manifest = grant.publication.sources[grant.source], grant.publication.manifest
         if grant.transport is Transport.SHM:
             return ShmSource(where, grant.proof, stamp=(manifest.version, manifest.model_id))
+        if grant.transport is Transport.STORE:
+            return self._stored(granted, where)
         content = content_id(manifest.version, manifest.model_id, where, grant.proof.block_checksums)
         return self._tcp(granted, where, grant.proof, grant.transfer_id, content)
 
@@ -199,7 +206,18 @@ class Agents:
         """
         if granted.grant.transport is Transport.SHM:
             return ShmSource(link.blob, link, stamp=None)
+        if granted.grant.transport is Transport.STORE:
+            return self._stored(granted, link.blob)
         return self._tcp(granted, link.blob, link, link.transfer_id, delta_content(granted, link))
+
+    def _stored(self, granted: Granted, where: Source) -> StoreSource:
+        client = self.client(granted.endpoint)
+        if not isinstance(client, StoreClient):
+            raise InvalidRequestError(f"{granted.endpoint} is no store, and granted what lies in one")
+        chain = client.chain
+        return StoreSource(
+            where, client.blob(where), chain.store, num_streams=self._num_streams, damaged=chain.damaged
+        )  # fmt: skip
 
     def _tcp(
         self, granted: Granted, where: Source, checksums: Checksums, transfer_id: str, content: str
@@ -249,8 +267,10 @@ class Agents:
             if how not in self.how:
                 self.how.append(how)
 
-    def came_from(self, received_bytes: int) -> dict[str, int]:
+    def came_from(self, transport: Transport, received_bytes: int) -> dict[str, int]:
         """Of so many bytes, how many came from where."""
+        if transport is Transport.STORE:
+            return {"store": received_bytes} if received_bytes else {}
         with self._lock:
             peer_bytes = min(self.peer_bytes, received_bytes)
         found = {"agent": received_bytes - peer_bytes, "peer": peer_bytes}
@@ -258,13 +278,15 @@ class Agents:
 
     def because(self, transport: Transport, num_deltas: int, mode: str) -> str:
         """Why a version came as it did, in words."""
-        way = "by delta from what is here" if num_deltas else "in full: no agent had a delta from what is here"
+        way = "by delta from what is here" if num_deltas else "in full: there was no delta from what is here"
         if mode == "full":
             way = "in full, as the mode says"
         with self._lock:
             how = "; ".join(self.how)
         if transport is Transport.SHM:
             how = "read from the publisher's memory: it is on this host"
+        elif transport is Transport.STORE:
+            how = "all of it from the store"
         elif self.shelf is None:
             how = "all of it from the agent: this host does not relay"
         return f"{way}; {how or 'nothing had to be sent'}"
@@ -309,7 +331,7 @@ class Agents:
         return None
 
     @staticmethod
-    def _renew(client: AgentClient, grant: TransferGrant, *, timeout_s: float = _ACKNOWLEDGE_S) -> None:
+    def _renew(client: AgentClient | StoreClient, grant: TransferGrant, *, timeout_s: float = _ACKNOWLEDGE_S) -> None:
         ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta[:1]]
         for transfer_id in ids:  # deltas that were granted together share what is renewed
             client.renew_transfer(RenewRequest(transfer_id=transfer_id), timeout_s=timeout_s)
@@ -335,7 +357,7 @@ class Agents:
             wait_for([in_thread(call, name="weightsync-finish") for call in calls], timeout=timeout_s)
 
     @staticmethod
-    def _finish(client: AgentClient, grant: TransferGrant, *, ok: bool, timeout_s: float) -> None:
+    def _finish(client: AgentClient | StoreClient, grant: TransferGrant, *, ok: bool, timeout_s: float) -> None:
         granted_ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta]
         deadline = Deadline(timeout_s)
         for transfer_id in granted_ids:
@@ -354,14 +376,16 @@ class Agents:
         for client in tuple(self._clients.values()):
             client.close()
 
-    def client(self, endpoint: str) -> AgentClient:
-        """The client of one agent.
+    def client(self, endpoint: str) -> AgentClient | StoreClient:
+        """The client of one agent, or of a store.
 
         Raises:
             ConfigError: the endpoint is no URL.
         """
         if endpoint not in self._clients:
-            self._clients[endpoint] = self._connected(endpoint)
+            self._clients[endpoint] = client_at(
+                endpoint, token=self._token, verify=self._verify, trust_key=self._trust_key
+            )
         return self._clients[endpoint]
 
     def _connected(self, endpoint: str) -> AgentClient:

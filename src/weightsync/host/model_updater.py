@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from weightsync.clients.agent import AgentClient
+from weightsync.clients.store import StoreClient, client_at
 from weightsync.codec.delta_reader import coding
 from weightsync.errors import (
     StateError,
@@ -34,7 +35,7 @@ from weightsync.host.pulls import Pulls
 from weightsync.host.relay import Relay
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
-from weightsync.host.sync_report import tell_served
+from weightsync.host.sync_report import kind_of, tell_served
 from weightsync.host.upstream import Upstream
 from weightsync.observe import Metrics, Recorder, now_s
 from weightsync.types import Deadline, EngineHandle, Version
@@ -272,9 +273,10 @@ class ModelUpdater:
             return None
         return TransferProgress(done_bytes=moved[0], total_bytes=moved[1], seconds=max(0.0, now_s() - status.since_s))
 
-    def agent_at(self, endpoint: str) -> AgentClient:
-        """A client of that agent."""
-        return AgentClient(endpoint, token=self._config.sender_token, verify=self._config.sender_verify)
+    def agent_at(self, endpoint: str) -> AgentClient | StoreClient:
+        """A client of that agent, or store."""
+        told = self._config
+        return client_at(endpoint, token=told.sender_token, verify=told.sender_verify, trust_key=told.trust_key)
 
     # --- helpers ---
 
@@ -444,7 +446,7 @@ class ModelUpdater:
         self._note(
             run_id=version.run_id, version=version.number, served_s=done_s, load_s=load_s,
             paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1, num_patched=loaded.num_patched,
-            checksums=loaded.checksums, full_because=loaded.full_because,
+            checksums=loaded.checksums, full_because=loaded.full_because, **kind_of(pulled.manifest),
         )  # fmt: skip
 
 

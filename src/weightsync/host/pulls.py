@@ -181,6 +181,7 @@ class Pulls:
             mode=self._config.mode,
             patch_limit=self._patch_limit,
             num_streams=self._config.num_streams,
+            trust_key=self._config.trust_key,
             staging=self._staging,
             recorder=self._recorder,
             relay=self._relay,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ from weightsync.net.messages import decode, encode
 from weightsync.net.places import Places
 from weightsync.net.server import ServerSettings, ServerThread, api_app
 from weightsync.net.timeline import add_timeline
+from weightsync.objects.urls import checked_source, is_store_url
 from weightsync.observe import LONG_RUN_BYTES, Metrics, Recorder, now_s
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.types import Deadline, EngineHandle, Version
@@ -55,6 +57,7 @@ from weightsync.types.timeline import Timeline
 _RECLAIM_EVERY_S = 2.0
 _MAX_WAITING = 4096
 _MAX_COMMITS = 64
+_MAX_ASKING = 64
 _T = TypeVar("_T")
 _SETS = ("/check_versions", "/prepare_versions", "/commit_versions", "/release_versions")
 
@@ -94,8 +97,8 @@ class RolloutService:
         self.config = config
         self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)
         self._metrics = Metrics(self.recorder)
+        senders = [checked_source(sender, whose="a sender's") for sender in config.senders]
         self.relay = relay_of(config)
-        senders = [checked_url(sender, whose="a sender's") for sender in config.senders]
         kind = ModelUpdater if config.controller is None else FleetModel
         self._models: dict[str, ModelUpdater] = {
             model_id: kind(
@@ -127,6 +130,7 @@ class RolloutService:
         self._closed = threading.Event()
         self._waiting = Places(_MAX_WAITING)
         self._committing = Places(_MAX_COMMITS)
+        self._asking = Places(_MAX_ASKING)
         self._member: FleetMember | None = None
         self._local: LocalLease | None = None
         if config.lease is not None and config.controller is not None:
@@ -291,7 +295,10 @@ class RolloutService:
         if asked.evaluate:
             raise InvalidRequestError("a rollout service validates nothing: tell its controller to evaluate")
         if asked.run_id is None:
-            asked = msgspec.structs.replace(asked, run_id=await asyncio.to_thread(self._run_of, asked))
+            ask = functools.partial(self._run_of, asked)
+            with self._asking.take(request, leave=lambda: None):  # an agent may take its time
+                run_id = await asyncio.wrap_future(in_thread(ask, name="weightsync-asks"))
+            asked = msgspec.structs.replace(asked, run_id=run_id)
         model, claim = self._noted(asked)
         if asked.wait_s is not None:
             deadline = Deadline(asked.wait_s)
@@ -418,7 +425,7 @@ class RolloutService:
     def _timeline(self) -> Timeline:
         models = self.status().models.values()
         agents = {agent for model in models for agent in (model.sender, *model.sender_errors) if agent is not None}
-        peers = tuple(sorted({*self._senders, *agents}))
+        peers = tuple(sorted(each for each in {*self._senders, *agents} if not is_store_url(each)))
         return Timeline(kind="service", name=self.config.service_id, now_s=now_s(), peers=peers)
 
     async def _get_metrics(self) -> Response:

@@ -30,10 +30,13 @@ class RolloutConfig:
     Attributes:
         service_id: name of this host's service, for operators of trainers.
         host, port, token, tls: of its own HTTP face; loopback unless a token is given.
-        senders: endpoints of agents that may be called for every model; `/register_sender` adds others for one.
+        senders: endpoints of agents, or places in object stores (s3://bucket/run), that may be called for every model;
+            `/register_sender` adds other agents for one.
         sender_token: the agents' bearer token. A service that has one and no `token` of its own refuses
             `/register_sender` of endpoints that are not in `senders`: it would give it to anybody.
         sender_verify: see `AgentClient`.
+        trust_key: file with the public key (`weightsync keygen`) whose manifests are taken from object stores among the
+            senders; None: anybody's.
         pull_timeout_s: deadline of one pull.
         load_timeout_s: deadline of one engine's load, pause included.
         pause_timeout_s: how long an engine may take to finish running generations.
@@ -79,6 +82,7 @@ class RolloutConfig:
     senders: tuple[str, ...] = ()
     sender_token: str | None = dataclasses.field(default=None, repr=False)
     sender_verify: bool | str = True
+    trust_key: str | None = None
     pull_timeout_s: float = 120.0
     load_timeout_s: float = 120.0
     pause_timeout_s: float = 10.0

@@ -68,6 +68,7 @@ class StagedVersion:
         received_from: the same by where they came from: "agent", "peer".
         because: why it came so, in words.
         incarnation: of the trainer that published it; see `AgentVersion`.
+        leads_to: see `GrantFacts`; None: it is what was wanted.
         patch: what an engine that serves the version before it can take instead; gone with the staging.
         no_patch_because: why there is none, though deltas brought it.
     """
@@ -83,6 +84,7 @@ class StagedVersion:
     received_from: Mapping[str, int] = dataclasses.field(default_factory=dict)
     because: str | None = None
     incarnation: str | None = None
+    leads_to: int | None = None
     patch: StagedPatch | None = None
     no_patch_because: str | None = None
 

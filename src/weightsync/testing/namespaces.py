@@ -21,6 +21,7 @@ _SETUP_S = 30.0
 _KINDS = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 """Namespaces by their names in /proc, with setns's flags, in the order in which they are entered."""
 _BURST_KIB = 256
+_FILES = ("hosts", "hostname", "resolv.conf")
 _PROBE = """set -e
 ip link add probe0 type veth peer name probe1
 tc qdisc add dev probe0 root tbf rate 1mbit burst 32k latency 50ms
@@ -82,11 +83,12 @@ def furnish(pid: int, name: str, table: Sequence[str], private: Sequence[str]) -
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "hosts").write_text("\n".join(["127.0.0.1 localhost", *table, ""]), encoding="ascii")
         Path(folder, "hostname").write_text(name + "\n", encoding="ascii")
+        Path(folder, "resolv.conf").write_text("nameserver 127.0.0.1\n", encoding="ascii")  # refuses at once
         script = [
             "set -e",
             'hostname "$1"',
             *(f'mount -t tmpfs -o mode=1777 weightsync-host "{place}"' for place in private),
-            *(f'mount --bind "$2/{file}" /etc/{file}' for file in ("hosts", "hostname")),  # outlives its folder
+            *(f'mount --bind "$2/{file}" /etc/{file}' for file in _FILES),  # outlives its folder
         ]
         command = ["nsenter", "--target", str(pid), "--mount", "--uts", "--", "sh", "-c", "\n".join(script)]
         _checked([*command, "sh", name, folder])

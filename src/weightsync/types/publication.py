@@ -15,6 +15,7 @@ from weightsync.types.table import DIGEST_BYTES, SpecTable, TensorTable, written
 
 MAX_SOURCES = 4096
 _CHECKSUM_DIGITS = 16
+_SCHEMES = tuple(f"{scheme}://" for scheme in ("http", "https", "s3", "gs", "az", "file", "memory"))
 _FITTING_BLOCKS = 128
 
 
@@ -30,8 +31,8 @@ class Source(Message, frozen=True, kw_only=True):
     """One place that a publication lies in: a segment of one trainer host, served by that host's agent.
 
     Attributes:
-        endpoint: the agent's URL.
-        segment: name of the segment in the host's shared memory; a safetensors file.
+        endpoint: the agent's URL, or a place in an object store.
+        segment: name of the segment in the host's shared memory, or of the object; a safetensors file.
         data_start: first byte of tensors in it (what is before is the header).
         data_end: its size in bytes.
         block_bytes: what one checksum covers; blocks are cut from `data_start` on.
@@ -44,8 +45,10 @@ class Source(Message, frozen=True, kw_only=True):
     block_bytes: int
 
     def __post_init__(self) -> None:
-        if not self.endpoint.startswith(("http://", "https://")):
-            raise InvalidRequestError(f"a source's endpoint is an http URL, not {self.endpoint!r}")
+        if not self.endpoint.startswith(_SCHEMES):
+            raise InvalidRequestError(
+                f"a source's endpoint is an http URL or a place in a store, not {self.endpoint!r}"
+            )
         if not 0 <= self.data_start <= self.data_end <= MAX_NBYTES or self.data_start >= 1 << 40:
             raise InvalidRequestError(f"a source can't hold bytes {self.data_start} to {self.data_end}")
         if not 4096 <= self.block_bytes <= 64 << 20:
