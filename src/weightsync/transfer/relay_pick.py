@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from weightsync.errors import DigestMismatchError, TransferError, WeightSyncError
 from weightsync.transfer.relay_standing import Standing
-from weightsync.types.relay_messages import RelayPeer, have_of
+from weightsync.types.relay_messages import RelayPeer, have_of, set_of
 
 _AHEAD = 2
 """Blocks that a stream asks for at one time."""
@@ -75,9 +75,7 @@ class Swarm:
         self.changed = threading.Condition()
         self.ended = threading.Event()
         self._num_blocks = num_blocks
-        self._missing = 0
-        for block in wanted:
-            self._missing |= 1 << block
+        self._missing = set_of(wanted)
         if not self._missing:
             self.ended.set()
         self._zone = zone
