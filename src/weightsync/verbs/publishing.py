@@ -123,6 +123,7 @@ def publish(
         sink = SinkConfig(
             store=checked_store_url(place, whose="the store's"), model_id=manager.model_id, run_id="", agents=(),
             token=token, sign_key=sign_key or chosen.sign_key, anchor_every=chosen.anchor_every, keep_s=chosen.keep_s,
+            sweep_s=max(1.0, chosen.keep_s / 10),
             verify=_own_certificate(options),
         )  # fmt: skip
     notifier = Notifier(urls, model_id=manager.model_id, token=token, verify=verify)
