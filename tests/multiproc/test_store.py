@@ -1,7 +1,7 @@
 """Versions through an object store, with real processes: trainers, their writers, hosts, and an S3 server or a folder.
 
-Seen red with a writer that keeps the trainer's segment while it uploads, with notes left out, and with a pointer that is
-not conditional.
+Seen red with a writer that keeps the trainer's segment while it uploads, with notes left out, and with a pointer that
+is not conditional.
 """
 
 from __future__ import annotations
