@@ -1,8 +1,4 @@
-"""Versions through an object store, with real processes: trainers, their writers, hosts, and an S3 server or a folder.
-
-Seen red with a writer that keeps the trainer's segment while it uploads, with notes left out, and with a pointer that
-is not conditional.
-"""
+"""Versions through an object store, with real processes: trainers, their writers, hosts, and an S3 server or a folder."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ import pytest
 
 from tests.multiproc.pull_kit import RefusedError, shm_of, wait_until
 from tests.multiproc.store_kit import SEED, StoreTrainer, host_of, record, serves
+from tests.standins.processes import children
 from tests.standins.stores import BUCKET, FaultProxy, at_endpoint, s3_server
 from weightsync.objects.opened import open_store
 from weightsync.types import Deadline
@@ -28,6 +25,12 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto.server")
 
 _LONG_S = 120.0
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    with children() as starter:
+        yield starter
 
 
 @pytest.fixture(scope="module")

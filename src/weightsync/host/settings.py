@@ -130,7 +130,8 @@ class RolloutConfig:
         serve = settings.serve
         values: dict[str, Any] = {
             "service_id": serve.service_id or socket.gethostname()[:100] or "rollout", "host": serve.host,
-            "port": serve.port, "senders": serve.sources, "controller": serve.controller, "advertise": serve.advertise, "trust_key": serve.trust_key,
+            "port": serve.port, "senders": serve.sources, "controller": serve.controller, "advertise": serve.advertise,
+            "trust_key": serve.trust_key,
         }  # fmt: skip
         values |= pull_settings(settings)
         if "lease_s" in settings.fleet.model_fields_set:
