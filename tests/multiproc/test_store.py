@@ -1,4 +1,4 @@
-"""Versions through an object store, with real processes: trainers, their writers, hosts, and an S3 server or a folder."""
+"""Versions through an object store: real trainers, their writers and hosts, over an S3 server and a folder."""
 
 from __future__ import annotations
 
