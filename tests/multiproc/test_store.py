@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.pull_kit import RefusedError, shm_of, wait_until
-from tests.multiproc.store_kit import SEED, StoreTrainer, host_of, record, serves
+from tests.multiproc.store_kit import SEED, StoreTrainer, host_of, in_environment, record, serves
 from tests.standins.processes import children
 from tests.standins.stores import BUCKET, FaultProxy, at_endpoint, s3_server
 from weightsync.objects.opened import open_store
@@ -30,7 +30,12 @@ _LONG_S = 120.0
 @pytest.fixture
 def start() -> Iterator[Any]:
     with children() as starter:
-        yield starter
+
+        def start_here(function: Any, *args: Any, **options: Any) -> Any:
+            here = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+            return starter(in_environment, here, function, *args, **options)
+
+        yield start_here
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +134,10 @@ def test_a_second_trainer_is_refused_and_a_dead_ones_place_is_taken(start: Any, 
     host.ask("close")
 
 
+def alive(pid: int) -> int | None:
+    return pid if Path(f"/proc/{pid}/exe").exists() else None
+
+
 def test_a_writer_that_is_killed_is_started_again(start: Any, tmp_path: Path) -> None:
     """Again and again, at any moment: the trainer's steps do not wait, and the host ends on the newest."""
     place = f"file://{tmp_path}/run"
@@ -140,7 +149,8 @@ def test_a_writer_that_is_killed_is_started_again(start: Any, tmp_path: Path) ->
         trainer.step(number, wait_s=0.0)
         if number in (3, 5):
             time.sleep(chance.random() * 0.05)
-            os.kill(trainer.state()["pid"], signal.SIGKILL)
+            sink = wait_until(lambda: alive(trainer.state()["pid"]), "the writer is there", _LONG_S)
+            os.kill(sink, signal.SIGKILL)
     trainer.step(8, wait_s=_LONG_S)
     wait_until(lambda: serves(host, SEED, 8), "the last version", _LONG_S)
     assert trainer.state()["slowest_s"] < 2.0

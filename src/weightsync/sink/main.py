@@ -87,7 +87,7 @@ class Sink:
         self._tell = tell
         self._store = open_store(config.store, whose="the store's")
         self._signer = None if config.sign_key is None else Signer(config.sign_key)
-        self._claim = ClaimKeeper(self._store, run_id=config.run_id, takeover_s=config.takeover_s)
+        self._claim = ClaimKeeper(self._store, run_id=config.run_id, takeover_s=config.takeover_s, writer=config.writer)
         self._intake = Intake(
             config.agents, config.model_id, receiver_id=f"store {config.store[:150]} {secrets.token_hex(4)}",
             token=config.token, verify=config.verify,

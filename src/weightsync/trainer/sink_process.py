@@ -13,12 +13,19 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from weightsync.errors import StateError, WeightSyncError, error_from_dict
+from weightsync.errors import (
+    DeadlineExceededError,
+    StateError,
+    StoreUnavailableError,
+    WeightSyncError,
+    error_from_dict,
+)
 from weightsync.types import Version
 from weightsync.types.process import of_one_process
 from weightsync.types.sink import Claimed, SinkConfig, SinkEvent, Stored, Trouble
@@ -44,7 +51,7 @@ class SinkProcess:
     """
 
     def __init__(self, config: SinkConfig, *, on_stored: Callable[[Stored], None] = lambda _: None) -> None:
-        self._config = config
+        self._config = msgspec.structs.replace(config, writer=config.writer or uuid.uuid4().hex)
         self._on_stored = on_stored
         self._changed = threading.Condition()
         self._claimed = False
@@ -64,11 +71,11 @@ class SinkProcess:
         """
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._claimed or self.failed is not None, wait_s)
+            self._changed.wait_for(lambda: self._claimed or self.error is not None, wait_s)
             if self.failed is not None:
                 raise self.failed
             if not self._claimed:
-                _logger.warning("%s is not claimed within %g s: the trainer goes on", self._config.store, wait_s)
+                _logger.warning("%s is not claimed yet: the trainer goes on", self._config.store)
 
     @property
     def pid(self) -> int | None:
@@ -151,7 +158,8 @@ class SinkProcess:
                 case Trouble():
                     self.error = error_from_dict(event.error, peer=self._config.store)
                     _logger.warning("%s: %s", self._config.store, self.error)
-                    if event.is_last or not self._claimed:
+                    passing = isinstance(self.error, StoreUnavailableError | DeadlineExceededError)
+                    if event.is_last or not (self._claimed or passing):
                         self.failed = self.error
             self._changed.notify_all()
         if isinstance(event, Stored):
