@@ -57,10 +57,10 @@ def trainer_main(seed: int, kib: int, url: str, options: dict[str, Any], conn: A
     os._exit(0)
 
 
-def in_environment(variables: dict[str, str], function: Any, *args: Any) -> None:
+def in_environment(variables: dict[str, str], function: Any, *args: Any, **conn: Any) -> None:
     """A child's first function: its environment is that of a server that was started before."""
     os.environ.update(variables)
-    function(*args)
+    function(*args, **conn)
 
 
 class StoreTrainer(Actor):
