@@ -80,7 +80,7 @@ def chain(start: Any, place: str, num_versions: int) -> None:
         now = objects(place)
         sizes.append(sum(nbytes for key, nbytes in now.items() if key not in before))
         counts.append(len(now))
-        if number % 10 == 0:
+        if number % 6 == 0:
             wait_until(lambda n=number: serves(live, SEED, n), f"the live host serves {number}", _LONG_S)
             lags.append(time.monotonic() - begun_s)
             seen[number] = live.status().num_deltas
@@ -103,7 +103,7 @@ def chain(start: Any, place: str, num_versions: int) -> None:
 
 @BOTH
 def test_a_chain_followed_live_and_joined_without_a_trainer(start: Any, place: str) -> None:
-    chain(start, place, 24)
+    chain(start, place, 12)
 
 
 @pytest.mark.soak

@@ -28,9 +28,10 @@ from weightsync.errors import (
 )
 from weightsync.types import Version
 from weightsync.types.process import of_one_process
-from weightsync.types.sink import Claimed, SinkConfig, SinkEvent, Stored, Trouble
+from weightsync.types.sink import Begun, Claimed, SinkConfig, SinkEvent, Stored, Trouble
 
 _FIRST_S, _LONGEST_S = 0.5, 15.0
+_START_S = 60.0
 _MAX_LINE_BYTES = 1 << 20
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class SinkProcess:
         self._config = msgspec.structs.replace(config, writer=config.writer or uuid.uuid4().hex)
         self._on_stored = on_stored
         self._changed = threading.Condition()
-        self._claimed = False
+        self._begun = self._claimed = False
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._supervise, name="weightsync-sink", daemon=True)
@@ -70,7 +71,8 @@ class SinkProcess:
             WeightSyncError: the store refuses the credential, or the URL is none.
         """
         self._thread.start()
-        with self._changed:
+        with self._changed:  # a busy machine takes its time to load torch: that is no silence of the store
+            self._changed.wait_for(lambda: self._begun or self.error is not None, _START_S)
             self._changed.wait_for(lambda: self._claimed or self.error is not None, wait_s)
             if self.failed is not None:
                 raise self.failed
@@ -151,6 +153,8 @@ class SinkProcess:
             return
         with self._changed:
             match event:
+                case Begun():
+                    self._begun = True
                 case Claimed():
                     self._claimed = True
                 case Stored():

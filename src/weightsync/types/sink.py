@@ -48,6 +48,10 @@ class _Said(Message, frozen=True, kw_only=True, tag_field="kind"):
     """One event, a line of the standard output."""
 
 
+class Begun(_Said, tag="begun", frozen=True, kw_only=True):
+    """The process runs: it asks for its claim now."""
+
+
 class Claimed(_Said, tag="claimed", frozen=True, kw_only=True):
     """The place is this writer's."""
 
@@ -83,7 +87,7 @@ class Trouble(_Said, tag="trouble", frozen=True, kw_only=True):
     is_last: bool = False
 
 
-SinkEvent: TypeAlias = Claimed | Stored | Trouble
+SinkEvent: TypeAlias = Begun | Claimed | Stored | Trouble
 
 for _kind in (SinkConfig, SinkEvent):  # see types.engine
     msgspec.json.Decoder(_kind)
