@@ -15,7 +15,7 @@ from weightsync.engine.session import Session
 from weightsync.errors import DigestMismatchError, StateError, TransferAbortedError, UnsupportedError
 from weightsync.load.base import WeightLoader
 from weightsync.observe import Recorder
-from weightsync.types import EngineReply
+from weightsync.types import EngineReply, Manifest
 
 
 class AuditedWorker(abc.ABC):
@@ -34,6 +34,12 @@ class AuditedWorker(abc.ABC):
 
     @abc.abstractmethod
     def _use_device(self) -> None: ...
+
+    @property
+    def served(self) -> Manifest | None:
+        """What was committed last; None before the first commit."""
+        served = self._served
+        return None if served is None else served.manifest
 
     def audit(self, name: str) -> None:
         """The patch that session `name` committed stays; reads all live weights and compares them with its digest.
