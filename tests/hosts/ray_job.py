@@ -1,6 +1,6 @@
 """The driver of a job on Ray's nodes, one a host: starts a trainer's ranks and engines there, and pushes versions.
 
-Prints a line of JSON: what each actor's node is, and of each version what the engines have proved and serve.
+Writes a line of JSON: what each actor's node is, and of each version what the engines have proved and serve.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(address: str) -> None:
     from weightsync.cluster.placement import Placement
 
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    placement = Placement(rank_cpus=1, engine_cpus=1, spread="STRICT_SPREAD")
+    placement = Placement(rank_cpus=1, engine_cpus=1, spread="SPREAD")
     config = {"transfer": TRANSFER, "extract": {"dtype": "bfloat16"}}
     try:
         with launch(
@@ -41,7 +41,8 @@ def main(address: str) -> None:
                     live, number, _ = engine.ask("fingerprint", timeout_s=CALL_S)
                     assert live == expected(version)
                     served.append(number)
-            print(json.dumps({"ranks": nodes, "engines": [urlsplit(url).hostname for url in urls], "served": served}))
+            said = {"ranks": nodes, "engines": [urlsplit(url).hostname for url in urls], "served": served}
+            sys.stdout.write(json.dumps(said) + "\n")
     finally:
         ray.shutdown()
 
