@@ -218,7 +218,7 @@ _WAYS = {
 }
 
 
-TABLES = {
+TABLES: dict[str, Callable[[], str]] = {
     **{f"releases-{kind}": functools.partial(releases.table, kind) for kind in releases.NAMES},
     "before-after": before_after_table,
     "controller-keys": lambda: keys_table("", schema.WeightSyncConfig),
