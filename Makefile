@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON_IS_NEW = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "weightsync needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
 
-.PHONY: help demo engines engines-sglang engines-verl browser test check soak storms compat bench docs
+.PHONY: help demo engines engines-sglang engines-verl environments browser hosts test check soak storms compat bench docs
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -48,11 +48,21 @@ browser: ## Chromium for the test of the controller's page: by apt, where this i
 	       && apt-get install -y -qq --no-install-recommends chromium; } \
 	  || echo "there is no Chromium: the test of the controller's page is skipped"
 
-test: $(ENGINES) $(SGLANG_STAMP) browser check docs ## the checks, then every test but the long ones
+hosts: ## iproute2 for the tests of several hosts: by apt, where this is root on Linux and there is none
+	@command -v tc >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
+	       && apt-get install -y -qq --no-install-recommends iproute2; } \
+	  || echo "there is no iproute2: the tests of several hosts are skipped"
+
+test: environments browser hosts ## the checks, then every test but the long ones
+	@$(MAKE) --no-print-directory check docs
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) || failed=1; \
 	$(BIN)/python -m pytest -m "not soak and alone" || failed=1; \
 	exit $$failed
+
+# Both at the same time: each waits for its package index and for the disk.
+environments:
+	@$(MAKE) --no-print-directory -j2 $(ENGINES) $(SGLANG_STAMP)
 
 check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/ruff check .
@@ -60,7 +70,7 @@ check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-soak: $(ENGINES) $(SGLANG_STAMP) $(VERL_STAMP) ## the long form of the tests
+soak: $(ENGINES) $(SGLANG_STAMP) $(VERL_STAMP) hosts ## the long form of the tests
 	$(BIN)/python -m pytest -m soak
 
 storms: $(ENGINES) ## of the long tests, the storms on a busy machine, ten times each

