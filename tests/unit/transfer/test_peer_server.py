@@ -19,7 +19,7 @@ from weightsync.transfer.tcp import TcpSource
 from weightsync.types import Deadline
 from weightsync.types.publication import Source, SourceProof
 
-BLOCK, NUM = 64 << 10, 10
+BLOCK, NUM = 1 << 20, 10
 CONTENT, KEY = "ab" * 16, "cd" * 32
 
 
