@@ -106,6 +106,11 @@ def reading(served: Served) -> socket.socket:
     raw.connect(("127.0.0.1", served.server.port))
     raw.sendall(HELLO.pack(MAGIC, bytes.fromhex(served.shown)) + b"".join(ask_bytes(block) for block in range(NUM)))
     assert parse_answer(raw.recv(ANSWER.size, socket.MSG_WAITALL)).code is Code.OK
+    sent_bytes, end_s = -1, time.monotonic() + 20
+    while sent_bytes != served.server.sent_bytes or not served.offer._num_using:  # it is held in `send`
+        assert time.monotonic() < end_s
+        sent_bytes = served.server.sent_bytes
+        time.sleep(0.2)
     return raw
 
 
