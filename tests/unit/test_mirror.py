@@ -70,6 +70,12 @@ ELSEWHERE = {
     "memory/mapped": "multiproc/test_push_ipc_faults.py",
     "transfer/shm": "multiproc/test_pull_faults.py",
     "transfer/tcp": "multiproc/test_pull_tcp.py",
+    "transfer/stream_door": "multiproc/test_pull_tcp.py",
+    # Relaying: by hosts and agents of one process, over real sockets.
+    "agent/relay": "unit/host/test_relay.py",
+    "transfer/relay": "unit/host/test_relay.py",
+    "transfer/relay_standing": "unit/transfer/test_relay_pick.py",
+    "transfer/relay_work": "unit/transfer/test_relay_pick.py",
     "transfer/tcp_server": "multiproc/test_pull_tcp.py",
     # Trainers' own libraries: several ranks.
     "extract/deepspeed": "multiproc/test_extract_deepspeed.py",
