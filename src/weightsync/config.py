@@ -298,6 +298,13 @@ class ServeConfig(_Section):
     lease: _Text | None = Field(default=None, description="file of the serving lease that its engines look at")
     controller: _Url | None = Field(default=None, description="URL of the controller whose fleet it is part of")
     advertise: _Url | None = Field(default=None, description="URL by which the controller reaches it")
+    relay: bool | None = Field(
+        default=None,
+        description="whether it takes blocks from other rollout hosts and serves them; null: where it listens beyond "
+        "loopback",
+    )
+    zone: _Text | None = Field(default=None, description="its rack, room or data centre: those of one ask each other")
+    upload_bytes_s: _Seconds | None = Field(default=None, description="most that it sends to other hosts in a second")
 
 
 class WeightSyncConfig(_Section):

@@ -57,7 +57,7 @@ class WeightSyncError(Exception):
     def __str__(self) -> str:
         facts = [f"{key}={value}" for key in _FIELDS if (value := getattr(self, key)) is not None]
         facts += [f"{key}={_shown(value)}" for key, value in self.details.items()]
-        return f"{self.message} [{', '.join(facts)}]" if facts else self.message
+        return _visible(f"{self.message} [{', '.join(facts)}]" if facts else self.message)
 
     def to_dict(self) -> dict[str, Any]:
         """This error as JSON-able data; `error_from_dict` is the inverse."""
@@ -118,6 +118,18 @@ class ManifestMismatchError(WeightSyncError):
     """The announced tensors don't fit the model: wrong shape, dtype, missing or extra name."""
 
     http_status = 422
+
+
+class WrongArtifactError(UnsupportedError):
+    """A publication of a kind that the engine does not take: an adapter where whole models are loaded, or a model where
+    adapters are. Nothing was changed."""
+
+
+class WrongBaseError(WeightSyncError):
+    """An adapter was trained on another base than the engine has. Nothing was changed: publish the base there first, or
+    the adapter of this base."""
+
+    http_status = 409
 
 
 class DigestMismatchError(WeightSyncError):
@@ -299,7 +311,7 @@ class SyncFailedError(WeightSyncError):
         head = {key: getattr(self, key) for key in _FIELDS if getattr(self, key) is not None}
         facts = ", ".join(f"{key}={value}" for key, value in head.items())
         causes = "; ".join(f"{peer}: {type(error).__name__}: {error}" for peer, error in self.causes.items())
-        return f"{self.message}{f' [{facts}]' if facts else ''}{f' ({causes})' if causes else ''}"
+        return _visible(f"{self.message}{f' [{facts}]' if facts else ''}{f' ({causes})' if causes else ''}")
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -367,6 +379,14 @@ def _jsonable(value: Any, depth: int = 0) -> Any:
 def _text(value: object) -> str:
     """As UTF-8 can say it: names of files come with lone surrogates in them."""
     return str(value).encode("utf-8", "replace").decode("utf-8")
+
+
+def _visible(text: str) -> str:
+    """A text that moves no terminal's cursor and styles nothing: much of it came from elsewhere. Lines stay lines."""
+    if text.isprintable():
+        return text
+    shown = (char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text)
+    return "".join(shown)
 
 
 def _shown(value: object) -> str:

@@ -17,6 +17,7 @@ from weightsync.engine.audited import found_together
 from weightsync.engine.gate import ServingGate
 from weightsync.engine.worker import EngineWorker
 from weightsync.errors import (
+    ConfigError,
     DeadlineExceededError,
     DigestMismatchError,
     EngineError,
@@ -74,7 +75,7 @@ class Worker(Protocol):
     def abort(self, name: str | None, reason: str) -> None: ...
     def rollback(self, name: str, reason: str) -> None: ...
     def audit(self, name: str) -> None: ...
-    def verify(self) -> EngineReply: ...
+    def verify(self, timeout_s: float) -> EngineReply: ...
     def drain_phases(self) -> tuple[PhaseRecord, ...]: ...
     def close(self) -> None: ...
 
@@ -122,6 +123,17 @@ class EmbeddedEngine:
         """An engine of one worker in this process; see `EngineWorker` for the arguments."""
         worker = EngineWorker(loader, track=engine_id, model_id=model_id, codec=codec)
         return cls([worker], engine_id=engine_id, lease=lease)
+
+    def own_worker(self) -> EngineWorker:
+        """Its only worker, of this process.
+
+        Raises:
+            ConfigError: it has several, or one elsewhere.
+        """
+        only = self._workers[0] if len(self._workers) == 1 else None
+        if not isinstance(only, EngineWorker):
+            raise ConfigError(f"engine {self._engine_id} has not one worker in this process")
+        return only
 
     @property
     def engine_id(self) -> str:
@@ -310,7 +322,7 @@ class EmbeddedEngine:
             mine = self._num_commits
 
         def verify(worker: Worker) -> EngineReply:
-            reply = worker.verify()
+            reply = worker.verify(deadline.check("read its live weights"))
             with self._lock:
                 if reply.digests_equal is False and self._num_commits == mine:  # whoever waits for it yet
                     self._gate.fence(reply.unhealthy or "its live weights are others")
@@ -385,6 +397,7 @@ class EmbeddedEngine:
             model_digest=digests.pop() if len(digests) == 1 else None,
             run_id=replies[0].run_id,
             accepts=tuple(sorted(set.intersection(*(set(reply.accepts) for reply in replies)))),
+            artifacts=tuple(sorted(set.intersection(*(set(reply.artifacts) for reply in replies)))),
             unhealthy=unhealthy or None,
             intact=all(reply.serving for reply in replies) and not self._gate.fenced,
         )

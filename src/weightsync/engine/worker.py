@@ -24,6 +24,7 @@ from weightsync.codec.full import FullCodec
 from weightsync.codec.patch import PatchDecoder
 from weightsync.engine.audit import Audits
 from weightsync.engine.audited import AuditedWorker
+from weightsync.engine.live_base import LiveBase, check_artifact
 from weightsync.engine.membership import Membership
 from weightsync.engine.proof import Served, check_base, check_immutable, committed, prove, prove_patch
 from weightsync.engine.session import Session
@@ -49,6 +50,7 @@ from weightsync.types import (
     BeginRequest,
     EngineReply,
     InitRequest,
+    Manifest,
     PhaseRecord,
     StageRequest,
     Version,
@@ -74,6 +76,7 @@ class EngineWorker(AuditedWorker):
         model_id: the one model that it serves; any where not given.
         codec: how what travels becomes updates.
         strategies: from the name in an init info to a strategy; the library's own where not given.
+        base: how it is known whether an adapter belongs here; by its loader's base tensors where not given.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class EngineWorker(AuditedWorker):
         model_id: str | None = None,
         codec: Codec | None = None,
         strategies: Callable[[str], WeightTransferStrategy] = strategy_named,
+        base: LiveBase | None = None,
     ) -> None:
         self.loader = loader
         self.index = index
@@ -99,6 +103,7 @@ class EngineWorker(AuditedWorker):
         self._served: Served | None = None
         self._undoable: tuple[Session, Served | None] | None = None  # a patch that was committed, and what was before
         self._takes_patches = True  # until its model has turned out to be none that can be patched
+        self._base = base or LiveBase()
         self._audits = Audits()
         self._stuck: str | None = None
 
@@ -107,6 +112,18 @@ class EngineWorker(AuditedWorker):
         """Name of the open session; None where none is."""
         with self._lock:
             return None if self._session is None else self._session.name
+
+    @property
+    def served(self) -> Manifest | None:
+        """What was committed last; None before the first commit."""
+        served = self._served
+        return None if served is None else served.manifest
+
+    @property
+    def coming(self) -> Manifest | None:
+        """What is staged and not committed yet; None where nothing is."""
+        session = self._session
+        return None if session is None else session.staged
 
     @property
     def live_version(self) -> Version | None:
@@ -140,6 +157,7 @@ class EngineWorker(AuditedWorker):
                 writes_live=self.loader.writes_live,
                 group=self._member.group,
                 run_id=self._member.run[0] if self._member.run else None,
+                artifacts=tuple(sorted(self.loader.artifacts)),
                 accepts=tuple(sorted(self.loader.accepts if self._takes_patches else self.loader.accepts - {"patch"})),
                 unhealthy=unhealthy,
             )
@@ -186,6 +204,7 @@ class EngineWorker(AuditedWorker):
                 served, proved and whole here. Nothing was changed: load it in full.
             UnsupportedError: this model can't be patched. Nothing was changed.
             ManifestMismatchError: the tensors don't fit the model. Nothing was changed.
+            WrongArtifactError, WrongBaseError: an adapter that this engine does not take. Nothing was changed.
         """
         version = request.manifest.version
         with self._lock:
@@ -196,6 +215,8 @@ class EngineWorker(AuditedWorker):
             served = self._served.version if self._served else None
             if served and served.run_id == version.run_id and served.is_newer_than(version):
                 raise VersionError(f"{served} is served already; versions rise within a run", version=str(version))
+            check_artifact(request.manifest, self.loader)
+            self._base.check(request.manifest, self.loader)
             if request.base is not None:
                 check_base(request.base, self._served, self.loader, version=version, damage=self._audits.finding)
             decoder = self._codec.decoder() if request.base is None else PatchDecoder()
@@ -205,6 +226,8 @@ class EngineWorker(AuditedWorker):
             if request.base is None:
                 if self.loader.audits_copy:
                     self._audits.pause()
+                if self._audits.finding is not None:
+                    self.loader.distrust()
                 self.loader.begin(request.manifest)
             else:
                 try:
@@ -292,16 +315,18 @@ class EngineWorker(AuditedWorker):
                 raise StateError("commit comes after stage", version=str(session.manifest.version))
             try:
                 self._audits.pause()
+                self._base.check_commit(manifest, self.loader)
                 with self.recorder.phase("commit"):
                     self.loader.commit(manifest.version)
             except BaseException as error:
                 raise self._fail(session, as_weightsync_error(error, LoadError, "commit failed")) from error
             before = self._served
             self._served = committed(session, manifest, self.loader)
+            if session.base is not None or self.loader.can_roll_back:
+                self._undoable = (session, before)
             if session.base is None:
                 self._audits = Audits()
             else:
-                self._undoable = (session, before)
                 self._audits.follow(session.changes)
             self._close(session)
             return manifest.version

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -31,6 +31,8 @@ from weightsync.types import (
     UpdateRequest,
     Version,
 )
+from weightsync.types.adapter import Adapter
+from weightsync.types.manifest import ArtifactKind
 from weightsync.types.requests import MAX_TENSORS_A_CHUNK
 from weightsync.types.table import SpecTable
 
@@ -131,7 +133,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """As the messages of `types.engine`."""
 
 
-class CompactManifest(_Message, frozen=True, kw_only=True):
+class CompactManifest(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """A manifest without its tensors.
 
     Attributes:
@@ -141,10 +143,11 @@ class CompactManifest(_Message, frozen=True, kw_only=True):
 
     version: Version
     model_id: str
-    artifact: Literal["model"]
+    artifact: ArtifactKind
     model_digest: str | None
     layout: str
     digests: bytes | None
+    adapter: Adapter | None = None
 
 
 class CompactBegin(_Message, frozen=True, kw_only=True):

@@ -48,6 +48,7 @@ class GroupReport:
         num_patched: how many were given the changed elements alone.
         checksums: engines' own, of their live weights, by engine; of those that have one.
         full_because: why engines were given all of it, though deltas brought it, by engine.
+        written: how many elements engines have written in place, those alone that did not write all of them.
     """
 
     engine_ids: tuple[str, ...]
@@ -59,6 +60,7 @@ class GroupReport:
     num_patched: int = 0
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     full_because: dict[str, str] = dataclasses.field(default_factory=dict)
+    written: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,6 +195,7 @@ class EngineGroup(ServedVersions):
             unprovable=self.unprovable(),
             num_patched=sum(report.patched for report in reports.values()),
             checksums=self._sums(staged.version),
+            written=sum(report.written or 0 for report in reports.values()),
             full_because={who: report.full_because for who, report in reports.items() if report.full_because},
         )
 

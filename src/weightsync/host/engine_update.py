@@ -27,7 +27,7 @@ from weightsync.handles.fanout import DirectEngine
 from weightsync.host.commit_gate import PendingCommit
 from weightsync.host.staged_requests import full_chunks, full_request, patch_requests, patch_that_fits
 from weightsync.host.staged_version import StagedVersion
-from weightsync.observe import Recorder
+from weightsync.observe import Recorder, now_s
 from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
 from weightsync.types import (
     AnyUpdateRequest,
@@ -38,14 +38,17 @@ from weightsync.types import (
     EngineReply,
     PackedCudaIpcWeightUpdateRequest,
     PatchBase,
+    PhaseRecord,
     TensorTable,
     Version,
 )
 from weightsync.types.deadline import MAX_WAIT_S
+from weightsync.update.artifacts import check_takes
 from weightsync.update.group import TransferGroup
 from weightsync.update.session import UpdateSession
 
 CHUNK_BYTES = 256 << 20
+_DETAIL = 200
 _DESCRIBE_S = 10.0
 """An engine that stands still keeps the others waiting no longer than this."""
 
@@ -76,6 +79,7 @@ class LoadReport:
         patched: whether it was given the change alone.
         checksum: the engine's own, of its live weights; None where it has none.
         full_because: why it was given all of it, though deltas brought it; None where it was not, or they did not.
+        written: how many elements it has written in place; None where that was all of them, or is not known.
     """
 
     version: Version
@@ -85,6 +89,7 @@ class LoadReport:
     patched: bool
     checksum: str | None = None
     full_because: str | None = None
+    written: int | None = None
 
 
 class EngineUpdate:
@@ -137,19 +142,28 @@ class EngineUpdate:
         Raises:
             WeightSyncError: typed; the engine serves its old version, or refuses to serve.
         """
-        reply = self._ready(pulled.version, deadline)
+        reply = self._ready(pulled, deadline)
         patch = patch_that_fits(pulled, reply)
         may_pause = _once(self._recorder, deadline, hold)
         if not isinstance(patch, str):
             base = PatchBase(version=patch.base, model_digest=patch.base_digest)
             session = self._session(pulled.version, deadline, may_pause)
             requests = patch_requests(patch, pulled.manifest, session.name, max_bytes=self._chunk_bytes)
+            written = sum(each.count for each in patch.tensors)
             try:
-                return self._update(session, pulled, requests, base)
+                with self._recorder.phase("patch", detail=f"{pulled.version}: {written} elements"):
+                    report = self._update(session, pulled, requests, base)
+                return dataclasses.replace(report, written=written)
             except _FALLS_BACK as error:
                 _logger.warning("engine %s: loaded in full, not patched: %s", self.engine_id, error)
                 patch = str(error)
-            self._ready(pulled.version, deadline)
+                at_s = now_s()
+                self._recorder.add(
+                    PhaseRecord(
+                        name="fallback", start_s=at_s, end_s=at_s, track=self._recorder.track, detail=patch[:_DETAIL]
+                    )
+                )
+            self._ready(pulled, deadline)
         session = self._session(pulled.version, deadline, may_pause)
         chunks = enumerate(self._chunks_of(pulled))
         report = self._update(
@@ -167,13 +181,14 @@ class EngineUpdate:
             may_pause=may_pause,
         )
 
-    def _ready(self, version: Version, deadline: Deadline) -> EngineReply:
+    def _ready(self, pulled: StagedVersion, deadline: Deadline) -> EngineReply:
         """What the engine says of itself; after this it is in our group."""
         reply = self.describe(timeout_s=min(_DESCRIBE_S, deadline.check("time to ask the engine")))
         self._recorder.extend(reply.phases)
         self.takes_patches = "patch" in reply.accepts
         with self._own_errors():
-            self._group.join(self._client, {self.engine_id: reply}, run_id=version.run_id, deadline=deadline)
+            check_takes(pulled.manifest, {self.engine_id: reply})
+            self._group.join(self._client, {self.engine_id: reply}, run_id=pulled.version.run_id, deadline=deadline)
         return reply
 
     def _update(
@@ -204,6 +219,7 @@ class EngineUpdate:
             num_chunks=num_chunks,
             patched=base is not None,
             checksum=session.checksums.get(self.engine_id),
+            written=next((reply.written for reply in session.resumed.values()), None),
         )
 
     def _chunks_of(self, pulled: StagedVersion) -> tuple[PackedCudaIpcWeightUpdateRequest, ...]:

@@ -32,9 +32,10 @@ from weightsync.host.commit_gate import CommitGate
 from weightsync.host.engine_group import EngineGroup, GroupReport
 from weightsync.host.followed import FollowedRun
 from weightsync.host.pulls import Pulls
+from weightsync.host.relay import Relay
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
-from weightsync.host.sync_report import tell_served
+from weightsync.host.sync_report import kind_of, tell_served
 from weightsync.host.upstream import Upstream
 from weightsync.observe import Metrics, Recorder, now_s
 from weightsync.types import Deadline, EngineHandle, Version
@@ -60,6 +61,7 @@ class ModelUpdater:
         recorder: where phases go.
         metrics: where syncs are counted.
         on_served: told (model_id, version) after every engine serves it; from the updater's thread, which waits.
+        relay: see `Puller`.
 
     Attributes:
         engines: of this model.
@@ -78,6 +80,7 @@ class ModelUpdater:
         recorder: Recorder,
         metrics: Metrics,
         on_served: Callable[[str, Version], None] | None = None,
+        relay: Relay | None = None,
     ) -> None:
         self.model_id = model_id
         self._config = config
@@ -100,7 +103,7 @@ class ModelUpdater:
         )
         self._pulls = Pulls(
             model_id, config, recorder=recorder, may_call=self.may_call, holders=self.engines.holders,
-            patch_limit=lambda: config.patch_limit if self.engines.take_patches else 0.0,
+            patch_limit=lambda: config.patch_limit if self.engines.take_patches else 0.0, relay=relay,
         )  # fmt: skip
         self._tried: tuple[Version, int] | None = None  # by the last attempt, and how many claims there were then
         self._num_failed = 0
@@ -418,7 +421,8 @@ class ModelUpdater:
             self._note(
                 state="loading", retrying=None, num_pulled=self._status.num_pulled + 1, pull_s=loading_s - began_s,
                 transport=pulled.transport, num_deltas=pulled.num_deltas, received_bytes=pulled.received_bytes,
-                total_bytes=pulled.manifest.total_bytes,
+                total_bytes=pulled.manifest.total_bytes, received_from=dict(pulled.received_from),
+                because=pulled.because,
             )  # fmt: skip
             loaded = self.engines.load(pulled, Deadline(self._config.load_timeout_s))
         if not loaded.errors:
@@ -442,7 +446,7 @@ class ModelUpdater:
         self._note(
             run_id=version.run_id, version=version.number, served_s=done_s, load_s=load_s,
             paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1, num_patched=loaded.num_patched,
-            checksums=loaded.checksums, full_because=loaded.full_because,
+            checksums=loaded.checksums, full_because=loaded.full_because, **kind_of(pulled.manifest),
         )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from weightsync.host.agent_calls import CALL_S, Agents, Granted
 from weightsync.host.delta_intake import DeltaIntake
 from weightsync.host.delta_pull import num_bytes
 from weightsync.host.progress import ByteProgress, Progress, all_at_once
+from weightsync.host.relay import BlockShare, Relay
 from weightsync.host.renewal import Renewal
 from weightsync.host.settings import check_num_streams
 from weightsync.host.staged_version import StagedVersion, check_whole, proved_manifest
@@ -85,6 +86,7 @@ class Puller:
         trust_key: see `StoreClient`; for an `endpoint` in an object store.
         staging: where TCP pulls go; an own one where not given. Kept from pull to pull.
         recorder: where phases go.
+        relay: serves what comes to other hosts, and what they have is taken from them; None: all comes from agents.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Puller:
         trust_key: str | None = None,
         staging: Staging | None = None,
         recorder: Recorder | None = None,
+        relay: Relay | None = None,
     ) -> None:
         check_config_id("model_id", model_id)
         check_config_id("receiver_id", receiver_id)
@@ -125,7 +128,10 @@ class Puller:
             num_streams=num_streams,
             stall_s=stall_s,
             trust_key=trust_key,
+            relay=relay,
         )
+        if self._agents.shelf is not None:
+            self._staging.before_write = functools.partial(self._agents.shelf.withdraw, staged=True)
         self._deltas = DeltaIntake(self._agents, self._staging, self.recorder, mode=mode, patch_limit=patch_limit)
         self._stop = threading.Event()
         self._pulling = threading.Lock()
@@ -255,6 +261,7 @@ class Puller:
         tell_granted: Callable[[Version], None],
         attempts: int,
     ) -> StagedVersion:
+        self._agents.begin_count()
         with contextlib.ExitStack() as stack:
             if at_least is not None and attempts > 1:  # who waits for a version takes no grant of the one before it
                 newest = self._wait_for(at_least, deadline)
@@ -343,6 +350,7 @@ class Puller:
             num_attempts=attempts,
             release=lease.close,
             incarnation=grant.incarnation,
+            because="the publisher's own memory is mapped: it is on this host",
         )
 
     def _copied(
@@ -370,12 +378,22 @@ class Puller:
         for index, source in sources.items():
             where = publication.sources[index]
             blocks = TargetMap(target, where, publication.parts_of(index))
+            share = self._agents.share(granted[index], target, blocks)
             wanted = [block for block in range(where.num_blocks) if not target.has(manifest.version, index, block)]
             tally.skip(where.num_blocks - len(wanted), where.block_bytes)
 
-            def arrived(block: int, data: memoryview, *, index: int = index, blocks: TargetMap = blocks) -> None:
+            def arrived(
+                block: int,
+                data: memoryview,
+                *,
+                index: int = index,
+                blocks: TargetMap = blocks,
+                share: BlockShare | None = share,
+            ) -> None:
                 blocks.take(block, data)
                 target.note(manifest.version, index, block)
+                if share is not None:
+                    share.note(block)
                 tally.add(len(data))
 
             if wanted:
@@ -387,6 +405,8 @@ class Puller:
 
         all_at_once(reads, cancel=cancel)
         changes = self._deltas.apply(deltas, blobs, target, held)
+        for index, each in deltas.items():
+            self._agents.share(each, target, TargetMap(target, publication.sources[index], publication.parts_of(index)))
         proved = proved_manifest(granted, target.tensor_of)
         granted_digests = {index: each.grant.proof.digest for index, each in granted.items()}
         grant = granted[0].grant
@@ -395,6 +415,7 @@ class Puller:
         # the last step that may fail: nobody has to close what it makes
         laid_out = self._deltas.lay_out(changes, target, held, proved)
         patch, segment = (None, None) if isinstance(laid_out, str) else laid_out
+        num_deltas = sum(len(found) for found in blobs.values())
         digests = tuple(granted_digests[index] for index in range(len(publication.sources)))
         self._staging.verified(Held(version=proved.version, model_digest=proved.model_digest or "", digests=digests))
         return StagedVersion(
@@ -404,10 +425,12 @@ class Puller:
             transport=grant.transport,
             num_attempts=attempts,
             release=functools.partial(_release, self._staging, segment),
-            num_deltas=sum(len(found) for found in blobs.values()),
+            num_deltas=num_deltas,
             received_bytes=tally.received,
             incarnation=grant.incarnation,
             leads_to=grant.leads_to,
+            received_from=self._agents.came_from(grant.transport, tally.received),
+            because=self._agents.because(grant.transport, num_deltas, self._deltas.mode),
             patch=patch,
             no_patch_because=laid_out if isinstance(laid_out, str) else None,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ from weightsync.host.fleet_model import FleetModel
 from weightsync.host.local_lease import LocalLease
 from weightsync.host.member import FleetMember
 from weightsync.host.model_updater import ModelUpdater
+from weightsync.host.relay import relay_of
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.sync_report import late
 from weightsync.memory import reclaim_dead
@@ -55,6 +57,7 @@ from weightsync.types.timeline import Timeline
 _RECLAIM_EVERY_S = 2.0
 _MAX_WAITING = 4096
 _MAX_COMMITS = 64
+_MAX_ASKING = 64
 _T = TypeVar("_T")
 _SETS = ("/check_versions", "/prepare_versions", "/commit_versions", "/release_versions")
 
@@ -95,6 +98,7 @@ class RolloutService:
         self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)
         self._metrics = Metrics(self.recorder)
         senders = [checked_source(sender, whose="a sender's") for sender in config.senders]
+        self.relay = relay_of(config)
         kind = ModelUpdater if config.controller is None else FleetModel
         self._models: dict[str, ModelUpdater] = {
             model_id: kind(
@@ -104,6 +108,7 @@ class RolloutService:
                 recorder=self.recorder,
                 metrics=self._metrics,
                 on_served=on_served,
+                relay=self.relay,
             )
             for model_id, handles in engines.items()
         }
@@ -125,6 +130,7 @@ class RolloutService:
         self._closed = threading.Event()
         self._waiting = Places(_MAX_WAITING)
         self._committing = Places(_MAX_COMMITS)
+        self._asking = Places(_MAX_ASKING)
         self._member: FleetMember | None = None
         self._local: LocalLease | None = None
         if config.lease is not None and config.controller is not None:
@@ -186,6 +192,8 @@ class RolloutService:
         if self._local is not None:
             self._local.adopt()  # before anything is pulled
         url = self._server.start()
+        if self.relay is not None:
+            self.relay.start()
         for model in self._models.values():
             model.start()
             for sender in self._senders:
@@ -229,6 +237,8 @@ class RolloutService:
         self._server.close()
         for model in self._models.values():
             model.close()
+        if self.relay is not None:
+            self.relay.close()
 
     def _model(self, model_id: str) -> ModelUpdater:
         model = self._models.get(model_id)
@@ -285,7 +295,10 @@ class RolloutService:
         if asked.evaluate:
             raise InvalidRequestError("a rollout service validates nothing: tell its controller to evaluate")
         if asked.run_id is None:
-            asked = msgspec.structs.replace(asked, run_id=await asyncio.to_thread(self._run_of, asked))
+            ask = functools.partial(self._run_of, asked)
+            with self._asking.take(request, leave=lambda: None):  # an agent may take its time
+                run_id = await asyncio.wrap_future(in_thread(ask, name="weightsync-asks"))
+            asked = msgspec.structs.replace(asked, run_id=run_id)
         model, claim = self._noted(asked)
         if asked.wait_s is not None:
             deadline = Deadline(asked.wait_s)

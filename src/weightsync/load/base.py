@@ -40,6 +40,7 @@ class WeightLoader(abc.ABC):
 
     Attributes:
         accepts: kinds of updates it takes, of "full" and "patch".
+        artifacts: kinds of publications it takes, of "model" and "lora".
         writes_live: whether `load_weights` touches weights that are being served. Then the engine is paused
             before the first chunk, and an abort leaves it refusing to serve (`healthy` is False) until
             a later sync commits.
@@ -49,6 +50,7 @@ class WeightLoader(abc.ABC):
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"full"})
+    artifacts: ClassVar[frozenset[str]] = frozenset({"model"})
     writes_live: bool = False
     proved: bool = False
     audits_copy: ClassVar[bool] = False
@@ -63,6 +65,15 @@ class WeightLoader(abc.ABC):
         """Whether a patch can be made on what is served though its live weights are not proved: all of it lies in host
         memory, and what can't be written where it is live is loaded again from there."""
         return False
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether `rollback` would undo the last commit."""
+        return False
+
+    def distrust(self) -> None:  # noqa: B027  (most build on nothing that was there)
+        """What is live is not what was committed, as somebody has found: the next full load writes all of it, and until
+        then no patch is made on it. Outside of a bracket."""
 
     def lost(self) -> str | None:
         """Why the live weights are not those of the last commit any more, where somebody else can change them; None:
@@ -105,6 +116,12 @@ class WeightLoader(abc.ABC):
         Raises:
             UnsupportedError: the engine repacked or quantised them, so they are unprovable; says why.
         """
+
+    def base_tensors(self) -> Mapping[str, torch.Tensor] | None:
+        """Of a loader of adapters: the live weights of the base, under its own names, as they are without any adapter;
+        None where nobody can tell. An adapter on another base is refused by their digest.
+        """
+        return None
 
     def audited(self) -> Iterator[HeldTensor]:
         """What an audit sums up, outside of a bracket: the live tensors, or a copy of them that `differs` compares.

@@ -11,7 +11,8 @@ from typing import Any
 from weightsync.plan.boxes import check_partition
 from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.types import Box, Manifest, TensorSpec, Version
-from weightsync.types.publication import Publication, Source
+from weightsync.types.adapter import Adapter
+from weightsync.types.publication import Publication, Source, fitting_block_bytes
 from weightsync.types.table import SpecTable, TensorTable
 
 
@@ -45,6 +46,7 @@ class HostPlan:
         endpoints: Sequence[str | None],
         segments: Mapping[str, str],
         block_bytes: int,
+        adapter: Adapter | None = None,
     ) -> Publication:
         """What is said of a version that lies there.
 
@@ -53,7 +55,8 @@ class HostPlan:
             specs: of the whole tensors, as for `plan_hosts`.
             endpoints: the agents' URLs, by rank.
             segments: names of the segments that it was written to, by host.
-            block_bytes: what one checksum covers.
+            block_bytes: what one checksum covers, at most.
+            adapter: of a publication of kind "lora".
         """
         sources = tuple(
             Source(
@@ -61,12 +64,18 @@ class HostPlan:
                 segment=segments[host],
                 data_start=layout.data_start,
                 data_end=layout.total_bytes,
-                block_bytes=block_bytes,
+                block_bytes=fitting_block_bytes(layout.total_bytes - layout.data_start, at_most=block_bytes),
             )
             for host, leader, layout in zip(self.hosts, self.leaders, self.layouts, strict=True)
         )
         # tables that were checked together once are not checked again
-        manifest = Manifest(version=version, model_id=model_id, tensors=TensorTable.of(specs))
+        manifest = Manifest(
+            version=version,
+            model_id=model_id,
+            tensors=TensorTable.of(specs),
+            artifact="model" if adapter is None else "lora",
+            adapter=adapter,
+        )
         return Publication(manifest=manifest, parts=self.parts, sources=sources)
 
 

@@ -1,5 +1,6 @@
 """The vocabulary of the library: plain data and protocols, no torch, no I/O."""
 
+from weightsync.types.adapter import Adapter, Base
 from weightsync.types.chunk import WeightChunk
 from weightsync.types.deadline import Deadline
 from weightsync.types.dtypes import dtype_name, itemsize_bytes, target_dtype
@@ -30,7 +31,7 @@ from weightsync.types.init_info import (
     WeightSyncInitInfo,
 )
 from weightsync.types.live_layer import LiveLayer
-from weightsync.types.manifest import Manifest, Version
+from weightsync.types.manifest import ArtifactKind, Manifest, Version
 from weightsync.types.method import Push, SyncReport
 from weightsync.types.requests import (
     AnyUpdateRequest,
@@ -51,9 +52,12 @@ from weightsync.types.updates import Full, Patch, Update
 __all__ = [
     "REQUEST_TYPES",
     "AbortRequest",
+    "Adapter",
     "AnyInitInfo",
     "AnyUpdateRequest",
+    "ArtifactKind",
     "AuditRequest",
+    "Base",
     "BeginRequest",
     "Box",
     "BroadcastWeightUpdateRequest",

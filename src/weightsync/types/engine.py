@@ -224,7 +224,7 @@ class PhaseRecord(Message, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class EngineReply(Message, frozen=True, kw_only=True):
+class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
     """What an engine answers to every step that went well.
 
     Attributes:
@@ -245,8 +245,12 @@ class EngineReply(Message, frozen=True, kw_only=True):
         checksum: at stage and commit: the engine's own, of its live weights; engines of one kind and size that were
             given the same version have the same. None where it has none.
         accepts: at describe: the kinds of updates that every worker of it takes, of "full" and "patch".
+        artifacts: at describe: the kinds of publications that it takes, of "model" and "lora"; it refuses others at
+            begin, before anything is changed.
         unhealthy: at describe: why it refuses to serve until the next full load, where an audit of its live weights
             has found other bytes than it committed.
+        written: how many elements of the checkpoint its last commit has written in place; None where that was all of
+            them, or it does not say.
         layers: at describe, where it was asked: see `LiveLayer`; empty where it can't tell (yet).
         intact: at describe: whether its live weights are those of `version`, whole, whoever may be answered now.
         phases: what the engine timed since its last reply that carried phases.
@@ -265,7 +269,9 @@ class EngineReply(Message, frozen=True, kw_only=True):
     unprovable: str | None = None
     checksum: str | None = None
     accepts: tuple[str, ...] = ("full",)
+    artifacts: tuple[str, ...] = ("model",)
     unhealthy: str | None = None
+    written: int | None = None
     layers: tuple[LiveLayer, ...] = ()
     intact: bool = True
     phases: tuple[PhaseRecord, ...] = ()

@@ -1,8 +1,9 @@
 """PublicationLayout: all of a publication that is the same version after version, and what a version says beside it.
 
-Names, dtypes, shapes and places are most of what is said of a publication: some 250 bytes a tensor. They are sent once,
-named by the SHA-256 of the very bytes that were sent. Later a version names its layout by that, and has digests alone.
-A name by content can't be wrong: whoever sends one, what was checked under it is what it says.
+Names, dtypes, shapes, places and an adapter's configuration are most of what is said of a publication: some 250 bytes a
+tensor. They are sent once, named by the SHA-256 of the very bytes that were sent. Later a version names its layout by
+that, and has digests alone. A name by content can't be wrong: whoever sends one, what was checked under it is what it
+says.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import hashlib
 import threading
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Literal
 
 import msgspec
 
 from weightsync.errors import InvalidRequestError
-from weightsync.types.manifest import Manifest, Version
+from weightsync.types.adapter import Adapter
+from weightsync.types.manifest import ArtifactKind, Manifest, Version
 from weightsync.types.publication import Publication, Source
 from weightsync.types.seal import seal_of
 from weightsync.types.spec import Box, TensorSpec
@@ -30,11 +31,12 @@ _Part = tuple[int, int, int, Box | None]
 """Index of the tensor, index of the source, first byte within it, and the box; none where it is the whole tensor."""
 
 
-class _Said(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Said(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A layout as it travels: a part's name, dtype and shape are those of its tensor, and are not said again."""
 
     tensors: tuple[TensorSpec, ...]
     parts: list[_Part]
+    adapter: Adapter | None = None
 
 
 class PublicationHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +52,7 @@ class PublicationHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model_id: str
     sources: tuple[Source, ...]
     layout: str
-    artifact: Literal["model"] = "model"
+    artifact: ArtifactKind = "model"
 
     def __post_init__(self) -> None:
         if len(self.layout) != 64 or set(self.layout) - set("0123456789abcdef"):
@@ -63,19 +65,23 @@ class PublicationLayout:
     Args:
         tensors: of the manifest.
         parts: of the publication.
+        adapter: of the manifest.
 
     Attributes:
-        tensors, parts: as given; shared by every publication of this layout.
+        tensors, parts, adapter: as given; shared by every publication of this layout.
     """
 
-    def __init__(self, tensors: Iterable[TensorSpec], parts: Iterable[TensorSpec]) -> None:
+    def __init__(
+        self, tensors: Iterable[TensorSpec], parts: Iterable[TensorSpec], adapter: Adapter | None = None
+    ) -> None:
+        self.adapter = adapter
         self.tensors = TensorTable.of(tensors)
         self.parts = parts if type(parts) is SpecTable else SpecTable(parts)
 
     @classmethod
     def of(cls, publication: Publication) -> PublicationLayout:
         """The layout of a publication: the same object for publications of the same tables."""
-        return publication.table.derive(_layout_of, publication.manifest.table)
+        return publication.table.derive(_layout_of, publication.manifest.table, publication.manifest.adapter)
 
     @classmethod
     def read(cls, raw: bytes | memoryview, digest: str) -> PublicationLayout:
@@ -93,7 +99,7 @@ class PublicationLayout:
         for part in said.parts:
             if not 0 <= part[0] < len(said.tensors):
                 raise InvalidRequestError(f"a layout has a part of tensor {part[0]}, and {len(said.tensors)} tensors")
-        layout = cls(said.tensors, [_spec(said.tensors[part[0]], *part[1:]) for part in said.parts])
+        layout = cls(said.tensors, [_spec(said.tensors[part[0]], *part[1:]) for part in said.parts], said.adapter)
         layout.__dict__["digest"] = digest
         return layout
 
@@ -101,7 +107,7 @@ class PublicationLayout:
         """As it travels. Made anew at each call: nobody but an agent needs it twice."""
         index_of = self.tensors.index_of
         parts = [(index_of[part.name], part.source, part.offset, part.box) for part in self.parts]
-        raw = msgspec.json.encode(_Said(tensors=tuple(self.tensors), parts=parts))
+        raw = msgspec.json.encode(_Said(tensors=tuple(self.tensors), parts=parts, adapter=self.adapter))
         if "digest" not in self.__dict__:
             self.__dict__["digest"] = hashlib.sha256(raw).hexdigest()
         return raw
@@ -130,7 +136,13 @@ class PublicationLayout:
         """
         if head.layout != self.digest:
             raise InvalidRequestError("a version's head is of another layout")
-        manifest = Manifest(version=head.version, model_id=head.model_id, artifact=head.artifact, tensors=self.tensors)
+        manifest = Manifest(
+            version=head.version,
+            model_id=head.model_id,
+            artifact=head.artifact,
+            tensors=self.tensors,
+            adapter=self.adapter,
+        )
         return Publication(manifest=manifest, parts=self.parts, sources=head.sources)
 
 
@@ -199,8 +211,8 @@ def _check_seal(message: GrantMessage, head: PublicationHead) -> None:
         raise InvalidRequestError("it was damaged on the way: its seal does not fit")
 
 
-def _layout_of(parts: SpecTable, tensors: TensorTable) -> PublicationLayout:
-    return PublicationLayout(tensors, parts)
+def _layout_of(parts: SpecTable, tensors: TensorTable, adapter: Adapter | None) -> PublicationLayout:
+    return PublicationLayout(tensors, parts, adapter)
 
 
 def _spec(tensor: TensorSpec, source: int, offset: int, box: Box | None) -> TensorSpec:

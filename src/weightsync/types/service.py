@@ -6,6 +6,7 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
+from weightsync.types.manifest import ArtifactKind
 from weightsync.types.message import Message
 from weightsync.types.progress import TransferProgress, log_line
 from weightsync.types.spec import check_id
@@ -73,11 +74,15 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         transport: how the last version came.
         num_deltas: how many deltas brought it; 0: it came in full.
         received_bytes, total_bytes: that were sent for it, and those of the whole model.
+        received_from: the former by where they came from: "agent", "peer".
+        because: why it came so, in words.
         num_patched: engines that were given its changed elements alone.
         full_because: why engines were given all of it, though deltas brought it, by engine.
         unprovable: why engines could not prove their live bytes, by engine.
         checksums: as in `SyncReport`, of the last version.
         progress: of the transfer under way; None where none is, or nothing has come yet.
+        artifact: kind of what is served, "model" or "lora".
+        adapter: of "lora", its rank and its base, in words.
     """
 
     run_id: str | None = None
@@ -102,11 +107,15 @@ class ModelStatus(Message, frozen=True, kw_only=True):
     num_deltas: int = 0
     received_bytes: int = 0
     total_bytes: int = 0
+    received_from: dict[str, int] = msgspec.field(default_factory=dict)
+    because: str | None = None
     num_patched: int = 0
     full_because: dict[str, str] = msgspec.field(default_factory=dict)
     unprovable: dict[str, str] = msgspec.field(default_factory=dict)
     checksums: dict[str, str] = msgspec.field(default_factory=dict)
     progress: TransferProgress | None = None
+    artifact: ArtifactKind = "model"
+    adapter: str | None = None
 
     def __str__(self) -> str:
         """What is served, as one line for a log: `v3: 0.4 MB (1.2 %) in 0.14 s, paused 82 ms, proved`."""
@@ -122,6 +131,7 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         served = f"{self.run_id}/{self.version}"
         others = [who for who, version in self.engines.items() if version != served]
         line += f"; not served by {', '.join(others)} now" if others else ""
+        line += f"; adapter of {self.adapter}" if self.adapter is not None else ""
         return line + "".join(f"; {who} loaded all of it: {why}" for who, why in self.full_because.items())
 
 

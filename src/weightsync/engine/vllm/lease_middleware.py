@@ -15,11 +15,13 @@ import asyncio
 import json
 import logging
 import os
+import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from weightsync.errors import ConfigError, ForbiddenError, NotServingError, WeightSyncError
 from weightsync.memory import LeaseReader
+from weightsync.net.origin import ALLOWED_HOSTS_VARIABLE, host_names, is_foreign_page
 from weightsync.types import Deadline
 
 LEASE_FILE_VARIABLE = "WEIGHTSYNC_LEASE_FILE"
@@ -82,7 +84,9 @@ class LeaseMiddleware:
         self._lifted: asyncio.Task[None] | None = None
         self._lease: LeaseReader | None = None
         self._why_not: ConfigError | None = None
+        self._names: frozenset[str] = frozenset()
         try:
+            self._names = host_names((socket.gethostname(),))
             self._lease = _lease(path)
         except ConfigError as error:
             self._why_not = error  # raised here it would be taken for an application that needs no start
@@ -97,7 +101,7 @@ class LeaseMiddleware:
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
         elif scope["type"] == "http" and _route(scope) in UNGUARDED.get(scope["method"], ()):
-            if scope["method"] == "POST" and _is_of_another_page(scope):
+            if scope["method"] == "POST" and self._is_of_another_page(scope):
                 await _Answer(self._refusal, "http", receive, send).refuse(_foreign())
             else:
                 await self._app(scope, receive, send)
@@ -117,6 +121,12 @@ class LeaseMiddleware:
         _logger.error("this server does not start: %s", self._why_not)
         await receive()
         await send({"type": "lifespan.startup.failed", "message": f"ConfigError: {self._why_not}"})
+
+    def _is_of_another_page(self, scope: _Scope) -> bool:
+        """vLLM asks nobody for a token on its control routes, and some of them take all they need from the address: a
+        page needs to know the port alone."""
+        fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        return is_foreign_page(fields, self._names)
 
     def _refusal(self) -> str | None:
         return str(self._why_not) if self._lease is None else self._lease.refusal()
@@ -253,17 +263,10 @@ def _route(scope: _Scope) -> str:
     return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
 
-def _is_of_another_page(scope: _Scope) -> bool:
-    """Whether a web page of another origin sent it: its browser says so. vLLM asks nobody for a token on its control
-    routes, and some of them take all they need from the address: a page needs to know the port alone."""
-    fields = dict(scope.get("headers", ()))
-    origin, host = (fields.get(name, b"").decode("latin-1").lower() for name in (b"origin", b"host"))
-    return bool(origin) and origin.partition("://")[2] != host
-
-
 def _foreign() -> ForbiddenError:
     return ForbiddenError(
-        "a web page of another origin sent this, and this engine's control routes obey none",
+        "a web page of another origin sent this, or one by a name that is not this engine's; its control routes obey "
+        f"none: name the engine's own in {ALLOWED_HOSTS_VARIABLE}",
         state_left="nothing was done",
     )
 

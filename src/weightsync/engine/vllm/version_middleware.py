@@ -26,6 +26,9 @@ ROUTES = ("/v1/completions", "/v1/chat/completions")
 FIELD = "weight_versions"
 _MAX_BODY_BYTES = 32 << 20
 """Longer requests pass as they are: without spans."""
+_MAX_COMING_BYTES = 2 * _MAX_BODY_BYTES
+"""So much is kept of all bodies that are still coming; past it requests pass as they are. vLLM asks for its API key
+behind this middleware: anybody may send them."""
 _DONE = b"data: [DONE]"
 
 _Message = MutableMapping[str, Any]
@@ -46,6 +49,7 @@ class VersionMiddleware:
         self._app = app
         self._board: VersionBoard | None = None
         self._failed = False
+        self._coming_bytes = 0
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:
         """Passes a request on, and its answer back with spans where it is a completion."""
@@ -53,11 +57,15 @@ class VersionMiddleware:
             await self._app(scope, receive, send)
             return
         read: list[_Message] = []
-        body = await _body(receive, read)
-        request = None if body is None else _request(body)
-        if request is None:
-            await self._app(scope, _again(read, receive), send)
-            return
+        try:
+            body = await self._body(receive, read)
+            request = None if body is None else _request(body)
+            if request is None:
+                await self._app(scope, _again(read, receive), send)
+                return
+        finally:
+            self._coming_bytes -= _num_bytes(read)
+        del body, read
         board = self._opened()
         tag = None if board is None or _hides_tokens(request) else board.claim()
         try:
@@ -70,6 +78,22 @@ class VersionMiddleware:
         finally:
             if board is not None and tag is not None:
                 board.release(tag)
+
+    async def _body(self, receive: _Receive, read: list[_Message]) -> bytes | None:
+        """The request's body; None where it is too long, there is no room for it, or the client has left. `read` has
+        what came."""
+        num_bytes, more = 0, True
+        while more:
+            if num_bytes > _MAX_BODY_BYTES or self._coming_bytes > _MAX_COMING_BYTES:
+                return None
+            message = await receive()
+            read.append(message)
+            num_bytes += (size := _num_bytes([message]))
+            self._coming_bytes += size
+            if message["type"] != "http.request":
+                return None
+            more = message.get("more_body", False)
+        return b"".join(message.get("body", b"") for message in read)
 
     def _opened(self) -> VersionBoard | None:
         if self._board is None and not self._failed:
@@ -189,17 +213,8 @@ class _Answers:
         ]
 
 
-async def _body(receive: _Receive, read: list[_Message]) -> bytes | None:
-    """The request's body; None where it is too long, or the client has left. `read` has what came."""
-    body = b""
-    while len(body) <= _MAX_BODY_BYTES:
-        read.append(message := await receive())
-        if message["type"] != "http.request":
-            return None
-        body += bytes(message.get("body", b""))
-        if not message.get("more_body", False):
-            return body
-    return None
+def _num_bytes(messages: list[_Message]) -> int:
+    return sum(len(message.get("body", b"")) for message in messages)
 
 
 def _again(read: list[_Message], receive: _Receive) -> _Receive:
