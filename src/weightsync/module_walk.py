@@ -18,6 +18,10 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Path components that torch's wrappers insert (compile, activation checkpointing, FSDP)."""
 
 _WALKS = ("named_modules", "named_parameters", "named_buffers", "modules", "parameters", "buffers", "_named_members")
 """Whoever overrides one of these is walked by it, each time. That a class does is seen at once; that a single module
@@ -339,3 +343,27 @@ _PLAIN_DICTS = frozenset({dict, OrderedDict})
 def _picker(indexes: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """`itemgetter` of any number of indexes, none and one too."""
     return itemgetter(*indexes) if len(indexes) > 1 else lambda items: [items[index] for index in indexes]
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP and torch.compile, in whatever order they were put around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the components that wrappers inserted."""
+    if "_orig_mod" not in name and "_wrapped_module" not in name:  # most are clean, and some models have 100,000
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def module_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers, module by module; shared ones once, under their first name."""
+    held = ModuleTensors().read(model)
+    return zip(held.names, held.tensors, strict=True)

@@ -385,6 +385,7 @@ class EmbeddedEngine:
             model_digest=digests.pop() if len(digests) == 1 else None,
             run_id=replies[0].run_id,
             accepts=tuple(sorted(set.intersection(*(set(reply.accepts) for reply in replies)))),
+            artifacts=tuple(sorted(set.intersection(*(set(reply.artifacts) for reply in replies)))),
             unhealthy=unhealthy or None,
             intact=all(reply.serving for reply in replies) and not self._gate.fenced,
         )

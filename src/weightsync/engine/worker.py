@@ -24,6 +24,7 @@ from weightsync.codec.full import FullCodec
 from weightsync.codec.patch import PatchDecoder
 from weightsync.engine.audit import Audits
 from weightsync.engine.audited import AuditedWorker
+from weightsync.engine.live_base import LiveBase, check_artifact
 from weightsync.engine.membership import Membership
 from weightsync.engine.proof import Served, check_base, check_immutable, committed, prove, prove_patch
 from weightsync.engine.session import Session
@@ -99,6 +100,7 @@ class EngineWorker(AuditedWorker):
         self._served: Served | None = None
         self._undoable: tuple[Session, Served | None] | None = None  # a patch that was committed, and what was before
         self._takes_patches = True  # until its model has turned out to be none that can be patched
+        self._base = LiveBase()
         self._audits = Audits()
         self._stuck: str | None = None
 
@@ -140,6 +142,7 @@ class EngineWorker(AuditedWorker):
                 writes_live=self.loader.writes_live,
                 group=self._member.group,
                 run_id=self._member.run[0] if self._member.run else None,
+                artifacts=tuple(sorted(self.loader.artifacts)),
                 accepts=tuple(sorted(self.loader.accepts if self._takes_patches else self.loader.accepts - {"patch"})),
                 unhealthy=unhealthy,
             )
@@ -186,6 +189,7 @@ class EngineWorker(AuditedWorker):
                 served, proved and whole here. Nothing was changed: load it in full.
             UnsupportedError: this model can't be patched. Nothing was changed.
             ManifestMismatchError: the tensors don't fit the model. Nothing was changed.
+            WrongArtifactError, WrongBaseError: an adapter that this engine does not take. Nothing was changed.
         """
         version = request.manifest.version
         with self._lock:
@@ -196,6 +200,8 @@ class EngineWorker(AuditedWorker):
             served = self._served.version if self._served else None
             if served and served.run_id == version.run_id and served.is_newer_than(version):
                 raise VersionError(f"{served} is served already; versions rise within a run", version=str(version))
+            check_artifact(request.manifest, self.loader)
+            self._base.check(request.manifest, self.loader)
             if request.base is not None:
                 check_base(request.base, self._served, self.loader, version=version, damage=self._audits.finding)
             decoder = self._codec.decoder() if request.base is None else PatchDecoder()

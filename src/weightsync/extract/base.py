@@ -16,6 +16,7 @@ from weightsync.extract.glance import Glance, Pairs
 from weightsync.extract.grouping import PlannedChunk, group_name, order_by_group, plan_chunks
 from weightsync.tensors import torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, TensorTable, WeightChunk, dtype_name, target_dtype
+from weightsync.types.adapter import Adapter
 from weightsync.types.dtypes import CASTABLE, ITEMSIZE_BYTES
 
 CHUNK_BYTES = 64 << 20
@@ -88,6 +89,10 @@ class WeightExtractor(abc.ABC):
                 raise ConfigError(f"dtype_overrides has {glob!r}, which matches no tensor; the first is {order[0]!r}")
 
     # What callers use.
+
+    adapter: Adapter | None = None
+    """Of a publication of kind "lora": what goes beside its tensors. The same on every rank; may be another one from step
+    to step. None: these are a model's weights."""
 
     @property
     def settings(self) -> Mapping[str, object]:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from weightsync.copying import cast_together
 from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor, training_rank
 from weightsync.extract.glance import Pairs
-from weightsync.module_walk import Held, ModuleTensors
+from weightsync.module_walk import Held, ModuleTensors, clean_name, module_tensors, unwrapped
 from weightsync.plan.boxes import whole_box
 from weightsync.types import Box, TensorTable
 
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Path components that torch's wrappers insert (compile, activation checkpointing, FSDP)."""
-
-
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
 """Types that say all of themselves."""
+
+__all__ = ["ModuleWeightExtractor", "clean_name", "module_tensors", "unwrapped"]
 
 _layout, _is_meta = attrgetter("layout"), attrgetter("is_meta")
 _STRIDED = frozenset({torch.strided})
@@ -95,27 +92,3 @@ class ModuleWeightExtractor(WeightExtractor):
         if training_rank() != 0:
             return None
         return whole_box(tuple(tensor.shape)), tensor
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DDP and torch.compile, in whatever order they were put around it."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without the components that wrappers inserted."""
-    if "_orig_mod" not in name and "_wrapped_module" not in name:  # most are clean, and some models have 100,000
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def module_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers, module by module; shared ones once, under their first name."""
-    held = ModuleTensors().read(model)
-    return zip(held.names, held.tensors, strict=True)

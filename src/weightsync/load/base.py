@@ -40,6 +40,7 @@ class WeightLoader(abc.ABC):
 
     Attributes:
         accepts: kinds of updates it takes, of "full" and "patch".
+        artifacts: kinds of publications it takes, of "model" and "lora".
         writes_live: whether `load_weights` touches weights that are being served. Then the engine is paused
             before the first chunk, and an abort leaves it refusing to serve (`healthy` is False) until
             a later sync commits.
@@ -49,6 +50,7 @@ class WeightLoader(abc.ABC):
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"full"})
+    artifacts: ClassVar[frozenset[str]] = frozenset({"model"})
     writes_live: bool = False
     proved: bool = False
     audits_copy: ClassVar[bool] = False
@@ -105,6 +107,12 @@ class WeightLoader(abc.ABC):
         Raises:
             UnsupportedError: the engine repacked or quantised them, so they are unprovable; says why.
         """
+
+    def base_tensors(self) -> Mapping[str, torch.Tensor] | None:
+        """Of a loader of adapters: the live weights of the base, under its own names, as they are without any adapter;
+        None where nobody can tell. An adapter on another base is refused by their digest.
+        """
+        return None
 
     def audited(self) -> Iterator[HeldTensor]:
         """What an audit sums up, outside of a bracket: the live tensors, or a copy of them that `differs` compares.

@@ -11,6 +11,7 @@ from typing import Any
 from weightsync.plan.boxes import check_partition
 from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.types import Box, Manifest, TensorSpec, Version
+from weightsync.types.adapter import Adapter
 from weightsync.types.publication import Publication, Source
 from weightsync.types.table import SpecTable, TensorTable
 
@@ -45,6 +46,7 @@ class HostPlan:
         endpoints: Sequence[str | None],
         segments: Mapping[str, str],
         block_bytes: int,
+        adapter: Adapter | None = None,
     ) -> Publication:
         """What is said of a version that lies there.
 
@@ -54,6 +56,7 @@ class HostPlan:
             endpoints: the agents' URLs, by rank.
             segments: names of the segments that it was written to, by host.
             block_bytes: what one checksum covers.
+            adapter: of a publication of kind "lora".
         """
         sources = tuple(
             Source(
@@ -66,7 +69,13 @@ class HostPlan:
             for host, leader, layout in zip(self.hosts, self.leaders, self.layouts, strict=True)
         )
         # tables that were checked together once are not checked again
-        manifest = Manifest(version=version, model_id=model_id, tensors=TensorTable.of(specs))
+        manifest = Manifest(
+            version=version,
+            model_id=model_id,
+            tensors=TensorTable.of(specs),
+            artifact="model" if adapter is None else "lora",
+            adapter=adapter,
+        )
         return Publication(manifest=manifest, parts=self.parts, sources=sources)
 
 

@@ -214,7 +214,14 @@ class PushSession:
 
     def _manifest(self) -> Manifest:
         parts = self._parts
-        return Manifest(version=self.version, model_id=parts.model_id, tensors=parts.extractor.metadata(parts.dtype))
+        adapter = parts.extractor.adapter
+        return Manifest(
+            version=self.version,
+            model_id=parts.model_id,
+            tensors=parts.extractor.metadata(parts.dtype),
+            artifact="model" if adapter is None else "lora",
+            adapter=adapter,
+        )
 
     def _session_on(self, client: InferenceEngineClient) -> UpdateSession:
         return UpdateSession(

@@ -12,12 +12,15 @@ from weightsync.config import InferenceServiceConfig
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.handles.by_url import engine_at, read_engine_url
+from weightsync.load.base import WeightLoader
 from weightsync.load.module import ModuleWeightLoader
+from weightsync.load.peft import PeftAdapterLoader
 from weightsync.memory import LeaseReader
+from weightsync.peft_model import peft_model_in
 from weightsync.types import EngineHandle
 
-EngineLike: TypeAlias = str | torch.nn.Module | EngineHandle
-"""A URL (see `handles.by_url`), a module of this process, or a handle."""
+EngineLike: TypeAlias = str | torch.nn.Module | WeightLoader | EngineHandle
+"""A URL (see `handles.by_url`), a module of this process, a loader of one, or a handle."""
 
 
 def handle_of(
@@ -45,15 +48,22 @@ def handle_of(
     made: EmbeddedEngine | EngineHandle
     if isinstance(engine, str):
         made = engine_at(engine, token=token, verify=verify, must_answer=must_answer)
-    elif isinstance(engine, torch.nn.Module):
+    elif isinstance(engine, torch.nn.Module | WeightLoader):
         reader = None if lease is None else LeaseReader(lease)
-        made = EmbeddedEngine.of(ModuleWeightLoader(engine), engine_id=name, lease=reader)
+        made = EmbeddedEngine.of(_loader_of(engine), engine_id=name, lease=reader)
     elif hasattr(engine, "call") and hasattr(engine, "engine_id"):
         return cast(EngineHandle, engine)
     else:
         raise ConfigError(f"an engine is a URL, a torch module or a handle, not a {type(engine).__name__}")
     opened.callback(_close, made)
     return made
+
+
+def _loader_of(engine: torch.nn.Module | WeightLoader) -> WeightLoader:
+    """Of a PEFT model its adapter is loaded, of any other module all of it."""
+    if isinstance(engine, WeightLoader):
+        return engine
+    return ModuleWeightLoader(engine) if peft_model_in(engine) is None else PeftAdapterLoader(engine)
 
 
 def urls_of(service: InferenceServiceConfig, listed: Sequence[str]) -> list[str]:

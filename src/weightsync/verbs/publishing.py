@@ -29,11 +29,13 @@ from weightsync.extract.named import MappingWeightExtractor
 from weightsync.net.routes import address_towards
 from weightsync.trainer.notifier import Notifier
 from weightsync.trainer.publisher import OffloadReport, WeightManager
+from weightsync.trainer.ranks import TrainingRanks
 from weightsync.trainer.weights import Weights
 from weightsync.types import Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
 from weightsync.verbs.last_version import LastVersion
+from weightsync.verbs.lora import BaseLike, LoraChoice, lora_choice
 from weightsync.verbs.settings import ConfigSource, as_list, loaded, token_of, with_extract
 from weightsync.verbs.weights import TrainerWeights, extractor_from
 
@@ -49,6 +51,9 @@ def publish(
     dtype: str | None = None,
     name_map: Callable[[str], str | None] | None = None,
     bridge: Any = None,
+    adapter: str | None = None,
+    merge: bool = False,
+    base: BaseLike = None,
     host: str | None = None,
     port: int | None = None,
     advertise: str | None = None,
@@ -63,7 +68,7 @@ def publish(
 
     Args:
         weights: a module (plain, FSDP2, DDP, DeepSpeed), Megatron's model chunks, a mapping of names to tensors, which
-            may be others at each step, or an extractor.
+            may be others at each step, or an extractor. Of a PEFT model its adapter alone is published.
         model_id: the name that rollout hosts ask for; `inference_service.model_tag`, or "default".
         to: URLs of rollout services that are told of each version, or the URL of a controller; nobody needs to be:
             hosts that know this agent's URL find new versions by themselves.
@@ -72,6 +77,9 @@ def publish(
             trainer's.
         name_map: from the trainer's name to the engine's; None drops a tensor.
         bridge: of Megatron, see `extractor_for`.
+        adapter: of a PEFT model with several, which.
+        merge: publishes a PEFT model's base with the adapter merged into it; the trainer's weights are not touched.
+        base: what the adapter is bound to, see `verbs.lora.BaseLike`; the digest of this trainer's base where not given.
         host: where the agents listen: loopback, or where `to` names other machines this one's address towards them.
             Beyond loopback only with a token.
         port: of the agents; 8765, 0: the system's choice.
@@ -87,7 +95,9 @@ def publish(
         EngineUnreachableError: an agent did not start.
         WeightSyncError: the weights can't be extracted. Nothing is left running.
     """
-    settings = with_extract(loaded(config), dtype=dtype).for_method("pull")
+    lora = lora_choice(weights, adapter=adapter, merge=merge, base=base)
+    settings = with_extract(loaded(config), dtype=dtype)
+    settings = (settings if lora is None else lora.settings(settings, said=dtype is not None)).for_method("pull")
     chosen = settings.publish
     urls = as_list(to, chosen.to, name="to")
     token = token_of(token)
@@ -105,8 +115,19 @@ def publish(
     except InvalidRequestError as error:
         raise ConfigError(error.message) from None
     notifier = Notifier(urls, model_id=manager.model_id, token=token, verify=verify)
-    publisher = Publisher(manager, notifier, last_wait_s=wait_s)
-    publisher.begin(lambda: _as_offloaded(weights, settings, name_map=name_map, bridge=bridge))
+    publisher = Publisher(manager, notifier, last_wait_s=wait_s, lora=lora)
+
+    def offloaded() -> Weights:
+        if lora is None:
+            return _as_offloaded(weights, settings, name_map=name_map, bridge=bridge)
+        assert isinstance(weights, torch.nn.Module)
+        ranks = TrainingRanks(timeout_s=options.get("timeout_s", 60.0), alone=bool(options.get("alone")))
+        try:
+            return lora.extractor(weights, settings, ranks, name_map=name_map)
+        finally:
+            ranks.close()
+
+    publisher.begin(offloaded)
     return publisher
 
 
@@ -119,7 +140,10 @@ class Publisher:
             nobody was told: who has pulled of late and has not fetched it, by name.
     """
 
-    def __init__(self, manager: WeightManager, notifier: Notifier, *, last_wait_s: float) -> None:
+    def __init__(
+        self, manager: WeightManager, notifier: Notifier, *, last_wait_s: float, lora: LoraChoice | None = None
+    ) -> None:
+        self._lora = lora
         self._manager = manager
         self._notifier = notifier
         self._last_wait_s = last_wait_s
@@ -134,6 +158,11 @@ class Publisher:
     def run_id(self) -> str:
         """Name of this trainer's run."""
         return self._manager.run_id
+
+    @property
+    def model_id(self) -> str:
+        """Which model."""
+        return self._manager.model_id
 
     @property
     def endpoint(self) -> str:
@@ -189,6 +218,8 @@ class Publisher:
         if self._closed:
             raise StateError("this publisher is closed: step() belongs into its with block")
         number = self._number + 1 if version is None else version
+        if self._lora is not None:
+            self._lora.bind(self._weights)
         report = self._manager.offload(self._weights, number)
         self._number = number
         self._missed = not report.published

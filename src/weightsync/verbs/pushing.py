@@ -16,9 +16,12 @@ With a controller (`sync_method: push`) it says at which steps all ranks push; `
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
+
+import torch
 
 from weightsync.config import WeightSyncConfig, select_strategy
 from weightsync.errors import ConfigError, TransferAbortedError, WeightSyncError, as_weightsync_error
@@ -32,6 +35,7 @@ from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import EngineHandle, SyncReport
 from weightsync.types.process import of_one_process
 from weightsync.verbs.engines import EngineLike, handle_of, urls_of
+from weightsync.verbs.lora import BaseLike, lora_choice
 from weightsync.verbs.order_taker import OrderTaker
 from weightsync.verbs.settings import (
     ConfigSource,
@@ -54,6 +58,9 @@ def push(
     dtype: str | None = None,
     name_map: Callable[[str], str | None] | None = None,
     bridge: Any = None,
+    adapter: str | None = None,
+    merge: bool = False,
+    base: BaseLike = None,
     strategy: str | None = None,
     delta: bool | None = None,
     controller: str | None = None,
@@ -76,6 +83,7 @@ def push(
             trainer's.
         name_map: from the trainer's name to the engine's; None drops a tensor.
         bridge: of Megatron, see `extractor_for`.
+        adapter, merge, base: of a PEFT model, see `weightsync.publish`.
         strategy: "broadcast", "sglang", "cuda_ipc" or "packed_cuda_ipc"; chosen by itself where not given.
         delta: what has changed alone is sent.
         controller: URL of a controller whose `sync_method` is "push": a step is pushed where it orders that;
@@ -91,7 +99,9 @@ def push(
         NoEnginesError, SyncFailedError: an engine does not answer, or its model has other names, shapes or dtypes.
         WeightSyncError: the weights can't be extracted, or another rank failed. Nothing is left open.
     """
+    lora = lora_choice(weights, adapter=adapter, merge=merge, base=base)
     settings = with_transfer(with_extract(loaded(config), dtype=dtype), strategy=strategy, delta=delta)
+    settings = settings if lora is None else lora.settings(settings, said=dtype is not None)
     settings = settings.for_method("push")
     ranks = TrainingRanks(timeout_s=settings.transfer.join_timeout_s + _MARGIN_S, alone=alone)
     opened = contextlib.ExitStack()
@@ -101,7 +111,11 @@ def push(
     chosen: dict[str, Any] = {}
     try:
         try:
-            extractor = extractor_from(weights, settings, name_map=name_map, bridge=bridge)
+            if lora is None:
+                extractor = extractor_from(weights, settings, name_map=name_map, bridge=bridge)
+            else:
+                assert isinstance(weights, torch.nn.Module)
+                extractor = lora.extractor(weights, settings, ranks, name_map=name_map)
             extractor.metadata(settings.extract.dtype)
             if ranks.rank == 0:
                 configured = urls_of(settings.inference_service, settings.push.engines)
@@ -133,7 +147,7 @@ def push(
             taker = OrderTaker(url, model, token=token_of(token), verify=verify, timeout_s=timeout_s)
             opened.callback(taker.close)
             taker.meet()
-        pusher = Pusher(sync, opened, taker)
+        pusher = Pusher(sync, opened, taker, bind=None if lora is None else functools.partial(lora.bind, extractor))
     except BaseException:
         opened.close()
         raise
@@ -147,7 +161,15 @@ def push(
 class Pusher:
     """What `push` gives. Every rank has one, and calls `step` and `close` in the same order."""
 
-    def __init__(self, sync: PushSync, opened: contextlib.ExitStack, taker: OrderTaker | None = None) -> None:
+    def __init__(
+        self,
+        sync: PushSync,
+        opened: contextlib.ExitStack,
+        taker: OrderTaker | None = None,
+        *,
+        bind: Callable[[], None] | None = None,
+    ) -> None:
+        self._bind = bind
         self._sync = sync
         self._opened = opened
         self._taker = taker
@@ -189,6 +211,8 @@ class Pusher:
                 has taken over.
         """
         number = self._number + 1 if version is None else version
+        if self._bind is not None:
+            self._bind()
         try:
             return self._sync.sync_weights(number) if self._taker is None else self._ordered(number, self._taker)
         finally:

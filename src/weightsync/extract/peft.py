@@ -1,0 +1,211 @@
+"""Extractors of a PEFT model: of an adapter, of its base, and of both together.
+
+Whatever shards it (nothing, FSDP2, DeepSpeed):
+
+    adapter_extractor   an adapter's tensors, under the names of PEFT's own file, with its configuration and its base
+    base_extractor      the base's tensors, under the names that they have without PEFT
+    merged_extractor    the same, with an adapter merged into them on their way out; the trainer's are only read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.extract.base import WeightExtractor
+from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
+from weightsync.extract.fsdp import FSDPWeightExtractor
+from weightsync.extract.peft_layer import merged_copy
+from weightsync.peft_model import adapter_name, adapter_names, base_names, lora_layers, peft_model_in
+from weightsync.types.adapter import Adapter, Base, canonical_config
+
+_TRAINERS_OWN = {
+    "base_model_name_or_path": None, "revision": None, "auto_mapping": None, "eva_config": None, "corda_config": None,
+    "lora_ga_config": None, "loftq_config": {}, "megatron_config": None, "init_lora_weights": True,
+    "inference_mode": True,
+}  # fmt: skip
+"""How the adapter was begun, and where on that machine; nothing that a receiver computes with."""
+_MADE_EXPLICIT = ("exclude_modules", "layers_to_transform", "layers_pattern")
+
+
+def adapter_of(model: Any, name: str, base: Base | None = None) -> Adapter:
+    """An adapter's configuration, as it is published.
+
+    Raises:
+        UnsupportedError: a module's scaling is not what the configuration says: somebody has set it by hand.
+        InvalidRequestError: it has what no adapter has.
+    """
+    config = model.peft_config[name]
+    facts = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    facts |= {key: value for key, value in _TRAINERS_OWN.items() if key in facts}
+    facts["peft_type"] = "LORA"
+    if facts.get("task_type") is not None:
+        facts["task_type"] = str(getattr(facts["task_type"], "value", facts["task_type"]))
+    layers = dict(lora_layers(model, name))
+    if isinstance(facts["target_modules"], str) or any(facts.get(key) for key in _MADE_EXPLICIT):
+        facts["target_modules"] = sorted(layers)
+        facts |= dict.fromkeys((key for key in _MADE_EXPLICIT if key in facts), None)
+    else:
+        facts["target_modules"] = sorted(facts["target_modules"])
+    # PEFT reads keys of patterns as regular expressions; here each is the name of a module
+    facts["rank_pattern"] = {path: layer.r[name] for path, layer in layers.items() if layer.r[name] != config.r}
+    facts["alpha_pattern"] = {
+        path: layer.lora_alpha[name] for path, layer in layers.items() if layer.lora_alpha[name] != config.lora_alpha
+    }
+    adapter = Adapter(config=canonical_config(facts), base=base)
+    for path, layer in layers.items():
+        if adapter.scaling_of(path) != layer.scaling[name] or adapter.rank_of(path) != layer.r[name]:
+            raise UnsupportedError(
+                f"its scaling is {layer.scaling[name]:g}, its configuration says {adapter.scaling_of(path):g}: what was "
+                "set by hand is not in PEFT's file, and is not published",
+                parameter=path,
+            )
+    return adapter
+
+
+class _HasAdapter:
+    """What both extractors of an adapter add to those of a module."""
+
+    adapter: Adapter | None
+
+
+class PeftExtractor(_HasAdapter, FSDPWeightExtractor):
+    """Of an adapter, plain or under FSDP2."""
+
+
+class DeepSpeedPeftExtractor(_HasAdapter, DeepSpeedWeightExtractor):
+    """Of an adapter in a DeepSpeed engine."""
+
+
+class _Merging:
+    """Merges an adapter into each of the base's tensors as it is gathered. All ranks gather the same ones in one order.
+
+    A tensor's adapter is gathered with it; PEFT's own `merge` runs on a copy of that one layer, which is gone behind it.
+    """
+
+    model: torch.nn.Module
+    merged: str
+    _layer_of: dict[int, tuple[Any, str]]
+
+    def _prepare(self) -> None:
+        super()._prepare()  # type: ignore[misc]
+        self._layer_of = {}
+        for path, layer in lora_layers(peft_model_in(self.model), self.merged):
+            if self.merged in layer.merged_adapters:
+                raise UnsupportedError("this adapter is merged in place: unmerge it first", parameter=path)
+            if layer.merged_adapters:
+                others = ", ".join(layer.merged_adapters)
+                raise UnsupportedError(f"another adapter is merged in place here: {others}", parameter=path)
+            changed = ["weight", "bias"] if getattr(layer, "lora_bias", {}).get(self.merged) else ["weight"]
+            base = layer.get_base_layer()
+            for name in changed:
+                if (tensor := getattr(base, name, None)) is not None:
+                    self._layer_of[id(tensor)] = layer, name
+
+    def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        gather: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = super()._gather  # type: ignore[misc]
+        found = self._layer_of.get(id(tensor))
+        if found is None:
+            return gather(tensor, dtype)
+        layer, name = found
+        merged = merged_copy(layer, self.merged, lambda each: gather(each, each.dtype))
+        return getattr(merged, name).detach().to(dtype).contiguous()  # type: ignore[no-any-return]
+
+    def _gathered(self, tensors: Any) -> Any:
+        ours = [pair for pair in tensors if id(pair[0]) not in self._layer_of]
+        return super()._gathered(ours)  # type: ignore[misc]
+
+    def _can_shard(self, tensor: torch.Tensor) -> bool:
+        return False  # what is merged is made tensor by tensor
+
+
+class MergedPeftExtractor(_Merging, FSDPWeightExtractor):
+    """Of a base with an adapter merged, plain or under FSDP2."""
+
+
+class DeepSpeedMergedPeftExtractor(_Merging, DeepSpeedWeightExtractor):
+    """Of a base with an adapter merged, in a DeepSpeed engine."""
+
+
+def adapter_extractor(
+    weights: torch.nn.Module, *, adapter: str | None = None, base: Base | None = None, **settings: Any
+) -> WeightExtractor:
+    """The extractor of an adapter: `PEFT's file`, tensor by tensor.
+
+    Args:
+        weights: a PEFT model, as the trainer has wrapped it.
+        adapter: which; its only one where not given.
+        base: what it is bound to; None: to nothing.
+        settings: of `WeightExtractor`.
+
+    Raises:
+        ConfigError, UnsupportedError: see `adapter_name` and `adapter_of`.
+    """
+    model = _peft(weights)
+    name = adapter_name(model, adapter)
+    names = adapter_names(model, name)
+    kind = DeepSpeedPeftExtractor if _is_deepspeed(weights) else PeftExtractor
+    made = kind(_root(weights, model), name_map=names.get, **settings)
+    made.adapter = adapter_of(model, name, base)
+    return made
+
+
+def base_extractor(weights: torch.nn.Module, **settings: Any) -> WeightExtractor:
+    """The extractor of a PEFT model's base, under its own names; for its publication, and its digest."""
+    model = _peft(weights)
+    kind = DeepSpeedWeightExtractor if _is_deepspeed(weights) else FSDPWeightExtractor
+    return kind(_root(weights, model), name_map=base_names(model).get, **settings)
+
+
+def merged_extractor(
+    weights: torch.nn.Module,
+    *,
+    adapter: str | None = None,
+    name_map: Callable[[str], str | None] | None = None,
+    **settings: Any,
+) -> WeightExtractor:
+    """The extractor of a PEFT model's base with an adapter merged into it, under the base's own names.
+
+    The trainer's weights are read and never written, so there is nothing to unmerge: each tensor is merged on its way
+    out, by PEFT's own code, in a copy of its layer.
+
+    Args:
+        weights: a PEFT model, as the trainer has wrapped it.
+        adapter: which; its only one where not given.
+        name_map: from the base's name to the engine's.
+        settings: of `WeightExtractor`.
+
+    Raises:
+        ConfigError, UnsupportedError: see `adapter_name`; or an adapter is merged in place.
+    """
+    model = _peft(weights)
+    name = adapter_name(model, adapter)
+    base = base_names(model, merged=name)
+
+    def named(key: str) -> str | None:
+        found = base.get(key)
+        return found if found is None or name_map is None else name_map(found)
+
+    kind = DeepSpeedMergedPeftExtractor if _is_deepspeed(weights) else MergedPeftExtractor
+    kind = type(kind.__name__, (kind,), {"merged": name})
+    return kind(_root(weights, model), name_map=named, **settings)
+
+
+def _peft(weights: torch.nn.Module) -> Any:
+    model = peft_model_in(weights)
+    if model is None:
+        raise ConfigError(f"adapter= and merge= are for a PEFT model, and this is a {type(weights).__name__}")
+    return model
+
+
+def _is_deepspeed(weights: torch.nn.Module) -> bool:
+    engine = any(kind.__module__.startswith("deepspeed.") for kind in type(weights).__mro__)
+    return engine or any(hasattr(tensor, "ds_shape") for tensor in weights.parameters())
+
+
+def _root(weights: torch.nn.Module, model: Any) -> torch.nn.Module:
+    """What an extractor is given: a DeepSpeed engine says more than its module."""
+    return weights if _is_deepspeed(weights) else model

@@ -1,0 +1,246 @@
+"""MergedAdapterLoader: an adapter merged into a plain torch module; the base's own tensors are kept, and come back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from weightsync.errors import LoadError, StateError, UnsupportedError
+from weightsync.load.base import WeightLoader
+from weightsync.load.whole import (
+    Differences,
+    check_closed,
+    check_complete,
+    check_open,
+    check_verified,
+    no_such_tensor,
+    stage,
+    staging_for,
+)
+from weightsync.module_walk import clean_name, module_tensors, unwrapped
+from weightsync.types import Adapter, HeldTensor, Manifest, TensorSpec, Update, Version
+
+_PREFIX = "base_model.model."
+_HALVES = {".lora_A.weight": 0, ".lora_B.weight": 1, ".lora_embedding_A": 0, ".lora_embedding_B": 1}
+_NOT_MERGED = ("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "alora_invocation_tokens", "modules_to_save",
+               "trainable_token_indices", "arrow_config", "use_bdlora", "velora_config", "kasa_config")  # fmt: skip
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Target:
+    """A module that an adapter changes.
+
+    Attributes:
+        module: the engine's.
+        halves: names in the manifest: A, then B.
+        is_embedding: whether the product is used transposed, as PEFT does of embeddings.
+        scaling: of the product.
+    """
+
+    module: Any
+    halves: tuple[str, str]
+    is_embedding: bool
+    scaling: float
+
+
+class MergedAdapterLoader(WeightLoader):
+    """Loads versions of one adapter into a module without PEFT: each version is merged anew into the base's own weights.
+
+    The merged tensors are made beside the live ones, and swapped in at commit; the base's tensors are put aside, not
+    changed, so that the next version starts from the very same bytes, and `unmerge` puts these back. That costs the
+    targeted weights twice more. What is merged equals PEFT's own `merge_and_unload` to the bit, on the same device.
+
+    Bytes of the adapter are proved as they arrive. The merged weights are nobody's publication, so the engine reports
+    its live bytes as unprovable, in words.
+
+    Args:
+        module: the engine's model: the base, with its own names.
+        name_map: from a module's name in the trainer's base to the name here; the identity where not given.
+    """
+
+    artifacts: ClassVar[frozenset[str]] = frozenset({"lora"})
+
+    def __init__(self, module: torch.nn.Module, *, name_map: Callable[[str], str] | None = None) -> None:
+        self._module = unwrapped(module)
+        self._name_map = name_map or (lambda name: name)
+        self._manifest: Manifest | None = None
+        self._targets: dict[str, _Target] = {}
+        self._specs: Mapping[str, TensorSpec] = {}
+        self._staging: dict[str, torch.Tensor] = {}
+        self._came: set[str] = set()
+        self._verified = False
+        self._healthy = True
+        self._coming: dict[str, torch.Tensor] = {}  # path -> what commit will serve
+        self._base: dict[str, torch.Tensor] = {}  # path -> the base's own memory, of weights that are merged now
+        self._put: dict[str, torch.Tensor] = {}  # path -> what commit has put in its place
+        self._holders: dict[str, Any] = {}  # path -> the module of it
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        """Modules whose weights are merged now."""
+        return tuple(self._put)
+
+    def begin(self, manifest: Manifest) -> None:
+        check_closed(self._manifest)
+        assert manifest.adapter is not None
+        targets = self._fitting(manifest, manifest.adapter)
+        self._check_untouched()
+        self._specs = manifest.by_name()
+        self._staging = staging_for(self._specs, self._staging)
+        self._targets, self._came, self._verified = targets, set(), False
+        self._manifest = manifest
+
+    def load_weights(self, updates: Iterable[Update]) -> None:
+        check_open(self._manifest)
+        stage(updates, self._specs, self._staging, self._came)
+
+    def verify(self) -> None:
+        check_open(self._manifest)
+        check_complete(self._specs, self._came)
+        self._check_untouched()
+        with torch.no_grad():
+            self._coming = {path: self._merge(path, target) for path, target in self._targets.items()}
+        self._verified = True
+
+    def live_tensors(self) -> Iterator[HeldTensor]:
+        raise UnsupportedError(
+            "the adapter is merged into the base: its bytes were proved as they arrived, the sums made of them are no "
+            "publication's"
+        )
+
+    def base_tensors(self) -> Mapping[str, torch.Tensor]:
+        aside = {id(self._holders[path].weight): tensor for path, tensor in self._base.items()}
+        return {clean_name(name): aside.get(id(tensor), tensor) for name, tensor in module_tensors(self._module)}
+
+    def commit(self, version: Version) -> None:
+        check_verified(self._manifest, version, verified=self._verified)
+        self._check_untouched()
+        self._healthy = False
+        before = {path: holder.weight.data for path, holder in self._holders.items()}
+        holders = self._holders | {path: target.module for path, target in self._targets.items()}
+        try:
+            for path in self._put.keys() - self._coming.keys():
+                holders[path].weight.data = self._base[path]
+            for path, merged in self._coming.items():
+                before.setdefault(path, holders[path].weight.data)
+                holders[path].weight.data = merged
+        except BaseException:
+            for path, data in before.items():
+                holders[path].weight.data = data
+            self._healthy = True
+            raise
+        self._base = {path: self._base.get(path, before[path]) for path in self._coming}
+        self._put, self._holders = self._coming, {path: holders[path] for path in self._coming}
+        self._close()
+        self._healthy = True
+
+    def abort(self, reason: str) -> None:
+        if self._manifest is not None:
+            self._close()
+
+    def unmerge(self) -> None:
+        """Puts the base's own tensors back: the very memory that lay there, so every bit of it.
+
+        Raises:
+            StateError: a version is being loaded.
+            LoadError: somebody else has replaced a merged weight. Nothing was changed.
+        """
+        if self._manifest is not None:
+            raise StateError("a version is being loaded: unmerge after it")
+        self._check_untouched()
+        for path, tensor in self._base.items():
+            self._holders[path].weight.data = tensor
+        self._base, self._put, self._holders = {}, {}, {}
+
+    def _close(self) -> None:
+        self._manifest, self._coming, self._targets, self._verified = None, {}, {}, False
+
+    def _check_untouched(self) -> None:
+        """What is merged is what the last commit has put there.
+
+        Raises:
+            LoadError: somebody else has replaced it: nobody knows the base then.
+        """
+        for path, tensor in self._put.items():
+            if self._holders[path].weight.data_ptr() != tensor.data_ptr():
+                raise LoadError(
+                    "a merged weight was replaced by somebody else: what its base is is not known any more",
+                    parameter=path,
+                    state_left="the engine serves what was put there",
+                )
+
+    def _merge(self, path: str, target: _Target) -> torch.Tensor:
+        """The base's weight and the adapter's product, as PEFT adds them: bfloat16 adapters on a CPU by way of float32."""
+        weight = self._base.get(path, target.module.weight.data)
+        down, up = (self._staging[name].to(weight.device) for name in target.halves)
+        dtype = up.dtype
+        widen = weight.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16)
+        if widen:
+            down, up = down.float(), up.float()
+        product = (up @ down).T if target.is_embedding else up @ down
+        delta = product * target.scaling
+        merged = weight.clone()
+        merged += (
+            (delta.to(dtype) if widen else delta).to(weight.dtype)
+            if target.is_embedding
+            else (delta.to(dtype) if widen else delta)
+        )
+        return merged
+
+    def _fitting(self, manifest: Manifest, adapter: Adapter) -> dict[str, _Target]:
+        config, differences = adapter.config_dict, Differences()
+        odd = [key for key in _NOT_MERGED if config.get(key)]
+        odd += ["bias"] if config.get("bias", "none") != "none" else []
+        if odd:
+            raise UnsupportedError(
+                f"an adapter with {', '.join(odd)} can't be merged here: load it into a PEFT model",
+                state_left="nothing was changed",
+            )
+        modules = {clean_name(name): module for name, module in self._module.named_modules()}
+        halves: dict[str, dict[int, str]] = {}
+        for name in manifest.table.names:
+            kind = next((end for end in _HALVES if name.endswith(end)), None)
+            if kind is None or not name.startswith(_PREFIX):
+                differences.add(name, "no part of an adapter that can be merged")
+                continue
+            path = name[len(_PREFIX) : -len(kind)]
+            if self._name_map(path) not in modules:
+                differences.add(name, no_such_tensor(path, modules))
+                continue
+            halves.setdefault(path, {})[_HALVES[kind]] = name
+        found: dict[str, _Target] = {}
+        for path, pair in halves.items():
+            if len(pair) != 2:
+                differences.add(next(iter(pair.values())), "the other half of its product is missing")
+                continue
+            target = _Target(
+                module=modules[self._name_map(path)],
+                halves=(pair[0], pair[1]),
+                is_embedding="lora_embedding_" in pair[0],
+                scaling=adapter.scaling_of(path),
+            )
+            why = self._why_not(target, manifest.by_name(), adapter.rank_of(path))
+            if why is not None:
+                differences.add(pair[0], why)
+            found[path] = target
+        differences.refuse()
+        if len({id(target.module.weight) for target in found.values()}) != len(found):
+            raise UnsupportedError("two of the adapter's modules share one weight here: it can't be merged twice")
+        return found
+
+    def _why_not(self, target: _Target, specs: Mapping[str, TensorSpec], rank: int) -> str | None:
+        kind = torch.nn.Embedding if target.is_embedding else torch.nn.Linear
+        if not isinstance(target.module, kind):
+            return f"here it is a {type(target.module).__name__}, and adapters are merged into {kind.__name__} alone"
+        down, up = (specs[name].shape for name in target.halves)
+        out, width = target.module.weight.shape[::-1] if target.is_embedding else target.module.weight.shape
+        if down != (rank, width) or up != (out, rank):
+            return f"of rank {rank} it is {(rank, width)} and {(out, rank)} here, it came as {down} and {up}"
+        return None

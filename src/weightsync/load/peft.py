@@ -1,0 +1,120 @@
+"""PeftAdapterLoader: an adapter of a PEFT model of this process, replaced where it is live; the base is not touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from weightsync.errors import ConfigError, LoadError, ManifestMismatchError
+from weightsync.load.module import ModuleWeightLoader
+from weightsync.load.whole import MAX_TOLD, check_closed
+from weightsync.module_walk import clean_name, module_tensors
+from weightsync.peft_model import adapter_name, adapter_tensors, base_names, lora_layers, peft_model_in
+from weightsync.types import HeldTensor, Manifest
+
+
+class PeftAdapterLoader(ModuleWeightLoader):
+    """Loads versions of one adapter into a PEFT model, by the bracket of `ModuleWeightLoader`: staged in a second set of
+    the adapter's tensors, proved, swapped; a change is written where it is live, and can be undone.
+
+    The adapter has to be there: of the rank, alpha and modules that are published, as `get_peft_model(model, config)`
+    makes it. Its dtype has to be the published one.
+
+    Args:
+        model: a PEFT model.
+        adapter: which of its adapters; its only one where not given.
+        in_place: see `ModuleWeightLoader`.
+
+    Raises:
+        ConfigError: it is no PEFT model, or has no such adapter.
+        UnsupportedError: the adapter is not LoRA.
+    """
+
+    artifacts: ClassVar[frozenset[str]] = frozenset({"lora"})
+
+    def __init__(self, model: torch.nn.Module, *, adapter: str | None = None, in_place: bool = False) -> None:
+        found = peft_model_in(model)
+        if found is None:
+            raise ConfigError(f"PeftAdapterLoader takes a PEFT model, not a {type(model).__name__}")
+        self._model: Any = found
+        self._adapter = adapter_name(found, adapter)
+        self._tensors = adapter_tensors(found, self._adapter)
+        super().__init__(_view(self._tensors), in_place=in_place)
+
+    def begin(self, manifest: Manifest) -> None:
+        check_closed(self._manifest)
+        self._check_adapter(manifest)
+        super().begin(manifest)
+
+    def begin_patch(self, manifest: Manifest) -> None:
+        check_closed(self._manifest)
+        self._check_adapter(manifest)
+        super().begin_patch(manifest)
+
+    def verify(self) -> None:
+        super().verify()
+        self._check_model()
+
+    def live_tensors(self) -> Iterator[HeldTensor]:
+        self._check_model()
+        return super().live_tensors()
+
+    def base_tensors(self) -> Mapping[str, torch.Tensor]:
+        names = base_names(self._model)
+        live = ((names.get(clean_name(key)), tensor) for key, tensor in module_tensors(self._model))
+        return {name: tensor for name, tensor in live if name is not None}
+
+    def _check_adapter(self, manifest: Manifest) -> None:
+        """Rank and scaling of every module are those of the model's own slot.
+
+        Raises:
+            ManifestMismatchError: they are not. Nothing was changed.
+        """
+        assert manifest.adapter is not None
+        self._check_model()
+        wrong = []
+        for path, layer in lora_layers(self._model, self._adapter):
+            rank, scaling = manifest.adapter.rank_of(path), manifest.adapter.scaling_of(path)
+            if rank != layer.r[self._adapter]:
+                wrong.append(f"{path}: the adapter has rank {rank}, here it has {layer.r[self._adapter]}")
+            elif scaling != layer.scaling[self._adapter]:
+                wrong.append(f"{path}: its scaling is {scaling:g}, here it is {layer.scaling[self._adapter]:g}")
+        if wrong:
+            more = len(wrong) - MAX_TOLD
+            raise ManifestMismatchError(
+                "; ".join(wrong[:MAX_TOLD]) + (f" and {more} more" if more > 0 else ""),
+                parameter=wrong[0].partition(":")[0],
+                version=str(manifest.version),
+                state_left="nothing was changed",
+            )
+
+    def _check_model(self) -> None:
+        """The model's adapter still is the tensors that are loaded.
+
+        Raises:
+            LoadError: it is others: somebody has added or replaced it.
+        """
+        now = adapter_tensors(self._model, self._adapter) if self._adapter in self._model.peft_config else {}
+        if now.keys() != self._tensors.keys() or any(now[name] is not held for name, held in self._tensors.items()):
+            raise LoadError(
+                f"adapter {self._adapter!r} of the model was replaced since its loader was made: make another loader"
+            )
+
+
+def _view(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A module that holds these very tensors under these names."""
+    root = torch.nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        holder = root
+        for part in path:
+            if part not in holder._modules:
+                holder.add_module(part, torch.nn.Module())
+            holder = holder._modules[part]  # type: ignore[assignment]
+        if isinstance(tensor, torch.nn.Parameter):
+            holder.register_parameter(last, tensor)
+        else:
+            holder.register_buffer(last, tensor)
+    return root

@@ -1,0 +1,116 @@
+"""What is what in a PEFT model: whose tensors are whose, and what they are called in PEFT's file and without PEFT.
+
+The one file that imports peft, for trainers and engines alike; nothing here copies a tensor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.module_walk import clean_name, module_tensors, unwrapped
+
+PREFIX = "base_model.model."
+"""What PEFT puts before the name of each of the base's modules."""
+
+
+def peft_model_in(weights: object) -> Any | None:
+    """The PEFT model that a trainer's weights are, inside DDP, torch.compile and a DeepSpeed engine; None: it is none.
+
+    Does not import peft: who has a PEFT model has done so.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(weights, torch.nn.Module):
+        return None
+    model = unwrapped(weights)
+    while any(kind.__module__.startswith("deepspeed.") for kind in type(model).__mro__) and hasattr(model, "module"):
+        model = unwrapped(model.module)
+    return model if isinstance(model, peft.PeftModel) else None
+
+
+def adapter_name(model: Any, wanted: str | None) -> str:
+    """Which of a PEFT model's adapters is meant.
+
+    Raises:
+        ConfigError: there is no such one, or several and none was named.
+        UnsupportedError: it is not LoRA.
+    """
+    known = list(model.peft_config)
+    if wanted is None and len(known) != 1:
+        raise ConfigError(f"this PEFT model has the adapters {', '.join(known)}: say which with adapter=")
+    name = known[0] if wanted is None else wanted
+    if name not in known:
+        raise ConfigError(f"this PEFT model has no adapter {name!r}, it has {', '.join(known)}")
+    config = model.peft_config[name]
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise UnsupportedError(f"adapter {name!r} is of PEFT's kind {kind}, and LORA alone is published")
+    for odd in ("layer_replication", "target_parameters"):
+        if getattr(config, odd, None):
+            raise UnsupportedError(f"adapter {name!r} has {odd}, which is not published: merge it, or train without")
+    return name
+
+
+def adapter_tensors(model: Any, name: str) -> dict[str, torch.Tensor]:
+    """An adapter's own live tensors, under the names of PEFT's file, as PEFT itself picks them. Nothing is copied."""
+    peft = importlib.import_module("peft")
+    live = {clean_name(key): tensor for key, tensor in module_tensors(model)}
+    known = set(map(id, live.values()))
+    found: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
+        model, state_dict=live, adapter_name=name, save_embedding_layers=False
+    )
+    for key, tensor in found.items():
+        if id(tensor) not in known:
+            raise UnsupportedError("PEFT saves another tensor here than the model holds", parameter=key)
+    return found
+
+
+def adapter_names(model: Any, name: str) -> dict[str, str]:
+    """From a tensor's name in the model to that in PEFT's file, of an adapter's own tensors."""
+    saved = {id(tensor): key for key, tensor in adapter_tensors(model, name).items()}
+    return {clean_name(key): saved[id(t)] for key, t in module_tensors(model) if id(t) in saved}
+
+
+def lora_layers(model: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Modules that an adapter changes, by their names within the base."""
+    layer_kind = importlib.import_module("peft.tuners.lora.layer").LoraLayer
+    for path, module in model.named_modules():
+        if isinstance(module, layer_kind) and name in module.r:
+            yield clean_name(path).removeprefix(PREFIX), module
+
+
+def base_names(model: Any, merged: str | None = None) -> dict[str, str]:
+    """From a tensor's name in a PEFT model to the one that it has without PEFT; adapters' own are left out.
+
+    Args:
+        model: the PEFT model.
+        merged: an adapter whose trained copies of whole modules (`modules_to_save`) stand for the base's.
+    """
+    tuners = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    others = importlib.import_module("peft.utils.other")
+    wraps = getattr(others, "AuxiliaryTrainingWrapper", others.ModulesToSaveWrapper)
+    inside: list[tuple[str, Mapping[str, str]]] = []  # of a module: what below it is the base's, and under which name
+    for path, module in model.named_modules():
+        if isinstance(module, tuners):
+            inside.append((clean_name(path), {"base_layer.": ""}))
+        elif isinstance(module, wraps):
+            copies = getattr(module, "modules_to_save", {})
+            own = f"modules_to_save.{merged}." if merged is not None and merged in copies else "original_module."
+            inside.append((clean_name(path), {own: ""}))
+    found: dict[str, str] = {}
+    for key, _ in module_tensors(model):
+        clean = name = clean_name(key)
+        for path, kept in reversed(inside):  # the innermost first
+            if name is None or not name.startswith(f"{path}."):
+                continue
+            below = name[len(path) + 1 :]
+            part = next((each for each in kept if below.startswith(each)), None)
+            name = None if part is None else f"{path}.{below[len(part) :]}"  # type: ignore[assignment]
+        if name is not None:
+            found[clean] = name.removeprefix(PREFIX)
+    return found

@@ -1,0 +1,186 @@
+"""What `publish` and `push` do with a PEFT model: the adapter goes out, bound to its base; or the base, with it merged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from msgspec.structs import replace
+
+from weightsync.codec.digest import ShardSum, model_digest, shard_sums
+from weightsync.codec.whole import SummedChunks, whole_sum
+from weightsync.config import WeightSyncConfig, select_grouping
+from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError, as_weightsync_error
+from weightsync.extract.base import WeightExtractor
+from weightsync.extract.peft import adapter_extractor, base_extractor, merged_extractor, peft_model_in
+from weightsync.extract.registry import check_extractor
+from weightsync.trainer.ranks import TrainingRanks
+from weightsync.types import Base, Version
+from weightsync.verbs.settings import KEEP_DTYPE, with_extract
+from weightsync.verbs.weights import TrainerWeights
+
+BASE_MODEL_ID = "base"
+"""What the base is called where it is known by its digest alone."""
+
+
+@runtime_checkable
+class PublishesBase(Protocol):
+    """A publisher of the base: the adapter's versions are bound to the newest version of that."""
+
+    @property
+    def version(self) -> Version | None:
+        """Of the base, published last."""
+        ...
+
+    @property
+    def model_id(self) -> str:
+        """Of the base."""
+        ...
+
+
+BaseLike: TypeAlias = Base | PublishesBase | str | bool | None
+"""What an adapter is bound to: a base, a base's publisher, a model digest; None: the digest of the trainer's own base,
+computed once; False: nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraChoice:
+    """How a PEFT model goes out.
+
+    Attributes:
+        adapter: which; its only one where not given.
+        merge: whether the base goes out with it merged.
+        base: see `BaseLike`.
+    """
+
+    adapter: str | None
+    merge: bool
+    base: BaseLike
+
+    def settings(self, config: WeightSyncConfig, *, said: bool) -> WeightSyncConfig:
+        """An adapter keeps the trainer's dtype where nobody says another one.
+
+        Args:
+            config: what was said.
+            said: whether the dtype was.
+        """
+        keeps = not self.merge and not said and "dtype" not in config.extract.model_fields_set
+        return with_extract(config, dtype=KEEP_DTYPE) if keeps else config
+
+    def extractor(
+        self,
+        weights: torch.nn.Module,
+        config: WeightSyncConfig,
+        ranks: TrainingRanks,
+        *,
+        name_map: Callable[[str], str | None] | None,
+    ) -> WeightExtractor:
+        """The extractor; all ranks call it, and it raises on all of them alike.
+
+        Raises:
+            WeightSyncError: see `extract.peft`.
+        """
+        error: WeightSyncError | None = None
+        made: WeightExtractor | None = None
+        base: WeightExtractor | None = None
+        try:
+            made = self._made(weights, config, name_map)
+            if made.adapter is not None and self.base is None:
+                base = base_extractor(weights, **_of_chunks(config))
+        except Exception as caught:
+            error = as_weightsync_error(caught, ExtractError, "the adapter can't be extracted", rank=ranks.rank)
+        ranks.settle(error)
+        assert made is not None
+        if base is not None and made.adapter is not None:
+            bound = Base(model_id=BASE_MODEL_ID, model_digest=digest_over_ranks(base, config.extract.dtype, ranks))
+            made.adapter = replace(made.adapter, base=bound)
+        return made
+
+    def _made(
+        self, weights: torch.nn.Module, config: WeightSyncConfig, name_map: Callable[[str], str | None] | None
+    ) -> WeightExtractor:
+        if config.transfer.training_backend == "megatron":
+            raise UnsupportedError("Megatron's own adapters are not extracted: merge them with its bridge")
+        if self.merge:
+            if self.base is not None:
+                raise ConfigError(
+                    "base= is what an adapter is bound to, and merge=True publishes a whole model: leave it"
+                )
+            made = merged_extractor(weights, adapter=self.adapter, name_map=name_map, **_of_chunks(config))
+        else:
+            if name_map is not None:
+                raise ConfigError("an adapter's tensors have PEFT's names: leave name_map= out, or give merge=True")
+            made = adapter_extractor(weights, adapter=self.adapter, base=self._given(), **_of_chunks(config))
+        check_extractor(config, made)
+        return made
+
+    def _given(self) -> Base | None:
+        if isinstance(self.base, Base):
+            return self.base
+        if isinstance(self.base, str):
+            return Base(model_id=BASE_MODEL_ID, model_digest=self.base)
+        if self.base is None or self.base is False or isinstance(self.base, PublishesBase):
+            return None
+        raise ConfigError(f"base= is a Base, a base's publisher, a digest or False, not a {type(self.base).__name__}")
+
+    def bind(self, extractor: object) -> None:
+        """Before a step: to the base's version of now, where its publisher was given."""
+        publisher = self.base
+        if not isinstance(publisher, PublishesBase) or not isinstance(extractor, WeightExtractor):
+            return
+        if extractor.adapter is None or publisher.version is None:
+            raise ConfigError("the base's publisher has published nothing yet: step() it before the adapter's")
+        base = Base(model_id=publisher.model_id, version=publisher.version)
+        extractor.adapter = replace(extractor.adapter, base=base)
+
+
+def lora_choice(weights: TrainerWeights, *, adapter: str | None, merge: bool, base: BaseLike) -> LoraChoice | None:
+    """How a PEFT model goes out; None where the weights are none.
+
+    Raises:
+        ConfigError: something was said of an adapter, and there is none.
+    """
+    if peft_model_in(weights) is not None:
+        return LoraChoice(adapter=adapter, merge=merge, base=base)
+    if adapter is not None or merge or base is not None:
+        raise ConfigError(
+            f"adapter=, merge= and base= are for a PEFT model, and these weights are a {type(weights).__name__}"
+        )
+    return None
+
+
+def digest_over_ranks(extractor: WeightExtractor, dtype: str | None, ranks: TrainingRanks) -> str:
+    """The model digest of what an extractor gives, the same on every rank. All ranks call it; each reads its own part.
+
+    Raises:
+        WeightSyncError: on every rank, where one could not read it.
+    """
+    error: WeightSyncError | None = None
+    total = ShardSum.zero()
+    try:
+        if extractor.can_shard_locally():
+            whole = extractor.local_whole(dtype)
+            local = extractor.local_shards(dtype) if whole is None else None
+            total = whole_sum(*whole, convert=True) if whole is not None else shard_sums(local or ())
+        else:
+            summed = SummedChunks(extractor.extract_weights(dtype), counts=ranks.rank == 0)
+            for _ in summed:
+                pass
+            total = summed.total
+    except Exception as caught:
+        error = as_weightsync_error(caught, ExtractError, "the base's digest can't be computed", rank=ranks.rank)
+    replies = ranks.settle(error, lanes=[total.lane_a, total.lane_b])
+    total = ShardSum.zero()
+    for reply in replies:
+        total += ShardSum(lane_a=reply["lanes"][0], lane_b=reply["lanes"][1])
+    return model_digest(extractor.metadata(dtype), total)
+
+
+def _of_chunks(config: WeightSyncConfig) -> dict[str, Any]:
+    return {
+        "group_by_module": select_grouping(config),
+        "chunk_bytes": config.extract.chunk_bytes,
+        "dtype_overrides": config.extract.dtype_overrides,
+    }
