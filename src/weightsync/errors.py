@@ -179,8 +179,8 @@ class BusyError(WeightSyncError):
 
 
 class NoSlotError(BusyError):
-    """All places for adapters of an engine are taken by versions that still answer. Nothing was changed; the adapter that
-    was served is served on."""
+    """All places for adapters of an engine are taken by versions that still answer. Nothing was changed; the old adapter
+    is served on."""
 
 
 class CanaryError(WeightSyncError):

@@ -112,6 +112,7 @@ class EngineUpdate:
     ) -> None:
         self.engine_id = engine.engine_id
         self._engine = engine
+        self._model_id = model_id
         self._client = DirectEngine(engine)
         self._pause_timeout_s = pause_timeout_s
         self._chunk_bytes = chunk_bytes
@@ -129,7 +130,7 @@ class EngineUpdate:
         Raises:
             WeightSyncError: it does not answer.
         """
-        return self._engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
+        return self._engine.call(EngineOp.DESCRIBE, DescribeRequest(model_id=self._model_id), timeout_s=timeout_s)
 
     def load(self, pulled: StagedVersion, *, deadline: Deadline, hold: PendingCommit | None = None) -> LoadReport:
         """Makes the engine serve what was pulled; with `hold`, once that may be committed.
@@ -137,7 +138,7 @@ class EngineUpdate:
         Raises:
             WeightSyncError: typed; the engine serves its old version, or refuses to serve.
         """
-        reply = self._ready(pulled.version, deadline)
+        reply = self._ready(pulled, deadline)
         patch = patch_that_fits(pulled, reply)
         may_pause = _once(self._recorder, deadline, hold)
         if not isinstance(patch, str):
@@ -149,7 +150,7 @@ class EngineUpdate:
             except _FALLS_BACK as error:
                 _logger.warning("engine %s: loaded in full, not patched: %s", self.engine_id, error)
                 patch = str(error)
-            self._ready(pulled.version, deadline)
+            self._ready(pulled, deadline)
         session = self._session(pulled.version, deadline, may_pause)
         chunks = enumerate(self._chunks_of(pulled))
         report = self._update(
@@ -167,13 +168,19 @@ class EngineUpdate:
             may_pause=may_pause,
         )
 
-    def _ready(self, version: Version, deadline: Deadline) -> EngineReply:
+    def _ready(self, pulled: StagedVersion, deadline: Deadline) -> EngineReply:
         """What the engine says of itself; after this it is in our group."""
         reply = self.describe(timeout_s=min(_DESCRIBE_S, deadline.check("time to ask the engine")))
         self._recorder.extend(reply.phases)
         self.takes_patches = "patch" in reply.accepts
         with self._own_errors():
-            self._group.join(self._client, {self.engine_id: reply}, run_id=version.run_id, deadline=deadline)
+            self._group.join(
+                self._client,
+                {self.engine_id: reply},
+                run_id=pulled.version.run_id,
+                deadline=deadline,
+                artifact=pulled.manifest.artifact,
+            )
         return reply
 
     def _update(

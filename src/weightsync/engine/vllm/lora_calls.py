@@ -71,9 +71,7 @@ class Inside:
         body = await self._good("POST", "/v1/completions", asked, headers=extra)
         try:
             told = json.loads(body)["choices"][0]["prompt_logprobs"]
-            scores = tuple(
-                float(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], told[1:], strict=True)
-            )
+            scores = tuple(float(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], told[1:], strict=True))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise EngineError(f"vLLM told no log-probabilities of the prompt: {error!r:.200}") from error
         return scores

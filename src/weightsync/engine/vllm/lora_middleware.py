@@ -45,6 +45,7 @@ from weightsync.engine.vllm.spans import Answer
 from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
+    EngineError,
     InvalidRequestError,
     NotServingError,
     UnsupportedError,
@@ -73,7 +74,17 @@ EXPECTED_VARIABLE = "WEIGHTSYNC_ADAPTERS"
 """Models, by commas, whose requests are refused (503) before they have an adapter, e.g. after a restart: vLLM itself
 would say that there is no such model."""
 VERSION_HEADER = b"x-weightsync-version"
-_GENERATES = ("/v1/", "/inference/", "/generate", "/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify")
+_GENERATES = (
+    "/v1/",
+    "/inference/",
+    "/generate",
+    "/tokenize",
+    "/detokenize",
+    "/score",
+    "/rerank",
+    "/pooling",
+    "/classify",
+)
 _OWN_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _MAX_BODY_BYTES = 256 << 20
 _MAX_ORDER_BYTES = 1 << 20
@@ -141,7 +152,11 @@ class LoraMiddleware:
                 request["return_token_ids"] = True
             rewritten = json.dumps(request).encode()
             head: Message = {"type": "http.request", "body": rewritten, "more_body": False}
-            out = _Named(send, held, model, asked=asked, number=num_choices(request)) if spans else _Renamed(send, held, model)
+            out = (
+                _Named(send, held, model, asked=asked, number=num_choices(request))
+                if spans
+                else _Renamed(send, held, model)
+            )
             await self._app(
                 {**scope, "headers": with_length(scope["headers"], len(rewritten))}, again([head], receive), out.send
             )
@@ -167,7 +182,8 @@ class LoraMiddleware:
             else:
                 raise UnsupportedError(f"there is no {scope['method']} {path}")
         except Exception as error:
-            await _refuse(send, as_weightsync_error(error, InvalidRequestError, "the order failed"))
+            typed = as_weightsync_error(error, EngineError, "the order failed")
+            await answer(send, typed.http_status, encode(typed.to_dict()))
             return
         await answer(send, 200, encode(reply))
 
@@ -286,7 +302,7 @@ class LoraMiddleware:
         return task
 
     async def _refuse_start(self, receive: Receive, send: Send) -> None:
-        why = "ConfigError: --middleware ...LeaseMiddleware stands behind ...LoraMiddleware on the command line, not before"
+        why = "ConfigError: on the command line --middleware ...LeaseMiddleware stands behind ...LoraMiddleware"
         _logger.error("this server does not start: %s", why)
         await receive()
         await send({"type": "lifespan.startup.failed", "message": why})

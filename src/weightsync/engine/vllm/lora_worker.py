@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from weightsync.engine.vllm.lora_base import CheckpointDigest
 from weightsync.errors import (
     ConfigError,
     DigestMismatchError,
@@ -33,6 +34,7 @@ from weightsync.types import Manifest, Version
 from weightsync.types.adapter import Adapter
 
 _logger = logging.getLogger(__name__)
+_LEFT = "the adapter that was served is served on"
 _SERVED_ON = "nothing was changed; the adapter that was served is served on"
 
 
@@ -46,7 +48,7 @@ class WorkerAdapters:
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
         self._model = model
-        self._config = vllm_config
+        self._checkpoint = CheckpointDigest(vllm_config)
 
     def obey(self, order: AdapterOrder, base: tuple[Version | None, str | None]) -> None:
         """See `AdapterOrder`.
@@ -80,18 +82,24 @@ class WorkerAdapters:
     # --- before anything is loaded ---
 
     def _check_base(self, adapter: Adapter, version: Version | None, digest: str | None) -> None:
+        """Raises WrongBaseError where the base is known to be another one. A base that is bound by its version alone
+        may come yet: with a set of models the adapter is staged before the base is committed."""
         wanted = adapter.base
         if wanted is None:
             return
-        if digest is None and wanted.model_digest is not None:
-            digest = _checkpoint_digest(self._config, self._model)
-        if wanted.model_digest is not None:
-            wrong = digest is not None and digest != wanted.model_digest
+        has = f"{version} ({digest})" if version is not None else str(self._checkpoint)
+        if wanted.model_digest is None:
+            assert wanted.version is not None
+            wrong = version is not None and (
+                version.run_id != wanted.version.run_id or version.number > wanted.version.number
+            )
+        elif digest is not None:
+            wrong = digest != wanted.model_digest
         else:
-            wrong = version is not None and version != wanted.version
+            wrong = self._checkpoint.equals(wanted.model_digest) is False
         if wrong:
             raise WrongBaseError(
-                f"the adapter was trained on {wanted}, and this engine has {version or 'its checkpoint'} ({digest})",
+                f"the adapter was trained on {wanted}, and this engine has {has}: load that base first",
                 state_left=_SERVED_ON,
             )
 
@@ -146,12 +154,14 @@ class WorkerAdapters:
         if lora_id is None or lora_id not in known:
             raise StateError(
                 f"this worker has no adapter {lora_id}: vLLM said that it was loaded, and it is not here",
-                state_left="the adapter that was served is served on",
+                state_left=_LEFT,
             )
         held = known[lora_id]
         slot = manager.lora_index_to_id.index(lora_id) if lora_id in manager.lora_index_to_id else None
         if slot is None:
-            raise StateError(f"adapter {lora_id} lies in no slot", state_left="the adapter that was served is served on")
+            raise StateError(
+                f"adapter {lora_id} lies in no slot", state_left="the adapter that was served is served on"
+            )
         modules = self._modules(manifest)
         dtype = manager.lora_config.lora_dtype
         seen: set[tuple[str, int]] = set()
@@ -231,7 +241,8 @@ class WorkerAdapters:
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         mapper = getattr(self._model, "hf_to_vllm_mapper", None)
-        mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+        if mapper is not None and hasattr(mapper, "get_rename_mapper"):
+            mapper = mapper.get_rename_mapper()
         found: dict[str, tuple[str, str]] = {}
         for spec in manifest.tensors:
             try:
@@ -250,9 +261,6 @@ class WorkerAdapters:
             if module in parts:
                 return layer_name, parts.index(module)
         return (module, 0) if module in manager.modules else None
-
-    def _layer(self, name: str) -> Any:
-        return self._manager.modules[name]
 
 
 def _read(manifest: Manifest, folder: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -298,9 +306,11 @@ def _in_peft(name: str) -> str:
 
 def _sizes(layer: Any, index: int) -> dict[str, int | None]:
     """How many elements come into a part of a layer, and out of it, on all workers; None where that is not known."""
-    raise NotImplementedError
-
-
-def _checkpoint_digest(config: Any, model: Any) -> str | None:
-    """The digest of the checkpoint that vLLM was started with; None where it can't be read."""
-    raise NotImplementedError
+    base = getattr(layer, "base_layer", None)
+    outs = getattr(base, "output_sizes", None)
+    num_parts = len(getattr(layer, "lora_b_stacked", ()))
+    out = getattr(base, "output_size", None)
+    if num_parts > 1:
+        replicated = int(getattr(base, "num_kv_head_replicas", 1) or 1) > 1
+        out = outs[index] if outs is not None and len(outs) == num_parts and not replicated else None
+    return {"a": getattr(base, "input_size", None), "b": out}

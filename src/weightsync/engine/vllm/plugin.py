@@ -101,8 +101,8 @@ class WeightSyncTransferEngine:
         self._split = False  # a commit went well in some workers alone: what is live is no one version
         self._session: tuple[str, Deadline] | None = None
         self._odd = False  # an audit found other bytes in a worker
-        from weightsync.engine.worker import EngineWorker
         from weightsync.engine.vllm.lora_worker import WorkerAdapters
+        from weightsync.engine.worker import EngineWorker
         from weightsync.load.vllm import VLLMWeightLoader
 
         self._loader = VLLMWeightLoader(given.model, model_config=given.model_config, vllm_config=given.vllm_config)
