@@ -59,6 +59,9 @@ class LiveBase:
                 state_left="nothing was changed; the old adapter is served on",
             )
 
+    def check_commit(self, manifest: Manifest, loader: WeightLoader) -> None:
+        """Again, of what was staged; where the base can't have changed there is nothing to look at."""
+
     def digest(self, loader: WeightLoader) -> str | None:
         """Of the live base; None where the loader can't tell what it is."""
         tensors = loader.base_tensors()

@@ -50,6 +50,7 @@ from weightsync.types import (
     BeginRequest,
     EngineReply,
     InitRequest,
+    Manifest,
     PhaseRecord,
     StageRequest,
     Version,
@@ -75,6 +76,7 @@ class EngineWorker(AuditedWorker):
         model_id: the one model that it serves; any where not given.
         codec: how what travels becomes updates.
         strategies: from the name in an init info to a strategy; the library's own where not given.
+        base: how it is known whether an adapter belongs here; by its loader's base tensors where not given.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class EngineWorker(AuditedWorker):
         model_id: str | None = None,
         codec: Codec | None = None,
         strategies: Callable[[str], WeightTransferStrategy] = strategy_named,
+        base: LiveBase | None = None,
     ) -> None:
         self.loader = loader
         self.index = index
@@ -100,7 +103,7 @@ class EngineWorker(AuditedWorker):
         self._served: Served | None = None
         self._undoable: tuple[Session, Served | None] | None = None  # a patch that was committed, and what was before
         self._takes_patches = True  # until its model has turned out to be none that can be patched
-        self._base = LiveBase()
+        self._base = base or LiveBase()
         self._audits = Audits()
         self._stuck: str | None = None
 
@@ -109,6 +112,18 @@ class EngineWorker(AuditedWorker):
         """Name of the open session; None where none is."""
         with self._lock:
             return None if self._session is None else self._session.name
+
+    @property
+    def served(self) -> Manifest | None:
+        """What was committed last; None before the first commit."""
+        served = self._served
+        return None if served is None else served.manifest
+
+    @property
+    def coming(self) -> Manifest | None:
+        """What is staged and not committed yet; None where nothing is."""
+        session = self._session
+        return None if session is None else session.staged
 
     @property
     def live_version(self) -> Version | None:
@@ -298,6 +313,7 @@ class EngineWorker(AuditedWorker):
                 raise StateError("commit comes after stage", version=str(session.manifest.version))
             try:
                 self._audits.pause()
+                self._base.check_commit(manifest, self.loader)
                 with self.recorder.phase("commit"):
                     self.loader.commit(manifest.version)
             except BaseException as error:

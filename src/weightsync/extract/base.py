@@ -91,8 +91,8 @@ class WeightExtractor(abc.ABC):
     # What callers use.
 
     adapter: Adapter | None = None
-    """Of a publication of kind "lora": what goes beside its tensors. The same on every rank; may be another one from step
-    to step. None: these are a model's weights."""
+    """Of a publication of kind "lora": what goes beside its tensors. The same on every rank, and may change between two
+    steps. None: these are a model's weights."""
 
     @property
     def settings(self) -> Mapping[str, object]:

@@ -59,8 +59,8 @@ def adapter_of(model: Any, name: str, base: Base | None = None) -> Adapter:
     for path, layer in layers.items():
         if adapter.scaling_of(path) != layer.scaling[name] or adapter.rank_of(path) != layer.r[name]:
             raise UnsupportedError(
-                f"its scaling is {layer.scaling[name]:g}, its configuration says {adapter.scaling_of(path):g}: what was "
-                "set by hand is not in PEFT's file, and is not published",
+                f"its scaling is {layer.scaling[name]:g}, its configuration says {adapter.scaling_of(path):g}: what "
+                "was set by hand is not in PEFT's file, and is not published",
                 parameter=path,
             )
     return adapter
@@ -83,7 +83,7 @@ class DeepSpeedPeftExtractor(_HasAdapter, DeepSpeedWeightExtractor):
 class _Merging:
     """Merges an adapter into each of the base's tensors as it is gathered. All ranks gather the same ones in one order.
 
-    A tensor's adapter is gathered with it; PEFT's own `merge` runs on a copy of that one layer, which is gone behind it.
+    A tensor's adapter is gathered with it; PEFT's own `merge` runs on a copy of that layer, which is gone behind it.
     """
 
     model: torch.nn.Module

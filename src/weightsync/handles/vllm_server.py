@@ -55,7 +55,8 @@ class VllmServerEngine(VllmEngine):
         if self._has is None and isinstance(request, AbortRequest):  # of whichever there was
             with contextlib.suppress(WeightSyncError):
                 self._lora.call(op, request, timeout_s=timeout_s)
-        return super().call(op, request, timeout_s=timeout_s)
+        reply = super().call(op, request, timeout_s=timeout_s)
+        return msgspec.structs.replace(reply, artifacts=("model", "lora"))
 
     def close(self) -> None:
         """See the base class."""
@@ -63,16 +64,12 @@ class VllmServerEngine(VllmEngine):
         super().close()
 
     def _first_look(self, request: DescribeRequest, deadline: Deadline) -> EngineReply:
-        """What a server is that a service before this one may have given an adapter. It is no adapter's only because it
-        has none yet: both kinds are taken then."""
+        """What a server is that a service before this one may have given an adapter."""
         assert request.model_id is not None
-        takes = False
         with contextlib.suppress(WeightSyncError):
-            state = self._adapters.state(deadline)
-            takes = state.max_loras > 0
-            if any(each.model_id == request.model_id for each in state.adapters):
+            if any(each.model_id == request.model_id for each in self._adapters.state(deadline).adapters):
                 self._has = "lora"
                 self._lora.of_model(request.model_id)
                 return self._lora.call(EngineOp.DESCRIBE, request, timeout_s=deadline.check("answer"))
         reply = super().call(EngineOp.DESCRIBE, request, timeout_s=deadline.check("answer"))
-        return msgspec.structs.replace(reply, artifacts=("model", "lora") if takes else ("model",))
+        return msgspec.structs.replace(reply, artifacts=("model", "lora"))

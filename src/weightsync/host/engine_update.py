@@ -42,6 +42,7 @@ from weightsync.types import (
     Version,
 )
 from weightsync.types.deadline import MAX_WAIT_S
+from weightsync.update.artifacts import check_takes
 from weightsync.update.group import TransferGroup
 from weightsync.update.session import UpdateSession
 
@@ -174,6 +175,7 @@ class EngineUpdate:
         self._recorder.extend(reply.phases)
         self.takes_patches = "patch" in reply.accepts
         with self._own_errors():
+            check_takes(pulled.manifest, {self.engine_id: reply})
             self._group.join(
                 self._client,
                 {self.engine_id: reply},

@@ -47,7 +47,7 @@ class _Target:
 
 
 class MergedAdapterLoader(WeightLoader):
-    """Loads versions of one adapter into a module without PEFT: each version is merged anew into the base's own weights.
+    """Loads versions of one adapter into a module without PEFT: each is merged anew into the base's own weights.
 
     The merged tensors are made beside the live ones, and swapped in at commit; the base's tensors are put aside, not
     changed, so that the next version starts from the very same bytes, and `unmerge` puts these back. That costs the
@@ -177,21 +177,20 @@ class MergedAdapterLoader(WeightLoader):
                 )
 
     def _merge(self, path: str, target: _Target) -> torch.Tensor:
-        """The base's weight and the adapter's product, as PEFT adds them: bfloat16 adapters on a CPU by way of float32."""
+        """The base's weight plus the adapter's product, as PEFT adds them."""
         weight = self._base.get(path, target.module.weight.data)
         down, up = (self._staging[name].to(weight.device) for name in target.halves)
         dtype = up.dtype
-        widen = weight.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16)
+        widen = weight.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16)  # by way of float32, as there
         if widen:
             down, up = down.float(), up.float()
-        product = (up @ down).T if target.is_embedding else up @ down
-        delta = product * target.scaling
+        delta = ((up @ down).T if target.is_embedding else up @ down) * target.scaling
+        if widen:
+            delta = delta.to(dtype)
+        if target.is_embedding:  # of these alone it rounds before it adds
+            delta = delta.to(weight.dtype)
         merged = weight.clone()
-        merged += (
-            (delta.to(dtype) if widen else delta).to(weight.dtype)
-            if target.is_embedding
-            else (delta.to(dtype) if widen else delta)
-        )
+        merged += delta
         return merged
 
     def _fitting(self, manifest: Manifest, adapter: Adapter) -> dict[str, _Target]:

@@ -1,4 +1,4 @@
-"""PeftAdapterLoader: an adapter of a PEFT model of this process, replaced where it is live; the base is not touched."""
+"""Loaders of a PEFT model of this process: of one of its adapters, and of its base; each leaves the other alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from weightsync.load.module import ModuleWeightLoader
 from weightsync.load.whole import MAX_TOLD, check_closed
 from weightsync.module_walk import clean_name, module_tensors
 from weightsync.peft_model import adapter_name, adapter_tensors, base_names, lora_layers, peft_model_in
-from weightsync.types import HeldTensor, Manifest
+from weightsync.types import HeldTensor, Manifest, Version
 
 
 class PeftAdapterLoader(ModuleWeightLoader):
-    """Loads versions of one adapter into a PEFT model, by the bracket of `ModuleWeightLoader`: staged in a second set of
-    the adapter's tensors, proved, swapped; a change is written where it is live, and can be undone.
+    """Loads versions of one adapter into a PEFT model, as `ModuleWeightLoader` does it: staged in a second set of the
+    adapter's tensors, proved, swapped; a change is written where it is live, and can be undone.
 
     The adapter has to be there: of the rank, alpha and modules that are published, as `get_peft_model(model, config)`
     makes it. Its dtype has to be the published one.
@@ -62,9 +62,7 @@ class PeftAdapterLoader(ModuleWeightLoader):
         return super().live_tensors()
 
     def base_tensors(self) -> Mapping[str, torch.Tensor]:
-        names = base_names(self._model)
-        live = ((names.get(clean_name(key)), tensor) for key, tensor in module_tensors(self._model))
-        return {name: tensor for name, tensor in live if name is not None}
+        return _base_tensors(self._model)
 
     def _check_adapter(self, manifest: Manifest) -> None:
         """Rank and scaling of every module are those of the model's own slot.
@@ -72,8 +70,9 @@ class PeftAdapterLoader(ModuleWeightLoader):
         Raises:
             ManifestMismatchError: they are not. Nothing was changed.
         """
-        assert manifest.adapter is not None
         self._check_model()
+        if manifest.adapter is None:  # the worker refuses a model
+            return
         wrong = []
         for path, layer in lora_layers(self._model, self._adapter):
             rank, scaling = manifest.adapter.rank_of(path), manifest.adapter.scaling_of(path)
@@ -101,6 +100,45 @@ class PeftAdapterLoader(ModuleWeightLoader):
             raise LoadError(
                 f"adapter {self._adapter!r} of the model was replaced since its loader was made: make another loader"
             )
+
+
+class PeftBaseLoader(ModuleWeightLoader):
+    """Loads versions of a PEFT model's base, under the names that it has without PEFT; its adapters are not touched.
+
+    Args:
+        model: a PEFT model.
+        in_place: see `ModuleWeightLoader`.
+
+    Raises:
+        ConfigError: it is no PEFT model.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, in_place: bool = False) -> None:
+        found = peft_model_in(model)
+        if found is None:
+            raise ConfigError(f"PeftBaseLoader takes a PEFT model, not a {type(model).__name__}")
+        super().__init__(_view(_base_tensors(found)), in_place=in_place)
+
+    def commit(self, version: Version) -> None:
+        super().commit(version)
+        self._mark_written()
+
+    def rollback(self) -> None:
+        super().rollback()
+        self._mark_written()
+
+    def _mark_written(self) -> None:
+        """A patch is written past torch: whoever keeps a digest of the base has to see that it is another one."""
+        with torch.no_grad():
+            for tensor in self._placed.values():
+                if not tensor.is_inference():
+                    tensor.detach().view(-1)[:0].zero_()
+
+
+def _base_tensors(model: Any) -> dict[str, torch.Tensor]:
+    names = base_names(model)
+    live = ((names.get(clean_name(key)), tensor) for key, tensor in module_tensors(model))
+    return {name: tensor for name, tensor in live if name is not None}
 
 
 def _view(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:

@@ -30,6 +30,7 @@ from weightsync.types import (
     Version,
     WeightChunk,
 )
+from weightsync.update.artifacts import check_takes
 from weightsync.update.session import UpdateSession
 
 _logger = logging.getLogger(__name__)
@@ -108,10 +109,12 @@ class PushSession:
         Raises:
             SyncFailedError: one would not.
         """
-        client, _, _ = self._parts.engines.ready(self._deadline, run_id=self.version.run_id, require_all=False)
+        client, described, _ = self._parts.engines.ready(self._deadline, run_id=self.version.run_id, require_all=False)
+        manifest = self._manifest()
+        check_takes(manifest, described)
         session = self._session_on(client)
         try:
-            session.begin(self._manifest())
+            session.begin(manifest)
         finally:
             session.abort("nothing but a check")
 
@@ -195,6 +198,7 @@ class PushSession:
             client, described, lost = parts.engines.ready(
                 self._deadline, run_id=self.version.run_id, require_all=parts.require_all_engines
             )
+            check_takes(manifest, described)
             session = self._session = self._session_on(client)
             base = None
             if may_have_base:

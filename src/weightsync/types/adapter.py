@@ -85,7 +85,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def max_rank(self) -> int:
         """The largest rank of any module."""
         facts = _read(self.config)
-        return max((facts["r"], *facts.get("rank_pattern", {}).values()))
+        return max(int(rank) for rank in (facts["r"], *facts.get("rank_pattern", {}).values()))
 
     def rank_of(self, module: str) -> int:
         """The rank of one module, by its name within the base model."""

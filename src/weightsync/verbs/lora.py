@@ -1,4 +1,4 @@
-"""What `publish` and `push` do with a PEFT model: the adapter goes out, bound to its base; or the base, with it merged."""
+"""What `publish` and `push` do with a PEFT model: its adapter goes out, bound to its base; or both, merged."""
 
 from __future__ import annotations
 
@@ -105,9 +105,7 @@ class LoraChoice:
             raise UnsupportedError("Megatron's own adapters are not extracted: merge them with its bridge")
         if self.merge:
             if self.base is not None:
-                raise ConfigError(
-                    "base= is what an adapter is bound to, and merge=True publishes a whole model: leave it"
-                )
+                raise ConfigError("base= is what an adapter is bound to, merge=True publishes a whole model: keep one")
             made = merged_extractor(weights, adapter=self.adapter, name_map=name_map, **_of_chunks(config))
         else:
             if name_map is not None:

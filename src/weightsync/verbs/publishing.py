@@ -79,7 +79,7 @@ def publish(
         bridge: of Megatron, see `extractor_for`.
         adapter: of a PEFT model with several, which.
         merge: publishes a PEFT model's base with the adapter merged into it; the trainer's weights are not touched.
-        base: what the adapter is bound to, see `verbs.lora.BaseLike`; the digest of this trainer's base where not given.
+        base: what the adapter is bound to, see `verbs.lora.BaseLike`; this trainer's base where not given.
         host: where the agents listen: loopback, or where `to` names other machines this one's address towards them.
             Beyond loopback only with a token.
         port: of the agents; 8765, 0: the system's choice.

@@ -1,0 +1,114 @@
+"""AdapterEngine: an engine of an adapter whose base is another engine's of this process: of both, never a mixed pair.
+
+base     takes versions of the model by itself; its pause waits for generations of the adapter too
+adapter  a version is committed where its base is served, or staged beside it: of a set, either may come first
+between  whoever generates waits until both have come; the pair that answers is one that was published together
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.live_base import LiveBase
+from weightsync.engine.worker import EngineWorker
+from weightsync.errors import NotServingError, WrongBaseError
+from weightsync.load.base import WeightLoader
+from weightsync.memory import LeaseReader
+from weightsync.types import Base, Deadline, Manifest, Version
+
+_LOOK_S = 0.002
+"""So often whoever generates looks whether the other half has come."""
+
+
+class _AttachedBase(LiveBase):
+    """The base of an adapter as its own engine says it."""
+
+    def __init__(self, worker: EngineWorker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def check(self, manifest: Manifest, loader: WeightLoader) -> None:
+        """Nothing: its base may be on its way."""
+
+    def check_commit(self, manifest: Manifest, loader: WeightLoader) -> None:
+        base = None if manifest.adapter is None else manifest.adapter.base
+        coming = self._worker.coming
+        if base is None or self.fits(base, loader) or (coming is not None and _is(base, coming)):
+            return
+        raise WrongBaseError(
+            f"the adapter is one of {base}, and {self.said(loader)} is served here",
+            version=str(manifest.version),
+            state_left="nothing was changed; the old adapter is served on",
+        )
+
+    def fits(self, base: Base, loader: WeightLoader) -> bool:
+        """Whether that is the base that is served."""
+        served = self._worker.served
+        if served is not None:
+            return _is(base, served)
+        return base.version is None and base.model_digest == (self._digest or self.digest(loader))
+
+    def said(self, loader: WeightLoader) -> str:
+        """What is served, in words."""
+        served = self._worker.served
+        return f"a base of digest {self.digest(loader)}" if served is None else f"base {served.version}"
+
+
+def _is(base: Base, manifest: Manifest) -> bool:
+    return base.version in (None, manifest.version) and base.model_digest in (None, manifest.model_digest)
+
+
+class AdapterEngine(EmbeddedEngine):
+    """Serves an adapter on what a base's engine serves. Generate inside its `generation`, which holds both.
+
+    Args:
+        loader: of the adapter.
+        base: of the model that it is one of: an engine of one worker, of this process.
+        engine_id, lease: see `EmbeddedEngine`.
+    """
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        base: EmbeddedEngine,
+        *,
+        engine_id: str = "adapter",
+        lease: LeaseReader | None = None,
+    ) -> None:
+        self._base_engine = base
+        self._on = _AttachedBase(base.own_worker())
+        self._loader = loader
+        self._own = EngineWorker(loader, track=engine_id, base=self._on)
+        super().__init__([self._own], engine_id=engine_id, lease=lease)
+
+    @contextlib.contextmanager
+    def generation(self, *, timeout_s: float = 30.0) -> Iterator[Version | None]:
+        """As that of `EmbeddedEngine`; gives the adapter's version, whose base is served as long as the body runs.
+
+        Raises:
+            NotServingError: besides its reasons, the adapter's base is not there after `timeout_s`: nothing ran.
+        """
+        deadline, look = Deadline(timeout_s), threading.Event()
+        while True:
+            with (
+                self._base_engine.generation(timeout_s=deadline.remaining_s),
+                super().generation(timeout_s=deadline.remaining_s) as version,
+            ):
+                base = self._bound_to()
+                if base is None or self._on.fits(base, self._loader):
+                    yield version
+                    return
+            if deadline.expired:
+                raise NotServingError(
+                    f"adapter {version} is one of {base}, and {self._on.said(self._loader)} is served: the other half "
+                    "of the set has not come",
+                    state_left="waiting for the base, or for the adapter's next version",
+                )
+            look.wait(_LOOK_S)
+
+    def _bound_to(self) -> Base | None:
+        served = self._own.served
+        return None if served is None or served.adapter is None else served.adapter.base

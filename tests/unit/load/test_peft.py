@@ -1,0 +1,73 @@
+"""What a loader of an adapter refuses before anything is changed. Its bracket is tested by the contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.standins.lora import base_model, lora_config, peft_model, step
+from weightsync.errors import ConfigError, LoadError, ManifestMismatchError
+from weightsync.extract.peft import adapter_extractor
+from weightsync.load.peft import PeftAdapterLoader, PeftBaseLoader
+from weightsync.peft_model import adapter_tensors
+from weightsync.types import Manifest, Version
+
+
+def manifest_of(model: Any) -> Manifest:
+    extractor = adapter_extractor(model)
+    version = Version(run_id="run", number=1)
+    return Manifest(
+        version=version, model_id="a", tensors=extractor.metadata(), artifact="lora", adapter=extractor.adapter
+    )
+
+
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [
+        ({"rank": 16}, "rank 16, here it has 8"),
+        ({"use_rslora": True}, "scaling"),
+        ({"target_modules": ["q_proj"]}, "lacks"),
+        ({"modules_to_save": ["norm"]}, "no such tensor"),
+    ],
+)
+def test_an_adapter_of_another_make_is_refused(trained: dict[str, Any], said: str) -> None:
+    here = peft_model()
+    before = {name: tensor.clone() for name, tensor in adapter_tensors(here, "default").items()}
+    loader = PeftAdapterLoader(here)
+    with pytest.raises(ManifestMismatchError, match=said):
+        loader.begin(manifest_of(peft_model(**trained)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter_tensors(here, "default").items())
+    loader.begin(manifest_of(peft_model()))  # nothing is left open
+
+
+def test_an_adapter_that_was_replaced_is_not_written_past() -> None:
+    here = peft_model()
+    loader = PeftAdapterLoader(here)
+    here.delete_adapter("default")
+    here.add_adapter("default", lora_config())
+    with pytest.raises(LoadError, match="another loader"):
+        loader.begin(manifest_of(peft_model()))
+
+
+def test_what_is_no_peft_model_has_no_such_loader() -> None:
+    for kind in (PeftAdapterLoader, PeftBaseLoader):
+        with pytest.raises(ConfigError, match="PEFT model"):
+            kind(base_model())
+    two = peft_model()
+    two.add_adapter("second", lora_config(4, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="adapter="):
+        PeftAdapterLoader(two)
+    assert len(adapter_tensors(two, "second")) == 4
+    assert PeftAdapterLoader(two, adapter="second").artifacts == {"lora"}
+
+
+def test_the_base_is_the_one_without_adapters() -> None:
+    here = peft_model("qwen2")
+    found = PeftAdapterLoader(here).base_tensors()
+    want = dict(base_model("qwen2").named_parameters())
+    assert {name: (t.shape, t.dtype) for name, t in found.items()} == {n: (t.shape, t.dtype) for n, t in want.items()}
+    assert all(torch.equal(tensor, want[name]) for name, tensor in found.items())
+    step(here, 5)
+    assert all(torch.equal(tensor, want[name]) for name, tensor in PeftAdapterLoader(here).base_tensors().items())

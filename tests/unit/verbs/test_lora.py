@@ -1,0 +1,83 @@
+"""What the verbs make of a PEFT model, and which arguments they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import weightsync
+from tests.standins.lora import base_model, peft_model
+from weightsync.codec.digest import digest_of
+from weightsync.config import WeightSyncConfig
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.tensors import spec_of
+from weightsync.trainer.ranks import TrainingRanks
+from weightsync.types import Base, HeldTensor, Version
+from weightsync.verbs.lora import BASE_MODEL_ID, lora_choice
+
+
+def extractor_of(weights: Any, **said: Any) -> Any:
+    choice = lora_choice(weights, **{"adapter": None, "merge": False, "base": None, **said})
+    assert choice is not None
+    config = choice.settings(WeightSyncConfig(), said=False)
+    return choice.extractor(weights, config, TrainingRanks(timeout_s=5), name_map=None)
+
+
+def test_an_adapter_is_bound_to_the_digest_of_its_base_and_keeps_its_dtype() -> None:
+    model = peft_model("qwen2")
+    plain = dict(base_model("qwen2").named_parameters())
+    held = [HeldTensor(spec=spec_of(name, tensor), box=None, tensor=tensor.detach()) for name, tensor in plain.items()]
+    found = extractor_of(model).adapter.base
+    assert found == Base(model_id=BASE_MODEL_ID, model_digest=digest_of(held, [each.spec for each in held]))
+    choice = lora_choice(model, adapter=None, merge=False, base=None)
+    assert choice is not None
+    assert choice.settings(WeightSyncConfig(), said=False).extract.dtype is None
+    assert (
+        choice.settings(WeightSyncConfig.load({"extract": {"dtype": "float16"}}), said=False).extract.dtype == "float16"
+    )
+    merged = lora_choice(model, adapter=None, merge=True, base=None)
+    assert merged is not None
+    assert merged.settings(WeightSyncConfig(), said=False).extract.dtype == "bfloat16"
+
+
+def test_a_base_is_given_in_several_ways() -> None:
+    class Publisher:
+        version: Version | None = None
+        model_id = "actor"
+
+    model, publisher = peft_model(), Publisher()
+    base = Base(model_id="b", model_digest="wsd2:" + "1" * 32)
+    assert extractor_of(model, base=base).adapter.base == base
+    assert extractor_of(model, base=base.model_digest).adapter.base.model_digest == base.model_digest
+    assert extractor_of(model, base=False).adapter.base is None
+    choice = lora_choice(model, adapter=None, merge=False, base=publisher)
+    assert choice is not None
+    extractor = extractor_of(model, base=publisher)
+    with pytest.raises(ConfigError, match="published nothing"):
+        choice.bind(extractor)
+    publisher.version = Version(run_id="run", number=3)
+    choice.bind(extractor)
+    assert extractor.adapter.base == Base(model_id="actor", version=publisher.version)
+
+
+@pytest.mark.parametrize("said", [{"adapter": "default"}, {"merge": True}, {"base": False}])
+def test_what_is_said_of_an_adapter_needs_one(said: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="PEFT model"):
+        lora_choice(torch.nn.Linear(2, 2), **{"adapter": None, "merge": False, "base": None, **said})
+
+
+def test_contradictions_are_refused() -> None:
+    model = peft_model()
+    with pytest.raises(ConfigError, match="keep one"):
+        extractor_of(model, merge=True, base=False)
+    with pytest.raises(ConfigError, match="Base"):
+        extractor_of(model, base=3)
+    with pytest.raises(ConfigError, match="PEFT's names"):
+        weightsync.push(model, peft_model(), name_map=str)
+    megatron = WeightSyncConfig.load({"transfer": {"training_backend": "megatron"}})
+    choice = lora_choice(model, adapter=None, merge=False, base=False)
+    assert choice is not None
+    with pytest.raises(UnsupportedError, match="Megatron"):
+        choice.extractor(model, megatron, TrainingRanks(timeout_s=5), name_map=None)
