@@ -179,7 +179,7 @@ class BusyError(WeightSyncError):
 
 
 class NoSlotError(BusyError):
-    """All places for adapters of an engine are taken by versions that still answer. Nothing was changed; the old adapter
+    """All places for adapters of an engine are taken by versions that still answer. Nothing was changed; the old one
     is served on."""
 
 
