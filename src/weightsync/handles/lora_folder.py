@@ -78,13 +78,10 @@ class AdapterFolder(Closing):
             handle = _shared(update.handles, self._nonce)
             self._copy(handle, zip(update.names, update.dtypes, update.shapes, update.offsets, strict=True))
         elif isinstance(update, CudaIpcWeightUpdateRequest):
-            of_host = next(
-                (each for each in update.handles if all(isinstance(h, SharedMemoryHandle) for h in each)), ()
-            )
-            if len(of_host) != len(update.names):
-                raise _elsewhere()
-            for name, dtype, shape, handle in zip(update.names, update.dtypes, update.shapes, of_host, strict=True):
-                self._copy(_shared((handle,), self._nonce), [(name, dtype, shape, 0)])
+            for name, dtype, shape, one in zip(
+                update.names, update.dtypes, update.shapes, update.handles[0], strict=True
+            ):
+                self._copy(_shared((one,), self._nonce), [(name, dtype, shape, 0)])
         else:
             raise _elsewhere()
 

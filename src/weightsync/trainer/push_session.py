@@ -230,6 +230,7 @@ class PushSession:
             tensors=parts.extractor.metadata(parts.dtype),
             artifact="model" if adapter is None else "lora",
             adapter=adapter,
+            canary=parts.extractor.canary,
         )
 
     def _session_on(self, client: InferenceEngineClient) -> UpdateSession:
