@@ -25,6 +25,7 @@ from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import boot_s
 from weightsync.observe import Metrics, Recorder
 from weightsync.types import Deadline, EngineHandle, Version
+from weightsync.types.canary import CanaryReading
 from weightsync.update.session import OTHER_CHECKSUM, unequal
 
 _LET_GO_S = 10.0
@@ -48,6 +49,7 @@ class GroupReport:
         num_patched: how many were given the changed elements alone.
         checksums: engines' own, of their live weights, by engine; of those that have one.
         full_because: why engines were given all of it, though deltas brought it, by engine.
+        canaries: what engines answered to the trainer's canary, by engine; of those that were asked one.
     """
 
     engine_ids: tuple[str, ...]
@@ -59,6 +61,7 @@ class GroupReport:
     num_patched: int = 0
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     full_because: dict[str, str] = dataclasses.field(default_factory=dict)
+    canaries: dict[str, CanaryReading] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,6 +197,7 @@ class EngineGroup(ServedVersions):
             num_patched=sum(report.patched for report in reports.values()),
             checksums=self._sums(staged.version),
             full_because={who: report.full_because for who, report in reports.items() if report.full_because},
+            canaries={who: report.canary for who, report in reports.items() if report.canary is not None},
         )
 
     def _disagreeing(self, version: Version) -> dict[str, WeightSyncError]:

@@ -41,6 +41,7 @@ from weightsync.types import (
     TensorTable,
     Version,
 )
+from weightsync.types.canary import CanaryReading
 from weightsync.types.deadline import MAX_WAIT_S
 from weightsync.update.artifacts import check_takes
 from weightsync.update.group import TransferGroup
@@ -77,6 +78,7 @@ class LoadReport:
         patched: whether it was given the change alone.
         checksum: the engine's own, of its live weights; None where it has none.
         full_because: why it was given all of it, though deltas brought it; None where it was not, or they did not.
+        canary: what it answered to the trainer's canary; None where it was asked none.
     """
 
     version: Version
@@ -86,6 +88,7 @@ class LoadReport:
     patched: bool
     checksum: str | None = None
     full_because: str | None = None
+    canary: CanaryReading | None = None
 
 
 class EngineUpdate:
@@ -213,6 +216,7 @@ class EngineUpdate:
             num_chunks=num_chunks,
             patched=base is not None,
             checksum=session.checksums.get(self.engine_id),
+            canary=None if (told := session.resumed.get(self.engine_id)) is None else told.canary,
         )
 
     def _chunks_of(self, pulled: StagedVersion) -> tuple[PackedCudaIpcWeightUpdateRequest, ...]:

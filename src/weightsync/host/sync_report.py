@@ -52,6 +52,12 @@ def tell_served(
     )  # fmt: skip
 
 
+def base_of(pulled: StagedVersion) -> str | None:
+    """What an adapter was trained on, in words; None for a whole model, and where its trainer does not say."""
+    adapter = pulled.manifest.adapter
+    return None if adapter is None or adapter.base is None else str(adapter.base)
+
+
 def late(version: Version, deadline: Deadline, status: ModelStatus) -> DeadlineExceededError:
     """What a wait that took too long raises; with what is wrong there, as far as is known."""
     wrong = "; ".join(f"{who}: {why}" for who, why in {**status.sender_errors, **status.errors}.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weightsync.errors import InvalidRequestError
+from weightsync.types.canary import CanaryReading
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.message import Message
 from weightsync.types.progress import TransferProgress, log_line
@@ -77,6 +78,8 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         full_because: why engines were given all of it, though deltas brought it, by engine.
         unprovable: why engines could not prove their live bytes, by engine.
         checksums: as in `SyncReport`, of the last version.
+        canaries: what engines answered to the trainer's canary with the last version, by engine.
+        base: of an adapter: what the last version was trained on.
         progress: of the transfer under way; None where none is, or nothing has come yet.
     """
 
@@ -106,6 +109,8 @@ class ModelStatus(Message, frozen=True, kw_only=True):
     full_because: dict[str, str] = msgspec.field(default_factory=dict)
     unprovable: dict[str, str] = msgspec.field(default_factory=dict)
     checksums: dict[str, str] = msgspec.field(default_factory=dict)
+    canaries: dict[str, CanaryReading] = msgspec.field(default_factory=dict)
+    base: str | None = None
     progress: TransferProgress | None = None
 
     def __str__(self) -> str:
@@ -122,6 +127,9 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         served = f"{self.run_id}/{self.version}"
         others = [who for who, version in self.engines.items() if version != served]
         line += f"; not served by {', '.join(others)} now" if others else ""
+        line += "".join(
+            f"; {who}'s canary is off by {each.worst:.2g} of {each.tolerance:g}" for who, each in self.canaries.items()
+        )
         return line + "".join(f"; {who} loaded all of it: {why}" for who, why in self.full_because.items())
 
 
