@@ -1,6 +1,6 @@
 """LoraMiddleware around a small application that loads, lists and answers as vLLM's server does.
 
-tests/engines/test_lora_vllm.py runs it in a real one; here are the interleavings that a real one does not show on order.
+tests/engines/test_lora_vllm.py runs it in a real one; here are the interleavings that a real one shows by chance alone.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Client:
         async def receive() -> Any:
             if heard:
                 return heard.pop()
-            await asyncio.Event().wait()
+            return await asyncio.Event().wait()
 
         async def send(message: Any) -> None:
             out.append(message)
@@ -231,7 +231,8 @@ def test_a_request_under_way_ends_on_its_version_and_new_ones_are_given_the_next
         old_folder = vllm.loads[0][1]
         assert sorted(vllm.workers) == [1, 2]
         assert os.path.isdir(old_folder)
-        assert [(each["version"]["number"], each["state"], each["in_flight"]) for each in (await there.state())["adapters"]] == [
+        told_of = (await there.state())["adapters"]
+        assert [(each["version"]["number"], each["state"], each["in_flight"]) for each in told_of] == [
             (1, "retired", 1), (2, "current", 0),
         ]  # fmt: skip
         vllm.gates["slow"].set()
@@ -400,21 +401,24 @@ def test_who_may_not_use_vllm_gives_no_orders() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"session": 1}', b'{"session": "a\\u0000b"}'])
 def test_an_order_that_is_none_is_refused(body: bytes) -> None:
+    async def said_to(there: Client, vllm: Vllm, path: str) -> tuple[int, Any]:
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "app": vllm}
+        out: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            out.append(message)
+
+        await there._app(scope, receive, send)
+        return out[0]["status"], json.loads(out[1]["body"])
+
     async def ask(there: Client, vllm: Vllm) -> None:
         for path in (LOAD_PATH, SCORE_PATH, COMMIT_PATH, DROP_PATH, f"{STATE_PATH}/other"):
-            scope = {"type": "http", "method": "POST", "path": path, "headers": [], "app": vllm}
-            out: list[Any] = []
-
-            async def receive() -> Any:
-                return {"type": "http.request", "body": body, "more_body": False}
-
-            async def send(message: Any) -> None:
-                out.append(message)
-
-            await there._app(scope, receive, send)
-            said = json.loads(out[1]["body"])
-            assert out[0]["status"] in (200, 409, 422), said
-            assert out[0]["status"] != 200 or path == DROP_PATH
+            status, said = await said_to(there, vllm, path)
+            assert status in (200, 409, 422), said
+            assert status != 200 or path == DROP_PATH
 
     run(ask)
 
