@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.errors import ConfigError, MissingDependencyError, UnsupportedError
 from weightsync.module_walk import clean_name, module_tensors, unwrapped
+from weightsync.plan.peft_config import PREFIX
 
-PREFIX = "base_model.model."
-"""What PEFT puts before the name of each of the base's modules."""
+
+def new_adapter(model: torch.nn.Module, *, rank: int, alpha: int, modules: Sequence[str]) -> Any:
+    """A model with a new LoRA adapter, which changes nothing yet.
+
+    Raises:
+        MissingDependencyError: peft is not installed.
+    """
+    try:
+        peft = importlib.import_module("peft")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(f"adapters need peft: pip install 'weightsync[peft]' ({error})") from error
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(modules)))
 
 
 def peft_model_in(weights: object) -> Any | None:

@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightsync.cli.shared import Token, Verify, told
-from weightsync.errors import ConfigError, EngineError, InvalidRequestError, ManifestMismatchError, WeightSyncError
+from weightsync.errors import (
+    ConfigError,
+    EngineError,
+    InvalidRequestError,
+    ManifestMismatchError,
+    SyncFailedError,
+    WeightSyncError,
+    WrongArtifactError,
+    WrongBaseError,
+)
 
 if TYPE_CHECKING:
-    from weightsync.types import EngineHandle, TensorSpec
+    from weightsync.types import Adapter, EngineHandle, TensorSpec
 
 _NUM_SHOWN = 20
 _ANSWER_S = 30.0
@@ -22,14 +31,21 @@ _RUN = "weightsync-check"
 
 def check(
     model: Annotated[
-        str, typer.Option(metavar="FOLDER|FILE|URL", help="A checkpoint (*.safetensors), or a trainer's agent.")
+        str,
+        typer.Option(
+            metavar="FOLDER|FILE|URL", help="A checkpoint (*.safetensors), an adapter's folder, or a trainer's agent."
+        ),
     ],
     engine: Annotated[
         str, typer.Option(metavar="URL", help="vllm+http://..., sglang+http://..., or http://..., which is asked.")
     ],
     dtype: Annotated[
-        str, typer.Option(help="What the trainer is going to send floating-point weights as; keep: as they are.")
-    ] = "bfloat16",
+        str | None,
+        typer.Option(
+            help="What the trainer is going to send floating-point weights as; keep: as they are. bfloat16 where "
+            "nothing is said, keep for an adapter."
+        ),
+    ] = None,
     model_id: Annotated[str, typer.Option(help="The model's name, where the engine has one.")] = "default",
     token: Token = None,
     verify: Verify = None,
@@ -41,7 +57,8 @@ def check(
 
     The engine is shown what a trainer would send, as at the beginning of a sync, and answers before a byte moves. What
     differs is counted, and the first ten tensors are named, with the closest names that it has. A checkpoint's names
-    are those that a trainer sends without a name_map.
+    are those that a trainer sends without a name_map. Of an adapter it is also asked whether it takes adapters, and
+    one of this rank and base.
 
     Exit codes: 0: it would take them. 1: it would not, or does not answer. 2: a wrong option, or no such file.
 
@@ -51,20 +68,21 @@ def check(
         from weightsync.handles.by_url import engine_at
         from weightsync.handles.sglang import SGLangEngine
 
-        specs = _specs(model, token=token, verify=verify or True, dtype=dtype)
+        specs, adapter = _specs(model, token=token, verify=verify or True, dtype=dtype)
         handle = engine_at(engine, token=token, verify=verify or True)
         try:
             if isinstance(handle, SGLangEngine):
                 raise ConfigError(
                     f"{handle.engine_id} is SGLang, which names no tensor before it loads: it can be asked nothing"
                 )
-            _ask(handle, specs, model_id, anyway=anyway)
-        except (ManifestMismatchError, EngineError) as error:
+            _ask(handle, specs, adapter, model_id, anyway=anyway)
+        except (ManifestMismatchError, WrongArtifactError, WrongBaseError, EngineError) as error:
             raise _at(error, handle) from None
         finally:
             handle.close()  # type: ignore[attr-defined]
         total = sum(spec.nbytes for spec in specs)
-        print(f"{handle.engine_id} would take it: {len(specs)} tensors, {total / 1e6:.1f} MB")
+        what = "it" if adapter is None else f"the adapter of {adapter}"
+        print(f"{handle.engine_id} would take {what}: {len(specs)} tensors, {total / 1e6:.1f} MB")
 
 
 def _at(error: WeightSyncError, handle: EngineHandle) -> WeightSyncError:
@@ -72,8 +90,10 @@ def _at(error: WeightSyncError, handle: EngineHandle) -> WeightSyncError:
     return error
 
 
-def _specs(model: str, *, token: str | None, verify: bool | str, dtype: str) -> Sequence[TensorSpec]:
-    """What a trainer of that model would send.
+def _specs(
+    model: str, *, token: str | None, verify: bool | str, dtype: str | None
+) -> tuple[Sequence[TensorSpec], Adapter | None]:
+    """What a trainer of that model would send, and of an adapter its configuration.
 
     Raises:
         ConfigError: there is no such checkpoint, or the dtype is none.
@@ -84,21 +104,39 @@ def _specs(model: str, *, token: str | None, verify: bool | str, dtype: str) -> 
 
         client = AgentClient(model, token=token, verify=verify)
         try:
-            return client.manifest(timeout_s=_ANSWER_S).publication.manifest.tensors
+            manifest = client.manifest(timeout_s=_ANSWER_S).publication.manifest
+            return manifest.tensors, manifest.adapter
         finally:
             client.close()
     from weightsync.types import TensorSpec
     from weightsync.types.dtypes import CASTABLE, target_dtype
 
+    headers = _headers(Path(model))
+    adapter = _adapter_beside(Path(model), headers)
+    dtype = dtype or ("bfloat16" if adapter is None else "keep")
     wanted = None if dtype == "keep" else dtype
     if wanted is not None and wanted not in CASTABLE:
         raise ConfigError(f"--dtype is one of {', '.join(sorted(CASTABLE))} or keep, not {dtype!r}")
-    return [
+    specs = [
         TensorSpec(
             name=spec.name, dtype=spec.dtype if wanted is None else target_dtype(spec.dtype, wanted), shape=spec.shape
         )
-        for spec in _headers(Path(model))
+        for spec in headers
     ]
+    return specs, adapter
+
+
+def _adapter_beside(path: Path, specs: Sequence[TensorSpec]) -> Adapter | None:
+    """The adapter of a folder that PEFT has written; None: it is a model's."""
+    from weightsync.plan.peft_config import adapter_in_folder
+
+    file = (path if path.is_dir() else path.parent) / "adapter_config.json"
+    if not file.is_file():
+        return None
+    try:
+        return adapter_in_folder(file.read_bytes(), specs)
+    except InvalidRequestError as error:
+        raise ConfigError(f"{file}: {error.message}") from None
 
 
 def _headers(path: Path) -> list[TensorSpec]:
@@ -126,7 +164,9 @@ def _headers(path: Path) -> list[TensorSpec]:
     return list(found.values())
 
 
-def _ask(handle: EngineHandle, specs: Sequence[TensorSpec], model_id: str, *, anyway: bool) -> None:
+def _ask(
+    handle: EngineHandle, specs: Sequence[TensorSpec], adapter: Adapter | None, model_id: str, *, anyway: bool
+) -> None:
     """Opens a session and aborts it.
 
     Raises:
@@ -146,6 +186,7 @@ def _ask(handle: EngineHandle, specs: Sequence[TensorSpec], model_id: str, *, an
         TensorTable,
         Version,
     )
+    from weightsync.update.artifacts import check_takes
 
     told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ANSWER_S)
     if told_of.run_id is not None and not told_of.run_id.startswith(_RUN) and not anyway:
@@ -154,12 +195,19 @@ def _ask(handle: EngineHandle, specs: Sequence[TensorSpec], model_id: str, *, an
             "a run, or "
             "say --anyway"
         )
-    run_id, session = f"{_RUN}-{uuid.uuid4().hex[:8]}", f"check-{uuid.uuid4().hex[:8]}"
+    manifest = Manifest(
+        version=Version(run_id=f"{_RUN}-{uuid.uuid4().hex[:8]}", number=0), model_id=model_id,
+        tensors=TensorTable.of(specs), artifact="model" if adapter is None else "lora", adapter=adapter,
+    )  # fmt: skip
+    try:
+        check_takes(manifest, {handle.engine_id: told_of})
+    except SyncFailedError as error:
+        raise error.causes[handle.engine_id] from None
+    run_id, session = manifest.version.run_id, f"check-{uuid.uuid4().hex[:8]}"
     info, _ = PackedCudaIpcTransferStrategy().create_init_info({handle.engine_id: told_of.world_size})
     requests = init_requests(info, {handle.engine_id: told_of.world_size}, run_id=run_id, model_id=model_id)
     init: InitRequest = requests[handle.engine_id]
     handle.call(EngineOp.INIT, init, timeout_s=_ANSWER_S)
-    manifest = Manifest(version=Version(run_id=run_id, number=0), model_id=model_id, tensors=TensorTable.of(specs))
     begin = BeginRequest(session=session, manifest=manifest, deadline_s=_ANSWER_S)
     try:
         handle.call(EngineOp.BEGIN, begin, timeout_s=_ANSWER_S)

@@ -60,6 +60,10 @@ def demo(
     models: Annotated[int, typer.Option(min=1, max=8, help="With --fleet: trainers, served as one set.")] = 2,
     mode: Annotated[str, typer.Option(help="With --fleet: sync, batch-async or fully-async.")] = "batch-async",
     ray: Annotated[bool, typer.Option("--ray", help="Trainers and engines are Ray actors.")] = False,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="An adapter is trained and moved alone; its base goes once.")
+    ] = False,
+    rank: Annotated[int, typer.Option(min=1, max=256, help="With --lora: of the adapter.")] = 8,
     size: Annotated[
         str | None,
         typer.Option(help="Of the model: medium, small or tiny. By itself small; medium for deltas into a vLLM."),
@@ -88,6 +92,9 @@ def demo(
     services serve both models as a set. One is killed on the way and another one joins; the command fails where any
     answer was of a mixed set, or of another version than it says.
 
+    With --lora one process trains a LoRA adapter by PEFT. Its base goes into the engine once, then each version of the
+    adapter alone, by either path; the loss of what the engine serves has to be the trainer's own.
+
     The table shows, for each version, both losses, bytes, milliseconds of each phase and how long generation was
     paused. The command exits with 1 on any mismatch. It needs no GPU.
 
@@ -99,7 +106,15 @@ def demo(
             from weightsync.demo.launch import DemoOptions, run_demo
         except ImportError as error:
             raise MissingDependencyError(f"the demo needs more: pip install 'weightsync[demo]' ({error})") from None
-        if fleet:
+        if not lora:
+            refuse_given(context, ("rank",), "it is of an adapter; add --lora")
+        if lora:
+            others = ("ranks", "engines", "engine", "delta", "lr", "strategy", "fleet", "models", "mode", "ray", "out",
+                      "deadline_s")  # fmt: skip
+            refuse_given(context, others, "--lora runs one trainer and one embedded engine; run it without")
+            with _errors_alone():
+                problems = _run_lora(steps=steps, path=path, size=size, rank=rank, json=json, timeout_s=timeout_s)
+        elif fleet:
             others = ("ranks", "engines", "engine", "path", "delta", "lr", "strategy", "ray", "out", "deadline_s")
             why = "--fleet runs one trainer a model and embedded engines that pull; run it without"
             refuse_given(context, others, why)
@@ -126,6 +141,16 @@ def demo(
                 )
             )  # fmt: skip
         raise typer.Exit(1 if problems else 0)
+
+
+def _run_lora(
+    *, steps: int, path: MovePath, size: str | None, rank: int, json: Path | None, timeout_s: float
+) -> list[str]:
+    from weightsync.demo.lora import LoraOptions, run_lora
+
+    return run_lora(
+        LoraOptions(steps=steps, path=path, size=size or "small", rank=rank, json=json, step_timeout_s=timeout_s)
+    )
 
 
 @contextlib.contextmanager

@@ -173,6 +173,7 @@ def engine_facts(handle: EngineHandle, reply: EngineReply) -> Iterator[Fact]:
         yield Fact(level="wrong", text=f"{why}: the next version that is loaded in full heals it")
     kind = type(handle).__name__.removesuffix("Engine").replace("Http", "engine server")
     takes = "whole tensors and patches" if "patch" in reply.accepts else "whole tensors"
+    takes += "" if reply.artifacts == ("model",) else f" of {' and '.join(reply.artifacts)}"
     serves = f"serves {reply.version or 'no version yet'}" + ("" if reply.serving else ", paused or refusing")
     yield Fact(
         level="ok" if reply.serving else "busy", text=f"{kind}, {reply.world_size} workers, takes {takes}, {serves}"

@@ -91,6 +91,7 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
     if (path / "manifest.json").is_file():
         manifest = decode((path / "manifest.json").read_bytes(), Manifest, what=f"{path}/manifest.json")
         facts = {"version": str(manifest.version), "model_id": manifest.model_id, "model_digest": manifest.model_digest}
+        facts |= _kind_of(manifest)
         shown = [(spec, manifest.digest(spec.name)) for spec in manifest.tensors]
         return f"{manifest.model_id} {manifest.version} in {path}", shown, facts
     file = path / "model.safetensors" if path.is_dir() else path
@@ -105,6 +106,17 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
     ):
         _, tensors, metadata = read_header(view)
     return str(file), [(spec, None) for spec in tensors.values()], dict(metadata)
+
+
+def _kind_of(manifest: Manifest) -> dict[str, str]:
+    """What it is, and of an adapter its rank and what it is bound to."""
+    found: dict[str, str] = {"artifact": manifest.artifact}
+    if (adapter := manifest.adapter) is not None:
+        modules = adapter.config_dict["target_modules"]
+        some = ", ".join(modules[:8]) + (", ..." if len(modules) > 8 else "")
+        found["adapter"] = f"rank {adapter.max_rank}, on {some}"
+        found["base"] = "bound to none" if adapter.base is None else str(adapter.base)
+    return found
 
 
 def _of_agent(url: str, token: str | None, verify: bool | str) -> Shown:
@@ -123,5 +135,6 @@ def _of_agent(url: str, token: str | None, verify: bool | str) -> Shown:
         "version": str(manifest.version),
         "model_id": manifest.model_id,
         "sources": [source.endpoint for source in now.publication.sources],
+        **_kind_of(manifest),
     }
     return f"{manifest.model_id} {manifest.version} at {url}", parts, facts

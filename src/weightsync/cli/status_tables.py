@@ -77,6 +77,7 @@ def _moves(instance: InstanceStatus) -> str:
 def _version(instance: InstanceStatus, tag: str, model: RolloutServiceState) -> Cell:
     lag = instance.lag.get(tag)
     text = short_version(instance.models.get(tag), model)
+    text += f", {instance.adapters[tag]}" if tag in instance.adapters else ""
     return (f"{text}, {lag} behind", "yellow") if lag else text
 
 

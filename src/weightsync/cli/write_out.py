@@ -1,5 +1,7 @@
 """write_out: a pulled version into a folder, whole or not at all, and nothing in it touched that a pull did not write.
 
+An adapter becomes a folder that PEFT and vLLM load: adapter_model.safetensors, and adapter_config.json beside it.
+
 What a pull wrote is known by what it holds and whose it is, never by its name alone: weights by their stamp, the
 manifest by its form, and what a killed writer left by a name that has a checksum.
 """
@@ -35,9 +37,10 @@ from weightsync.memory.owned import is_own, open_folder
 from weightsync.net.messages import decode, encode
 from weightsync.plan.safetensors import STAMP_WITHIN_BYTES, read_stamp
 from weightsync.tensors import tensor_from_bytes
-from weightsync.types import Deadline, HeldTensor, Manifest
+from weightsync.types import Adapter, ArtifactKind, Deadline, HeldTensor, Manifest
 
-_WEIGHTS, _MANIFEST = "model.safetensors", "manifest.json"
+_MANIFEST, _CONFIG = "manifest.json", "adapter_config.json"
+_WEIGHTS: dict[ArtifactKind, str] = {"model": "model.safetensors", "lora": "adapter_model.safetensors"}
 _ASIDE = ".weightsync-"
 _ASIDE_DIGITS = 16
 _COPY_BYTES = 16 << 20
@@ -78,21 +81,27 @@ def write_out(pulled: StagedVersion, folder: Path) -> Path:
         with _opened(folder) as fd:
             _sweep(fd)
             _check_replaceable(folder, fd)
-            with _aside(fd) as (aside, weights), _aside(fd) as (described, text):
+            adapter, name = pulled.manifest.adapter, _WEIGHTS[pulled.manifest.artifact]
+            with _aside(fd) as (aside, weights), _aside(fd) as (described, text), _aside(fd) as (configured, config):
                 _copy(pulled, weights)
                 _prove(pulled, weights)
                 _write(text, encode(pulled.manifest))
+                _write(config, b"" if adapter is None else adapter.config.encode())
                 with _locked(folder, fd):
                     _check_replaceable(folder, fd)
-                    with contextlib.suppress(FileNotFoundError):  # never does it stand beside weights not its own
-                        os.unlink(_MANIFEST, dir_fd=fd)
-                    os.replace(aside, _WEIGHTS, src_dir_fd=fd, dst_dir_fd=fd)
+                    others = [each for each in _WEIGHTS.values() if each != name]
+                    for old in (_MANIFEST, _CONFIG, *others):  # never does one stand beside weights not its own
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(old, dir_fd=fd)
+                    os.replace(aside, name, src_dir_fd=fd, dst_dir_fd=fd)
+                    if adapter is not None:
+                        os.replace(configured, _CONFIG, src_dir_fd=fd, dst_dir_fd=fd)
                     os.replace(described, _MANIFEST, src_dir_fd=fd, dst_dir_fd=fd)
     except OSError as error:
         raise StorageError(
             f"{folder} could not be written: {error}", state_left="its weights are the old ones"
         ) from error
-    return folder / _WEIGHTS
+    return folder / name
 
 
 # --- what is written ---
@@ -167,12 +176,14 @@ def _check_replaceable(folder: Path, fd: int) -> None:
     """Raises ConfigError where something lies in the way that no pull of this user has written; weights of another name
     too, since who loads the folder could take those, or mix them."""
     others = [name for name in os.listdir(fd) if name.endswith((".safetensors", ".safetensors.index.json"))]
-    if strange := sorted(name for name in others if name != _WEIGHTS and not name.startswith(_ASIDE)):
+    if strange := sorted(name for name in others if name not in _WEIGHTS.values() and not name.startswith(_ASIDE)):
         raise ConfigError(
             f"{folder / strange[0]} is part of a checkpoint that is there: beside it nobody could tell which weights "
             "count; nothing was changed. Name another folder"
         )
-    for name, is_ours in ((_WEIGHTS, _has_stamp), (_MANIFEST, _is_manifest)):
+    pulled_adapter = _is_there(_WEIGHTS["lora"], fd)  # its configuration came with it: it is refused with it too
+    config = ((_CONFIG, _is_config if pulled_adapter else _is_nobodys),)
+    for name, is_ours in (*((each, _has_stamp) for each in _WEIGHTS.values()), (_MANIFEST, _is_manifest), *config):
         try:
             if is_own(os.lstat(name, dir_fd=fd)) and is_ours(name, fd):
                 continue
@@ -195,6 +206,26 @@ def _is_manifest(name: str, fd: int) -> bool:
     try:
         decode(_head(name, fd, _MAX_MANIFEST_BYTES), Manifest, what=name)
     except InvalidRequestError:
+        return False
+    return True
+
+
+def _is_config(name: str, fd: int) -> bool:
+    try:
+        Adapter(config=_head(name, fd, _MAX_MANIFEST_BYTES).decode())
+    except (InvalidRequestError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _is_nobodys(name: str, fd: int) -> bool:
+    return False
+
+
+def _is_there(name: str, fd: int) -> bool:
+    try:
+        os.lstat(name, dir_fd=fd)
+    except FileNotFoundError:
         return False
     return True
 

@@ -359,6 +359,7 @@ class RolloutPool:
                         lease_left_s=max(0.0, each.lease_end_s - now),
                         why=each.why or each.beat.error or (None if each.takes_part else self._behind(each)),
                         progress=each.beat.progress,
+                        adapters=each.beat.adapters,
                     )
                 )
             return tuple(found)

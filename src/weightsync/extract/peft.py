@@ -20,15 +20,8 @@ from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.peft_layer import merged_copy
 from weightsync.peft_model import adapter_name, adapter_names, base_names, lora_layers, peft_model_in
-from weightsync.types.adapter import Adapter, Base, canonical_config
-
-_TRAINERS_OWN = {
-    "base_model_name_or_path": None, "revision": None, "auto_mapping": None, "eva_config": None, "corda_config": None,
-    "lora_ga_config": None, "loftq_config": {}, "megatron_config": None, "init_lora_weights": True,
-    "inference_mode": True,
-}  # fmt: skip
-"""How the adapter was begun, and where on that machine; nothing that a receiver computes with."""
-_MADE_EXPLICIT = ("exclude_modules", "layers_to_transform", "layers_pattern")
+from weightsync.plan.peft_config import published_adapter
+from weightsync.types import Adapter, Base
 
 
 def adapter_of(model: Any, name: str, base: Base | None = None) -> Adapter:
@@ -38,24 +31,9 @@ def adapter_of(model: Any, name: str, base: Base | None = None) -> Adapter:
         UnsupportedError: a module's scaling is not what the configuration says: somebody has set it by hand.
         InvalidRequestError: it has what no adapter has.
     """
-    config = model.peft_config[name]
-    facts = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    facts |= {key: value for key, value in _TRAINERS_OWN.items() if key in facts}
-    facts["peft_type"] = "LORA"
-    if facts.get("task_type") is not None:
-        facts["task_type"] = str(getattr(facts["task_type"], "value", facts["task_type"]))
     layers = dict(lora_layers(model, name))
-    if isinstance(facts["target_modules"], str) or any(facts.get(key) for key in _MADE_EXPLICIT):
-        facts["target_modules"] = sorted(layers)
-        facts |= dict.fromkeys((key for key in _MADE_EXPLICIT if key in facts), None)
-    else:
-        facts["target_modules"] = sorted(facts["target_modules"])
-    # PEFT reads keys of patterns as regular expressions; here each is the name of a module
-    facts["rank_pattern"] = {path: layer.r[name] for path, layer in layers.items() if layer.r[name] != config.r}
-    facts["alpha_pattern"] = {
-        path: layer.lora_alpha[name] for path, layer in layers.items() if layer.lora_alpha[name] != config.lora_alpha
-    }
-    adapter = Adapter(config=canonical_config(facts), base=base)
+    ranks = {path: (layer.r[name], layer.lora_alpha[name]) for path, layer in layers.items()}
+    adapter = published_adapter(model.peft_config[name].to_dict(), ranks, base)
     for path, layer in layers.items():
         if adapter.scaling_of(path) != layer.scaling[name] or adapter.rank_of(path) != layer.r[name]:
             raise UnsupportedError(
@@ -64,20 +42,6 @@ def adapter_of(model: Any, name: str, base: Base | None = None) -> Adapter:
                 parameter=path,
             )
     return adapter
-
-
-class _HasAdapter:
-    """What both extractors of an adapter add to those of a module."""
-
-    adapter: Adapter | None
-
-
-class PeftExtractor(_HasAdapter, FSDPWeightExtractor):
-    """Of an adapter, plain or under FSDP2."""
-
-
-class DeepSpeedPeftExtractor(_HasAdapter, DeepSpeedWeightExtractor):
-    """Of an adapter in a DeepSpeed engine."""
 
 
 class _Merging:
@@ -147,7 +111,7 @@ def adapter_extractor(
     model = _peft(weights)
     name = adapter_name(model, adapter)
     names = adapter_names(model, name)
-    kind = DeepSpeedPeftExtractor if _is_deepspeed(weights) else PeftExtractor
+    kind = DeepSpeedWeightExtractor if _is_deepspeed(weights) else FSDPWeightExtractor
     made = kind(_root(weights, model), name_map=names.get, **settings)
     made.adapter = adapter_of(model, name, base)
     return made

@@ -273,6 +273,7 @@ class FleetMember:
             error="; ".join(errors)[:2000] or None,
             absent=tuple(absent),
             digests={model_id: found for model_id, model in self._models.items() if (found := model.served_digest)},
+            adapters={tag: text for tag, model in self._models.items() if (text := model.status().adapter) is not None},
             progress={model_id: moved for model_id, model in self._models.items() if (moved := model.progress)},
         )
 

@@ -33,7 +33,7 @@ from weightsync.host.followed import FollowedRun
 from weightsync.host.pulls import Pulls
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
-from weightsync.host.sync_report import base_of, tell_served
+from weightsync.host.sync_report import kind_of, tell_served
 from weightsync.host.upstream import Upstream
 from weightsync.observe import Metrics, Recorder, now_s
 from weightsync.types import Deadline, EngineHandle, Version
@@ -438,9 +438,9 @@ class ModelUpdater:
             except Exception:
                 _logger.exception("on_served failed for %s of model %s", version, self.model_id)
         self._note(
-            run_id=version.run_id, version=version.number, served_s=done_s, load_s=load_s, base=base_of(pulled),
+            run_id=version.run_id, version=version.number, served_s=done_s, load_s=load_s, canaries=loaded.canaries,
             paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1, num_patched=loaded.num_patched,
-            checksums=loaded.checksums, full_because=loaded.full_because, canaries=loaded.canaries,
+            checksums=loaded.checksums, full_because=loaded.full_because, **kind_of(pulled.manifest),
         )  # fmt: skip
 
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+from typing import TypedDict
 
 from weightsync.errors import DeadlineExceededError
 from weightsync.host.engine_group import GroupReport
 from weightsync.host.staged_version import StagedVersion
 from weightsync.observe import Metrics
-from weightsync.types import Deadline, SyncReport, Version
+from weightsync.types import ArtifactKind, Deadline, Manifest, SyncReport, Version
+from weightsync.types.fleet import MAX_ADAPTER
 from weightsync.types.service import ModelStatus
+
+
+class Kind(TypedDict):
+    """See `ModelStatus`."""
+
+    artifact: ArtifactKind
+    adapter: str | None
+
 
 _logger = logging.getLogger(__name__)
 
@@ -52,12 +62,6 @@ def tell_served(
     )  # fmt: skip
 
 
-def base_of(pulled: StagedVersion) -> str | None:
-    """What an adapter was trained on, in words; None for a whole model, and where its trainer does not say."""
-    adapter = pulled.manifest.adapter
-    return None if adapter is None or adapter.base is None else str(adapter.base)
-
-
 def late(version: Version, deadline: Deadline, status: ModelStatus) -> DeadlineExceededError:
     """What a wait that took too long raises; with what is wrong there, as far as is known."""
     wrong = "; ".join(f"{who}: {why}" for who, why in {**status.sender_errors, **status.errors}.items())
@@ -65,3 +69,11 @@ def late(version: Version, deadline: Deadline, status: ModelStatus) -> DeadlineE
         f"{version} is not served within {deadline.timeout_s:.3g} s; it is still tried{': ' if wrong else ''}{wrong}",
         version=str(version),
     )
+
+
+def kind_of(manifest: Manifest) -> Kind:
+    """What `ModelStatus` says of the kind of a version."""
+    return {
+        "artifact": manifest.artifact,
+        "adapter": None if manifest.adapter is None else str(manifest.adapter)[:MAX_ADAPTER],
+    }

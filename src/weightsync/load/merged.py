@@ -21,9 +21,9 @@ from weightsync.load.whole import (
     staging_for,
 )
 from weightsync.module_walk import clean_name, module_tensors, unwrapped
+from weightsync.plan.peft_config import PREFIX
 from weightsync.types import Adapter, HeldTensor, Manifest, TensorSpec, Update, Version
 
-_PREFIX = "base_model.model."
 _HALVES = {".lora_A.weight": 0, ".lora_B.weight": 1, ".lora_embedding_A": 0, ".lora_embedding_B": 1}
 _NOT_MERGED = ("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "alora_invocation_tokens", "modules_to_save",
                "trainable_token_indices", "arrow_config", "use_bdlora", "velora_config", "kasa_config")  # fmt: skip
@@ -206,10 +206,10 @@ class MergedAdapterLoader(WeightLoader):
         halves: dict[str, dict[int, str]] = {}
         for name in manifest.table.names:
             kind = next((end for end in _HALVES if name.endswith(end)), None)
-            if kind is None or not name.startswith(_PREFIX):
+            if kind is None or not name.startswith(PREFIX):
                 differences.add(name, "no part of an adapter that can be merged")
                 continue
-            path = name[len(_PREFIX) : -len(kind)]
+            path = name[len(PREFIX) : -len(kind)]
             if self._name_map(path) not in modules:
                 differences.add(name, no_such_tensor(path, modules))
                 continue

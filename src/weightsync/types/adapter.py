@@ -70,6 +70,10 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         _read(self.config)
 
+    def __str__(self) -> str:
+        """For status and page."""
+        return f"rank {self.max_rank}, " + ("bound to no base" if self.base is None else f"on {self.base}")
+
     @property
     def config_dict(self) -> dict[str, Any]:
         """`config`, read; the caller's own."""

@@ -178,6 +178,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
         lease_left_s: for so long it may still answer; 0: it refuses.
         why: why it is not live, or what failed last.
         progress: of transfers under way there, by model, as of its last heartbeat.
+        adapters: of models that are adapters, rank and base in words.
     """
 
     instance_id: str
@@ -189,6 +190,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     lease_left_s: float = 0.0
     why: str | None = None
     progress: dict[str, TransferProgress] = msgspec.field(default_factory=dict)
+    adapters: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 SPANS = ("trainer", "batch gate", "barrier", "agent", "transfer", "load", "pause", "commit", "retry")

@@ -16,6 +16,8 @@ from weightsync.types.service import ModelStatus
 from weightsync.types.spec import check_id
 
 MAX_MODELS = 256
+MAX_ADAPTER = 1000
+"""Characters of what is said of one."""
 _MAX_URL = 2048
 _MAX_ERROR = 4000
 _MAX_DIGEST = 200
@@ -81,6 +83,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
         absent: what it was told to serve, and what is not there.
         digests: of what it serves, by model, where it knows them.
         progress: of transfers under way, by model.
+        adapters: of those that are adapters, rank and base in words, by model.
     """
 
     instance_id: str
@@ -95,6 +98,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     absent: tuple[AbsentVersion, ...] = ()
     digests: dict[str, str] = msgspec.field(default_factory=dict)
     progress: dict[str, TransferProgress] = msgspec.field(default_factory=dict)
+    adapters: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_id("instance_id", self.instance_id)
@@ -108,6 +112,8 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
         if len(self.absent) > MAX_MODELS:
             raise InvalidRequestError(f"at most {MAX_MODELS} versions are absent")
         _check_digests(self.digests)
+        if len(self.adapters) > MAX_MODELS or any(len(text) > MAX_ADAPTER for text in self.adapters.values()):
+            raise InvalidRequestError(f"at most {MAX_MODELS} adapters are told of, in {MAX_ADAPTER} characters each")
         if len(self.progress) > MAX_MODELS:
             raise InvalidRequestError(f"transfers are of at most {MAX_MODELS} models")
         for model_id in self.progress:

@@ -7,6 +7,7 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types.canary import CanaryReading
 from weightsync.types.deadline import check_wait_s
+from weightsync.types.manifest import ArtifactKind
 from weightsync.types.message import Message
 from weightsync.types.progress import TransferProgress, log_line
 from weightsync.types.spec import check_id
@@ -79,8 +80,9 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         unprovable: why engines could not prove their live bytes, by engine.
         checksums: as in `SyncReport`, of the last version.
         canaries: what engines answered to the trainer's canary with the last version, by engine.
-        base: of an adapter: what the last version was trained on.
         progress: of the transfer under way; None where none is, or nothing has come yet.
+        artifact: kind of what is served, "model" or "lora".
+        adapter: of "lora", its rank and its base, in words.
     """
 
     run_id: str | None = None
@@ -110,8 +112,9 @@ class ModelStatus(Message, frozen=True, kw_only=True):
     unprovable: dict[str, str] = msgspec.field(default_factory=dict)
     checksums: dict[str, str] = msgspec.field(default_factory=dict)
     canaries: dict[str, CanaryReading] = msgspec.field(default_factory=dict)
-    base: str | None = None
     progress: TransferProgress | None = None
+    artifact: ArtifactKind = "model"
+    adapter: str | None = None
 
     def __str__(self) -> str:
         """What is served, as one line for a log: `v3: 0.4 MB (1.2 %) in 0.14 s, paused 82 ms, proved`."""
@@ -127,6 +130,7 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         served = f"{self.run_id}/{self.version}"
         others = [who for who, version in self.engines.items() if version != served]
         line += f"; not served by {', '.join(others)} now" if others else ""
+        line += f"; adapter of {self.adapter}" if self.adapter is not None else ""
         line += "".join(
             f"; {who}'s canary is off by {each.worst:.2g} of {each.tolerance:g}" for who, each in self.canaries.items()
         )

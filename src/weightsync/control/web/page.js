@@ -264,8 +264,11 @@ function version(instance, tag, model) {
   const cut = text.lastIndexOf("/");
   const current = text.slice(0, cut) === model.run_id;
   const lag = own(instance.lag, tag);
-  const more = current ? (lag > 0 ? `${lag} behind` : "") : "other run";
-  return { text: current ? text.slice(cut + 1) : text, more, className: `version ${more ? "lags" : ""}`, title: text };
+  const late = current ? (lag > 0 ? `${lag} behind` : "") : "other run";
+  const adapter = own(instance.adapters, tag); // its rank, and the base's version
+  const more = [late, adapter === null ? "" : clipped(adapter)].filter((part) => part).join(", ");
+  const title = adapter === null ? text : `${text}: ${adapter}`;
+  return { text: current ? text.slice(cut + 1) : text, more, className: `version ${late ? "lags" : ""}`, title };
 }
 
 function barriers(status) {

@@ -1,0 +1,192 @@
+"""`weightsync demo --lora`: trains an adapter here, and an engine in another process serves each version of it.
+
+The base goes once, as a model of its own; every version of the adapter is bound to it. The loss of what the engine
+serves is the trainer's own, version after version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+
+import weightsync
+from weightsync.clients.host import RolloutClient
+from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
+from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID, adapted
+from weightsync.demo.model import TrainLoop, build_model, held_out_loss, model_size
+from weightsync.demo.processes import Processes
+from weightsync.extract.peft import base_extractor
+from weightsync.types.service import NotifyRequest, RegisterSenderRequest
+
+_LOSS_GAP = 1e-5
+"""Both compute the same sums of the same bytes; the order of sums is one machine's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """How it runs.
+
+    Attributes:
+        steps: versions of the adapter.
+        path: "push" or "pull".
+        size: of the model.
+        rank: of the adapter.
+        json: where to write the summary; None writes none.
+        step_timeout_s: how long the start may take, and each step.
+    """
+
+    steps: int = 10
+    path: str = "push"
+    size: str = "small"
+    rank: int = 8
+    json: Path | None = None
+    step_timeout_s: float = 300.0
+
+
+def run_lora(options: LoraOptions, console: Console | None = None) -> list[str]:
+    """Runs the demo to its end.
+
+    Returns:
+        Problems, in words; empty where the engine has proved every version of base and adapter and served it.
+
+    Raises:
+        WeightSyncError: a process failed or the time ran out. No process is left behind.
+    """
+    out = console or Console(highlight=False)
+    torch.set_num_threads(1)
+    text, size = ByteText(), model_size(options.size)
+    with Processes(step_timeout_s=options.step_timeout_s, say=out.print) as processes:
+        processes.start(
+            "engine-0", "weightsync.demo.lora_engine", ["--size", options.size, "--rank", str(options.rank)]
+        )
+        base = build_model(options.size)
+        base_loop = TrainLoop(base, text, size, rank=0)
+        for step in range(2):
+            base_loop.step(step)
+        for parameter in base.parameters():  # an adapter's base is what its engine computes with
+            parameter.data = parameter.data.to(torch.bfloat16)
+        model = adapted(base, options.rank)
+        held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
+        _, told = processes.next("the engine")
+        move: _Push | _Pull
+        with contextlib.ExitStack() as opened:
+            move = (_Pull if options.path == "pull" else _Push)(model, told, processes.token, options, opened)
+            move.base()
+            loop, rows, problems = TrainLoop(model, text, size, rank=0), [], []
+            out.print(f"{'version':>7} {'trainer':>8} {'engine':>8} {'adapter':>9} {'sync':>7} {'paused':>7}  proof")
+            for step in range(options.steps):
+                loop.step(step)
+                row = move.adapter(step + 1)
+                row["trainer_loss"] = held_out_loss(model, held_out)
+                stdin = processes.running["engine-0"].stdin
+                assert stdin is not None
+                stdin.write(f"{step + 1}\n")
+                stdin.flush()
+                _, said = processes.next("the engine's report")
+                row |= {"engine_loss": said["loss"], "version": said["version"], "sample": said["sample"]}
+                rows.append(row)
+                problems += _wrong(row, said, step + 1)
+                out.print(_line(row))
+        out.print(f"one base, {move.base_bytes / 1e6:.2f} MB; served on {said['base']}")
+        if options.json is not None:
+            options.json.write_bytes(msgspec.json.encode({"rows": rows, "problems": problems}))
+    out.print("every version was proved and served" if not problems else "\n".join(problems))
+    return problems
+
+
+class _Push:
+    """The trainer brings both into the engine."""
+
+    def __init__(
+        self, model: Any, told: dict[str, Any], token: str, options: LoraOptions, opened: contextlib.ExitStack
+    ) -> None:
+        urls = told["urls"]
+        first = base_extractor(model)
+        self._base = opened.enter_context(
+            weightsync.push(first, urls[BASE_ID], model_id=BASE_ID, token=token, dtype="keep")
+        )
+        self._open: Callable[[], Any] = lambda: opened.enter_context(
+            weightsync.push(model, urls[ADAPTER_ID], model_id=ADAPTER_ID, token=token)
+        )
+        self._adapter: Any = None
+        self.base_bytes = first.metadata().total_bytes
+
+    def base(self) -> None:
+        """Once."""
+        self._base.step()
+        self._adapter = self._open()
+
+    def adapter(self, number: int) -> dict[str, Any]:
+        """A version, and how it went."""
+        report = self._adapter.step(number)
+        return {
+            "bytes": report.sent_bytes, "sync_s": report.seconds, "paused_s": report.paused_s,
+            "proved": bool(report.digests_equal),
+        }  # fmt: skip
+
+
+class _Pull:
+    """The trainer publishes both, and the engine's service fetches them."""
+
+    def __init__(
+        self, model: Any, told: dict[str, Any], token: str, options: LoraOptions, opened: contextlib.ExitStack
+    ) -> None:
+        first = base_extractor(model)
+        self.base_bytes = first.metadata().total_bytes
+        self._timeout_s = options.step_timeout_s
+        self._client = RolloutClient(told["service_url"], token=token)
+        opened.callback(self._client.close)
+        settings: dict[str, Any] = {"port": 0, "token": token, "last_wait_s": 0}
+        self._base = opened.enter_context(weightsync.publish(first, BASE_ID, dtype="keep", **settings))
+        self._adapter = opened.enter_context(weightsync.publish(model, ADAPTER_ID, base=self._base, **settings))
+        for model_id, publisher in ((BASE_ID, self._base), (ADAPTER_ID, self._adapter)):
+            self._client.register_sender(RegisterSenderRequest(model_id=model_id, sender_endpoint=publisher.endpoint))
+
+    def base(self) -> None:
+        """Once."""
+        self._follow(BASE_ID, self._base)
+
+    def adapter(self, number: int) -> dict[str, Any]:
+        """A version, and how it went."""
+        began_s = time.monotonic()
+        status = self._follow(ADAPTER_ID, self._adapter)
+        return {
+            "bytes": status.total_bytes, "sync_s": time.monotonic() - began_s, "paused_s": status.paused_s or 0.0,
+            "proved": not status.unprovable,
+        }  # fmt: skip
+
+    def _follow(self, model_id: str, publisher: Any) -> Any:
+        report = publisher.step()
+        request = NotifyRequest(
+            model_id=model_id, version=report.version.number, run_id=report.version.run_id,
+            sender_endpoint=publisher.endpoint, wait_s=self._timeout_s,
+        )  # fmt: skip
+        return self._client.notify_version(request, timeout_s=self._timeout_s + 10.0)
+
+
+def _wrong(row: dict[str, Any], said: dict[str, Any], number: int) -> list[str]:
+    found = []
+    if said["version"] != number:
+        found.append(f"version {number}: the engine serves {said['version']}")
+    if not row["proved"]:
+        found.append(f"version {number}: not proved")
+    if abs(row["trainer_loss"] - row["engine_loss"]) > _LOSS_GAP:
+        found.append(f"version {number}: losses are {row['trainer_loss']:.6f} and {row['engine_loss']:.6f}")
+    if said["num_refused"]:
+        found.append(f"version {number}: {said['num_refused']} generations were refused")
+    return found
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['version']:>7} {row['trainer_loss']:>8.4f} {row['engine_loss']:>8.4f} {row['bytes'] / 1e3:>6.1f} kB "
+        f"{1e3 * row['sync_s']:>4.0f} ms {1e3 * row['paused_s']:>4.0f} ms  {'equal' if row['proved'] else 'none'}"
+    )
