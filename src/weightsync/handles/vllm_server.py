@@ -15,6 +15,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.handles.vllm import VllmEngine
 from weightsync.handles.vllm_api import VllmHttpApi
 from weightsync.handles.vllm_lora import AdapterClient, VllmLoraEngine
+from weightsync.handles.vllm_lora_messages import AdapterState
 from weightsync.types import (
     AbortRequest,
     AuditRequest,
@@ -57,6 +58,15 @@ class VllmServerEngine(VllmEngine):
                 self._lora.call(op, request, timeout_s=timeout_s)
         reply = super().call(op, request, timeout_s=timeout_s)
         return msgspec.structs.replace(reply, artifacts=("model", "lora"))
+
+    def adapters(self, *, timeout_s: float) -> AdapterState:
+        """What the server has of adapters, and places for them.
+
+        Raises:
+            UnsupportedError: it takes none.
+            WeightSyncError: it does not answer.
+        """
+        return self._adapters.state(Deadline(timeout_s))
 
     def close(self) -> None:
         """See the base class."""
