@@ -82,7 +82,7 @@ def scores_of(model: nn.Module, prompt: Sequence[int]) -> list[float]:
     return [float(scores[place, token]) for place, token in enumerate(prompt[1:])]
 
 
-def publisher_main(conn: Any, model_id: str, options: dict[str, Any]) -> None:
+def publisher_main(model_id: str, options: dict[str, Any], *, conn: Any) -> None:
     """A trainer: publishes the version that it is told, and answers with PEFT's scores of the prompts.
 
     Args:

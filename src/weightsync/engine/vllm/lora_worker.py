@@ -34,6 +34,7 @@ from weightsync.types import Manifest, Version
 from weightsync.types.adapter import Adapter
 
 _logger = logging.getLogger(__name__)
+_SLOT_DIMS = 4
 _LEFT = "the adapter that was served is served on"
 _SERVED_ON = "nothing was changed; the adapter that was served is served on"
 
@@ -129,7 +130,14 @@ class WorkerAdapters:
                     parameter=name,
                     state_left=_SERVED_ON,
                 )
-            layer, index = place
+            layer, index = manager.modules[place[0]], place[1]
+            if any(part.dim() != _SLOT_DIMS for each in "ab" for part in _stacked(layer, each)):
+                raise UnsupportedError(
+                    f"adapters at {module} ({type(layer).__name__}) lie otherwise in vLLM's slots, and can't be proved: "
+                    "train it without them",
+                    parameter=name,
+                    state_left=_SERVED_ON,
+                )
             spec, size = manifest.by_name()[name], _sizes(layer, index)[half]
             rank = adapter.rank_of(_in_peft(name))
             wanted = (rank, size) if half == "a" else (size, rank)
@@ -189,16 +197,15 @@ class WorkerAdapters:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This worker's part of a tensor, and what its slot has of it."""
         layer = self._manager.modules[layer_name]
-        part = whole
-        if layer.tp_size > 1:
+        part, stacked = whole, _stacked(layer, half)
+        if getattr(layer, "tp_size", 1) > 1:
             cut = getattr(layer, f"slice_lora_{half}")
-            if len(layer.lora_a_stacked) > 1:
-                given: list[torch.Tensor | None] = [None] * len(layer.lora_a_stacked)
+            if len(stacked) > 1:
+                given: list[torch.Tensor | None] = [None] * len(stacked)
                 given[index] = whole
                 part = cut(given)[index]
             else:
                 part = cut(whole)
-        stacked = getattr(layer, f"lora_{half}_stacked")
         there = stacked[index][slot, 0] if index < len(stacked) else None
         if there is None:
             return part, None
@@ -211,7 +218,7 @@ class WorkerAdapters:
     def _check_rest(self, slot: int, seen: set[tuple[str, int]]) -> None:
         """What this adapter does not change is not changed by another one's remains."""
         for name, layer in self._manager.modules.items():
-            for index, part in enumerate(getattr(layer, "lora_b_stacked", ())):
+            for index, part in enumerate(_stacked(layer, "b")):
                 if (name, index) not in seen and part[slot].count_nonzero():
                     raise DigestMismatchError(
                         f"slot {slot} has something at {name}, where the adapter has nothing", parameter=name
@@ -288,6 +295,12 @@ def _read(manifest: Manifest, folder: str) -> Iterator[tuple[str, torch.Tensor]]
             yield spec.name, tensor
 
 
+def _stacked(layer: Any, half: str) -> tuple[torch.Tensor, ...]:
+    """A layer's slots, one tensor a part: [slots, 1, rows, columns]."""
+    found = getattr(layer, f"lora_{half}_stacked", ())
+    return (found,) if isinstance(found, torch.Tensor) else tuple(found)
+
+
 def _compare(name: str, expected: torch.Tensor, found: torch.Tensor | None, what: str) -> None:
     if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
         raise DigestMismatchError(f"{what} has nothing of the adapter's there, or something else", parameter=name)
@@ -308,7 +321,7 @@ def _sizes(layer: Any, index: int) -> dict[str, int | None]:
     """How many elements come into a part of a layer, and out of it, on all workers; None where that is not known."""
     base = getattr(layer, "base_layer", None)
     outs = getattr(base, "output_sizes", None)
-    num_parts = len(getattr(layer, "lora_b_stacked", ()))
+    num_parts = len(_stacked(layer, "b"))
     out = getattr(base, "output_size", None)
     if num_parts > 1:
         replicated = int(getattr(base, "num_kv_head_replicas", 1) or 1) > 1
