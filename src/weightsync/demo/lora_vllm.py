@@ -1,5 +1,5 @@
-"""The engine process of `demo --lora --engine vllm`: a vLLM server that serves the base from its checkpoint, and a service
-that gives it each version of the adapter.
+"""The engine process of `demo --lora --engine vllm`: a vLLM server that serves the base from its checkpoint, and a
+service that gives it each version of the adapter.
 
 Started by `demo.lora`; prints one JSON line with its service's URL, and one for each report that a line of its standard
 input asks for. Ends when that closes.

@@ -133,8 +133,8 @@ class WorkerAdapters:
             layer, index = manager.modules[place[0]], place[1]
             if any(part.dim() != _SLOT_DIMS for each in "ab" for part in _stacked(layer, each)):
                 raise UnsupportedError(
-                    f"adapters at {module} ({type(layer).__name__}) lie otherwise in vLLM's slots, and can't be proved: "
-                    "train it without them",
+                    f"adapters at {module} ({type(layer).__name__}) lie otherwise in vLLM's slots: they can't be "
+                    "proved; train it without them",
                     parameter=name,
                     state_left=_SERVED_ON,
                 )
