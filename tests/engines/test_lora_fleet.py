@@ -92,9 +92,7 @@ def until(condition: Callable[[], object], *, within_s: float = SYNC_S) -> None:
         time.sleep(0.05)  # between two looks
 
 
-def test_both_serve_a_version_or_none_does(
-    servers: list[tuple[Server, str]], client: ControllerClient, tmp_path: Path
-) -> None:
+def test_both_serve_a_version_or_none_does(servers: list[tuple[Server, str]], client: ControllerClient) -> None:
     """Both are told. Where one has no slot left, both stay on the old version; when it has one, both go on. One that is
     killed and started again comes back with the fleet's version, and answers nothing before."""
     first, second = (server for server, _ in servers)
