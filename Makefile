@@ -3,7 +3,7 @@
 # PYTHON           the interpreter that makes .venv: 3.11 or newer.
 # EXTRA_INDEX_URL  one more package index for pip, empty by default. Set it to an index that has CPU builds
 #                  of torch where pip would otherwise choose a CUDA build of several gigabytes.
-# RELEASES         of vLLM, for `make compat`: those that its script lists, where not given.
+# RELEASES         for `make compat`, e.g. "vllm==0.28.0 sglang": all that its script lists, where not given.
 # WORKERS          how many of `make test`'s tests run at the same time: most of their time they wait.
 PYTHON ?= python3
 EXTRA_INDEX_URL ?=
@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON_IS_NEW = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "weightsync needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
 
-.PHONY: help demo engines engines-sglang engines-verl browser test check soak storms compat bench docs
+.PHONY: help demo engines engines-sglang engines-verl environments browser hosts test check soak storms compat bench docs
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -48,11 +48,21 @@ browser: ## Chromium for the test of the controller's page: by apt, where this i
 	       && apt-get install -y -qq --no-install-recommends chromium; } \
 	  || echo "there is no Chromium: the test of the controller's page is skipped"
 
-test: $(ENGINES) $(SGLANG_STAMP) browser check docs ## the checks, then every test but the long ones
+hosts: ## iproute2 for the tests of several hosts: by apt, where this is root on Linux and there is none
+	@command -v tc >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
+	       && apt-get install -y -qq --no-install-recommends iproute2; } \
+	  || echo "there is no iproute2: the tests of several hosts are skipped"
+
+test: environments browser hosts ## the checks, then every test but the long ones
+	@$(MAKE) --no-print-directory check docs
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) || failed=1; \
 	$(BIN)/python -m pytest -m "not soak and alone" || failed=1; \
 	exit $$failed
+
+# Both at the same time: each waits for its package index and for the disk.
+environments:
+	@$(MAKE) --no-print-directory -j2 $(ENGINES) $(SGLANG_STAMP)
 
 check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/ruff check .
@@ -60,13 +70,13 @@ check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-soak: $(ENGINES) $(SGLANG_STAMP) $(VERL_STAMP) ## the long form of the tests
+soak: $(ENGINES) $(SGLANG_STAMP) $(VERL_STAMP) hosts ## the long form of the tests
 	$(BIN)/python -m pytest -m soak
 
 storms: $(ENGINES) ## of the long tests, the storms on a busy machine, ten times each
 	$(BIN)/python -m pytest -m soak -k busy_machine
 
-compat: $(STAMP) ## the plug-in in other releases of vLLM, each in an environment of its own, into docs/versions.md
+compat: $(ENGINES) ## other releases of vLLM, SGLang, TRL and verl, an environment each, into docs/versions.md
 	$(BIN)/python -m tests.compat.run $(RELEASES)
 	$(BIN)/python docs/check.py --write
 
@@ -101,5 +111,5 @@ $(SGLANG_STAMP): $(SGLANG_LISTS)/requirements.txt $(SGLANG_LISTS)/no-deps.txt co
 $(VERL_STAMP): pyproject.toml constraints-verl.txt
 	@$(PYTHON_IS_NEW)
 	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install $(PIP_OPTIONS) -c constraints-verl.txt -e '.[torch]' verl pytest
+	$(VERL)/bin/python -m pip install $(PIP_OPTIONS) -c constraints-verl.txt -e '.[torch]' verl pytest nixl
 	@touch $@

@@ -3,7 +3,8 @@
 What is checked in README, CONTRIBUTING, CHANGELOG, docs/ and design/: relative links and their anchors
 resolve; fenced python blocks compile, and what they import from weightsync exists; tests that are named exist;
 generated tables are what the code says now. In docs/, modules, names and keys of the library that are written of exist,
-and a page ends within two screens. Every row of docs/documents/ resolves (`documents.py`).
+and a page ends within two screens. Every row of docs/documents/ resolves (`documents.py`). Releases that the
+constraints name were run (`releases.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import releases
 from tables import TABLES
 
 import documents
@@ -66,6 +68,7 @@ def main(arguments: list[str]) -> int:
             page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
         wrong += [f"{page.relative_to(ROOT)}: {what}" for what in problems(page)]
     wrong += [f"docs/documents/{what}" for what in documents.problems()]
+    wrong += [f"docs/versions.json: {what}" for what in releases.problems()]
     print("\n".join(wrong) if wrong else "docs: links resolve, examples compile, tables are current")
     return 1 if wrong else 0
 

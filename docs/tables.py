@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import json
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import releases
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -191,31 +193,33 @@ def _cell(row: str, taken: dict[str, tuple[float, float]], target: float) -> str
     return f"**{ratio:.2f}**" if ratio > target else f"{ratio:.2f}"
 
 
-def releases_table() -> str:
-    """What `make compat` has seen of vLLM's releases, the newest first."""
-    seen = json.loads((Path(__file__).parent / "versions.json").read_text(encoding="utf-8"))
-    whats = list(dict.fromkeys(what for found in seen.values() for what in found.get("results", {})))
-    lines = [f"| vLLM | with | {' | '.join(whats)} | run |", f"| --- | --- |{' --- |' * len(whats)} --- |"]
-    failed: list[str] = []
-    for release in sorted(seen, key=lambda text: [int(part) for part in text.split(".")], reverse=True):
-        found = seen[release]
-        if not found["installed"]:
-            lines.append(f"| {release} | not installed here |{' |' * len(whats)} |")
-            failed.append(f"- {release}: {found['why']}")
-            continue
-        marks = ["yes" if found["results"].get(what) == "passed" else "**no**" for what in whats]
-        beside = f"torch {found['with']['torch']}, transformers {found['with']['transformers']}"
-        lines.append(f"| {release} | {beside} | {' | '.join(marks)} | {found['date']} |")
-        failed += [
-            f"- {release}, {what}: `{why}`"
-            for what in whats
-            if (why := found["results"].get(what)) not in (None, "passed")
-        ]
-    return "\n".join(lines) + "\n" + ("\n" + "\n".join(failed) + "\n" if failed else "")
+def before_after_table() -> str:
+    """What a sync costs in a framework by its own means and by ours."""
+    told = json.loads((Path(__file__).parent / "before-after.json").read_text(encoding="utf-8"))
+    rows = []
+    for framework, ways in told["frameworks"].items():
+        for way, found in ways.items():
+            sent = f"{found['bytes'] / 1e6:.1f} MB" if found["bytes"] else "none: mapped"
+            still = f"{found['stood_still_s'] * 1e3:.0f} ms"
+            tokens = f"{found['tokens_per_s']:.0f}" if "tokens_per_s" in found else ""
+            rows.append((_WAYS[framework, way], f"{found['sync_s']:.2f} s", still, sent, tokens))
+    return _markdown(("way", "sync", "engine stood still", "sent", "tokens a second"), rows)
+
+
+_WAYS = {
+    ("trl", "checkpoint"): "TRL: safetensors, and vLLM's own `reload_weights`",
+    ("trl", "push"): "TRL, weightsync pushes",
+    ("trl", "publish"): "TRL, weightsync publishes, in full",
+    ("trl", "deltas"): "TRL, weightsync publishes, by deltas",
+    ("verl", "nixl"): "verl: its NIXL engine, in host memory",
+    ("verl", "mapped"): "verl, weightsync, on the trainer's host",
+    ("verl", "deltas"): "verl, weightsync, by deltas",
+}
 
 
 TABLES = {
-    "releases": releases_table,
+    **{f"releases-{kind}": functools.partial(releases.table, kind) for kind in releases.NAMES},
+    "before-after": before_after_table,
     "controller-keys": lambda: keys_table("", schema.WeightSyncConfig),
     "transfer-keys": lambda: keys_table("transfer.", schema.TransferConfig),
     "extract-keys": lambda: keys_table("extract.", schema.ExtractConfig),

@@ -49,6 +49,7 @@ FIRST = (
     "multiproc/test_demo.py",
     "engines",
     "multiproc",
+    "hosts",
     "documents",
     "gpu",
     "contract",

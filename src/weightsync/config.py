@@ -32,6 +32,9 @@ _BROADCASTS = ("broadcast", "sglang")  # strategies with a process group
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Text: TypeAlias = Annotated[str, Field(min_length=1)]
 _Url: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
+_PLACE = r"^(s3|gs|az|memory)://[^\s/]+/[^\s]+|^file:///[^\s]+"
+_StoreUrl: TypeAlias = Annotated[str, Field(pattern=_PLACE)]
+_SourceUrl: TypeAlias = Annotated[str, Field(pattern=rf"^https?://[^\s/]+|{_PLACE}")]
 _EngineUrl: TypeAlias = Annotated[str, Field(pattern=r"^([a-z]+\+)?https?://[^\s/]+")]
 
 
@@ -252,6 +255,18 @@ class PublishConfig(_Section):
     last_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=60.0, description="how long the end of the block waits at most until the last version is served"
     )
+    store: _StoreUrl | None = Field(
+        default=None, description="place in an object store that versions are written to, too: s3://bucket/run"
+    )
+    sign_key: _Text | None = Field(
+        default=None, description="file with the secret key that what is written there is signed with; null: it is not"
+    )
+    anchor_every: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=32, description="a chain in the store has at most so many versions, then comes a full"
+    )
+    keep_s: _Seconds = Field(
+        default=600.0, description="how long what no newest chain needs stays in the store at least"
+    )
 
 
 class PushConfig(_Section):
@@ -269,8 +284,13 @@ class ServeConfig(_Section):
     engines: Mapping[str, Annotated[tuple[_EngineUrl, ...], Field(strict=False)]] = Field(
         default_factory=dict, description="of each model the URLs of its engines"
     )
-    sources: tuple[_Url, ...] = Field(
-        default=(), strict=False, description="URLs of the trainers' agents, one a trainer host"
+    sources: tuple[_SourceUrl, ...] = Field(
+        default=(),
+        strict=False,
+        description="URLs of the trainers' agents, one a trainer host, or places in object stores (s3://bucket/run)",
+    )
+    trust_key: _Text | None = Field(
+        default=None, description="file with the public key whose manifests are taken from stores; null: anybody's"
     )
     host: _Text = Field(default="127.0.0.1", description="where the service listens; beyond loopback with a token")
     port: int = Field(default=9000, ge=0, le=65535, description="its port; 0: the system's choice")
@@ -278,6 +298,13 @@ class ServeConfig(_Section):
     lease: _Text | None = Field(default=None, description="file of the serving lease that its engines look at")
     controller: _Url | None = Field(default=None, description="URL of the controller whose fleet it is part of")
     advertise: _Url | None = Field(default=None, description="URL by which the controller reaches it")
+    relay: bool | None = Field(
+        default=None,
+        description="whether it takes blocks from other rollout hosts and serves them; null: where it listens beyond "
+        "loopback",
+    )
+    zone: _Text | None = Field(default=None, description="its rack, room or data centre: those of one ask each other")
+    upload_bytes_s: _Seconds | None = Field(default=None, description="most that it sends to other hosts in a second")
 
 
 class WeightSyncConfig(_Section):

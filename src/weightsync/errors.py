@@ -57,7 +57,7 @@ class WeightSyncError(Exception):
     def __str__(self) -> str:
         facts = [f"{key}={value}" for key in _FIELDS if (value := getattr(self, key)) is not None]
         facts += [f"{key}={_shown(value)}" for key, value in self.details.items()]
-        return f"{self.message} [{', '.join(facts)}]" if facts else self.message
+        return _visible(f"{self.message} [{', '.join(facts)}]" if facts else self.message)
 
     def to_dict(self) -> dict[str, Any]:
         """This error as JSON-able data; `error_from_dict` is the inverse."""
@@ -256,6 +256,50 @@ class EngineUnreachableError(EngineError):
     http_status = 502
 
 
+class StoreUnavailableError(EngineUnreachableError):
+    """An object store does not answer, or answers "slow down" (429, 503), as often as it is asked within the deadline.
+    What was being written there is not pointed to; what was being read is not taken."""
+
+    http_status = 503
+
+
+class StoreAuthError(AuthError):
+    """An object store refuses the credential: it is wrong, expired, or may not do this. Nobody asks again with it at
+    once. What is there stays."""
+
+    http_status = 403
+
+
+class ObjectMissingError(WeightSyncError):
+    """An object is not in the store. Nothing was taken."""
+
+    http_status = 404
+
+
+class ObjectConflictError(WeightSyncError):
+    """A conditional put found another object than it was to replace, or found one where there was to be none. The store
+    is unchanged."""
+
+    http_status = 409
+
+
+class StoreDamagedError(DigestMismatchError):
+    """What an object store gave is not what was written there: damaged, cut off, or swapped. It names the object, and
+    nothing of it was taken."""
+
+
+class SignatureError(AuthError):
+    """A manifest or a pointer is not signed by the key that is trusted here, or is of another place or run. Nothing of
+    it was taken."""
+
+    http_status = 403
+
+
+class RunClaimedError(StateError):
+    """Another trainer writes into this place of an object store. What it writes stays; this one writes nothing (more)
+    there."""
+
+
 class NoEnginesError(EngineError):
     """There is no engine to sync to. That is a failure, never a success."""
 
@@ -277,7 +321,7 @@ class SyncFailedError(WeightSyncError):
         head = {key: getattr(self, key) for key in _FIELDS if getattr(self, key) is not None}
         facts = ", ".join(f"{key}={value}" for key, value in head.items())
         causes = "; ".join(f"{peer}: {type(error).__name__}: {error}" for peer, error in self.causes.items())
-        return f"{self.message}{f' [{facts}]' if facts else ''}{f' ({causes})' if causes else ''}"
+        return _visible(f"{self.message}{f' [{facts}]' if facts else ''}{f' ({causes})' if causes else ''}")
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -345,6 +389,14 @@ def _jsonable(value: Any, depth: int = 0) -> Any:
 def _text(value: object) -> str:
     """As UTF-8 can say it: names of files come with lone surrogates in them."""
     return str(value).encode("utf-8", "replace").decode("utf-8")
+
+
+def _visible(text: str) -> str:
+    """A text that moves no terminal's cursor and styles nothing: much of it came from elsewhere. Lines stay lines."""
+    if text.isprintable():
+        return text
+    shown = (char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text)
+    return "".join(shown)
 
 
 def _shown(value: object) -> str:

@@ -9,13 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import sys
 import time
+import types
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
+import verl
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, CheckpointEngineWorker
@@ -30,6 +35,9 @@ from weightsync.codec.digest import model_digest, shard_sums
 from weightsync.tensors import spec_of
 from weightsync.types import HeldTensor
 
+_FILE = Path(verl.__file__).parent / "workers" / "rollout" / "sglang_rollout" / "delta_loader.py"
+loader = types.SimpleNamespace(**runpy.run_path(str(_FILE)))
+"""verl's own, which its SGLang servers run; the package that it lies in imports SGLang."""
 BACKEND, MODULE = "weightsync", "weightsync.adapters.verl"
 NUM_RANKS, NUM_WORKERS = 2, 2
 
@@ -52,13 +60,16 @@ class Rank(Worker):
     def __init__(self, config: CheckpointEngineConfig) -> None:
         super().__init__()
         dist.init_process_group("gloo")
-        self._model = build()
+        self._model = self._build()
         fully_shard(self._model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1.0)
         import_external_libs(config.custom_backend_module)
         self.checkpoint_engine = CheckpointEngineRegistry.new(
             config.backend, is_master=dist.get_rank() == 0, bucket_size=1 << 20, **config.engine_kwargs[config.backend]
         )
+
+    def _build(self) -> nn.Module:
+        return build()
 
     def _weights(self) -> Any:
         for name, tensor in self._model.state_dict().items():
@@ -88,18 +99,42 @@ class Rank(Worker):
         return getattr(self.checkpoint_engine, method)(*args, **options)
 
 
+class Live:
+    """The model that verl's own loader of changes writes into, in an engine."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As an engine's models do: `Tensor.copy_`, which verl's loader makes pass over what stays."""
+        for name, tensor in pairs:
+            if name in self.weights:
+                self.weights[name].copy_(tensor)
+            else:
+                self.weights[name] = tensor.clone()
+
+
 class Keeps(BaseRollout):
     """Where verl loads an engine: keeps what came."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         self.digest = ""
+        self.encodings: list[str] = []
+        self.live = Live()
 
     async def resume(self, tags: list[str]) -> None: ...
 
     async def release(self) -> None: ...
 
     async def update_weights(self, weights: Any, wire_format: str = "named_tensors", **_: Any) -> None:
+        if wire_format == "delta_flush":
+            self.encodings = []
+            for named, _ in weights:
+                self.encodings.append(json.loads(bytes(dict(named)["__delta_spec__"].numpy()))["encoding"])
+                loader.apply_delta(self.live, named)
+            self.digest = digest_of(self.live.weights)
+            return
         assert wire_format == "named_tensors"
         self.digest = digest_of({name: tensor.clone() async for name, tensor in weights})
 
@@ -109,6 +144,11 @@ class RolloutWorker(CheckpointEngineWorker):
 
     def __init__(self, rollout_config: RolloutConfig) -> None:
         super().__init__(rollout_config, None, Keeps(rollout_config))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def encodings(self) -> list[str]:
+        """Of the flushes that brought it, where flushes did."""
+        return self.server_adapter.encodings
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def said(self) -> tuple[str, int, int]:
@@ -135,9 +175,11 @@ async def job(num_versions: int, mode: str) -> None:
 
     Args:
         num_versions: how many.
-        mode: how workers fetch them.
+        mode: how workers fetch them; "flush": as deltas, and are given them in verl's `delta_flush`.
     """
     options = {"host": "127.0.0.1", "mode": mode, "delta_budget_bytes": 1 << 30}
+    if mode == "flush":
+        options |= {"mode": "delta", "wire_format": "delta_flush"}
     config = CheckpointEngineConfig(backend=BACKEND, custom_backend_module=MODULE, engine_kwargs={BACKEND: options})
     ranks = group(NUM_RANKS, RayClassWithInitArgs(cls=ray.remote(Rank), config=config))
     rollout_config = RolloutConfig(name="vllm", checkpoint_engine=config)
@@ -152,6 +194,7 @@ async def job(num_versions: int, mode: str) -> None:
         metrics = await manager.update_weights(global_steps=version)
         seconds = time.monotonic() - begun_s
         told = {"version": version, "published": digests, "received": workers.said(), "seconds": seconds, **metrics}
+        told["encodings"] = workers.encodings()
         say(json.dumps(told))
 
 

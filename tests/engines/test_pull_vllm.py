@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -85,10 +86,26 @@ class Pulls:
         self._child = start(trainer, talk=True, name="publisher")
         self.run_id, self._endpoint = self._child.recv(60)
         self._version = 0
-        engine = VllmEngine(VllmHttpApi(server.url), engine_id="vllm", pause_mode="keep", kv_cache=kv_cache)
-        config = RolloutConfig(senders=(self._endpoint,), transport=transport, mode=mode)
-        self.service = RolloutService({"m": engine}, config)
-        self._client = RolloutClient(self.service.start())
+        self._server, self._kv_cache = server, kv_cache
+        self._config = RolloutConfig(senders=(self._endpoint,), transport=transport, mode=mode)
+        self._serve()
+
+    def _serve(self) -> None:
+        engine = VllmEngine(VllmHttpApi(self._server.url), engine_id="vllm", pause_mode="keep", kv_cache=self._kv_cache)
+        self.service = RolloutService({"m": engine}, self._config)
+        self._url = self.service.start()
+        self._client = RolloutClient(self._url)
+
+    def restart(self) -> None:
+        """Another service takes the place of the one that was there, which leaves nothing to it."""
+        self._client.close()
+        self.service.close()
+        self._serve()
+
+    def metric(self, name: str) -> float:
+        """Of the service that is there now, without labels."""
+        told = httpx.get(f"{self._url}/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in told if line.startswith(f"{name} "))
 
     def publish(self, steps: int, *, few: bool = False) -> None:
         self._version += 1

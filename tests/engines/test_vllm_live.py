@@ -128,6 +128,33 @@ def test_a_patch_that_fails_half_way_is_undone(one: Live, pulls: Callable[[], Pu
     one.serves(few=False)
 
 
+def test_a_service_that_was_started_again_has_what_differs_written(one: Live, pulls: Callable[[], Pulls]) -> None:
+    """It knows no base, and pulls all of a version; the server holds one. vLLM's own reload is not asked for: armed as
+    it is, it would fail. Where everything differs it isn't either."""
+    there = pulls()
+    for few in (False, True):
+        there.publish(1, few=few)
+        there.sync()
+    there.restart()
+    vllm_faults.arm(one.server.folder, {"at": "reload", "do": "raise", "chunk": 0})
+    there.publish(1)
+    status = there.sync()
+    assert (status.num_deltas, status.num_patched, status.unprovable) == (0, 0, {}), status
+    one.serves(few=False)
+    assert 0 < there.metric("weightsync_written_elements_total") < 1000
+    there.publish(1, few=True)
+    assert there.sync().num_patched == 1
+    one.serves(few=True)
+    there.restart()
+    there.publish(2)
+    there.sync()
+    there.publish(1)
+    there.sync()
+    one.serves(few=False)
+    assert verified(one.server) == 0
+    assert vllm_faults.armed(one.server.folder)
+
+
 def test_live_weights_are_read_again_when_somebody_asks(one: Live, pulls: Callable[[], Pulls]) -> None:
     """Also behind a patch. One bit that nobody published: its state says so, and that version comes in full again."""
     there = pulls()

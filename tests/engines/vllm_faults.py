@@ -1,7 +1,8 @@
 """A vLLM plugin for tests: makes a worker's real loader fail where a file says so.
 
 The file, JSON: {"at": "begin" | "receive" | "load" | "stage" | "commit" | "reload" | "patch" | "audit", "chunk": k,
-"do": "raise" | "corrupt" | "kill", "worker": index, "always": true}. A fault fires once, if not always. "stage" is
+"do": "raise" | "corrupt" | "kill" | "distrust", "worker": index, "always": true}. A fault fires once, if not always.
+"distrust" at "begin" is none: what is live is loaded by vLLM's own loader then, whatever is known of it. "stage" is
 where all is there and proved, "receive" where bytes have come and nobody has looked at them, "reload" the middle of
 vLLM's own reload, when live weights are gone in part (its chunks are tensors), "patch" the middle of a patch, when live
 weights are written in part; "corrupt" at "audit" turns a bit of the live weights before they are read.
@@ -72,6 +73,8 @@ def register() -> None:
     def faulty_begin(self: Any, manifest: Any) -> None:
         chunks[id(self)] = 0
         _fire("begin")
+        if _take("begin", -1, "distrust"):
+            self.distrust()
         begin(self, manifest)
 
     def faulty_load(self: Any, updates: Iterable[Any]) -> None:
@@ -89,12 +92,13 @@ def register() -> None:
 
     def faulty_verify(self: Any) -> None:
         verify(self)
-        if self._patch is None:
+        if self._patch is None or self._comes_whole:
             _fire("stage")
 
     def faulty_prepare(self: Any) -> Any:
         changes = prepare(self)
-        _fire("stage")
+        if not self._comes_whole:
+            _fire("stage")
         return changes
 
     def faulty_audited(self: Any) -> Any:

@@ -180,6 +180,8 @@ def engine_main(engine_id: str, world_size: int, options: dict[str, Any], conn: 
     torch.set_num_threads(1)
     if "shared_memory" in options:  # of another host, so to say
         memory_folder._path = options["shared_memory"]
+    for hook in options.get("hooks", ()):
+        hook.arm()
     holder: list[EmbeddedEngine] = []
     if world_size == 1:
         workers: list[Any] = [InProcess(options, engine_id)]
@@ -205,7 +207,7 @@ def engine_main(engine_id: str, world_size: int, options: dict[str, Any], conn: 
             holding.set()
             let_go.wait(seconds)
 
-    server = EngineServer(engine, port=options.get("port", 0), token=TOKEN)
+    server = EngineServer(engine, host=options.get("host", "127.0.0.1"), port=options.get("port", 0), token=TOKEN)
     url = server.start()
     conn.send((url, [getattr(worker, "pid", os.getpid()) for worker in workers]))
     while (question := conn.recv()) is not None:
@@ -271,7 +273,7 @@ def push_of(model: nn.Module, urls: dict[str, str], *, fsdp: bool = True, **opti
     settings: dict[str, Any] = {"chunk_bytes": options.pop("chunk_bytes", 300)}
     if "name_map" in options:
         settings["name_map"] = options.pop("name_map")
-    if "strategy" in options:
+    if isinstance(options.get("strategy"), str):
         options["strategy"] = strategy_named(options["strategy"])
     extractor = (FSDPWeightExtractor if fsdp else ModuleWeightExtractor)(model, **settings)
     rank = dist.get_rank() if dist.is_initialized() else 0

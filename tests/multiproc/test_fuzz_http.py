@@ -19,8 +19,8 @@ from weightsync.errors import _KINDS
 from weightsync.net import log as log_module
 
 BATCH = 40
-SHORT, LONG = 4, 26
-"""Batches; with and without a token, five faces: 1,600 and 10,400 cases."""
+SHORT, LONG = 4, 32
+"""Batches; with and without a token, four faces: 1,280 and 10,240 cases."""
 GROWTH_BYTES = 64 << 20
 ANSWERED_S = 0.3
 """What waits longer was asked to: `wait_s` is one of the fields that are bent."""

@@ -27,7 +27,7 @@ from weightsync.host.puller import Puller
 from weightsync.memory import Reader, Segment, is_read
 from weightsync.trainer import publisher as manager_module
 from weightsync.trainer.publisher import WeightManager
-from weightsync.transfer import tcp_server
+from weightsync.transfer import stream_door
 from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, ask_bytes, checksum, parse_answer
 from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp import TcpSource
@@ -202,6 +202,30 @@ def test_a_pull_resumes_where_the_last_attempt_stopped(monkeypatch: pytest.Monke
         assert sum(proxy.num_bytes for proxy in proxies) <= whole + 12 * 2 * (BLOCK + ANSWER.size)
 
 
+def test_six_streams_at_once_and_every_byte_leaves_by_sendfile(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes the bytes from shared memory. Seen red with a `pread` and a `sendall`, and with five streams."""
+    sendfile, lock = os.sendfile, threading.Lock()
+    all_six = threading.Barrier(6)
+    sent: dict[int, int] = {}
+
+    def watched(to: int, source: int, offset: int, count: int) -> int:
+        with lock:
+            is_new = sent.setdefault(to, 0) == 0
+        if is_new:
+            all_six.wait(timeout=20)  # before that no connection has sent anything
+        done = sendfile(to, source, offset, count)
+        with lock:
+            sent[to] += done
+        return done
+
+    monkeypatch.setattr(os, "sendfile", watched)
+    reading = served.reader(served.grant())
+    reading.read(60.0)
+    assert reading.memory[4096:] == served.data[4096:]
+    assert len(sent) == 6
+    assert sum(sent.values()) == len(served.data) - 4096, "each byte once, and none by another way"
+
+
 def test_a_stream_that_stands_still_is_given_up_and_its_blocks_come_by_another(served: Served) -> None:
     """Two connections swallow what they are asked; the blocks come all the same."""
     hung = socket.create_server(("127.0.0.1", 0))
@@ -278,7 +302,7 @@ def test_a_superseded_transfer_ends_its_streams(served: Served) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """Cuts nobody for being slow while a busy machine opens a crowd's connections."""
-    monkeypatch.setattr(tcp_server, "_HELLO_WITHIN_S", 60.0)
+    monkeypatch.setattr(stream_door, "HELLO_WITHIN_S", 60.0)
     with contextlib.closing(Served(40, stall_s=60.0)) as there:
         yield there
 
@@ -293,14 +317,14 @@ def test_a_crowd_of_one_address_cuts_its_own(patient: Served) -> None:
         slow = stack.enter_context(from_address(patient, "127.0.0.2"))
         wait_until(lambda: patient.server.num_connections == 1, "it is accepted")
         num_threads = threading.active_count()
-        for _ in range(4 * tcp_server._MAX_SILENT):
+        for _ in range(4 * stream_door.MAX_SILENT):
             stack.enter_context(from_address(patient, "127.0.0.1"))
         wait_until(
-            lambda: patient.server.rejected["crowd"] >= 4 * tcp_server._MAX_SILENT - tcp_server._MAX_SILENT_A_PEER,
+            lambda: patient.server.rejected["crowd"] >= 4 * stream_door.MAX_SILENT - stream_door.MAX_SILENT_A_PEER,
             "all but so many of the crowd are cut",
         )
-        assert patient.server.num_connections <= tcp_server._MAX_SILENT_A_PEER + 1
-        wait_until(lambda: threading.active_count() <= num_threads + tcp_server._MAX_SILENT_A_PEER, "threads end")
+        assert patient.server.num_connections <= stream_door.MAX_SILENT_A_PEER + 1
+        wait_until(lambda: threading.active_count() <= num_threads + stream_door.MAX_SILENT_A_PEER, "threads end")
         slow.sendall(hello_of(patient.grant()) + ask_bytes(3))
         assert parse_answer(exactly(slow, ANSWER.size)).block == 3
 
@@ -308,12 +332,12 @@ def test_a_crowd_of_one_address_cuts_its_own(patient: Served) -> None:
 def test_crowds_of_many_addresses_are_bounded_together(patient: Served) -> None:
     with contextlib.ExitStack() as stack:
         for number in range(4):
-            for _ in range(tcp_server._MAX_SILENT_A_PEER):
+            for _ in range(stream_door.MAX_SILENT_A_PEER):
                 stack.enter_context(from_address(patient, f"127.0.1.{number}"))
         wait_until(
-            lambda: patient.server.rejected["crowd"] == 2 * tcp_server._MAX_SILENT_A_PEER, "half of them are cut"
+            lambda: patient.server.rejected["crowd"] == 2 * stream_door.MAX_SILENT_A_PEER, "half of them are cut"
         )
-        assert patient.server.num_connections == tcp_server._MAX_SILENT
+        assert patient.server.num_connections == stream_door.MAX_SILENT
         patient.reader(patient.grant()).read()
 
 
@@ -321,7 +345,7 @@ def test_one_transfers_connections_are_bounded(patient: Served) -> None:
     """Who was granted one takes no other's. Seen to fail: all 1,536, from which nobody else had one."""
     greedy = patient.grant("greedy")
     with contextlib.ExitStack() as stack:
-        for _ in range(tcp_server._MAX_STREAMS_A_TRANSFER):
+        for _ in range(stream_door.MAX_STREAMS_A_TRANSFER):
             each = stack.enter_context(from_address(patient, "127.0.0.1"))
             each.sendall(hello_of(greedy) + ask_bytes(0))
             exactly(each, ANSWER.size)
@@ -431,7 +455,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(told: bytes) -> None:
 
 def test_who_says_nothing_or_drips_is_cut_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then does not buy more time."""
-    monkeypatch.setattr(tcp_server, "_HELLO_WITHIN_S", 0.6)
+    monkeypatch.setattr(stream_door, "HELLO_WITHIN_S", 0.6)
     over = threading.Event()
     with contextlib.ExitStack() as stack:
         stack.callback(over.set)

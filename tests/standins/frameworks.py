@@ -1,17 +1,21 @@
 """Base classes of frameworks that are not installed here, by what their sources ask of those who stand behind them.
 
 NeMo-RL: `nemo_rl/utils/checkpoint_engines/base.py`, commit 7ea279a of August 2026. SkyRL:
-`skyrl/backends/skyrl_train/weight_sync`, release 0.3.0. Where a framework is installed, its own are taken.
+`skyrl/backends/skyrl_train/weight_sync`, release 0.3.0. verl: `verl/checkpoint_engine`, release 0.9.1.
+Where a framework is installed, its own are taken.
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import importlib.util
 import inspect
 import sys
 from types import ModuleType
 from typing import Any
+
+import torch
 
 NEMO_RL = "nemo_rl.utils.checkpoint_engines.base"
 NEMO_RL_METHODS = {
@@ -27,6 +31,17 @@ SKYRL_STRATEGY = {
     "create_init_info": ("ie_cfg", "inference_world_size"),
     "get_vllm_transfer_engine": (),
     "create_sender": ("init_info", "inference_client"),
+}
+
+
+VERL, VERL_ENCODE = "verl.checkpoint_engine", "verl.checkpoint_engine.delta_sync.encode"
+VERL_METHODS = {
+    "prepare": (),
+    "build_topology": ("actor_wg_world_size", "rollout_world_size", "metadata"),
+    "init_process_group": (),
+    "send_weights": ("weights", "global_steps"),
+    "receive_weights": ("global_steps",),
+    "finalize": (),
 }
 
 
@@ -93,3 +108,39 @@ def provide_skyrl() -> None:
         WeightTransferStrategy=abstract("WeightTransferStrategy", SKYRL_STRATEGY),
         get_transfer_strategy_cls=lambda weight_sync_backend, colocate_all: None,
     )
+
+
+@dataclasses.dataclass
+class DeltaParam:
+    """What verl says of one parameter in a flush."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    pos_start: int
+    pos_end: int
+    pos_width: int
+    val_start: int
+    val_end: int
+
+
+def checksum(positions: torch.Tensor, values: torch.Tensor) -> int:
+    """verl's, of a flush."""
+    one, other = (int(torch.hash_tensor(each).item()) if each.numel() else 0 for each in (positions, values))
+    return one ^ (other << 1)
+
+
+def provide_verl() -> None:
+    """Its base class of checkpoint engines, their registry, and the form of its flushes."""
+
+    class Registry:
+        engines: dict[str, type] = {}  # noqa: RUF012
+
+        @classmethod
+        def register(cls, name: str) -> Any:
+            return lambda made: cls.engines.setdefault(name, made)
+
+    more = {"wire_format": "named_tensors"}
+    made = abstract("CheckpointEngine", VERL_METHODS, **more)
+    provide(VERL, CheckpointEngine=made, CheckpointEngineRegistry=Registry)
+    provide(VERL_ENCODE, DeltaParam=DeltaParam, checksum=checksum)

@@ -169,6 +169,7 @@ class SGLangServer(StandIn):
         workers: its tensor-parallel workers, which join groups; they stay the caller's. Without any it joins none.
         tp_size, dp_size, pp_size: what it says of its workers; their number, where it has any.
         former: it has the routes of earlier releases for what it is, `/get_model_info` and `/get_server_info`, alone.
+        brackets: whether updates need a bracket, as from SGLang 0.5.21 on; else there are no routes for it.
         token: that callers have to bring.
 
     Attributes:
@@ -191,6 +192,7 @@ class SGLangServer(StandIn):
         dp_size: int = 1,
         pp_size: int = 1,
         former: bool = False,
+        brackets: bool = True,
         token: str | None = None,
     ) -> None:
         super().__init__("sglang", token=token)
@@ -200,6 +202,7 @@ class SGLangServer(StandIn):
         self.paused: str | None = None
         self.num_running = 0
         self.updating = False
+        self._brackets = brackets
         self.groups: dict[str, Mapping[str, Any]] = {}
         self.loaders: list[str] = []
         self.take: Callable[[Sequence[str]], None] = lambda texts: None
@@ -219,7 +222,8 @@ class SGLangServer(StandIn):
             ("/continue_generation", self._continue),
             ("/weights_checker", self._checksum),
         ):
-            self.app.add_api_route(path, self._answering(path, handler), methods=["POST"])
+            if brackets or handler not in (self._begin, self._end):
+                self.app.add_api_route(path, self._answering(path, handler), methods=["POST"])
         for former_name, name, told in (
             ("/get_model_info", "/model_info", self._model_info),
             ("/get_server_info", "/server_info", self._server_info),
@@ -266,7 +270,7 @@ class SGLangServer(StandIn):
         return {}
 
     async def _from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
-        if not self.updating:
+        if self._brackets and not self.updating:
             _refuse("update_weights_from_distributed must run between begin_weight_update() and end_weight_update()")
         if body["load_format"] != "flattened_bucket":
             _refuse("this stand-in takes flattened buckets alone")
@@ -300,7 +304,7 @@ class SGLangServer(StandIn):
         return {**self._loaded(body), "num_paused_requests": 0}
 
     async def _from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
-        if not self.updating:
+        if self._brackets and not self.updating:
             _refuse("update_weights_from_tensor must run between begin_weight_update() and end_weight_update()")
         if body["load_format"] not in self.loaders or len(body["serialized_named_tensors"]) != self._sizes["tp_size"]:
             raise AssertionError("SGLang would have ended")

@@ -214,3 +214,24 @@ def test_what_is_typed_stays_what_it_is() -> None:
     assert wrapped.rank == 1
     assert "KeyError" in wrapped.message
     assert isinstance(wrapped.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("where", ["message", "peer", "state_left", "detail", "name", "cause"])
+def test_what_an_error_says_moves_no_terminal(where: str) -> None:
+    """A server's own words end on an operator's terminal and in logs. Seen red: commands printed them as they came."""
+    odd = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\u202eb\ud800é権"
+    error = {
+        "message": WeightSyncError(odd),
+        "peer": WeightSyncError("m", peer=odd),
+        "state_left": WeightSyncError("m", state_left=odd),
+        "detail": WeightSyncError("m", detail=odd),
+        "name": WeightSyncError("m", **{odd: 1}),
+        "cause": SyncFailedError("m", peer=odd, causes={odd: LoadError(odd)}),
+    }[where]
+    told = error_from_dict(error.to_dict())
+    for each in (error, told):
+        assert all(char.isprintable() for char in str(each)), ascii(str(each))
+        assert "é権" in str(each)
+        assert "\\x1b[2J" in str(each)
+    assert told.message == error.to_dict()["message"], "as data it is what it was"
+    assert str(ConfigError("two things:\n  - a\n  - b")).count("\n") == 2

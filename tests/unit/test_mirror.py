@@ -22,7 +22,7 @@ ELSEWHERE = {
     # Names of the documents: tested by the documents' own code.
     "adapters/gathered": "unit/adapters/test_trl.py",
     "adapters/transformers": "adapters/test_transformers.py",
-    "adapters/verl": "adapters/test_verl.py",
+    "adapters/verl_flush": "unit/adapters/test_verl.py",
     "adapters/compat/dataflow": "documents/test_document_3.py",
     "adapters/compat/weight_manager": "documents/test_document_3.py",
     # Processes and commands: tested as a user runs them.
@@ -35,7 +35,6 @@ ELSEWHERE = {
     "cli/check": "multiproc/test_cli_serve.py",
     "cli/controller": "unit/cli/test_commands.py",
     "cli/demo": "multiproc/test_demo.py",
-    "cli/doctor": "multiproc/test_cli_serve.py",
     "cli/inspect": "multiproc/test_cli_pull.py",
     "cli/inspect_delta": "multiproc/test_cli_pull.py",
     "cli/pull": "multiproc/test_cli_pull.py",
@@ -106,7 +105,7 @@ ELSEWHERE = {
     "handles/vllm_messages": "unit/handles/test_vllm.py",
     "load/vllm_checkpoint": "unit/load/test_vllm.py",
     "load/live_trace": "unit/load/test_live_plan.py",
-    "load/planned": "unit/load/test_vllm.py",
+    "load/patch_bracket": "unit/load/test_patching.py",
     # The documents' own code runs them.
     "adapters/compat/extractors": "documents/test_document_1.py",
     "adapters/compat/messages": "documents/test_document_1.py",
@@ -121,6 +120,10 @@ ELSEWHERE = {
     "testing/contracts/loader": "contract/test_loader_contract.py",
     "testing/contracts/loader_patches": "contract/test_loader_contract.py",
     "testing/contracts/transfer": "contract/test_transfer_contract.py",
+    # Several hosts: network namespaces, which need root.
+    "testing/host_reaper": "hosts/test_bench.py",
+    "testing/hosts": "hosts/test_bench.py",
+    "testing/namespaces": "hosts/test_bench.py",
     # A part of a neighbour, behind whose face it is tested.
     "_config_foreign": "unit/test_config.py",
     "_config_problems": "unit/test_config.py",

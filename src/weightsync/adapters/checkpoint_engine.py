@@ -9,6 +9,7 @@ It is a publication: the sender offloads and goes on, receivers pull the version
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ import torch
 from weightsync.adapters.host_copy import HostCopy
 from weightsync.errors import InvalidRequestError, StateError
 from weightsync.host.puller import Puller
+from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import MappedSegment
 from weightsync.tensors import tensor_from_bytes
 from weightsync.trainer.publisher import WeightManager
@@ -159,24 +161,39 @@ class Receiver:
             StateError: no plan was taken.
             WeightSyncError: see `Puller.pull`; before the first tensor.
         """
+        with self.pulled(timeout_s=timeout_s) as staged:
+            yield from whole_tensors(staged)
+
+    @contextlib.contextmanager
+    def pulled(self, *, timeout_s: float = 600.0) -> Iterator[StagedVersion]:
+        """The same as it is staged; its memory is given back behind the block.
+
+        Raises:
+            StateError, WeightSyncError: as `receive`.
+        """
         if self._plan is None or self._puller is None:
             raise StateError("there is no transfer to receive: join with the sender's plan first")
         wanted = self._plan.version
         with self._puller.pull(deadline=Deadline(timeout_s), at_least=lambda: wanted) as staged:
             self.received_bytes, self.num_deltas = staged.received_bytes, staged.num_deltas
             self._received = staged.version.number
-            with MappedSegment(staged.segment, need_bytes=1) as segment:
-                memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
-                for spec in staged.manifest.tensors:
-                    start = staged.offsets[spec.name]
-                    data = memory[start : start + spec.nbytes]
-                    yield spec.name, tensor_from_bytes(data, dtype=spec.dtype, shape=spec.shape)
+            yield staged
 
     def close(self) -> None:
         """Gives its memory back. Idempotent."""
         if self._puller is not None:
             self._puller.close()
             self._puller = None
+
+
+def whole_tensors(staged: StagedVersion) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a version that is here, in the manifest's order; true until the iterator ends."""
+    with MappedSegment(staged.segment, need_bytes=1) as segment:
+        memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        for spec in staged.manifest.tensors:
+            start = staged.offsets[spec.name]
+            data = memory[start : start + spec.nbytes]
+            yield spec.name, tensor_from_bytes(data, dtype=spec.dtype, shape=spec.shape)
 
 
 def plan_in(metadata: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:

@@ -120,9 +120,10 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
         """The next version, whole and proved, in batches. See `Receiver.receive`."""
-        if self._receiver is None:
+        receiver = self._receiver
+        if receiver is None:
             raise StateError("init_rollout_process_group comes first")
-        received: Iterator[tuple[str, torch.Tensor]] = self._receiver.receive(timeout_s=self._timeout_s)
+        received: Iterator[tuple[str, torch.Tensor]] = receiver.receive(timeout_s=self._timeout_s)
         first = await asyncio.to_thread(next, received, _END)  # it waits for the trainer
         try:
             batch: list[tuple[str, torch.Tensor]] = [] if first is _END else [first]  # type: ignore[list-item]
@@ -137,7 +138,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 yield batch
         finally:
             received.close()  # type: ignore[attr-defined]
-        self._receiver.expect_next()
+            receiver.expect_next()  # also where it was not taken to its end: the same one does not come again
 
     def finalize(self) -> None:
         """Ends the agent and gives memory back; a `prepare` begins anew. Idempotent."""

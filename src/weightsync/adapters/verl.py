@@ -21,8 +21,20 @@ import msgspec
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from weightsync.adapters.checkpoint_engine import Receiver, Sender, TransferPlan, node_address, plan_in
+from weightsync.adapters.checkpoint_engine import (
+    Receiver,
+    Sender,
+    TransferPlan,
+    node_address,
+    plan_in,
+    whole_tensors,
+)
+from weightsync.errors import ConfigError
+from weightsync.types import Version
 
+WHOLE, CHANGES = "named_tensors", "delta_flush"
+_BUCKET_BYTES = 512 << 20
+_PATCH_LIMIT = 0.5
 _END = object()
 
 
@@ -31,11 +43,13 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """See the module. Ranks that are not the master walk their weights and send nothing.
 
     Args:
-        bucket_size: verl's; nothing is cut into buckets here.
+        bucket_size: verl's, in bytes: a flush of `delta_flush` has about so much at most. Nothing else is cut.
         is_master: whether this is training rank 0.
         host: where the trainer's agent listens, and how workers reach it; this node's address by Ray where not given.
         timeout_s: how long one transfer may take.
         mode: how workers fetch a version, see `Puller`.
+        wire_format: how it is given to verl's rollout: "named_tensors", or "delta_flush", which brings changed
+            elements alone to one that has verl's loader for them.
         publishing: further arguments of `WeightManager`.
     """
 
@@ -47,15 +61,21 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         host: str | None = None,
         timeout_s: float = 600.0,
         mode: str = "auto",
+        wire_format: str = "named_tensors",
         **publishing: Any,
     ) -> None:
+        if wire_format not in (WHOLE, CHANGES):
+            raise ConfigError(f"wire_format is {WHOLE!r} or {CHANGES!r}, not {wire_format!r}")
+        self.wire_format = wire_format
         self.is_master = is_master
+        self._bucket_bytes = bucket_size or _BUCKET_BYTES
         self._host = host
         self._publishing = publishing
         self._timeout_s = timeout_s
         self._mode = mode
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
+        self._given: tuple[Version, str | None] | None = None  # what verl's rollout has, where flushes brought it
 
     def prepare(self) -> dict[str, Any] | None:
         """The plan of the next transfer, of the master."""
@@ -79,7 +99,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if plan is None:
             return
         if self._receiver is None:
-            self._receiver = Receiver(mode=self._mode)
+            limit = _PATCH_LIMIT if self.wire_format == CHANGES else 0.0
+            self._receiver = Receiver(mode=self._mode, patch_limit=lambda: limit)
         self._receiver.join(msgspec.convert(plan, TransferPlan))
 
     async def send_weights(
@@ -92,9 +113,34 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return {}
         return self._sender.send(weights, timeout_s=self._timeout_s)
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The version that the master sends, whole and proved. See `Receiver.receive`."""
+    def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]] | Iterator[Any]:
+        """The version that the master sends, proved: whole tensors, or flushes of changes. See `Receiver.receive`."""
         assert self._receiver is not None, "init_process_group comes first"
+        return self._flushes() if self.wire_format == CHANGES else self._whole()
+
+    def _flushes(self) -> Iterator[Any]:
+        from weightsync.adapters.verl_flush import Piece, can_be_changed, changed, flushes
+
+        assert self._receiver is not None
+        with self._receiver.pulled(timeout_s=self._timeout_s) as staged:
+            before, self._given = self._given, None  # what is interrupted comes dense the next time
+            patch = staged.patch
+            fits = patch is not None and before == (patch.base, patch.base_digest)
+            if fits and patch is not None and can_be_changed(patch, staged.manifest):
+                pieces: Iterator[Piece] = changed(patch, staged.manifest, most_bytes=self._bucket_bytes)
+            else:
+                specs = {spec.name: spec for spec in staged.manifest.tensors}
+                pieces = (
+                    Piece(spec=specs[name], positions=None, values=tensor.reshape(-1))
+                    for name, tensor in whole_tensors(staged)
+                )
+            yield from flushes(pieces, most_bytes=self._bucket_bytes)
+            self._given = staged.version, staged.manifest.model_digest
+
+    async def _whole(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        assert self._receiver is not None
         received: Iterator[tuple[str, torch.Tensor]] = self._receiver.receive(timeout_s=self._timeout_s)
         first = await asyncio.to_thread(next, received, _END)  # it waits for the trainer
         try:

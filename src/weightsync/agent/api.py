@@ -23,6 +23,7 @@ from weightsync.agent.metrics import AgentMetrics
 from weightsync.agent.proved import Proved, facts_of
 from weightsync.agent.prover import Prover
 from weightsync.agent.receivers import ReceiverBook
+from weightsync.agent.relay import PATH, REPORT_BYTES, Relaying
 from weightsync.clients.agent import MAX_PUBLICATION_BYTES
 from weightsync.errors import (
     InvalidRequestError,
@@ -147,6 +148,8 @@ class TransferAgent:
         self._blocks = BlockServer(
             config.host, config.blocks_port, stall_s=config.stall_s, tls=None if tls is None else _tls_context(tls)
         )
+        self._relaying = Relaying(self._receivers, self._blocks)
+        self._relaying.add_to(self.app)
         self._metrics = AgentMetrics(self._blocks)
         self._grants = Grants(
             config,
@@ -162,6 +165,7 @@ class TransferAgent:
             ServerSettings(host=config.host, port=config.port, token=config.token, tls=tls),
             on_refused=self._metrics.auth_failed,
             hosts=() if config.advertise is None else (config.advertise,),
+            body_limits={PATH: REPORT_BYTES},
         )
 
     def start(self) -> Ready:
@@ -199,6 +203,7 @@ class TransferAgent:
         """Cuts everything. Idempotent."""
         self._closed = True
         self._waiting.close()
+        self._relaying.close()
         self._prover.close()
         self._blocks.close()
         self._deltas.clear()
@@ -371,6 +376,7 @@ class TransferAgent:
         served = self._published()
         take_up_s = self._config.take_up_s + served.said_bytes / _READ_BYTES_S
         grant = self._grants.grant(asked, served, take_up_s=take_up_s)
+        self._relaying.granted(served, grant.get("delta"))
         # a `TransferGrant`, of which the largest fields are encoded already
         sealed = {"proof": served.raw_proof, "seal": served.seal}
         if asked.layouts is None:
@@ -395,7 +401,7 @@ class TransferAgent:
         self._metrics.transfer(transport, "ok" if ok else "failed")
         self._receivers.ended(transport, transfer, ok=ok)
         size_bytes = transfer.source.data_end - transfer.source.data_start
-        if ok and transport is Transport.TCP and size_bytes >= _TELLS_OF_LINK_BYTES:
+        if ok and _TELLS_OF_LINK_BYTES <= size_bytes <= transfer.asked_bytes:
             self._deltas.observe_link(size_bytes, now_s() - transfer.start_s)
         name = "serve" if ok else "serve, ended early"
         track, who = self.recorder.track, transfer.receiver_id

@@ -13,7 +13,9 @@ from weightsync.codec.delta_units import Unit, plan_units
 from weightsync.codec.threads import map_all
 from weightsync.memory import MappedSegment, Segment
 from weightsync.transfer.blocks import checksum
-from weightsync.types.publication import Source
+from weightsync.types.publication import Source, fitting_block_bytes
+
+_SMALLEST_BLOCK_BYTES = 16 << 10
 
 
 def units_of(proved: Proved) -> tuple[Unit, ...]:
@@ -78,7 +80,11 @@ def _stored(
 ) -> StoredDelta:
     encoded.write_into(segment.memory)
     blob = Source(
-        endpoint=endpoint, segment=segment.name, data_start=0, data_end=encoded.nbytes, block_bytes=block_bytes
+        endpoint=endpoint,
+        segment=segment.name,
+        data_start=0,
+        data_end=encoded.nbytes,
+        block_bytes=fitting_block_bytes(encoded.nbytes, at_most=block_bytes, at_least=_SMALLEST_BLOCK_BYTES),
     )
 
     def one(index: int) -> str:

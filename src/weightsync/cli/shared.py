@@ -26,6 +26,13 @@ Token = Annotated[
     ),
 ]
 
+TrustKey = Annotated[
+    str | None,
+    typer.Option(
+        "--trust-key", metavar="FILE", envvar="WEIGHTSYNC_TRUST_KEY",
+        help="Public key of weightsync keygen: only what it has signed is taken from a store.",
+    ),
+]  # fmt: skip
 Verify = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="PEM file of the authority of what answers by https; the system's otherwise."),

@@ -19,6 +19,7 @@ from weightsync.net.client import JsonClient
 from weightsync.types import Deadline, Version
 from weightsync.types.layout import GrantMessage, KnownLayouts
 from weightsync.types.publication import Publication, SourceProof
+from weightsync.types.relay_messages import RelayAnswer, RelayReport
 from weightsync.types.transfer_messages import (
     AgentVersion,
     EndedTransfers,
@@ -33,6 +34,7 @@ from weightsync.types.transfer_messages import (
 MAX_PUBLICATION_BYTES = 256 << 20
 """The most that may be said of one publication, as JSON. A tensor takes some 350 bytes (twice its name, dtype, shape
 and place, its digest), the checksums of 1 TiB in blocks of 4 MiB take 4 MiB: 700 000 tensors in 1 TiB fit."""
+_MAX_RELAY_BYTES = 128 << 20
 _AROUND_BYTES = 1 << 16
 """What a grant says besides."""
 _TOO_LONG = "its publication has too many parts: publish the model in pieces, each with a model_id of its own"
@@ -186,6 +188,23 @@ class AgentClient(JsonClient):
             TransferAbortedError: the transfer is over already.
         """
         self.call("POST", "/finish_transfer", dict[str, Any], message=request, timeout_s=timeout_s)
+
+    def relay(self, report: RelayReport, *, timeout_s: float = 10.0) -> RelayAnswer:
+        """What this host has, and who has what it lacks.
+
+        Args:
+            report: with how long the answer may wait for news.
+            timeout_s: for the exchange, on top of that.
+
+        Raises:
+            NotRegisteredError: the receiver is not registered.
+            TransferAbortedError: its grant is over.
+            UnsupportedError: the agent does not relay.
+        """
+        timeout_s += report.wait_s
+        return self.call(
+            "POST", "/relay", RelayAnswer, message=report, timeout_s=timeout_s, limit_bytes=_MAX_RELAY_BYTES
+        )
 
     def _published(self, method: str, path: str, kind: type[_T], *, message: Any = None, timeout_s: float) -> _T:
         """`call` of a route whose answer holds a whole publication."""

@@ -50,6 +50,8 @@ from weightsync.types.timeline import Timeline
 
 _MAX_WAITING = 256
 _MAX_AT_GATES = 16_384
+_MAX_ASKING = 64
+"""Announcements without a run, whose agents are asked: each has a thread of its own meanwhile."""
 _T = TypeVar("_T")
 _M = TypeVar("_M")
 
@@ -78,6 +80,7 @@ class ControllerServer:
         self._changed: dict[str, asyncio.Event] = {}
         self._waiting = Places(_MAX_WAITING)
         self._at_gates = Places(_MAX_AT_GATES)
+        self._asking = Places(_MAX_ASKING)
         self._unsubscribe: Callable[[], None] = lambda: None
         self._metrics = ControllerMetrics(controller.status)
         self.app: FastAPI = api_app(
@@ -202,9 +205,11 @@ class ControllerServer:
         if asked.sender_endpoint is None:
             return asked
         header = request.headers.get("authorization", "")
-        run_id = await asyncio.to_thread(
+        ask = functools.partial(
             run_of_caller, asked.model_tag, asked.sender_endpoint, peer=peer_of(request), header=header
         )
+        with self._asking.take(request, leave=lambda: None):
+            run_id = await asyncio.wrap_future(in_thread(ask, name="weightsync-asks"))
         return msgspec.structs.replace(asked, run_id=run_id)
 
     async def _notified(self, request: Request, asked: NotifyRequest) -> RolloutServiceState:

@@ -12,10 +12,17 @@ import msgspec
 from weightsync.engine.audit import Audits
 from weightsync.engine.proof import Served, auditable
 from weightsync.engine.session import Session
-from weightsync.errors import DigestMismatchError, StateError, TransferAbortedError, UnsupportedError
+from weightsync.errors import (
+    DeadlineExceededError,
+    DigestMismatchError,
+    StateError,
+    TransferAbortedError,
+    UnsupportedError,
+)
 from weightsync.load.base import WeightLoader
 from weightsync.observe import Recorder
 from weightsync.types import EngineReply
+from weightsync.types.deadline import MAX_WAIT_S
 
 
 class AuditedWorker(abc.ABC):
@@ -60,11 +67,15 @@ class AuditedWorker(abc.ABC):
         with contextlib.suppress(TransferAbortedError):
             read()
 
-    def verify(self) -> EngineReply:
+    def verify(self, timeout_s: float = MAX_WAIT_S) -> EngineReply:
         """Reads all live weights now, as `audit` does, and says what they are; see `AuditRequest`. Those who ask while
         it reads wait for the same reading. The version and the digest that it tells are those that it has read.
 
+        Args:
+            timeout_s: how long to wait for the reading, which goes on beyond that.
+
         Raises:
+            DeadlineExceededError: it is not over by then. Others may ask, and wait for the same one.
             StateError: a version is being loaded, or has come while it read. It was not found out.
         """
         with self._lock:
@@ -81,7 +92,13 @@ class AuditedWorker(abc.ABC):
                 return msgspec.structs.replace(self.describe(), digests_equal=None, unprovable=error.message)
         found: str | None = None
         try:
-            reading.result()
+            reading.result(timeout_s)
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"live weights were not read within {timeout_s:g} s",
+                version=str(served.version),
+                state_left="it goes on",
+            ) from error
         except DigestMismatchError as error:
             found = f"{type(error).__name__}: {error}"
         except TransferAbortedError as error:

@@ -141,9 +141,9 @@ class ProcessWorker:
         """See `EngineWorker`."""
         self._ask("audit", name)
 
-    def verify(self) -> EngineReply:
+    def verify(self, timeout_s: float = MAX_WAIT_S) -> EngineReply:
         """See `EngineWorker`."""
-        return msgspec.convert(self._ask("verify", None), EngineReply)
+        return msgspec.convert(self._ask("verify", timeout_s), EngineReply)
 
     def drain_phases(self) -> tuple[PhaseRecord, ...]:
         """See `EngineWorker`; empty once the child is gone."""
@@ -277,7 +277,7 @@ def _dispatch(worker: EngineWorker, asks: Asks, op: str, body: Any) -> Any:
         case "audit":
             return worker.audit(body)
         case "verify":
-            return worker.verify()
+            return worker.verify(body)
         case "drain_phases":
             return worker.drain_phases()
         case "ask":

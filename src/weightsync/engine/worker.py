@@ -226,6 +226,8 @@ class EngineWorker(AuditedWorker):
             if request.base is None:
                 if self.loader.audits_copy:
                     self._audits.pause()
+                if self._audits.finding is not None:
+                    self.loader.distrust()
                 self.loader.begin(request.manifest)
             else:
                 try:
@@ -320,10 +322,11 @@ class EngineWorker(AuditedWorker):
                 raise self._fail(session, as_weightsync_error(error, LoadError, "commit failed")) from error
             before = self._served
             self._served = committed(session, manifest, self.loader)
+            if session.base is not None or self.loader.can_roll_back:
+                self._undoable = (session, before)
             if session.base is None:
                 self._audits = Audits()
             else:
-                self._undoable = (session, before)
                 self._audits.follow(session.changes)
             self._close(session)
             return manifest.version

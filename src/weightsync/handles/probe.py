@@ -11,6 +11,7 @@ import msgspec
 
 from weightsync.errors import ConfigError, EngineError, EngineUnreachableError, UnsupportedError
 from weightsync.handles.foreign import ForeignClient
+from weightsync.handles.releases import since
 from weightsync.handles.sglang_messages import ModelInfo, RouterWorkers, ServerInfo
 from weightsync.types import Deadline
 
@@ -44,8 +45,8 @@ _ROUTES: Mapping[EngineKind, Mapping[Feature, Sequence[str]]] = {
     },
     "sglang": {
         Feature.PUSH: (
-            "/init_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed",
-            "/end_weight_update", "/update_weight_version", "/pause_generation", "/continue_generation",
+            "/init_weights_update_group", "/update_weights_from_distributed", "/update_weight_version",
+            "/pause_generation", "/continue_generation",
         ),
         Feature.RELOAD: ("/update_weights_from_disk", "/pause_generation", "/continue_generation"),
         Feature.VERSION: ("/update_weight_version",),
@@ -54,6 +55,8 @@ _ROUTES: Mapping[EngineKind, Mapping[Feature, Sequence[str]]] = {
     "sglang-router": {Feature.WORKERS: ("/workers",)},
     "generic": {Feature.UPDATE: ("/update_weights",)},
 }  # fmt: skip
+MEANT_FOR: Mapping[EngineKind, frozenset[Feature]] = {kind: frozenset(each) for kind, each in _ROUTES.items()}
+"""What each kind can do, in a release that lacks nothing."""
 _NAMES = {
     "vllm": "vLLM",
     "sglang": "SGLang",
@@ -236,9 +239,7 @@ def _why(engine: EngineKind, release: str | None, missing: Sequence[str], *, not
             "nobody else reaches"
         )
     name = f"{_NAMES[engine]} {release}" if release else _NAMES[engine]
-    if engine == "sglang" and "/begin_weight_update" in missing:
-        return f"{name} has no {', '.join(missing)}: take a release that brackets updates, as 0.5.23 does"
-    return f"{name} has no {', '.join(missing)}: take a newer release"
+    return f"{name} has no {', '.join(missing)}: {since(_NAMES[engine], missing)}"
 
 
 def _fails(error: Any) -> bool:

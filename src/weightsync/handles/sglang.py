@@ -33,6 +33,7 @@ from weightsync.errors import (
     TransferAbortedError,
     UnsupportedError,
 )
+from weightsync.handles.releases import since
 from weightsync.handles.sglang_api import SGLangApi, SGLangRouter
 from weightsync.handles.sglang_loads import FileLoad, GroupLoad, MappedLoad, SGLangLoad
 from weightsync.handles.sglang_messages import ModelInfo, PauseMode, WeightsChecked
@@ -314,7 +315,7 @@ class SGLangEngine(SteppedEngine):
     def _look(self, deadline: Deadline) -> ModelInfo:
         info = self._api.model_info(timeout_s=deadline.check("answer"))
         if info.weight_version is None:
-            raise UnsupportedError(f"{self._api.url} has no weight version: take SGLang 0.5.23 or newer")
+            raise UnsupportedError(f"{self._api.url} has no weight version: {since('SGLang', ['weight_version'])}")
         self._called = info.weight_version
         return info
 

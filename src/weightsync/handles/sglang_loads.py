@@ -88,6 +88,7 @@ class SGLangLoad(abc.ABC):
         self._api = api
         self._clear = clear
         self._init = request
+        self._bracketed = True
         self.touched = False
 
     @property
@@ -123,17 +124,25 @@ class SGLangLoad(abc.ABC):
     def abort(self, request: AbortRequest, deadline: Deadline) -> None:
         """Ends what the session has left open on the server."""
         with contextlib.suppress(WeightSyncError):  # it was ended already
-            self._api.end_update(timeout_s=deadline.check("answer"))
+            self._close_bracket(deadline)
 
     def _open_bracket(self, deadline: Deadline) -> None:
+        """Before any update. Releases before 0.5.21 have no such thing, and take updates at any time."""
+        self._bracketed = True
         try:
             self._api.begin_update(timeout_s=deadline.check("answer"))
+        except UnsupportedError:
+            self._bracketed = False
         except EngineError as error:
             if _ALREADY not in error.message:
                 raise
             # a trainer that died has left its bracket open
             self._api.end_update(timeout_s=deadline.check("answer"))
             self._api.begin_update(timeout_s=deadline.check("answer"))
+
+    def _close_bracket(self, deadline: Deadline) -> None:
+        if self._bracketed:
+            self._api.end_update(timeout_s=deadline.check("answer"))
 
 
 class GroupLoad(SGLangLoad):
@@ -180,7 +189,7 @@ class GroupLoad(SGLangLoad):
         self._api.update_from_distributed(message, timeout_s=deadline.check("time to load"))
 
     def stage(self, request: StageRequest, deadline: Deadline) -> StepAnswer:
-        self._api.end_update(timeout_s=deadline.check("answer"))
+        self._close_bracket(deadline)
         return StepAnswer(unprovable=_FROM_GROUP)
 
 
@@ -200,7 +209,7 @@ class FileLoad(SGLangLoad):
     def open(self, begin: BeginRequest, deadline: Deadline) -> None:
         super().open(begin, deadline)
         self._segments = set()
-        with contextlib.suppress(EngineError):  # there is none, unless a trainer that died has left one open
+        with contextlib.suppress(EngineError, UnsupportedError):  # none, unless a trainer that died left one open
             self._api.end_update(timeout_s=deadline.check("answer"))
 
     def update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
@@ -287,7 +296,7 @@ class MappedLoad(SGLangLoad):
         self.takes_patches = False
         answers = self._step(EngineOp.COMMIT, request, deadline, flush=self._clear)
         self.takes_patches = all(answer.patches for answer in answers)
-        self._api.end_update(timeout_s=deadline.check("answer"))
+        self._close_bracket(deadline)
 
     def abort(self, request: AbortRequest, deadline: Deadline) -> None:
         with contextlib.suppress(WeightSyncError):  # whatever it is, the server is not left in its bracket and pause

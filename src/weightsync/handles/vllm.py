@@ -53,6 +53,7 @@ from weightsync.types import (
     InitRequest,
     LiveLayer,
     PauseRequest,
+    PhaseRecord,
     ResumeRequest,
     StageRequest,
 )
@@ -112,6 +113,7 @@ class VllmEngine(SteppedEngine):
         self._pause_ends: Deadline | None = None  # until when to mend a pause of ours, if an abort could not
         self._mending = threading.Event()  # set: stop
         self._stale_cache = False  # what is cached may be of other weights than those that serve
+        self._audits_seen: set[str] = set()
 
     def close(self) -> None:
         self._mending.set()
@@ -264,6 +266,9 @@ class VllmEngine(SteppedEngine):
         if self._paused_by in (None, request.session):
             with self._log.phase("resume"):
                 self._go_on(deadline)
+            if not self._patches:  # whole versions may have been written where they differ
+                with contextlib.suppress(WeightSyncError):
+                    self._look(deadline, written=True)
 
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
         self._mending.set()
@@ -303,11 +308,11 @@ class VllmEngine(SteppedEngine):
 
     # --- what the steps share ---
 
-    def _look(self, deadline: Deadline, *, layers: bool = False) -> VllmState:
+    def _look(self, deadline: Deadline, *, layers: bool = False, written: bool = False) -> VllmState:
         """The workers' state: vLLM returns no data, so they are told what we believe, and object with the truth."""
         expected = self._state
         try:
-            self._send_init(VllmInitMessage(expect=expected, layers=layers), deadline)
+            self._send_init(VllmInitMessage(expect=expected, layers=layers, written=written), deadline)
         except StateError as error:
             try:
                 told = state_in(error)
@@ -316,7 +321,21 @@ class VllmEngine(SteppedEngine):
             if told is None:
                 raise
             self._state = expected = told
+        self._note_audits(expected)
         return expected
+
+    def _note_audits(self, state: VllmState) -> None:
+        """Readings of live weights that have ended on every worker, whoever asked for them: each once."""
+        for audit in state.audits:
+            if audit.name not in self._audits_seen:
+                failed = {True: "", False: ", failed: DigestMismatchError", None: ", failed: unknown"}[audit.equal]
+                self._log.add(
+                    PhaseRecord(
+                        name="audit", start_s=audit.began_s, end_s=audit.ended_s, track=self._engine_id,
+                        detail=f"{audit.version}{failed}",
+                    )
+                )  # fmt: skip
+        self._audits_seen = {audit.name for audit in state.audits}
 
     def _is_ours(self, state: VllmState, session: str | None = None) -> bool:
         """Whether the engine is in this handle's own run still, with no session open but `session`: only then are its
@@ -406,5 +425,6 @@ class VllmEngine(SteppedEngine):
             accepts=self._state.accepts,
             unhealthy=self._state.unhealthy,
             writes_live=self._state.writes_live,
+            written=self._state.written,
             phases=self._log.drain() if drain else (),
         )

@@ -46,6 +46,7 @@ class VllmAudit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         version, digest: of what was read.
         equal: whether it was what was published; None where that was not found out.
         said: what was found, or why nothing was.
+        began_s, ended_s: seconds since the epoch.
     """
 
     name: str
@@ -53,6 +54,8 @@ class VllmAudit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     digest: str | None = None
     equal: bool | None = None
     said: str | None = None
+    began_s: float = 0.0
+    ended_s: float = 0.0
 
 
 class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +75,7 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         unprovable: why not, of one worker.
         audits: the last ones that have ended on every worker.
         unhealthy: what an audit has found, where it found other bytes.
+        written: see `EngineReply`.
         layers: of all workers, where it was asked for.
     """
 
@@ -88,6 +92,7 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     unprovable: str | None = None
     audits: tuple[VllmAudit, ...] = ()
     unhealthy: str | None = None
+    written: int | None = None
     layers: tuple[LiveLayer, ...] = ()
 
 
@@ -122,6 +127,7 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         expect: answered well if this is the workers' state, and otherwise by a StateError that carries it: vLLM
             returns no data.
         layers: with `expect`: the state that is told has its layers.
+        written: with `expect`: what the last commit has written counts too.
         step: an update message, of a client whose engine has several workers.
         audit: begin to read all live weights, under this name; the state tells how it has ended.
         adapter: something about a LoRA adapter; no session has to do with it.
@@ -132,6 +138,7 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     abort: AbortRequest | None = None
     expect: VllmState | None = None
     layers: bool = False
+    written: bool = False
     step: VllmUpdateMessage | None = None
     audit: str | None = None
     adapter: AdapterOrder | None = None

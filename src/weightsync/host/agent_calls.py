@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import ssl
+import threading
 from collections.abc import Mapping
 from concurrent.futures import wait as wait_for
 from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
+from weightsync.clients.store import StoreClient, client_at
 from weightsync.errors import (
+    ConfigError,
     DeadlineExceededError,
     EngineUnreachableError,
     InvalidRequestError,
@@ -20,13 +23,18 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.handles.fanout import in_thread
+from weightsync.host.relay import BlockShare, GrantBoard, Relay, RelayShelf
+from weightsync.host.staging import Target, TargetMap
 from weightsync.memory import host_nonce
+from weightsync.transfer.relay import RelaySource
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Checksums, RangedSource
+from weightsync.transfer.store import StoreSource
 from weightsync.transfer.tcp import TcpSource
 from weightsync.types import Deadline, Version
 from weightsync.types.layout import KnownLayouts
 from weightsync.types.publication import DeltaBase, DeltaLink, Source
+from weightsync.types.relay_messages import RelayPeer, content_id
 from weightsync.types.transfer_messages import (
     FinishRequest,
     RegisterRequest,
@@ -63,6 +71,13 @@ class Agents:
         transport: the only one that will do; None: the agent chooses.
         num_streams: TCP connections to each agent.
         stall_s: a connection over which nothing comes for so long is opened anew.
+        trust_key: see `StoreClient`.
+        relay: of this host; None: everything comes from agents.
+
+    Attributes:
+        shelf: what is relayed of what comes; None where nothing is.
+        peer_bytes: that came from peers, of all sources that were made so far.
+        how: where the bytes of each came from, and why.
     """
 
     def __init__(
@@ -75,6 +90,8 @@ class Agents:
         transport: Transport | None,
         num_streams: int,
         stall_s: float,
+        trust_key: str | None = None,
+        relay: Relay | None = None,
     ) -> None:
         self._receiver_id = receiver_id
         self._model_id = model_id
@@ -83,9 +100,14 @@ class Agents:
         self._transport = transport
         self._num_streams = num_streams
         self._stall_s = stall_s
-        self._clients: dict[str, AgentClient] = {}
+        self._trust_key = trust_key
+        self._clients: dict[str, AgentClient | StoreClient] = {}
         self._registered: set[str] = set()
         self._layouts = KnownLayouts()
+        self._lock = threading.Lock()
+        self.shelf = None if relay is None else RelayShelf(relay, receiver_id, self._connected)
+        self.peer_bytes = 0
+        self.how: list[str] = []
 
     def newest(
         self, endpoint: str, *, timeout_s: float, after: Version | None = None, wait_s: float = 0.0
@@ -171,7 +193,10 @@ class Agents:
         where, manifest = grant.publication.sources[grant.source], grant.publication.manifest
         if grant.transport is Transport.SHM:
             return ShmSource(where, grant.proof, stamp=(manifest.version, manifest.model_id))
-        return self._tcp(granted, where, grant.proof, grant.transfer_id)
+        if grant.transport is Transport.STORE:
+            return self._stored(granted, where)
+        content = content_id(manifest.version, manifest.model_id, where, grant.proof.block_checksums)
+        return self._tcp(granted, where, grant.proof, grant.transfer_id, content)
 
     def blob(self, granted: Granted, link: DeltaLink) -> RangedSource:
         """Where one delta of a grant is read from; the caller's to close.
@@ -181,11 +206,24 @@ class Agents:
         """
         if granted.grant.transport is Transport.SHM:
             return ShmSource(link.blob, link, stamp=None)
-        return self._tcp(granted, link.blob, link, link.transfer_id)
+        if granted.grant.transport is Transport.STORE:
+            return self._stored(granted, link.blob)
+        return self._tcp(granted, link.blob, link, link.transfer_id, delta_content(granted, link))
 
-    def _tcp(self, granted: Granted, where: Source, checksums: Checksums, transfer_id: str) -> TcpSource:
+    def _stored(self, granted: Granted, where: Source) -> StoreSource:
+        client = self.client(granted.endpoint)
+        if not isinstance(client, StoreClient):
+            raise InvalidRequestError(f"{granted.endpoint} is no store, and granted what lies in one")
+        chain = client.chain
+        return StoreSource(
+            where, client.blob(where), chain.store, num_streams=self._num_streams, damaged=chain.damaged
+        )  # fmt: skip
+
+    def _tcp(
+        self, granted: Granted, where: Source, checksums: Checksums, transfer_id: str, content: str
+    ) -> TcpSource | RelaySource:
         grant = granted.grant
-        return TcpSource(
+        agent = TcpSource(
             where,
             checksums,
             transfer_id=transfer_id,
@@ -194,6 +232,81 @@ class Agents:
             stall_s=self._stall_s,
             tls=self._tls(granted.endpoint),
         )
+        shelf = self.shelf
+        if shelf is None:
+            return agent
+        return RelaySource(
+            where,
+            checksums,
+            content=content,
+            agent=agent,
+            num_streams=self._num_streams,
+            board=GrantBoard(shelf, granted.endpoint, transfer_id),
+            standing=shelf.relay.standing,
+            zone=shelf.relay.zone,
+            stall_s=self._stall_s,
+            max_peers=shelf.relay.max_peers,
+            tls_of=functools.partial(self._tls_of_peer, granted.endpoint),
+            told=self._came,
+        )
+
+    def share(self, granted: Granted, target: Target, places: TargetMap) -> BlockShare | None:
+        """Serves on what there is, and will be, of a granted source in the staging; None where nothing is relayed."""
+        grant = granted.grant
+        if self.shelf is None or grant.transport is not Transport.TCP:
+            return None
+        where, manifest = grant.publication.sources[grant.source], grant.publication.manifest
+        share = BlockShare.of_target(target, where, grant.source, places, manifest.version)
+        content = content_id(manifest.version, manifest.model_id, where, grant.proof.block_checksums)
+        self.shelf.put(granted.endpoint, content, share, staged=True)
+        return share
+
+    def _came(self, _agent_bytes: int, peer_bytes: int, how: str) -> None:
+        with self._lock:
+            self.peer_bytes += peer_bytes
+            if how not in self.how:
+                self.how.append(how)
+
+    def came_from(self, transport: Transport, received_bytes: int) -> dict[str, int]:
+        """Of so many bytes, how many came from where."""
+        if transport is Transport.STORE:
+            return {"store": received_bytes} if received_bytes else {}
+        with self._lock:
+            peer_bytes = min(self.peer_bytes, received_bytes)
+        found = {"agent": received_bytes - peer_bytes, "peer": peer_bytes}
+        return {name: size_bytes for name, size_bytes in found.items() if size_bytes}
+
+    def because(self, transport: Transport, num_deltas: int, mode: str) -> str:
+        """Why a version came as it did, in words."""
+        way = "by delta from what is here" if num_deltas else "in full: there was no delta from what is here"
+        if mode == "full":
+            way = "in full, as the mode says"
+        with self._lock:
+            how = "; ".join(self.how)
+        if transport is Transport.SHM:
+            how = "read from the publisher's memory: it is on this host"
+        elif transport is Transport.STORE:
+            how = "all of it from the store"
+        elif self.shelf is None:
+            how = "all of it from the agent: this host does not relay"
+        return f"{way}; {how or 'nothing had to be sent'}"
+
+    def begin_count(self) -> None:
+        """What comes from now on is counted anew."""
+        with self._lock:
+            self.peer_bytes = 0
+            self.how.clear()
+
+    def _tls_of_peer(self, endpoint: str, peer: RelayPeer) -> ssl.SSLContext | None:
+        """How a peer is spoken to.
+
+        Raises:
+            ConfigError: it speaks in clear, and the agent does not.
+        """
+        secret = urlsplit(endpoint).scheme == "https"
+        if secret and not peer.tls:
+            raise ConfigError(f"{peer.receiver_id} relays in clear what {endpoint} sends by TLS: it is not asked")
+        return self._trusted() if peer.tls else None
 
     def renew(self, granted: Granted) -> None:
         """This receiver is at work on a grant, though it reads nothing now.
@@ -218,7 +331,7 @@ class Agents:
         return None
 
     @staticmethod
-    def _renew(client: AgentClient, grant: TransferGrant, *, timeout_s: float = _ACKNOWLEDGE_S) -> None:
+    def _renew(client: AgentClient | StoreClient, grant: TransferGrant, *, timeout_s: float = _ACKNOWLEDGE_S) -> None:
         ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta[:1]]
         for transfer_id in ids:  # deltas that were granted together share what is renewed
             client.renew_transfer(RenewRequest(transfer_id=transfer_id), timeout_s=timeout_s)
@@ -244,7 +357,7 @@ class Agents:
             wait_for([in_thread(call, name="weightsync-finish") for call in calls], timeout=timeout_s)
 
     @staticmethod
-    def _finish(client: AgentClient, grant: TransferGrant, *, ok: bool, timeout_s: float) -> None:
+    def _finish(client: AgentClient | StoreClient, grant: TransferGrant, *, ok: bool, timeout_s: float) -> None:
         granted_ids = [grant.transfer_id] if grant.delta is None else [link.transfer_id for link in grant.delta]
         deadline = Deadline(timeout_s)
         for transfer_id in granted_ids:
@@ -257,26 +370,41 @@ class Agents:
                 continue
 
     def close(self) -> None:
-        """Closes the connections. Idempotent."""
+        """Closes the connections, and relays nothing any more. Idempotent."""
+        if self.shelf is not None:
+            self.shelf.close()
         for client in tuple(self._clients.values()):
             client.close()
 
-    def client(self, endpoint: str) -> AgentClient:
-        """The client of one agent.
+    def client(self, endpoint: str) -> AgentClient | StoreClient:
+        """The client of one agent, or of a store.
 
         Raises:
             ConfigError: the endpoint is no URL.
         """
         if endpoint not in self._clients:
-            self._clients[endpoint] = AgentClient(endpoint, token=self._token, verify=self._verify)
+            self._clients[endpoint] = client_at(
+                endpoint, token=self._token, verify=self._verify, trust_key=self._trust_key
+            )
         return self._clients[endpoint]
 
+    def _connected(self, endpoint: str) -> AgentClient:
+        return AgentClient(endpoint, token=self._token, verify=self._verify)
+
     def _tls(self, endpoint: str) -> ssl.SSLContext | None:
-        if urlsplit(endpoint).scheme != "https":
-            return None
+        return self._trusted() if urlsplit(endpoint).scheme == "https" else None
+
+    def _trusted(self) -> ssl.SSLContext:
         if isinstance(self._verify, str):
             return ssl.create_default_context(cafile=self._verify)
         context = ssl.create_default_context()
         if not self._verify:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         return context
+
+
+def delta_content(granted: Granted, link: DeltaLink) -> str:
+    """The name of a delta's blocks among hosts that relay."""
+    manifest = granted.grant.publication.manifest
+    version = Version(run_id=manifest.version.run_id, number=link.version)
+    return content_id(version, manifest.model_id, link.blob, link.block_checksums)

@@ -68,7 +68,10 @@ class DeltaIntake:
         return DeltaBase(run_id=held.version.run_id, version=held.version.number, digest=held.digests[source])
 
     def begin(self) -> None:
-        """Bytes are about to come: the codec is loaded beside the first, which come in full."""
+        """Bytes are about to come: the codec is loaded beside the first, which come in full. The deltas that came last
+        are given up."""
+        if self._agents.shelf is not None:
+            self._agents.shelf.withdraw(staged=False)
         if not self._loads_codec and self.mode != "full":
             self._loads_codec = True
             in_thread(_load_codec, name="weightsync-delta-codec")

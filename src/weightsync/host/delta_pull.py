@@ -12,14 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import SharedMemoryError, TransferError
-from weightsync.host.agent_calls import Agents, Granted
+from weightsync.host.agent_calls import Agents, Granted, delta_content
 from weightsync.host.delta_apply import Changed, DeltaApplier
+from weightsync.host.relay import BlockShare
 from weightsync.host.staged_version import PatchedTensor, StagedPatch
 from weightsync.host.staging import Held, Target, TargetMap
 from weightsync.memory import Segment
 from weightsync.transfer.source import Arrived, Destination, RangedSource
 from weightsync.types import itemsize_bytes
 from weightsync.types.publication import DeltaLink
+from weightsync.types.transfer_messages import Transport
 
 Read = Callable[[RangedSource, list[int], Destination, Arrived], None]
 """`RangedSource.read` of a source, with a deadline."""
@@ -66,14 +68,21 @@ def fetch_blobs(agents: Agents, granted: Granted, read: Read, arrived: Callable[
 def _fetch(agents: Agents, granted: Granted, link: DeltaLink, read: Read, arrived: Callable[[int], None]) -> memoryview:
     start, end = link.blob.data_start, link.blob.data_end
     memory = memoryview(bytearray(end - start))
+
+    def bytes_of(offset: int, length: int) -> memoryview:
+        return memory[offset - start : offset - start + length]
+
+    share = BlockShare(link.blob, bytes_of)
+
+    def came(block: int, data: memoryview) -> None:
+        share.note(block)
+        arrived(len(data))
+
+    if agents.shelf is not None and granted.grant.transport is Transport.TCP:
+        agents.shelf.put(granted.endpoint, delta_content(granted, link), share, staged=False)
     source = agents.blob(granted, link)
     try:
-        read(
-            source,
-            list(range(link.blob.num_blocks)),
-            lambda offset, length: memory[offset - start : offset - start + length],
-            lambda block, data: arrived(len(data)),
-        )
+        read(source, list(range(link.blob.num_blocks)), bytes_of, came)
     finally:
         source.close()
     return memory

@@ -50,6 +50,7 @@ class GroupReport:
         checksums: engines' own, of their live weights, by engine; of those that have one.
         full_because: why engines were given all of it, though deltas brought it, by engine.
         canaries: what engines answered to the trainer's canary, by engine; of those that were asked one.
+        written: how many elements engines have written in place, those alone that did not write all of them.
     """
 
     engine_ids: tuple[str, ...]
@@ -62,6 +63,7 @@ class GroupReport:
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     full_because: dict[str, str] = dataclasses.field(default_factory=dict)
     canaries: dict[str, CanaryReading] = dataclasses.field(default_factory=dict)
+    written: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,6 +198,7 @@ class EngineGroup(ServedVersions):
             unprovable=self.unprovable(),
             num_patched=sum(report.patched for report in reports.values()),
             checksums=self._sums(staged.version),
+            written=sum(report.written or 0 for report in reports.values()),
             full_because={who: report.full_because for who, report in reports.items() if report.full_because},
             canaries={who: report.canary for who, report in reports.items() if report.canary is not None},
         )

@@ -27,7 +27,7 @@ from weightsync.handles.fanout import DirectEngine
 from weightsync.host.commit_gate import PendingCommit
 from weightsync.host.staged_requests import full_chunks, full_request, patch_requests, patch_that_fits
 from weightsync.host.staged_version import StagedVersion
-from weightsync.observe import Recorder
+from weightsync.observe import Recorder, now_s
 from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
 from weightsync.types import (
     AnyUpdateRequest,
@@ -38,6 +38,7 @@ from weightsync.types import (
     EngineReply,
     PackedCudaIpcWeightUpdateRequest,
     PatchBase,
+    PhaseRecord,
     TensorTable,
     Version,
 )
@@ -48,6 +49,7 @@ from weightsync.update.group import TransferGroup
 from weightsync.update.session import UpdateSession
 
 CHUNK_BYTES = 256 << 20
+_DETAIL = 200
 _DESCRIBE_S = 10.0
 """An engine that stands still keeps the others waiting no longer than this."""
 
@@ -79,6 +81,7 @@ class LoadReport:
         checksum: the engine's own, of its live weights; None where it has none.
         full_because: why it was given all of it, though deltas brought it; None where it was not, or they did not.
         canary: what it answered to the trainer's canary; None where it was asked none.
+        written: how many elements it has written in place; None where that was all of them, or is not known.
     """
 
     version: Version
@@ -89,6 +92,7 @@ class LoadReport:
     checksum: str | None = None
     full_because: str | None = None
     canary: CanaryReading | None = None
+    written: int | None = None
 
 
 class EngineUpdate:
@@ -149,11 +153,20 @@ class EngineUpdate:
             base = PatchBase(version=patch.base, model_digest=patch.base_digest)
             session = self._session(pulled.version, deadline, may_pause)
             requests = patch_requests(patch, pulled.manifest, session.name, max_bytes=self._chunk_bytes)
+            written = sum(each.count for each in patch.tensors)
             try:
-                return self._update(session, pulled, requests, base)
+                with self._recorder.phase("patch", detail=f"{pulled.version}: {written} elements"):
+                    report = self._update(session, pulled, requests, base)
+                return dataclasses.replace(report, written=written)
             except _FALLS_BACK as error:
                 _logger.warning("engine %s: loaded in full, not patched: %s", self.engine_id, error)
                 patch = str(error)
+                at_s = now_s()
+                self._recorder.add(
+                    PhaseRecord(
+                        name="fallback", start_s=at_s, end_s=at_s, track=self._recorder.track, detail=patch[:_DETAIL]
+                    )
+                )
             self._ready(pulled, deadline)
         session = self._session(pulled.version, deadline, may_pause)
         chunks = enumerate(self._chunks_of(pulled))
@@ -217,6 +230,7 @@ class EngineUpdate:
             patched=base is not None,
             checksum=session.checksums.get(self.engine_id),
             canary=None if (told := session.resumed.get(self.engine_id)) is None else told.canary,
+            written=next((reply.written for reply in session.resumed.values()), None),
         )
 
     def _chunks_of(self, pulled: StagedVersion) -> tuple[PackedCudaIpcWeightUpdateRequest, ...]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from weightsync.clients.agent import AgentClient
+from weightsync.clients.store import StoreClient, client_at
 from weightsync.codec.delta_reader import coding
 from weightsync.errors import (
     StateError,
@@ -31,6 +32,7 @@ from weightsync.host.commit_gate import CommitGate
 from weightsync.host.engine_group import EngineGroup, GroupReport
 from weightsync.host.followed import FollowedRun
 from weightsync.host.pulls import Pulls
+from weightsync.host.relay import Relay
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
 from weightsync.host.sync_report import kind_of, tell_served
@@ -59,6 +61,7 @@ class ModelUpdater:
         recorder: where phases go.
         metrics: where syncs are counted.
         on_served: told (model_id, version) after every engine serves it; from the updater's thread, which waits.
+        relay: see `Puller`.
 
     Attributes:
         engines: of this model.
@@ -77,6 +80,7 @@ class ModelUpdater:
         recorder: Recorder,
         metrics: Metrics,
         on_served: Callable[[str, Version], None] | None = None,
+        relay: Relay | None = None,
     ) -> None:
         self.model_id = model_id
         self._config = config
@@ -99,7 +103,7 @@ class ModelUpdater:
         )
         self._pulls = Pulls(
             model_id, config, recorder=recorder, may_call=self.may_call, holders=self.engines.holders,
-            patch_limit=lambda: config.patch_limit if self.engines.take_patches else 0.0,
+            patch_limit=lambda: config.patch_limit if self.engines.take_patches else 0.0, relay=relay,
         )  # fmt: skip
         self._tried: tuple[Version, int] | None = None  # by the last attempt, and how many claims there were then
         self._num_failed = 0
@@ -269,9 +273,10 @@ class ModelUpdater:
             return None
         return TransferProgress(done_bytes=moved[0], total_bytes=moved[1], seconds=max(0.0, now_s() - status.since_s))
 
-    def agent_at(self, endpoint: str) -> AgentClient:
-        """A client of that agent."""
-        return AgentClient(endpoint, token=self._config.sender_token, verify=self._config.sender_verify)
+    def agent_at(self, endpoint: str) -> AgentClient | StoreClient:
+        """A client of that agent, or store."""
+        told = self._config
+        return client_at(endpoint, token=told.sender_token, verify=told.sender_verify, trust_key=told.trust_key)
 
     # --- helpers ---
 
@@ -416,7 +421,8 @@ class ModelUpdater:
             self._note(
                 state="loading", retrying=None, num_pulled=self._status.num_pulled + 1, pull_s=loading_s - began_s,
                 transport=pulled.transport, num_deltas=pulled.num_deltas, received_bytes=pulled.received_bytes,
-                total_bytes=pulled.manifest.total_bytes,
+                total_bytes=pulled.manifest.total_bytes, received_from=dict(pulled.received_from),
+                because=pulled.because,
             )  # fmt: skip
             loaded = self.engines.load(pulled, Deadline(self._config.load_timeout_s))
         if not loaded.errors:

@@ -8,6 +8,7 @@ at the newest; what broke is resumed where it stopped, as long as it is the same
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
@@ -23,6 +24,7 @@ from weightsync.errors import (
     NotRegisteredError,
     SharedMemoryError,
     StateError,
+    StoreDamagedError,
     TransferAbortedError,
     VersionError,
     WeightSyncError,
@@ -31,11 +33,13 @@ from weightsync.host.agent_calls import CALL_S, Agents, Granted
 from weightsync.host.delta_intake import DeltaIntake
 from weightsync.host.delta_pull import num_bytes
 from weightsync.host.progress import ByteProgress, Progress, all_at_once
+from weightsync.host.relay import BlockShare, Relay
 from weightsync.host.renewal import Renewal
 from weightsync.host.settings import check_num_streams
 from weightsync.host.staged_version import StagedVersion, check_whole, proved_manifest
 from weightsync.host.staging import Held, Staging, TargetMap
 from weightsync.memory import Segment
+from weightsync.objects.urls import is_same_place
 from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Arrived, Destination, RangedSource
@@ -56,7 +60,7 @@ _MARGIN_S = 2.0
 _SAY_EVERY_S = 10.0
 
 _PASSING = (VersionError, StateError, BusyError, TransferAbortedError, EngineUnreachableError, SharedMemoryError)
-"""What the next attempt may not meet."""
+"""What the next attempt may not meet; nor what is damaged in a store, which is passed by."""
 
 _logger = logging.getLogger(__name__)
 
@@ -79,8 +83,10 @@ class Puller:
             take patches; 0: not at all. Asked at each pull.
         num_streams: TCP connections to each agent.
         stall_s: a connection over which nothing comes for so long is opened anew.
+        trust_key: see `StoreClient`; for an `endpoint` in an object store.
         staging: where TCP pulls go; an own one where not given. Kept from pull to pull.
         recorder: where phases go.
+        relay: serves what comes to other hosts, and what they have is taken from them; None: all comes from agents.
     """
 
     def __init__(
@@ -97,8 +103,10 @@ class Puller:
         patch_limit: Callable[[], float] = lambda: 0.0,
         num_streams: int = 6,
         stall_s: float = 10.0,
+        trust_key: str | None = None,
         staging: Staging | None = None,
         recorder: Recorder | None = None,
+        relay: Relay | None = None,
     ) -> None:
         check_config_id("model_id", model_id)
         check_config_id("receiver_id", receiver_id)
@@ -119,7 +127,11 @@ class Puller:
             transport=None if transport is None else Transport(transport),
             num_streams=num_streams,
             stall_s=stall_s,
+            trust_key=trust_key,
+            relay=relay,
         )
+        if self._agents.shelf is not None:
+            self._staging.before_write = functools.partial(self._agents.shelf.withdraw, staged=True)
         self._deltas = DeltaIntake(self._agents, self._staging, self.recorder, mode=mode, patch_limit=patch_limit)
         self._stop = threading.Event()
         self._pulling = threading.Lock()
@@ -174,7 +186,7 @@ class Puller:
         retrying: Callable[[WeightSyncError], None],
         granted: Callable[[Version], None],
     ) -> StagedVersion:
-        attempts, said_s = 0, 0.0
+        attempts, brought, said_s = 0, 0, 0.0
         retry_s = _RETRY_S
         last: WeightSyncError | None = None
         while not self._stop.is_set():
@@ -189,10 +201,16 @@ class Puller:
             wanted = None if at_least is None else at_least()
             begun_s = now_s()
             try:
-                return self._attempt(deadline, wanted, progress, granted, attempts)
+                staged = self._attempt(deadline, wanted, progress, granted, attempts)
+                if staged.leads_to is None:
+                    return dataclasses.replace(staged, received_bytes=staged.received_bytes + brought)
+                brought += staged.received_bytes
+                staged.release()  # a chain's anchor: the deltas that follow it come next
+                attempts -= 1
+                continue
             except NoRoomError:
                 raise
-            except _PASSING as error:
+            except (*_PASSING, StoreDamagedError) as error:
                 if not isinstance(last, type(error)) or now_s() - said_s > _SAY_EVERY_S:
                     said_s = now_s()
                     level = logging.WARNING if isinstance(error, EngineUnreachableError) else logging.INFO
@@ -243,6 +261,7 @@ class Puller:
         tell_granted: Callable[[Version], None],
         attempts: int,
     ) -> StagedVersion:
+        self._agents.begin_count()
         with contextlib.ExitStack() as stack:
             if at_least is not None and attempts > 1:  # who waits for a version takes no grant of the one before it
                 newest = self._wait_for(at_least, deadline)
@@ -259,11 +278,12 @@ class Puller:
             renewal.start()
             publication = first.publication
             version = publication.manifest.version
-            self._check_wanted(version, at_least)
+            leads_to = version if first.leads_to is None else Version(run_id=version.run_id, number=first.leads_to)
+            self._check_wanted(leads_to, at_least)
             check_whole(publication)
             for index, source in enumerate(publication.sources):
                 if index not in granted:
-                    if not self._may_call(source.endpoint):
+                    if not (self._may_call(source.endpoint) or is_same_place(source.endpoint, self.endpoint)):
                         raise NotRegisteredError(
                             f"{version} lies at {source.endpoint} too, which was not registered here: nobody calls it"
                         )
@@ -309,7 +329,7 @@ class Puller:
 
     @staticmethod
     def _check_wanted(version: Version, at_least: Version | None) -> None:
-        if at_least is None or version == at_least:
+        if at_least is None:
             return
         if version.run_id != at_least.run_id or at_least.is_newer_than(version):
             raise VersionError(f"{version} is the newest there, {at_least} was announced", version=str(version))
@@ -318,19 +338,19 @@ class Puller:
         self, granted: dict[int, Granted], source: ShmSource, stack: contextlib.ExitStack, attempts: int
     ) -> StagedVersion:
         """The publisher's own segment is the staging; the lease holds it until the end."""
-        publication = granted[0].grant.publication
+        grant = granted[0].grant
         manifest = proved_manifest(granted, None)
-        incarnation = granted[0].grant.incarnation
         self._agents.acknowledge(granted)
         lease = stack.pop_all()  # what is done at the end: the lease goes; the transfer is finished already
         return StagedVersion(
             manifest=manifest,
             segment=source.segment,
-            offsets=publication.table.derive(_offsets),
+            offsets=grant.publication.table.derive(_offsets),
             transport=Transport.SHM,
             num_attempts=attempts,
             release=lease.close,
-            incarnation=incarnation,
+            incarnation=grant.incarnation,
+            because="the publisher's own memory is mapped: it is on this host",
         )
 
     def _copied(
@@ -342,8 +362,7 @@ class Puller:
         stack: contextlib.ExitStack,
         attempts: int,
     ) -> StagedVersion:
-        publication = granted[0].grant.publication
-        manifest = publication.manifest
+        manifest = (publication := granted[0].grant.publication).manifest
         deltas = {index: each for index, each in granted.items() if each.grant.delta is not None}
         if deltas and manifest.total_bytes > self._staging.size_bytes:  # before room is made for what an agent says
             raise StateError("a delta to a larger model than the one that is here was granted")
@@ -359,12 +378,22 @@ class Puller:
         for index, source in sources.items():
             where = publication.sources[index]
             blocks = TargetMap(target, where, publication.parts_of(index))
+            share = self._agents.share(granted[index], target, blocks)
             wanted = [block for block in range(where.num_blocks) if not target.has(manifest.version, index, block)]
             tally.skip(where.num_blocks - len(wanted), where.block_bytes)
 
-            def arrived(block: int, data: memoryview, *, index: int = index, blocks: TargetMap = blocks) -> None:
+            def arrived(
+                block: int,
+                data: memoryview,
+                *,
+                index: int = index,
+                blocks: TargetMap = blocks,
+                share: BlockShare | None = share,
+            ) -> None:
                 blocks.take(block, data)
                 target.note(manifest.version, index, block)
+                if share is not None:
+                    share.note(block)
                 tally.add(len(data))
 
             if wanted:
@@ -376,27 +405,32 @@ class Puller:
 
         all_at_once(reads, cancel=cancel)
         changes = self._deltas.apply(deltas, blobs, target, held)
+        for index, each in deltas.items():
+            self._agents.share(each, target, TargetMap(target, publication.sources[index], publication.parts_of(index)))
         proved = proved_manifest(granted, target.tensor_of)
         granted_digests = {index: each.grant.proof.digest for index, each in granted.items()}
-        granted_transport, incarnation = granted[0].grant.transport, granted[0].grant.incarnation
+        grant = granted[0].grant
         self._agents.acknowledge(granted)
-        finished = stack.pop_all()
-        finished.close()  # connections go; the transfers are finished already
+        stack.pop_all().close()  # connections go; the transfers are finished already
         # the last step that may fail: nobody has to close what it makes
         laid_out = self._deltas.lay_out(changes, target, held, proved)
         patch, segment = (None, None) if isinstance(laid_out, str) else laid_out
+        num_deltas = sum(len(found) for found in blobs.values())
         digests = tuple(granted_digests[index] for index in range(len(publication.sources)))
         self._staging.verified(Held(version=proved.version, model_digest=proved.model_digest or "", digests=digests))
         return StagedVersion(
             manifest=proved,
             segment=target.segment.name,
             offsets=target.offsets,
-            transport=granted_transport,
+            transport=grant.transport,
             num_attempts=attempts,
             release=functools.partial(_release, self._staging, segment),
-            num_deltas=sum(len(found) for found in blobs.values()),
+            num_deltas=num_deltas,
             received_bytes=tally.received,
-            incarnation=incarnation,
+            incarnation=grant.incarnation,
+            leads_to=grant.leads_to,
+            received_from=self._agents.came_from(grant.transport, tally.received),
+            because=self._agents.because(grant.transport, num_deltas, self._deltas.mode),
             patch=patch,
             no_patch_because=laid_out if isinstance(laid_out, str) else None,
         )

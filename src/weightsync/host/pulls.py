@@ -15,6 +15,7 @@ from typing import Any
 from weightsync.errors import WeightSyncError
 from weightsync.handles.fanout import in_thread
 from weightsync.host.puller import Puller
+from weightsync.host.relay import Relay
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
 from weightsync.host.staging import Staging
@@ -34,7 +35,7 @@ class Pulls:
         recorder: where phases go.
         may_call: which other endpoints a publication may name.
         holders: loads that have not ended: what they read must not change.
-        patch_limit: see `Puller`.
+        patch_limit, relay: see `Puller`.
 
     Raises:
         ConfigError: see `VersionPath`.
@@ -49,6 +50,7 @@ class Pulls:
         may_call: Callable[[str], bool],
         holders: Callable[[], Sequence[Future[Any]]],
         patch_limit: Callable[[], float],
+        relay: Relay | None = None,
     ) -> None:
         self._model_id = model_id
         self._config = config
@@ -56,6 +58,7 @@ class Pulls:
         self._may_call = may_call
         self._holders = holders
         self._patch_limit = patch_limit
+        self._relay = relay
         # two services of one name would end each other's transfers
         self._receiver_id = f"{config.service_id}-{uuid.uuid4().hex[:8]}/{model_id}"
         self._lock = threading.Lock()
@@ -178,8 +181,10 @@ class Pulls:
             mode=self._config.mode,
             patch_limit=self._patch_limit,
             num_streams=self._config.num_streams,
+            trust_key=self._config.trust_key,
             staging=self._staging,
             recorder=self._recorder,
+            relay=self._relay,
         )
         with self._lock:
             self._puller, closed = puller, self._closed

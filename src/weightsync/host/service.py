@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ from weightsync.host.fleet_model import FleetModel
 from weightsync.host.local_lease import LocalLease
 from weightsync.host.member import FleetMember
 from weightsync.host.model_updater import ModelUpdater
+from weightsync.host.relay import relay_of
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.sync_report import late
 from weightsync.memory import reclaim_dead
@@ -42,6 +44,7 @@ from weightsync.net.messages import decode, encode
 from weightsync.net.places import Places
 from weightsync.net.server import ServerSettings, ServerThread, api_app
 from weightsync.net.timeline import add_timeline
+from weightsync.objects.urls import checked_source, is_store_url
 from weightsync.observe import LONG_RUN_BYTES, Metrics, Recorder, now_s
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.types import Deadline, EngineHandle, Version
@@ -54,6 +57,7 @@ from weightsync.types.timeline import Timeline
 _RECLAIM_EVERY_S = 2.0
 _MAX_WAITING = 4096
 _MAX_COMMITS = 64
+_MAX_ASKING = 64
 _T = TypeVar("_T")
 _SETS = ("/check_versions", "/prepare_versions", "/commit_versions", "/release_versions")
 
@@ -93,7 +97,8 @@ class RolloutService:
         self.config = config
         self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)
         self._metrics = Metrics(self.recorder)
-        senders = [checked_url(sender, whose="a sender's") for sender in config.senders]
+        senders = [checked_source(sender, whose="a sender's") for sender in config.senders]
+        self.relay = relay_of(config)
         kind = ModelUpdater if config.controller is None else FleetModel
         self._models: dict[str, ModelUpdater] = {
             model_id: kind(
@@ -103,6 +108,7 @@ class RolloutService:
                 recorder=self.recorder,
                 metrics=self._metrics,
                 on_served=on_served,
+                relay=self.relay,
             )
             for model_id, handles in engines.items()
         }
@@ -124,6 +130,7 @@ class RolloutService:
         self._closed = threading.Event()
         self._waiting = Places(_MAX_WAITING)
         self._committing = Places(_MAX_COMMITS)
+        self._asking = Places(_MAX_ASKING)
         self._member: FleetMember | None = None
         self._local: LocalLease | None = None
         if config.lease is not None and config.controller is not None:
@@ -185,6 +192,8 @@ class RolloutService:
         if self._local is not None:
             self._local.adopt()  # before anything is pulled
         url = self._server.start()
+        if self.relay is not None:
+            self.relay.start()
         for model in self._models.values():
             model.start()
             for sender in self._senders:
@@ -228,6 +237,8 @@ class RolloutService:
         self._server.close()
         for model in self._models.values():
             model.close()
+        if self.relay is not None:
+            self.relay.close()
 
     def _model(self, model_id: str) -> ModelUpdater:
         model = self._models.get(model_id)
@@ -284,7 +295,10 @@ class RolloutService:
         if asked.evaluate:
             raise InvalidRequestError("a rollout service validates nothing: tell its controller to evaluate")
         if asked.run_id is None:
-            asked = msgspec.structs.replace(asked, run_id=await asyncio.to_thread(self._run_of, asked))
+            ask = functools.partial(self._run_of, asked)
+            with self._asking.take(request, leave=lambda: None):  # an agent may take its time
+                run_id = await asyncio.wrap_future(in_thread(ask, name="weightsync-asks"))
+            asked = msgspec.structs.replace(asked, run_id=run_id)
         model, claim = self._noted(asked)
         if asked.wait_s is not None:
             deadline = Deadline(asked.wait_s)
@@ -411,7 +425,7 @@ class RolloutService:
     def _timeline(self) -> Timeline:
         models = self.status().models.values()
         agents = {agent for model in models for agent in (model.sender, *model.sender_errors) if agent is not None}
-        peers = tuple(sorted({*self._senders, *agents}))
+        peers = tuple(sorted(each for each in {*self._senders, *agents} if not is_store_url(each)))
         return Timeline(kind="service", name=self.config.service_id, now_s=now_s(), peers=peers)
 
     async def _get_metrics(self) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import socket
 from collections.abc import Mapping
 from typing import Any, Self
@@ -11,13 +12,15 @@ from typing import Any, Self
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError
 from weightsync.memory import ServingLease
-from weightsync.net.auth import checked_token
+from weightsync.net.auth import check_exposure, checked_token, is_loopback
+from weightsync.net.routes import address_towards
 from weightsync.net.server import TlsFiles
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.spec import check_config_id
 from weightsync.types.transfer_messages import MODES, Transport
 
 _MAX_STREAMS = 1024
+_MAX_PEERS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,10 +30,13 @@ class RolloutConfig:
     Attributes:
         service_id: name of this host's service, for operators of trainers.
         host, port, token, tls: of its own HTTP face; loopback unless a token is given.
-        senders: endpoints of agents that may be called for every model; `/register_sender` adds others for one.
+        senders: endpoints of agents, or places in object stores (s3://bucket/run), that may be called for every model;
+            `/register_sender` adds other agents for one.
         sender_token: the agents' bearer token. A service that has one and no `token` of its own refuses
             `/register_sender` of endpoints that are not in `senders`: it would give it to anybody.
         sender_verify: see `AgentClient`.
+        trust_key: file with the public key (`weightsync keygen`) whose manifests are taken from object stores among the
+            senders; None: anybody's.
         pull_timeout_s: deadline of one pull.
         load_timeout_s: deadline of one engine's load, pause included.
         pause_timeout_s: how long an engine may take to finish running generations.
@@ -56,6 +62,13 @@ class RolloutConfig:
             Without a controller this service lends it: an engine that has started since its service saw to it
             refuses, and so does each before its first version.
         lease_s: without a controller: for how long engines answer after their service was last alive.
+        relay: whether this host takes blocks from others of its kind and serves them its own, see `host.relay`. None:
+            where it listens beyond loopback, as `host` says, so that nothing is opened that was not.
+        relay_host, relay_port: where it serves them; None: `host`, or, where that is loopback and the agents are not,
+            the address towards them, if there is a `sender_token`. Port 0 lets the system choose.
+        zone: rack, room or data centre: hosts of one zone ask each other first.
+        upload_bytes_s: no more is sent to other hosts in a second; None: no limit.
+        max_peers: hosts that are asked at one time.
 
     Raises:
         ConfigError: a time makes no sense, or a token can't be one.
@@ -69,6 +82,7 @@ class RolloutConfig:
     senders: tuple[str, ...] = ()
     sender_token: str | None = dataclasses.field(default=None, repr=False)
     sender_verify: bool | str = True
+    trust_key: str | None = None
     pull_timeout_s: float = 120.0
     load_timeout_s: float = 120.0
     pause_timeout_s: float = 10.0
@@ -85,6 +99,12 @@ class RolloutConfig:
     advertise: str | None = None
     lease: ServingLease | None = None
     lease_s: float = 60.0
+    relay: bool | None = None
+    relay_host: str | None = None
+    relay_port: int = 0
+    zone: str | None = None
+    upload_bytes_s: float | None = None
+    max_peers: int = 6
 
     def __post_init__(self) -> None:
         check_config_id("service_id", self.service_id)
@@ -105,10 +125,40 @@ class RolloutConfig:
         for name in ("pull_timeout_s", "load_timeout_s", "pause_timeout_s", "patience_s", "lease_s"):
             check_wait_s(name, getattr(self, name))
         check_num_streams(self.num_streams)
+        self._check_relay()
         if self.mode not in MODES:
             raise ConfigError(f"mode is one of {', '.join(MODES)}, not {self.mode!r}")
         if not 0 <= self.patch_limit <= 1:
             raise ConfigError(f"patch_limit is a share of the model, from 0 to 1, not {self.patch_limit}")
+
+    def _check_relay(self) -> None:
+        if self.zone is not None:
+            check_config_id("zone", self.zone)
+        if self.upload_bytes_s is not None and not 0 < self.upload_bytes_s < math.inf:
+            raise ConfigError(f"upload_bytes_s is above 0, not {self.upload_bytes_s!r}")
+        if type(self.max_peers) is not int or not 1 <= self.max_peers <= _MAX_PEERS:
+            raise ConfigError(f"max_peers is a whole number from 1 to {_MAX_PEERS}, not {self.max_peers!r}")
+        if not 0 <= self.relay_port < 1 << 16:
+            raise ConfigError(f"{self.relay_port} is no port")
+        if self.relay_host is not None:
+            check_exposure(self.relay_host, self.sender_token)
+
+    @property
+    def relays(self) -> bool:
+        """Whether this host relays."""
+        return self.relay if self.relay is not None else not is_loopback(self.host)
+
+    def relay_address(self) -> str:
+        """Where it serves other hosts.
+
+        Raises:
+            ConfigError: no address leads to the agents.
+        """
+        if self.relay_host is not None or not is_loopback(self.host):
+            return self.relay_host or self.host
+        if self.sender_token is None:
+            return self.host
+        return address_towards(self.senders, instead="set relay_host") or self.host
 
     @classmethod
     def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **options: Any) -> Self:
@@ -127,6 +177,7 @@ class RolloutConfig:
         values: dict[str, Any] = {
             "service_id": serve.service_id or socket.gethostname()[:100] or "rollout", "host": serve.host,
             "port": serve.port, "senders": serve.sources, "controller": serve.controller, "advertise": serve.advertise,
+            "relay": serve.relay, "zone": serve.zone, "upload_bytes_s": serve.upload_bytes_s,
         }  # fmt: skip
         values |= pull_settings(settings)
         if "lease_s" in settings.fleet.model_fields_set:

@@ -65,7 +65,10 @@ class StagedVersion:
         num_attempts: how often it was begun anew at another version, plus one.
         num_deltas: how many deltas brought it, over all sources; 0: it came in full.
         received_bytes: that were sent for it, in this attempt.
+        received_from: the same by where they came from: "agent", "peer".
+        because: why it came so, in words.
         incarnation: of the trainer that published it; see `AgentVersion`.
+        leads_to: see `GrantFacts`; None: it is what was wanted.
         patch: what an engine that serves the version before it can take instead; gone with the staging.
         no_patch_because: why there is none, though deltas brought it.
     """
@@ -78,7 +81,10 @@ class StagedVersion:
     release: Callable[[], None]
     num_deltas: int = 0
     received_bytes: int = 0
+    received_from: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    because: str | None = None
     incarnation: str | None = None
+    leads_to: int | None = None
     patch: StagedPatch | None = None
     no_patch_because: str | None = None
 

@@ -6,8 +6,9 @@ until that version was proved, and while it is dirty its stamp is empty, so nobo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -93,9 +94,15 @@ class Target:
 
 @of_one_process
 class Staging:
-    """Holds one segment from pull to pull. One pull at a time; closed by its owner."""
+    """Holds one segment from pull to pull. One pull at a time; closed by its owner.
+
+    Attributes:
+        before_write: called before what is there is written, or forgotten: when it has returned no other host reads it.
+            What it raises ends the attempt, with nothing changed.
+    """
 
     def __init__(self) -> None:
+        self.before_write: Callable[[], None] = lambda: None
         self._target: Target | None = None
         self._model_id = ""
         self._in_use = False
@@ -128,6 +135,7 @@ class Staging:
                 "close() that, or pull in a `with` block",
                 state_left="nothing was changed",
             )
+        self.before_write()
         layout = manifest.table.derive(plan_layout)
         target = self._target
         if target is None or (target.layout is not layout and target.layout != layout):
@@ -156,12 +164,15 @@ class Staging:
 
     def forget(self) -> None:
         """What is there is not what was proved any more: every block is fetched anew."""
+        self.before_write()
         self._held = None
         if self._target is not None:
             self._target.forget()
 
     def close(self) -> None:
         """Gives the memory back. Idempotent."""
+        with contextlib.suppress(StateError):  # who reads on reads zeros, and finds the checksum wrong
+            self.before_write()
         target, self._target = self._target, None
         self._held = None
         self._in_use = False

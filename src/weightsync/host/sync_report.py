@@ -51,6 +51,7 @@ def tell_served(
             digests_equal=None if loaded.unprovable else True,
             unprovable=loaded.unprovable,
             checksums=loaded.checksums,
+            written=loaded.written,
         ),
         model_id=model_id,
     )

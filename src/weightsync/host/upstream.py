@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from weightsync.clients.agent import AgentClient
+from weightsync.clients.store import StoreClient
 from weightsync.errors import ConfigError, StateError
 from weightsync.host.agent_state import SHORTEST_S, Ask
 from weightsync.host.followed import FollowedRun
@@ -30,7 +31,7 @@ class _Line:
         ends_s: until when that one waits there; None: it does not.
     """
 
-    client: AgentClient | None = None
+    client: AgentClient | StoreClient | None = None
     asked_s: float = 0.0
     ends_s: float | None = None
 
@@ -53,7 +54,7 @@ class Upstream:
         run: FollowedRun,
         changed: threading.Condition,
         *,
-        connect: Callable[[str], AgentClient],
+        connect: Callable[[str], AgentClient | StoreClient],
         told: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

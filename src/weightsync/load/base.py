@@ -66,6 +66,15 @@ class WeightLoader(abc.ABC):
         memory, and what can't be written where it is live is loaded again from there."""
         return False
 
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether `rollback` would undo the last commit."""
+        return False
+
+    def distrust(self) -> None:  # noqa: B027  (most build on nothing that was there)
+        """What is live is not what was committed, as somebody has found: the next full load writes all of it, and until
+        then no patch is made on it. Outside of a bracket."""
+
     def lost(self) -> str | None:
         """Why the live weights are not those of the last commit any more, where somebody else can change them; None:
         they are. Asked now and then, from any thread; takes some seconds at most.

@@ -15,6 +15,7 @@ import torch
 from weightsync.errors import LoadError
 from weightsync.load.live_plan import LivePlan
 from weightsync.load.patching import Change, LivePatch
+from weightsync.tensors import byte_view
 from weightsync.types import Box, Patch
 
 
@@ -78,6 +79,11 @@ class ShardPatch:
         """What it does, in the checkpoint's coordinates; true after `gather`."""
         return self._whole.changes()
 
+    @property
+    def num_elements(self) -> int:
+        """How many elements of the checkpoint change."""
+        return sum(change.positions.numel() for change in self.changes())
+
     def check_memory(self) -> None:
         """See `LivePatch.check_memory`."""
         self._live.check_memory()
@@ -101,6 +107,12 @@ class ShardPatch:
         """
         self.followed = True
         self._whole.apply()
+
+    def into_base(self) -> None:
+        """Writes what was added into the base, whatever is there: it is of no version until the rest has come."""
+        for change in self._whole.changes():
+            there = byte_view(self._base[change.spec.name]).view(-1, change.new.element_size())
+            there[change.positions.to(torch.int64)] = byte_view(change.new).view(-1, change.new.element_size())
 
     def close(self) -> None:
         """Lets go of everything. Idempotent."""

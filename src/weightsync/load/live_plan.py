@@ -104,6 +104,20 @@ class LivePlan:
                     odd[name] = f"{piece.owner} does not hold it as it came: it is repacked, or computed from it"
         return odd
 
+    def write(self, whole: Mapping[str, torch.Tensor]) -> None:
+        """Puts all elements of whole tensors where they are live, without the model's loader.
+
+        Args:
+            whole: by name, on any device.
+        """
+        with torch.no_grad():
+            for name, found in self.pieces.items():
+                for piece in found:
+                    cut = tuple(
+                        slice(at, at + size) for at, size in zip(piece.box.offset, piece.box.shape, strict=True)
+                    )
+                    piece.live.copy_(whole[name][cut])
+
     def without(self, odd: Mapping[str, str]) -> LivePlan:
         """The plan with these marked besides, for these reasons."""
         pieces = {name: found for name, found in self.pieces.items() if name not in odd}

@@ -9,9 +9,9 @@ from typing import ClassVar, cast
 import torch
 
 from weightsync.copying import unpack
-from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError, as_weightsync_error
-from weightsync.load.base import WeightLoader
-from weightsync.load.patching import Change, LivePatch, check_patchable, kernels
+from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
+from weightsync.load.patch_bracket import PatchingLoader
+from weightsync.load.patching import LivePatch, check_patchable, kernels
 from weightsync.load.placing import Placing
 from weightsync.load.spans import overlapping
 from weightsync.load.whole import check_closed, check_complete, check_open, check_verified
@@ -19,7 +19,7 @@ from weightsync.tensors import PackedUpdates, spec_of, torch_dtype
 from weightsync.types import Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version, dtype_name
 
 
-class ModuleWeightLoader(WeightLoader):
+class ModuleWeightLoader(PatchingLoader[LivePatch]):
     """Loads into a module's parameters and persistent buffers.
 
     By default updates are staged in a second set of tensors, and commit swaps the sets: the engine serves
@@ -48,11 +48,10 @@ class ModuleWeightLoader(WeightLoader):
         name_map: Callable[[str], str] | None = None,
         ignore: Iterable[str] = (),
     ) -> None:
+        super().__init__()
         self._in_place = in_place
         self._ignore = frozenset(ignore)
         self._placing = Placing(module, name_map=name_map or (lambda name: name), ignore=self._ignore)
-        self._healthy = True
-        self._manifest: Manifest | None = None
         self._placed: dict[str, torch.Tensor] = {}  # manifest name -> live tensor
         self._specs: Mapping[str, TensorSpec] = {}  # of the same
         self._spare: dict[str, torch.Tensor] = {}  # manifest name -> the other set
@@ -60,13 +59,7 @@ class ModuleWeightLoader(WeightLoader):
         self._ignored: frozenset[str] = frozenset()
         self._verified = False
         self._look_again: Callable[[], None] | None = None  # in a bracket, from `verify` on
-        self._patch: LivePatch | None = None  # of the bracket that is open
-        self._undo: LivePatch | None = None  # of the last commit
         self.writes_live = in_place
-
-    @property
-    def healthy(self) -> bool:
-        return self._healthy
 
     def begin(self, manifest: Manifest) -> None:
         check_closed(self._manifest)
@@ -102,20 +95,12 @@ class ModuleWeightLoader(WeightLoader):
                     "a bracket takes whole tensors alone, that of a patch patches alone", parameter=update.name
                 )
 
-    def prepare_patch(self) -> Iterator[Change]:
-        if self._patch is None:
-            return super().prepare_patch()
-        self._check_places()
-        self._patch.gather()
-        self._verified = True
-        return self._patch.changes()
-
     def verify(self) -> None:
         check_open(self._manifest)
         if self._patch is not None:
             raise StateError("a patch is prepared, not verified")
         check_complete(self._placed, self._loaded)
-        self._check_places()
+        self._check_live()
         self._verified = True
 
     def live_tensors(self) -> Iterator[HeldTensor]:
@@ -144,12 +129,10 @@ class ModuleWeightLoader(WeightLoader):
         return self._placed or self._placing.live()
 
     def commit(self, version: Version) -> None:
-        check_verified(self._manifest, version, verified=self._verified)
+        check_verified(self._manifest, version, verified=self._verified if self._patch is None else self._prepared)
         self._check_again()
         if self._patch is not None:
-            self._verified = False  # one that fails is not tried again
-            self._write_patch(self._patch)
-            self._undo, self._patch = self._patch, None
+            self._write(self._patch)
         else:
             self._healthy = False  # until all are swapped
             if not self._in_place:
@@ -164,23 +147,9 @@ class ModuleWeightLoader(WeightLoader):
             return
         self._manifest = None
         self._verified, self._look_again = False, None
-        if self._patch is not None:
-            self._patch.close()
-            self._patch = None
+        self._drop_patch()
 
-    def rollback(self) -> None:
-        if self._undo is None or self._manifest is not None:
-            return super().rollback()
-        self._undo_patch(self._undo)
-        self.settle()
-        return None
-
-    def settle(self) -> None:
-        if self._undo is not None:
-            self._undo.close()
-            self._undo = None
-
-    def _check_places(self) -> None:
+    def _check_live(self) -> None:
         """The model holds what it held at begin; where not, nobody knows what it would serve."""
         try:
             self._look_again = self._placing.check(self._placed)
@@ -193,28 +162,8 @@ class ModuleWeightLoader(WeightLoader):
         try:
             self._look_again()
         except LoadError:
-            self._verified = self._healthy = False
+            self._verified = self._prepared = self._healthy = False
             raise
-
-    def _write_patch(self, patch: LivePatch) -> None:
-        """All of it, or none of it."""
-        patch.check_memory()
-        self._healthy = False
-        try:
-            patch.apply()
-        except BaseException as error:
-            self._undo_patch(patch)
-            raise as_weightsync_error(error, LoadError, "writing a patch failed; it was undone") from error
-
-    def _undo_patch(self, patch: LivePatch) -> None:
-        self._healthy = False
-        try:
-            patch.undo()
-        except BaseException as error:
-            raise LoadError(
-                f"a patch could not be undone: {error}", state_left="refuses to serve until the next full load"
-            ) from error
-        self._healthy = True
 
     def _open(self, manifest: Manifest, placed: dict[str, torch.Tensor], patch: LivePatch | None) -> None:
         self.settle()
@@ -222,7 +171,7 @@ class ModuleWeightLoader(WeightLoader):
         self._specs = manifest.by_name()
         self._ignored = self._ignore.intersection(manifest.table.names)
         self._loaded = set()
-        self._verified = False
+        self._verified = self._prepared = False
         self._patch = patch
         self._manifest = manifest
 
@@ -240,7 +189,7 @@ class ModuleWeightLoader(WeightLoader):
     def _patch_one(self, patch: LivePatch, update: Patch) -> None:
         live = self._target(update.name)
         if live is not None:
-            self._verified = False
+            self._prepared = False
             patch.add(live, update)
             self._loaded.add(update.name)
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import int64, types, uint64
+from numba import int64, types, uint32, uint64
 from numba.extending import intrinsic
 
 from weightsync.compiled import compiled, read_only, writable
@@ -119,3 +119,14 @@ def exchange(live: Any, positions: Any, expected: Any, new: Any) -> Any:
             index += uint64(1)
         start = end
     return int64(before), int64(after)
+
+
+@compiled(int64(read_only(types.uint64), read_only(types.uint64), writable(types.uint32)))
+def differing(one: Any, other: Any, where: Any) -> Any:
+    """Which words differ: fills `where`, which has a place for each of them, from its begin. Returns how many."""
+    found = uint64(0)
+    for index in range(len(one)):
+        if one[index] != other[index]:
+            where[found] = uint32(index)
+            found += uint64(1)
+    return int64(found)

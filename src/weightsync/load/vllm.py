@@ -29,7 +29,7 @@ from weightsync.load.vllm_checkpoint import CheckpointTensors
 from weightsync.load.vllm_layers import LayerNotes
 from weightsync.load.vllm_reload import LayerwiseReload, loading
 from weightsync.load.vllm_trust import MAPS, doubts
-from weightsync.load.whole import check_closed, check_complete, check_open, lent, stage, staging_for, whole_tensor
+from weightsync.load.whole import check_closed, check_complete, check_open, lent, staging_for, whole_tensor
 from weightsync.types import Manifest, Update, Version
 
 _logger = logging.getLogger(__name__)
@@ -100,6 +100,8 @@ class VLLMWeightLoader(PlannedLoader):
     def begin(self, manifest: Manifest) -> None:
         self._check(manifest)
         self.settle()
+        if self._begin_change(manifest):
+            return
         self._specs = manifest.by_name()
         if not self.writes_live:
             self._trace(manifest)
@@ -130,11 +132,11 @@ class VLLMWeightLoader(PlannedLoader):
 
     def load_weights(self, updates: Iterable[Update]) -> None:
         check_open(self._manifest)
-        if self._patch is not None:
+        if self._patch is not None and not self._comes_whole:
             self._add(self._patch, updates)
             return
         if not self.writes_live:
-            stage(updates, self._specs, self._staging, self._loaded)
+            self._take_whole(updates)
             return
         fresh: list[tuple[str, torch.Tensor]] = []
         for update in updates:
@@ -159,6 +161,7 @@ class VLLMWeightLoader(PlannedLoader):
     def verify(self) -> None:
         check_open(self._manifest)
         check_complete(self._specs, self._loaded)
+        self._prepare_whole()
 
     def commit(self, version: Version) -> None:
         """See the base class. In full it takes seconds for a large model: every byte is copied to the device and
@@ -174,6 +177,38 @@ class VLLMWeightLoader(PlannedLoader):
             return
         if manifest.version != version or self._loaded != self._specs.keys():
             raise StateError(f"what was loaded is {manifest.version}, {len(self._loaded)} tensors, not {version}")
+        if self._writes_by_plan:
+            self._commit_by_plan(version)
+        else:
+            self._commit_by_reload(version)
+        self.written = None
+        self._manifest = None
+        self._base = None if self.writes_live else version
+        self._healthy = True
+        if lent(self._staging, self._module):  # then it is live itself: comparing it says nothing
+            self._staging, self._base, self.proved = {}, None, False
+
+    def _commit_by_plan(self, version: Version) -> None:
+        """What is live was found as it was staged by the last load: so this one is put there, and compared again."""
+        assert self._plan is not None
+        self._check_moved(in_pause=True)
+        self._healthy = False
+        try:
+            self._plan.write(self._staging)
+            self._compare()
+        except Exception as error:
+            self.distrust()
+            raise as_weightsync_error(
+                error, LoadError, "writing failed", version=str(version), state_left="half-loaded: not served"
+            ) from error
+        if not self.proved:
+            why = next(iter(self.marked.values()), "the live tensors lie elsewhere")
+            self.distrust()
+            self._plan = None
+            raise LoadError(f"what was written is not live: {why}", state_left="half-loaded: not served")
+
+    def _commit_by_reload(self, version: Version) -> None:
+        """By vLLM's own reload."""
         self._healthy = self.proved = False
         try:
             if self._reload is None:
@@ -187,15 +222,10 @@ class VLLMWeightLoader(PlannedLoader):
             ) from error
         self._notes, self._reload = self._reload.notes, None
         self._sources = {self._canonical(name): name for name in self._specs}
-        self._manifest = None
         self._compare()
         self._unlayered = self._why_unlayered() if self.marked else None
         layers = self._module.named_modules()
         self._derived = next((path for path, each in layers if hasattr(each, "W_UV") or hasattr(each, "W_UK_T")), None)
-        self._base = None if self.writes_live else version
-        self._healthy = True
-        if lent(self._staging, self._module):  # then it is live itself: comparing it says nothing
-            self._staging, self._base, self.proved = {}, None, False
 
     def abort(self, reason: str) -> None:
         """See the base class. Where a reload is open vLLM's layers get their tensors back, with mixed content."""

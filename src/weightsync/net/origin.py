@@ -8,6 +8,7 @@ origin, and only its name gives it away.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
@@ -62,6 +63,31 @@ def check_page(headers: Mapping[str, str], names: frozenset[str]) -> None:
             "token, or have the proxy in front of it pass the Host header on",
             state_left="nothing was done",
         )
+
+
+def is_foreign_page(headers: Mapping[str, str], names: frozenset[str]) -> bool:
+    """Whether a web page sent it that is not this server's own: of another origin, or by a name that was made to lead
+    here. For a server that programs may call by any name: what no browser sent is nobody's page.
+
+    Args:
+        headers: of the request, by names in lower case.
+        names: that this server may be called by, beside addresses and "localhost".
+    """
+    origin, called = headers.get("origin"), headers.get("host", "").lower()
+    if not origin:
+        return False
+    host = _name_of(called)
+    by_own_name = host is not None and (is_loopback(host) or host in names or _is_address(host))
+    return not by_own_name or origin.lower().partition("://")[2] != called
+
+
+def _is_address(host: str) -> bool:
+    """Whether it is one already: no page has made a name of it."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _name_of(netloc: str) -> str | None:

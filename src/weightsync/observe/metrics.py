@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from weightsync.errors import MissingDependencyError, WeightSyncError
+from weightsync.errors import DigestMismatchError, MissingDependencyError, WeightSyncError
 from weightsync.observe.events import Recorder
 from weightsync.types import PhaseRecord, SyncReport
 
@@ -59,6 +59,18 @@ class Metrics:
         self._bytes = Counter("weightsync_bytes", "Bytes of weights synced, once a sync.", registry=own)
         self._sent = Counter("weightsync_sent_bytes", "Bytes that moved for them, once a sync.", registry=own)
         self._deltas = Counter("weightsync_delta_syncs", "Syncs that moved what had changed alone.", registry=own)
+        self._written = Counter(
+            "weightsync_written_elements", "Elements that engines wrote in place, not all of a version.", registry=own
+        )
+        self._fallbacks = Counter(
+            "weightsync_full_fallbacks",
+            "Syncs that loaded all of a version where changes alone were wanted.",
+            registry=own,
+        )
+        self._audits = Counter(
+            "weightsync_audits", "Readings of live weights: proved, wrong, or ended without a word.", ["outcome"],
+            registry=own,
+        )  # fmt: skip
         self._syncs = Counter("weightsync_syncs", "Syncs by outcome: ok or failed.", ["outcome"], registry=own)
         self._failures = Counter("weightsync_failures", "Failed syncs by type of error.", ["error"], registry=own)
         self._lost = Counter("weightsync_lost_engines", "Engines that syncs had to leave out.", registry=own)
@@ -68,6 +80,8 @@ class Metrics:
         self._version = Gauge("weightsync_version", "The version that the engines serve.", ["model_id"], registry=own)
         for outcome in ("ok", "failed"):
             self._syncs.labels(outcome)
+        for outcome in ("proved", "wrong", "unknown"):
+            self._audits.labels(outcome)
         self._max_labels = max_labels
         self._labels: dict[str, set[str]] = {"phase": set(), "track": set(), "error": set(), "model_id": set()}
         self._lock = threading.Lock()
@@ -82,6 +96,9 @@ class Metrics:
         """Counts one phase."""
         labels = self._bounded("phase", record.name), self._bounded("track", record.track)
         self._phase.labels(*labels).observe(max(0.0, record.end_s - record.start_s))
+        if record.name == "audit":
+            wrong = DigestMismatchError.__name__ in record.detail
+            self._audits.labels("wrong" if wrong else "unknown" if "failed: " in record.detail else "proved").inc()
 
     def observe_sync(self, report: SyncReport, *, model_id: str | None = None) -> None:
         """Counts one sync that ended well."""
@@ -92,6 +109,8 @@ class Metrics:
         self._bytes.inc(report.total_bytes)
         self._sent.inc(report.sent_bytes)
         self._deltas.inc(report.num_deltas > 0)
+        self._written.inc(report.written)
+        self._fallbacks.inc(report.full_because is not None)
         self._lost.inc(len(report.lost_engine_ids))
         self._unproved.inc(report.digests_equal is not True)
         self._version.labels(self._bounded("model_id", model_id or self.model_id)).set(report.version.number)

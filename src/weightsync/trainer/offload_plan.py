@@ -13,7 +13,7 @@ from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.types import Box, Manifest, TensorSpec, Version
 from weightsync.types.adapter import Adapter
 from weightsync.types.canary import Canary
-from weightsync.types.publication import Publication, Source
+from weightsync.types.publication import Publication, Source, fitting_block_bytes
 from weightsync.types.table import SpecTable, TensorTable
 
 
@@ -57,7 +57,7 @@ class HostPlan:
             specs: of the whole tensors, as for `plan_hosts`.
             endpoints: the agents' URLs, by rank.
             segments: names of the segments that it was written to, by host.
-            block_bytes: what one checksum covers.
+            block_bytes: what one checksum covers, at most.
             adapter: of a publication of kind "lora".
             canary: see `Manifest`.
         """
@@ -67,7 +67,7 @@ class HostPlan:
                 segment=segments[host],
                 data_start=layout.data_start,
                 data_end=layout.total_bytes,
-                block_bytes=block_bytes,
+                block_bytes=fitting_block_bytes(layout.total_bytes - layout.data_start, at_most=block_bytes),
             )
             for host, leader, layout in zip(self.hosts, self.leaders, self.layouts, strict=True)
         )

@@ -376,6 +376,11 @@ class WeightManager:
         while not ranks.settle(None, done=ranks.rank == 0 and done(_ROUND_S))[0]["done"]:
             pass
 
+    def settle(self, error: WeightSyncError | None) -> None:
+        """Every rank calls it, after `start`; where one has an error, all raise it."""
+        if self._ranks is not None:
+            self._ranks.settle(error)
+
     def close(self) -> None:
         """Ends the agent and unlinks the segments. Receivers go on with what they serve. Idempotent.
 

@@ -1,10 +1,10 @@
-"""PushSync: training ranks push a version into every engine, and the engines prove it.
+"""PushSync: training ranks push a version into every engine, and the engines prove it where they can.
 
 One sync, and who waits for whom (rank 0; the other ranks take part in extraction and agreement alone):
 
     agree on the version -> engines described, group built where it has to be -> begin on every engine
     -> chunks: extraction thread || pack || broadcast || engines load      (two chunks in flight)
-    -> stage: every engine proves its bytes against digests made from the trainer's shards
+    -> stage: each engine proves its bytes against digests made from the trainer's shards, or says why it can't
     -> pause -> commit -> resume -> agree on the outcome
 
 Any failure: engines abort (they serve their old version, or nothing), the group is dropped and built anew for

@@ -183,6 +183,7 @@ class PushSession:
             digests_equal=None if unprovable else True,
             unprovable=unprovable,
             checksums=dict(session.checksums),
+            written=sum(reply.written or 0 for reply in session.resumed.values()),
         )
 
     def _begin(

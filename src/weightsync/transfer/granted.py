@@ -87,6 +87,7 @@ class Transfer:
         self.source = source
         self.receiver_id = receiver_id
         self.lasting = lasting
+        self.asked_bytes = 0  # of blocks; the block server's to count
         self.leased = lease_s is not None
         self._on_end = on_end
         self._take_up_s = take_up_s

@@ -9,6 +9,7 @@ import ssl
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 from weightsync.errors import (
     DeadlineExceededError,
@@ -39,6 +40,8 @@ class TcpSource:
         num_streams: connections.
         stall_s: a connection over which nothing comes for so long is given up and opened anew.
         tls: for a server that speaks TLS; with `server_hostname` of the host.
+        name: of the server, for errors; the source's endpoint where not given.
+        max_tries: so often in a row a stream may break before the server counts as gone.
     """
 
     def __init__(
@@ -51,8 +54,12 @@ class TcpSource:
         num_streams: int = 6,
         stall_s: float = 10.0,
         tls: ssl.SSLContext | None = None,
+        name: str | None = None,
+        max_tries: int = _MAX_TRIES,
     ) -> None:
         self._source = source
+        self._name = name or source.endpoint
+        self._max_tries = max_tries
         self._checksums = checksums
         self._hello = HELLO.pack(MAGIC, bytes.fromhex(transfer_id))
         self._address = address
@@ -66,10 +73,10 @@ class TcpSource:
     def read(self, blocks: list[int], into: Destination, arrived: Arrived, *, deadline: Deadline) -> None:
         """See `RangedSource.read`."""
         run = _Run(blocks)
-        peer = self._source.endpoint
+        peer = self._name
         streams = [
             threading.Thread(
-                target=self._stream, args=(run, into, arrived, deadline), name=f"weightsync-pull-{n}", daemon=True
+                target=self.stream, args=(run, into, arrived, deadline), name=f"weightsync-pull-{n}", daemon=True
             )
             for n in range(min(self._num_streams, max(1, len(blocks))))
         ]
@@ -102,8 +109,8 @@ class TcpSource:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)  # an SSLSocket's own forgets that it is one
 
-    def _stream(self, run: _Run, into: Destination, arrived: Arrived, deadline: Deadline) -> None:
-        """One connection at a time, until nothing is left to ask for."""
+    def stream(self, run: Work, into: Destination, arrived: Arrived, deadline: Deadline) -> None:
+        """Reads what `run` gives, over one connection at a time, until that has nothing left."""
         failures = 0
         pause = threading.Event()
         while run.busy:
@@ -113,36 +120,36 @@ class TcpSource:
             except OSError as error:
                 failures = 1 if run.left < before else failures + 1
                 if self._closed:
-                    run.fail(TransferAbortedError("this source was closed", peer=self._source.endpoint))
+                    run.fail(TransferAbortedError("this source was closed", peer=self._name))
                 elif deadline.expired:
-                    run.fail(DeadlineExceededError(_late(deadline), peer=self._source.endpoint))
-                elif failures >= _MAX_TRIES:
+                    run.fail(DeadlineExceededError(_late(deadline), peer=self._name))
+                elif failures >= self._max_tries:
                     run.fail(
                         EngineUnreachableError(
                             f"{self._address[0]}:{self._address[1]} cut the stream {failures} times: {error}",
-                            peer=self._source.endpoint,
+                            peer=self._name,
                         )
                     )
                 else:
                     pause.wait(min(_RETRY_S * 2**failures, deadline.remaining_s))
             except _DamagedError as error:
-                run.damaged(error.block, TransferError(str(error), peer=self._source.endpoint))
+                run.damaged(error.block, TransferError(str(error), peer=self._name))
             except WeightSyncError as error:
-                error.peer = error.peer or self._source.endpoint
+                error.peer = error.peer or self._name
                 run.fail(error)
             except BaseException as error:  # our own bug, or no memory: the caller must hear of it
-                run.fail(TransferError(f"a stream failed: {error!r}", peer=self._source.endpoint))
+                run.fail(TransferError(f"a stream failed: {error!r}", peer=self._name))
                 raise
             if run.error is not None:
                 self._cut()  # what the others wait for is of no use any more
 
-    def _converse(self, run: _Run, into: Destination, arrived: Arrived, deadline: Deadline) -> None:
+    def _converse(self, run: Work, into: Destination, arrived: Arrived, deadline: Deadline) -> None:
         asked: collections.deque[int] = collections.deque()
         try:
             with self._connected(deadline) as connection:
                 connection.sendall(self._hello)
                 while True:
-                    while len(asked) < _AHEAD and (block := run.take()) is not None:
+                    while len(asked) < _AHEAD and (block := run.take(idle=not asked)) is not None:
                         asked.append(block)
                         connection.sendall(ask_bytes(block))
                     if not asked:
@@ -156,7 +163,7 @@ class TcpSource:
         self,
         connection: socket.socket,
         block: int,
-        run: _Run,
+        run: Work,
         into: Destination,
         arrived: Arrived,
         deadline: Deadline,
@@ -183,7 +190,7 @@ class TcpSource:
             run.wrong(block)
             return
         arrived(block, target)
-        run.arrived()
+        run.arrived(block)
 
     @contextlib.contextmanager
     def _connected(self, deadline: Deadline) -> Iterator[socket.socket]:
@@ -217,6 +224,50 @@ class _DamagedError(Exception):
         self.block = block
 
 
+class Work(Protocol):
+    """What a stream is to read, and whom it tells how that went.
+
+    Attributes:
+        left: how much is left; it falls with what arrives.
+        error: why nothing more is to be read; None: there is no such reason.
+    """
+
+    @property
+    def left(self) -> int: ...
+
+    @property
+    def error(self) -> WeightSyncError | None: ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is, or may be, anything to read."""
+        ...
+
+    def take(self, *, idle: bool) -> int | None:
+        """The next block; None: there is none. Only who is `idle`, with no answer outstanding, may be made to wait."""
+        ...
+
+    def put_back(self, blocks: collections.deque[int]) -> None:
+        """These were taken, and have not arrived."""
+        ...
+
+    def arrived(self, block: int) -> None:
+        """It is there, and right."""
+        ...
+
+    def wrong(self, block: int) -> None:
+        """Its checksum does not hold. It is not put back besides."""
+        ...
+
+    def damaged(self, block: int, error: TransferError) -> None:
+        """Its answer began wrong; it was put back."""
+        ...
+
+    def fail(self, error: WeightSyncError) -> None:
+        """Nothing more can be read here."""
+        ...
+
+
 class _Run:
     """What is left to do, shared by the streams."""
 
@@ -232,7 +283,7 @@ class _Run:
         with self._lock:
             return self.error is None and bool(self._todo)
 
-    def take(self) -> int | None:
+    def take(self, *, idle: bool) -> int | None:
         with self._lock:
             return self._todo.popleft() if self._todo and self.error is None else None
 
@@ -240,7 +291,7 @@ class _Run:
         with self._lock:
             self._todo.extendleft(reversed(blocks))
 
-    def arrived(self) -> None:
+    def arrived(self, block: int) -> None:
         with self._lock:
             self.left -= 1
 

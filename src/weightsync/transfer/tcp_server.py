@@ -6,8 +6,6 @@ own thread and its transfer's lock on the segment.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import logging
 import os
 import socket
@@ -18,22 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from weightsync.errors import StateError, TransferAbortedError, VersionError
-from weightsync.net.routes import listening
-from weightsync.transfer.blocks import ASK, HELLO, MAGIC, Answer, Code, answer_bytes, parse_ask
+from weightsync.transfer.blocks import Answer, Code, answer_bytes
 from weightsync.transfer.granted import RENEWABLE_S, Transfer
+from weightsync.transfer.stream_door import StreamDoor, asked_block
 from weightsync.types import Version
 from weightsync.types.publication import Source
 
-_HELLO_WITHIN_S = 5.0
-_MAX_SILENT, _MAX_SILENT_A_PEER = 128, 64
-"""Connections that have not shown a transfer yet, in all and from one address. Beyond it the oldest goes, of that
-address or of the one that has most: an honest one speaks at once."""
 _MAX_TRANSFERS = 256
 _LEASE_IDLE_S = 1.0
 """A leased transfer that nobody reads for so long may be of a receiver that was killed: the publisher comes first."""
-_MAX_STREAMS = 6 * _MAX_TRANSFERS
-"""Connections that read a granted transfer, each with a thread."""
-_MAX_STREAMS_A_TRANSFER = 128
 _SWEEP_EVERY_S = 0.05
 _CUTS_UNTIL_LEASE = 2
 _MAX_CUT = 10_000
@@ -46,9 +37,7 @@ _logger = logging.getLogger(__name__)
 class BlockServer:
     """Serves granted transfers, from `start` to `close`.
 
-    Who says nothing for 5 s is cut, and earlier where such connections are too many, the most numerous address first.
-    Those that have shown a transfer are limited on their own, in all and for each transfer, so that neither a crowd of
-    strangers nor one receiver keeps others out.
+    Who may connect, and how many, is in `StreamDoor`.
 
     Args:
         host: where to listen.
@@ -57,15 +46,13 @@ class BlockServer:
         tls: where given, connections speak TLS, and bytes are copied instead of handed to the kernel.
 
     Attributes:
-        rejected: connections that were cut or refused, by reason: "no hello" (wrong, or not in time), "crowd" (none so
-            far, and too many such), "no transfer", "full", "no thread".
+        rejected: see `StreamDoor`.
         sent_bytes: of blocks, so far.
     """
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, *, stall_s: float = 10.0, tls: ssl.SSLContext | None = None
     ) -> None:
-        self._host = host
         self._stall_s = stall_s
         self._tls = tls
         self._transfers: dict[str, Transfer] = {}
@@ -74,19 +61,16 @@ class BlockServer:
         self._cut: dict[str, int] = {}  # by receiver, how often in a row; who was cut longest ago first
         self._why_over: dict[str, str] = {}  # by id, of the last transfers; the oldest first
         self._lock = threading.Lock()
-        self._silent: dict[socket.socket, str] = {}  # with the peer's address; the oldest first
-        self._num_streams = 0
         self._closed = False
-        self.rejected: collections.Counter[str] = collections.Counter()
         self.sent_bytes = 0
-        self._listener = listening(host, port, backlog=1024)
-        self.port = int(self._listener.getsockname()[1])
+        self._door = StreamDoor(host, port, look_up=self._find, serve=self._answer, tls=tls)
+        self.rejected = self._door.rejected
+        self.port = self._door.port
 
     @property
     def num_connections(self) -> int:
         """Connections that are open now."""
-        with self._lock:
-            return len(self._silent) + self._num_streams
+        return self._door.num_connections
 
     @property
     def num_transfers(self) -> int:
@@ -97,7 +81,7 @@ class BlockServer:
     def start(self) -> None:
         """Starts to accept connections, in a thread, and to end transfers that nobody reads, in another."""
         threading.Thread(target=self._sweep, name="weightsync-sweeper", daemon=True).start()
-        threading.Thread(target=self._accept, name="weightsync-blocks", daemon=True).start()
+        self._door.start()
 
     def grant(
         self,
@@ -231,9 +215,7 @@ class BlockServer:
         """Stops listening and ends every transfer. Idempotent."""
         self._closed = True
         self._granted.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._door.close()
         with self._lock:
             left = list(self._transfers.values())
         for transfer in left:
@@ -259,120 +241,19 @@ class BlockServer:
                 except Exception as error:  # of whoever is told; the segment is given back
                     _logger.warning("the end of transfer %s was not told: %r", transfer.id, error)
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, (peer, *_) = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                threading.Event().wait(0.05)  # out of descriptors: others may be given back
-                continue
-            with self._lock:
-                if (oldest := self._one_too_many(peer)) is not None:
-                    del self._silent[oldest]
-                    self.rejected["crowd"] += 1
-                    with contextlib.suppress(OSError):  # its thread wakes up and closes it
-                        socket.socket.shutdown(oldest, socket.SHUT_RDWR)
-                self._silent[connection] = peer
-            try:
-                threading.Thread(target=self._serve, args=(connection,), name="weightsync-stream", daemon=True).start()
-            except RuntimeError:  # no thread can be had now: later ones can
-                self._heard_of(connection, rejected="no thread")
-                connection.close()
-
-    def _one_too_many(self, peer: str) -> socket.socket | None:
-        """Under the lock, before another one from that address: which of the silent ones goes; None: there is room."""
-        each_has = collections.Counter(self._silent.values())
-        if each_has[peer] < _MAX_SILENT_A_PEER:
-            if len(self._silent) < _MAX_SILENT:
-                return None
-            peer = each_has.most_common(1)[0][0]
-        return next(connection for connection, whose in self._silent.items() if whose == peer)
-
-    def _heard_of(self, connection: socket.socket, *, rejected: str | None = None) -> bool:
-        """A connection is silent no longer; False where it has been cut meanwhile."""
+    def _find(self, transfer_id: str) -> Transfer | None:
         with self._lock:
-            known = connection in self._silent
-            self._silent.pop(connection, None)
-            if known and rejected is not None:
-                self.rejected[rejected] += 1
-            return known
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            connection.settimeout(_HELLO_WITHIN_S)
-            if self._tls is not None:
-                connection = self._wrapped(connection, self._tls)
-            self._greet(connection)
-        except (OSError, ValueError):  # the peer is gone, too slow, or speaks something else
-            pass
-        finally:
-            self._heard_of(connection, rejected="no hello")
-            connection.close()
-
-    def _wrapped(self, plain: socket.socket, tls: ssl.SSLContext) -> socket.socket:
-        """The same connection with TLS in it; it stays one of the silent while hands are shaken."""
-        with self._lock:
-            if plain not in self._silent:
-                raise ConnectionAbortedError("cut meanwhile")
-            peer = self._silent.pop(plain)
-            connection = tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
-            self._silent[connection] = peer
-        try:
-            connection.do_handshake()
-        except BaseException:
-            self._heard_of(connection, rejected="no hello")
-            connection.close()
-            raise
-        return connection
-
-    def _greet(self, connection: socket.socket) -> None:
-        hello = _read(connection, HELLO.size, first_within_s=_HELLO_WITHIN_S, all_within_s=_HELLO_WITHIN_S)
-        magic, raw_id = HELLO.unpack(hello) if hello else (b"", b"")
-        if magic != MAGIC:
-            return
-        with self._lock:
-            transfer = self._transfers.get(raw_id.hex())
-        if transfer is None:
-            if self._heard_of(connection, rejected="no transfer"):
-                connection.sendall(answer_bytes(Answer(code=Code.ENDED, block=0, offset=0, length=0)))
-            return
-        with self._lock:
-            full = self._num_streams >= _MAX_STREAMS or transfer.num_reading >= _MAX_STREAMS_A_TRANSFER
-            self._num_streams += not full
-        if full:
-            self._heard_of(connection, rejected="full")
-            return
-        try:
-            if self._heard_of(connection):
-                self._stream(connection, transfer)
-        finally:
-            with self._lock:
-                self._num_streams -= 1
-
-    def _stream(self, connection: socket.socket, transfer: Transfer) -> None:
-        if not transfer.attach(connection):
-            connection.sendall(answer_bytes(Answer(code=Code.ENDED, block=0, offset=0, length=0)))
-            return
-        try:
-            self._answer(connection, transfer)
-        finally:
-            transfer.detach(connection)
+            return self._transfers.get(transfer_id)
 
     def _answer(self, connection: socket.socket, transfer: Transfer) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         source = transfer.source
         while True:
-            ask = _read(connection, ASK.size, first_within_s=self._stall_s, all_within_s=_HELLO_WITHIN_S)
-            if not ask:
-                return
-            block = parse_ask(ask)
-            if transfer.over or block is None or block >= source.num_blocks:
-                code = Code.ENDED if transfer.over else Code.BAD_REQUEST
-                connection.sendall(answer_bytes(Answer(code=code, block=0, offset=0, length=0)))
+            block = asked_block(connection, transfer, num_blocks=source.num_blocks, stall_s=self._stall_s)
+            if block is None:
                 return
             offset, length = source.block(block)
+            with self._lock:
+                transfer.asked_bytes += length
             head = answer_bytes(Answer(code=Code.OK, block=block, offset=offset, length=length))
             self._send(connection, transfer, head, offset, length)
 
@@ -401,18 +282,3 @@ class BlockServer:
     def _count(self, sent_bytes: int) -> None:
         with self._lock:
             self.sent_bytes += sent_bytes
-
-
-def _read(connection: socket.socket, count: int, *, first_within_s: float, all_within_s: float) -> bytes:
-    """Exactly `count` bytes; nothing where the peer has ended. A peer that sends byte by byte has `all_within_s`."""
-    connection.settimeout(first_within_s)
-    data = connection.recv(count)
-    if not data:
-        return b""
-    connection.settimeout(all_within_s / count)
-    while len(data) < count:
-        part = connection.recv(count - len(data))
-        if not part:
-            return b""
-        data += part
-    return data

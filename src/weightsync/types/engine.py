@@ -254,6 +254,8 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
             begin, before anything is changed.
         unhealthy: at describe: why it refuses to serve until the next full load, where an audit of its live weights
             has found other bytes than it committed.
+        written: how many elements of the checkpoint its last commit has written in place; None where that was all of
+            them, or it does not say.
         layers: at describe, where it was asked: see `LiveLayer`; empty where it can't tell (yet).
         canary: of an engine that is asked one: what it answered last.
         intact: at describe: whether its live weights are those of `version`, whole, whoever may be answered now.
@@ -275,6 +277,7 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
     accepts: tuple[str, ...] = ("full",)
     artifacts: tuple[str, ...] = ("model",)
     unhealthy: str | None = None
+    written: int | None = None
     layers: tuple[LiveLayer, ...] = ()
     canary: CanaryReading | None = None
     intact: bool = True

@@ -31,6 +31,8 @@ class SyncReport:
         digests_equal: True: every engine proved it from live bytes; None: some can't be proved, see
             `unprovable`. A mismatch is an error, never a report.
         unprovable: reasons by engine id.
+        written: how many elements engines have written in place, those alone that did not write all of them, as far as
+            is known.
         checksums: engines' own, of their live weights, by engine id, compared among engines of one size: SGLang's.
             They say that engines agree, not that this is what was published.
     """
@@ -49,6 +51,7 @@ class SyncReport:
     digests_equal: bool | None
     unprovable: Mapping[str, str]
     checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    written: int = 0
 
     def __str__(self) -> str:
         """One line for a log: `v3: 0.4 MB (1.2 %) in 0.14 s, paused 82 ms, proved`."""

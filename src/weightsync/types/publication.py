@@ -15,14 +15,24 @@ from weightsync.types.table import DIGEST_BYTES, SpecTable, TensorTable, written
 
 MAX_SOURCES = 4096
 _CHECKSUM_DIGITS = 16
+_SCHEMES = tuple(f"{scheme}://" for scheme in ("http", "https", "s3", "gs", "az", "file", "memory"))
+_FITTING_BLOCKS = 128
+
+
+def fitting_block_bytes(size_bytes: int, *, at_most: int, at_least: int = 64 << 10) -> int:
+    """How large blocks are of so many bytes: a power of two, so that there are some hundred of them, as hosts that relay
+    take them from each other one by one; between `at_least` and `at_most`, which wins.
+    """
+    wanted = 1 << max(0, (size_bytes // _FITTING_BLOCKS - 1)).bit_length()
+    return min(at_most, max(at_least, wanted))
 
 
 class Source(Message, frozen=True, kw_only=True):
     """One place that a publication lies in: a segment of one trainer host, served by that host's agent.
 
     Attributes:
-        endpoint: the agent's URL.
-        segment: name of the segment in the host's shared memory; a safetensors file.
+        endpoint: the agent's URL, or a place in an object store.
+        segment: name of the segment in the host's shared memory, or of the object; a safetensors file.
         data_start: first byte of tensors in it (what is before is the header).
         data_end: its size in bytes.
         block_bytes: what one checksum covers; blocks are cut from `data_start` on.
@@ -35,8 +45,10 @@ class Source(Message, frozen=True, kw_only=True):
     block_bytes: int
 
     def __post_init__(self) -> None:
-        if not self.endpoint.startswith(("http://", "https://")):
-            raise InvalidRequestError(f"a source's endpoint is an http URL, not {self.endpoint!r}")
+        if not self.endpoint.startswith(_SCHEMES):
+            raise InvalidRequestError(
+                f"a source's endpoint is an http URL or a place in a store, not {self.endpoint!r}"
+            )
         if not 0 <= self.data_start <= self.data_end <= MAX_NBYTES or self.data_start >= 1 << 40:
             raise InvalidRequestError(f"a source can't hold bytes {self.data_start} to {self.data_end}")
         if not 4096 <= self.block_bytes <= 64 << 20:

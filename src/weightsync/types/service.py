@@ -75,6 +75,8 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         transport: how the last version came.
         num_deltas: how many deltas brought it; 0: it came in full.
         received_bytes, total_bytes: that were sent for it, and those of the whole model.
+        received_from: the former by where they came from: "agent", "peer".
+        because: why it came so, in words.
         num_patched: engines that were given its changed elements alone.
         full_because: why engines were given all of it, though deltas brought it, by engine.
         unprovable: why engines could not prove their live bytes, by engine.
@@ -107,6 +109,8 @@ class ModelStatus(Message, frozen=True, kw_only=True):
     num_deltas: int = 0
     received_bytes: int = 0
     total_bytes: int = 0
+    received_from: dict[str, int] = msgspec.field(default_factory=dict)
+    because: str | None = None
     num_patched: int = 0
     full_because: dict[str, str] = msgspec.field(default_factory=dict)
     unprovable: dict[str, str] = msgspec.field(default_factory=dict)

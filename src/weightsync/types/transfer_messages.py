@@ -26,6 +26,7 @@ class Transport(enum.StrEnum):
 
     TCP = "tcp"
     SHM = "shm"
+    STORE = "store"
 
 
 class RegisterRequest(Message, frozen=True, kw_only=True):
@@ -92,6 +93,7 @@ class GrantFacts(Message, frozen=True, kw_only=True):
         base: what `delta` builds on, as it was asked.
         delta: blobs that lead from `base` to this version, in order; none where `base` is this version. None: there is
             no delta, the source's own bytes are to be read.
+        leads_to: number of the version that is wanted, where this one is its chain's anchor: whoever has it asks again.
     """
 
     transfer_id: str
@@ -105,6 +107,7 @@ class GrantFacts(Message, frozen=True, kw_only=True):
     incarnation: str | None = None
     base: DeltaBase | None = None
     delta: tuple[DeltaLink, ...] | None = None
+    leads_to: int | None = None
 
 
 class TransferGrant(GrantFacts, frozen=True, kw_only=True):

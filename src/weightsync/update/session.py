@@ -120,7 +120,7 @@ class UpdateSession:
         }
 
     def stage(self, manifest: Manifest) -> dict[str, str]:
-        """Has every engine prove its bytes.
+        """Has each engine prove its bytes, or say why it can't.
 
         Args:
             manifest: that of `begin`, with the digests of what was published.

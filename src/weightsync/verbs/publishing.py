@@ -14,10 +14,12 @@ error   nothing is waited for: the agent ends, and memory is given back
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import torch
 
 from weightsync.config import WeightSyncConfig
@@ -27,19 +29,23 @@ from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.extract.named import MappingWeightExtractor
 from weightsync.net.routes import address_towards
+from weightsync.objects.urls import checked_store_url
 from weightsync.trainer.notifier import Notifier
 from weightsync.trainer.publisher import OffloadReport, WeightManager
 from weightsync.trainer.ranks import TrainingRanks
+from weightsync.trainer.sink_process import SinkProcess
 from weightsync.trainer.weights import Weights
 from weightsync.types import Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
+from weightsync.types.sink import SinkConfig
 from weightsync.verbs.canary import TOLERANCE
 from weightsync.verbs.last_version import LastVersion
 from weightsync.verbs.lora import BaseLike, LoraChoice, lora_choice
 from weightsync.verbs.settings import ConfigSource, as_list, loaded, token_of, with_extract
 from weightsync.verbs.weights import TrainerWeights, extractor_from
 
+_CLAIM_S = 15.0
 _logger = logging.getLogger(__name__)
 
 
@@ -61,6 +67,8 @@ def publish(
     port: int | None = None,
     advertise: str | None = None,
     last_wait_s: float | None = None,
+    store: str | None = None,
+    sign_key: str | None = None,
     config: ConfigSource = None,
     verify: bool | str = True,
     **options: Any,
@@ -91,6 +99,9 @@ def publish(
         port: of the agents; 8765, 0: the system's choice.
         advertise: host name by which rollout hosts reach the agents; `host`.
         last_wait_s: how long the end of the block waits at most until the last version is served; 60, 0: not at all.
+        store: place in an object store that versions are written to too, by a process of its own: s3://bucket/run,
+            gs://, az:// or file:///folder. The trainer never waits for it; where it is slow, versions are passed by.
+        sign_key: file with the secret key (`weightsync keygen`) that what is written there is signed with.
         config: a YAML file, a mapping or a `WeightSyncConfig`.
         verify: see `JsonClient`, of whoever is in `to`.
         options: further arguments of `WeightManager`: guard_s, run_id, timeout_s, delta_budget_bytes, certificate, ...
@@ -99,6 +110,8 @@ def publish(
         ConfigError: a setting makes no sense, on any rank; whoever is in `to` has no such model; the port is taken.
         AuthError: whoever is in `to` refuses the token.
         EngineUnreachableError: an agent did not start.
+        RunClaimedError: another trainer writes into that place of the store.
+        StoreAuthError: the store refuses the credential.
         WeightSyncError: the weights can't be extracted. Nothing is left running.
     """
     lora = lora_choice(
@@ -122,8 +135,16 @@ def publish(
         check_wait_s("last_wait_s", wait_s, may_be_0=True)
     except InvalidRequestError as error:
         raise ConfigError(error.message) from None
+    place = store or chosen.store
+    sink = None
+    if place is not None:
+        sink = SinkConfig(
+            store=checked_store_url(place, whose="the store's"), model_id=manager.model_id, run_id="", agents=(),
+            token=token, sign_key=sign_key or chosen.sign_key, anchor_every=chosen.anchor_every, keep_s=chosen.keep_s,
+            verify=_own_certificate(options),
+        )  # fmt: skip
     notifier = Notifier(urls, model_id=manager.model_id, token=token, verify=verify)
-    publisher = Publisher(manager, notifier, last_wait_s=wait_s, lora=lora)
+    publisher = Publisher(manager, notifier, last_wait_s=wait_s, sink=sink, lora=lora)
 
     def offloaded() -> Weights:
         if lora is None:
@@ -149,8 +170,16 @@ class Publisher:
     """
 
     def __init__(
-        self, manager: WeightManager, notifier: Notifier, *, last_wait_s: float, lora: LoraChoice | None = None
+        self,
+        manager: WeightManager,
+        notifier: Notifier,
+        *,
+        last_wait_s: float,
+        sink: SinkConfig | None = None,
+        lora: LoraChoice | None = None,
     ) -> None:
+        self._sink_config = sink
+        self._sink: SinkProcess | None = None
         self._lora = lora
         self._manager = manager
         self._notifier = notifier
@@ -201,9 +230,11 @@ class Publisher:
                     self._notifier.meet()
             except Exception as caught:  # told to all ranks, once there is somebody who can
                 error = as_weightsync_error(caught, ConfigError, "the weights can't be published")
-            self._manager.start(error=error)
+            self._manager.start(error=error, deltas=self._sink_config is not None)
             if self._manager.is_first_rank:
                 self._notifier.start(self._manager.endpoints)
+            if self._sink_config is not None:
+                self._begin_sink(self._sink_config)
         except BaseException:
             self._leave()
             raise
@@ -291,11 +322,47 @@ class Publisher:
         if self._missed:  # the newest weights are nobody's yet
             self.step()
         self.not_serving = {}
+        self._wait_stored()
         for who, why in self.wait_served(self._last_wait_s).items():
             _logger.warning("%s has not got the last version, %s, and it is withdrawn: %s", who, self._newest, why)
 
+    def _begin_sink(self, config: SinkConfig) -> None:
+        """Rank 0's process writes; every rank hears what is wrong with its place."""
+        error: WeightSyncError | None = None
+        if self._manager.is_first_rank:
+            config = msgspec.structs.replace(config, run_id=self._manager.run_id, agents=self._manager.endpoints)
+            self._sink = SinkProcess(config)
+            try:
+                self._sink.start(wait_s=_CLAIM_S + config.takeover_s)
+            except WeightSyncError as caught:
+                error = caught
+        self._manager.settle(error)
+
+    @property
+    def store(self) -> SinkProcess | None:
+        """What writes into the object store, on rank 0: `newest`, and `error` where it has trouble; else None."""
+        return self._sink
+
+    def _wait_stored(self) -> None:
+        """Every rank: until the last version is in the store too, at most `last_wait_s`."""
+        if self._sink_config is None or self._newest is None or not self._last_wait_s:
+            return
+        newest, until_s = self._newest, time.monotonic() + self._last_wait_s
+        why: list[str | None] = [None]
+
+        def done(seconds: float) -> bool:
+            assert self._sink is not None
+            why[0] = self._sink.wait_stored(newest.number, timeout_s=seconds)
+            return why[0] is None or self._sink.failed is not None or time.monotonic() >= until_s
+
+        self._manager.wait_for_first_rank(done)
+        if why[0] is not None:
+            _logger.warning("%s is not in %s: %s", newest, self._sink_config.store, why[0])
+
     def _leave(self) -> None:
         self._closed = True
+        if self._sink is not None:
+            self._sink.close()
         self._notifier.close()
         self._manager.close()
 
@@ -323,6 +390,11 @@ def _as_offloaded(
     if plain and not said and isinstance(weights, torch.nn.Module | Mapping):
         return weights
     return extractor
+
+
+def _own_certificate(options: Mapping[str, Any]) -> bool | str:
+    """What the store's writer takes of agents on this trainer's hosts: their own certificate, where they have one."""
+    return options.get("certificate") or True
 
 
 def _own_host(urls: Sequence[str]) -> str:

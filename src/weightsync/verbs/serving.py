@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from weightsync.clients.agent import AgentClient
+from weightsync.clients.store import client_at
 from weightsync.config import WeightSyncConfig
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import AuthError, ConfigError
@@ -45,6 +45,7 @@ def serve(
     token: str | None = None,
     source_token: str | None = None,
     engine_token: str | None = None,
+    trust_key: str | None = None,
     host: str | None = None,
     port: int | None = None,
     lease: str | None = None,
@@ -63,11 +64,12 @@ def serve(
     Args:
         models: of each model, by name, its engines: URLs, torch modules of this process, or handles. Modules have the
             dtype that is published, and are generated with inside `Service.generation`.
-        sources: URLs of the trainers' agents, one a trainer host. Those that are not there yet are asked again; a
-            trainer that names this service in its `to` needs none.
+        sources: URLs of the trainers' agents, one a trainer host; or a place in an object store (s3://bucket/run).
+            Those that are not there yet are asked again; a trainer that names this service in its `to` needs none.
         token: bearer token of this service, of the agents and the engines; the variable WEIGHTSYNC_TOKEN where not
             given.
         source_token, engine_token: where these have others.
+        trust_key: file with the public key whose manifests are taken from stores; anybody's where not given.
         host: where the service listens; "127.0.0.1", beyond loopback only with a token.
         port: of its HTTP; 9000, 0: the system's choice.
         lease: file by which engines see that this service is alive and has given them weights; made where it is not
@@ -109,7 +111,8 @@ def serve(
             model_id: _handles(model_id, served, token=engine_token, verify=verify, lease=lease, opened=opened)
             for model_id, served in given.items()
         }
-        _ask(urls, tuple(engines), token=source_token, verify=verify)
+        trust_key = trust_key or chosen.trust_key
+        _ask(urls, tuple(engines), token=source_token, verify=verify, trust_key=trust_key)
         arguments = {
             "host": host, "port": port, "controller": controller, "advertise": advertise, "service_id": service_id,
         }  # fmt: skip
@@ -120,6 +123,7 @@ def serve(
             senders=tuple(urls),
             sender_token=source_token,
             sender_verify=verify,
+            trust_key=trust_key,
             controller_token=token,
             controller_verify=verify,
             lease=held,
@@ -251,14 +255,19 @@ def _engines_of(config: WeightSyncConfig) -> dict[str, list[str]]:
     return {model_id: urls for model_id, each in listed.items() if (urls := urls_of(service, each))}
 
 
-def _ask(urls: Sequence[str], models: Sequence[str], *, token: str | None, verify: bool | str) -> None:
+def _ask(
+    urls: Sequence[str], models: Sequence[str], *, token: str | None, verify: bool | str, trust_key: str | None
+) -> None:
     """Asks every source once whether it has one of these models; whoever is not there comes later.
 
     Raises:
         AuthError: one refuses the token.
         ConfigError: one has another model, or is no agent.
     """
-    asked = [in_thread(functools.partial(_model_at, url, token, verify), name="weightsync-ask-source") for url in urls]
+    asked = [
+        in_thread(functools.partial(_model_at, url, token, verify, trust_key), name="weightsync-ask-source")
+        for url in urls
+    ]
     for url, each in zip(urls, asked, strict=True):
         error = each.exception()
         if isinstance(error, AuthError | ConfigError):
@@ -267,8 +276,8 @@ def _ask(urls: Sequence[str], models: Sequence[str], *, token: str | None, verif
             raise ConfigError(f"{url} publishes model {found!r}. {_no_such_model(found, models)}")
 
 
-def _model_at(url: str, token: str | None, verify: bool | str) -> str:
-    with contextlib.closing(AgentClient(url, token=token, verify=verify)) as client:
+def _model_at(url: str, token: str | None, verify: bool | str, trust_key: str | None) -> str:
+    with contextlib.closing(client_at(url, token=token, verify=verify, trust_key=trust_key)) as client:
         return client.get_version(timeout_s=_ASK_S).model_id
 
 

@@ -121,3 +121,23 @@ def test_what_can_not_be_is_refused() -> None:
             world.rollout[0].init_rollout_process_group(rollout_rank=0, metadata=[{"ip": "x"}, {}], **sizes)
         with pytest.raises(StateError, match="init_rollout_process_group comes first"):
             asyncio.run(anext(world.rollout[0].receive_weight_batches()))
+
+
+def test_a_transfer_that_was_broken_off_does_not_come_again() -> None:
+    """Its worker asks for the next one before that is sent. Seen to fail: it was given the one before once more."""
+    with contextlib.closing(World(1, 1)) as world:
+        world.connect()
+
+        async def first_batch() -> None:
+            given = world.rollout[0].receive_weight_batches()
+            await anext(given)
+            await given.aclose()
+
+        sending = in_thread(
+            lambda: asyncio.run(world.policy[0].send_weights(iter(weights(2.0).items()))), name="policy"
+        )
+        asyncio.run(first_batch())
+        sending.result(LONG_S)
+        sent = weights(3.0)
+        (got,) = world.refit(sent)
+        assert same(sent, got)

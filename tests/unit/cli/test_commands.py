@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from weightsync.cli import app
+from weightsync.cli import app, doctor
 from weightsync.net.server import ServerThread, api_app
 
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": ""}
@@ -94,6 +94,30 @@ def test_mistakes_with_a_doctor() -> None:
     ):
         found, text = run("doctor", *words)
         assert (found, says in text) == (code, True), (words, found, text)
+
+
+@pytest.mark.parametrize(
+    ("switch", "option", "mark", "says"),
+    [
+        ("never", "rw,size=1g", "note", "mount -o remount,huge=advise /dev/shm"),
+        ("advise", "rw", "note", "mount -o remount,huge=advise /dev/shm"),
+        ("never", "rw,huge=advise", "ok", "advise for /dev/shm"),
+        ("never", "rw,huge=within_size", "ok", "within_size for /dev/shm"),
+        ("force", "rw", "ok", "force for /dev/shm"),
+        ("deny", "rw,huge=always", "note", "denied by"),
+    ],
+)
+def test_a_doctor_names_the_switch_of_huge_pages_that_counts(
+    switch: str, option: str, mark: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/huge-pages.md. Seen red: it looked at, and advised, the switch that does not count for /dev/shm."""
+    words = ("always", "within_size", "advise", "never", "deny", "force")
+    (tmp_path / "switch").write_text(" ".join(f"[{word}]" if word == switch else word for word in words))
+    (tmp_path / "mounts").write_text(f"tmpfs /dev/shm tmpfs rw,huge=always 0 0\ntmpfs /dev/shm tmpfs {option} 0 0\n")
+    monkeypatch.setattr(doctor, "_THP", tmp_path / "switch")
+    monkeypatch.setattr(doctor, "_MOUNTS", tmp_path / "mounts")
+    found = doctor._huge_pages()
+    assert (found.mark, says in f"{found.found}: {found.advice}") == (mark, True), found
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from weightsync.clients.controller import AsyncControllerClient, ControllerClient
+from weightsync.control import server as server_module
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import SyncMethod
 from weightsync.control.methods.fleet import FleetMethod
@@ -134,7 +135,8 @@ def agent_of(version: dict[str, Any], heard: list[tuple[str, str | None]], token
 
 def tells(served: Served, **body: Any) -> httpx.Response:
     said = {"model_id": "actor", "version": 1, **body}
-    return httpx.post(f"{served.url}/notify_version", headers={"authorization": f"Bearer {TOKEN}"}, json=said)
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    return httpx.post(f"{served.url}/notify_version", headers=headers, json=said, timeout=60)
 
 
 def test_document_3s_body_names_no_run_and_its_agent_is_asked(served: Served) -> None:
@@ -188,6 +190,27 @@ def test_an_agent_with_another_token_is_not_asked_with_the_services_one(served: 
         refused = tells(served, sender_endpoint=own)
     assert (refused.status_code, "name run_id" in refused.json()["message"]) == (422, True)
     assert {given for _, given in heard} == {f"Bearer {TOKEN}"}
+
+
+def test_agents_that_do_not_answer_hold_up_nobody_else(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red with the loop's own threads, which are few: batches and ends of validations waited for the agents."""
+    served.method.asks_agents = True  # type: ignore[misc]
+    go, asked = threading.Event(), threading.Semaphore(0)
+
+    def run_of(*_: object, **__: object) -> str:
+        asked.release()
+        assert go.wait(60)
+        return "r"
+
+    monkeypatch.setattr(server_module, "run_of_caller", run_of)
+    crowd = [in_thread(lambda: tells(served, sender_endpoint=AGENT), name="crowd") for _ in range(40)]
+    try:
+        assert all(asked.acquire(timeout=20) for _ in crowd), "all of them are under way"
+        served.client.trajectory_pool_notify_batch_ready("actor", timeout_s=20)
+    finally:
+        go.set()
+    assert {each.result(60).status_code for each in crowd} == {200}
+    assert served.server._asking.num_taken == 0
 
 
 def test_a_batch_waits_until_its_version_is_served(served: Served) -> None:

@@ -162,7 +162,7 @@ def test_wrong_bytes_of_one_worker_are_fenced_where_another_can_not_tell(trainer
     rig.load(trainer.pulled())
     rig.modules[1].bf16.view(torch.int16)[0, 0] ^= 1
 
-    def verify() -> EngineReply:
+    def verify(timeout_s: float) -> EngineReply:
         raise StateError("a version came while live weights were read: ask again")
 
     rig.workers[0].verify = verify  # type: ignore[method-assign]
@@ -182,6 +182,19 @@ def test_whoever_asks_while_it_reads_shares_the_reading(trainer: Trainer, monkey
             rig.engine.call(EngineOp.AUDIT, AuditRequest(), timeout_s=0.05)
     go.set()
     assert all(each.result(LONG_S).digests_equal for each in asked)
+    assert len(runs) == 1
+
+
+def test_a_worker_waits_no_longer_than_it_is_told(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks next is told what the same reading finds."""
+    rig = Rig()
+    rig.load(trainer.pulled())
+    reading, go, runs = slowed(monkeypatch)
+    with pytest.raises(DeadlineExceededError, match="were not read within"):
+        rig.workers[0].verify(0.05)
+    assert reading.wait(LONG_S)
+    go.set()
+    assert rig.workers[0].verify(LONG_S).digests_equal
     assert len(runs) == 1
 
 

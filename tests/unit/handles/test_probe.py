@@ -66,12 +66,17 @@ def test_an_sglang_server(stack: contextlib.ExitStack, tmp_path: Path, described
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_an_sglang_without_the_bracket(stack: contextlib.ExitStack, tmp_path: Path, described: bool) -> None:
+def test_an_sglang_of_another_release(stack: contextlib.ExitStack, tmp_path: Path, described: bool) -> None:
+    """Without the bracket, which is newer, it takes updates all the same; without a name for weights it does not."""
     server = started(stack, SGLangServer(write_checkpoint(tmp_path, 0)))
     without(server.app, "/begin_weight_update", "/end_weight_update", *(() if described else ("/openapi.json",)))
+    assert can(probe(server.url)) == SGLANG
+    without(server.app, "/update_weight_version")
+    server.app.openapi_schema = None
     told = probe(server.url)
-    assert can(told) == SGLANG - {Feature.PUSH}
-    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.23 has no /begin_weight_update, /end_weight_update") as caught:
+    assert can(told) == SGLANG - {Feature.PUSH, Feature.VERSION}
+    says = r"SGLang 0\.5\.23 has no /update_weight_version: take SGLang 0\.5\.10 or newer"
+    with pytest.raises(ConfigError, match=says) as caught:
         told.need(Feature.RELOAD, Feature.PUSH)
     assert caught.value.state_left == "nothing was changed"
 
@@ -117,10 +122,11 @@ def test_a_vllm_server_that_is_not(stack: contextlib.ExitStack, tmp_path: Path, 
 
 def test_a_vllm_release_without_a_route(stack: contextlib.ExitStack, tmp_path: Path) -> None:
     server = started(stack, VllmStandIn(write_checkpoint(tmp_path, 0)))
-    without(server.app, "/weight_info", "/is_paused")
+    without(server.app, "/weight_info", "/start_weight_update")
     told = probe(server.url)
-    assert can(told) == {Feature.CHECKSUM}
-    assert told.lacks[Feature.RELOAD] == "vLLM 0.32.0 has no /is_paused: take a newer release"
+    assert can(told) == {Feature.CHECKSUM, Feature.RELOAD}
+    assert told.lacks[Feature.PUSH] == "vLLM 0.32.0 has no /start_weight_update: take vLLM 0.21 or newer"
+    assert told.lacks[Feature.VERSION] == "vLLM 0.32.0 has no /weight_info: take vLLM 0.27 or newer"
 
 
 def test_a_router_and_a_server_of_no_kind(stack: contextlib.ExitStack) -> None:

@@ -133,6 +133,22 @@ def test_a_push_loads_byte_for_byte_in_sglangs_order(server: SGLangServer, train
     assert (reply.version, reply.serving, reply.group) == (Version(run_id="run", number=2), True, group)
 
 
+def test_a_release_without_the_bracket_is_pushed_to(tmp_path: Path, workers: SGLangWorkers) -> None:
+    """Before 0.5.21. What fails in the middle leaves it paused there, too."""
+    server = SGLangServer(write_checkpoint(tmp_path, 0), workers=workers, brackets=False)
+    server.start()
+    with contextlib.closing(server), contextlib.closing(Trainer(server.url)) as trainer:
+        trainer.push.initialize()
+        assert trainer.sync(1) == 1
+        assert (held(server), state(server)) == (weights(1), (None, "run/1", False))
+        server.fail("/update_weights_from_distributed", "error", after=False)
+        with pytest.raises(WeightSyncError):
+            trainer.sync(2)
+        assert state(server) == ("retract", LOADING, False)
+        assert trainer.sync(3) == 3
+        assert (held(server), state(server)) == (weights(3), (None, "run/3", False))
+
+
 WAYS: tuple[tuple[Failure, bool], ...] = (("error", False), ("refused", False), ("drop", True))
 STEPS = {
     "/pause_generation": True, "/begin_weight_update": True, "/update_weights_from_distributed": False,

@@ -339,7 +339,7 @@ def post(
     url: str, message: dict[str, Any], kind: str | None = "application/json", *, path: str = "/register_sender"
 ) -> httpx.Response:
     headers = {} if kind is None else {"content-type": kind}
-    return httpx.post(f"{url}{path}", content=json.dumps(message).encode(), headers=headers)
+    return httpx.post(f"{url}{path}", content=json.dumps(message).encode(), headers=headers, timeout=60)
 
 
 def test_a_notification_without_a_run_means_the_run_of_its_agent(world: World) -> None:
@@ -356,6 +356,29 @@ def test_a_notification_without_a_run_means_the_run_of_its_agent(world: World) -
     assert world.agents[BAD].num_asked == 0, "nobody calls who was not registered"
     refused = post(url, {**body, "evaluate": True}, path="/notify_version")
     assert (refused.status_code, refused.json()["error"]) == (422, "InvalidRequestError")
+
+
+def test_agents_that_do_not_answer_hold_up_nobody_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red with the loop's own threads, which are few: whether engines are available was not answered."""
+    world.agents = {OLD: Agent("r1", 1)}
+    service = world.serve("a")
+    url, go, asked = service._server.url, threading.Event(), threading.Semaphore(0)
+
+    def run_of(_: object) -> str:
+        asked.release()
+        assert go.wait(60)
+        return "r1"
+
+    monkeypatch.setattr(service, "_run_of", run_of)
+    body = {"model_id": MODEL, "version": 1, "sender_endpoint": OLD}
+    crowd = [in_thread(lambda: post(url, body, path="/notify_version"), name="crowd") for _ in range(40)]
+    try:
+        assert all(asked.acquire(timeout=20) for _ in crowd), "all of them are under way"
+        assert httpx.get(f"{url}/availability", timeout=20).status_code == 200
+    finally:
+        go.set()
+    assert {each.result(60).status_code for each in crowd} == {200}
+    assert service._asking.num_taken == 0
 
 
 def test_the_agents_token_is_not_for_anybody(world: World) -> None:

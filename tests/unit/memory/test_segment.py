@@ -19,6 +19,10 @@ from hypothesis import strategies as st
 from tests.standins.processes import Child, children
 from weightsync.errors import SharedMemoryError, UnsupportedError
 from weightsync.memory import Lock, MappedSegment, Reader, Segment, folder, host_nonce, reclaim_dead
+from weightsync.memory import advice as advice_module
+from weightsync.memory import mapped as mapped_module
+from weightsync.memory import segment as segment_module
+from weightsync.memory.advice import Advice
 from weightsync.memory.segment import unlink_own
 
 quiet = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -54,6 +58,26 @@ def test_what_is_written_is_read_and_gone_when_closed(own_folder: Path) -> None:
             segment.close()
             assert reader.unlinked
             assert bytes(reader.memory[10:13]) == b"xyz", "the memory lives as long as somebody reads it"
+
+
+def test_the_kernel_is_told_what_helps_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench/pages.py` measured SEQUENTIAL and WILLNEED, which steer read-ahead from a disk: nothing came of them. Seen
+    red with either of them given, and without the pages at once."""
+    told: list[Advice] = []
+
+    def advise(mapped: mmap.mmap, advice: Advice) -> None:
+        told.append(advice)
+        advice_module.advise(mapped, advice)
+
+    for module in (segment_module, mapped_module):
+        monkeypatch.setattr(module, "advise", advise)
+    with Segment(1 << 20) as made:
+        assert told == [Advice.HUGEPAGE, Advice.POPULATE_WRITE], "huge pages before there is any"
+        MappedSegment(made.name, need_bytes=1).close()
+        assert told[2:] == [Advice.POPULATE_READ]
+        made.give_back_pages()
+        assert told[3:] == [Advice.REMOVE]
+        assert not any(made.memory)
 
 
 def test_views_that_are_alive_survive_the_close() -> None:

@@ -93,3 +93,16 @@ def test_a_watch_can_be_ended() -> None:
     metrics.watch(recorder)()
     recorder.add(PhaseRecord(name="load", start_s=0, end_s=1, track="engine-0"))
     assert not any(name == "weightsync_phase_seconds_count" for name, _ in samples(metrics))
+
+
+def test_what_engines_wrote_read_again_and_loaded_all_the_same_is_counted() -> None:
+    metrics = Metrics()
+    metrics.observe_sync(dataclasses.replace(REPORT, written=12))
+    metrics.observe_sync(dataclasses.replace(REPORT, written=30, full_because="nothing was pushed before"))
+    assert value(metrics, "weightsync_written_elements_total") == 42
+    assert value(metrics, "weightsync_full_fallbacks_total") == 1
+    for detail in ("r/1", "r/1, failed: DigestMismatchError", "r/1, failed: TransferAbortedError", "r/2"):
+        metrics.observe_phase(PhaseRecord(name="audit", start_s=1, end_s=2, track="engine-0", detail=detail))
+    assert value(metrics, "weightsync_audits_total", outcome="proved") == 2
+    assert value(metrics, "weightsync_audits_total", outcome="wrong") == 1
+    assert value(metrics, "weightsync_audits_total", outcome="unknown") == 1

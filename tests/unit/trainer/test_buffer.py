@@ -107,6 +107,29 @@ def test_no_reader_is_written_over_and_memory_is_bounded(own_folder: Path, steps
     assert os.listdir(own_folder) == []
 
 
+def locked_bytes(name: str) -> int:
+    """How much of this process's mappings of that segment can't be swapped out."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word, _, rest = line.partition(" ")
+        if not word.endswith(":"):
+            inside = line.endswith(f"/{name}")
+        elif inside and word == "Locked:":
+            found += int(rest.split()[0]) << 10
+    return found
+
+
+def test_the_trainers_segments_are_locked_in_memory() -> None:
+    """`mlock`: a page that was swapped out would stop a step. Seen red without `pin`."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if os.geteuid() != 0 and soft != resource.RLIM_INFINITY and soft < 4 << 20:
+        pytest.skip(f"this user may lock {soft} bytes (RLIMIT_MEMLOCK)")
+    buffer = PublicationBuffer(1 << 20, guard_s=0.0)
+    for name in (written(buffer), written(buffer)):
+        assert locked_bytes(name) == 1 << 20
+    buffer.close()
+
+
 def test_a_third_segment_stays_while_its_lease_does_and_its_pages_go_with_it(own_folder: Path) -> None:
     """Though another rank still maps it. Seen to fail: locked pages (mlock) that MADV_REMOVE leaves where they are."""
     told: list[int] = []

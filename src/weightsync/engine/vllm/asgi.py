@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias
 
 from weightsync.errors import ForbiddenError, WeightSyncError
+from weightsync.net.origin import ALLOWED_HOSTS_VARIABLE, is_foreign_page
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -22,18 +23,24 @@ def route_of(scope: Scope) -> str:
     return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
 
-def is_of_another_page(scope: Scope) -> bool:
-    """Whether a web page of another origin sent it: its browser says so. vLLM asks nobody for a token on its control
-    routes, and some of them take all they need from the address: a page needs to know the port alone."""
-    fields = dict(scope.get("headers", ()))
-    origin, host = (fields.get(name, b"").decode("latin-1").lower() for name in (b"origin", b"host"))
-    return bool(origin) and origin.partition("://")[2] != host
+def is_of_another_page(scope: Scope, names: frozenset[str]) -> bool:
+    """Whether a web page of another origin sent it, or one by a name that is not this server's: its browser says so. vLLM
+    asks nobody for a token on its control routes, and some of them take all they need from the address: a page needs to
+    know the port alone.
+
+    Args:
+        scope: of the request.
+        names: of the server, by `net.origin.host_names`.
+    """
+    fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+    return is_foreign_page(fields, names)
 
 
 def foreign() -> ForbiddenError:
     """The answer to such a page."""
     return ForbiddenError(
-        "a web page of another origin sent this, and this engine's control routes obey none",
+        "a web page of another origin sent this, or one by a name that is not this engine's; its control routes obey "
+        f"none: name the engine's own in {ALLOWED_HOSTS_VARIABLE}",
         state_left="nothing was done",
     )
 
@@ -44,18 +51,44 @@ def told(error: WeightSyncError) -> dict[str, Any]:
     return {"error": shown, "weightsync": error.to_dict()}
 
 
-async def body_of(receive: Receive, read: list[Message], *, max_bytes: int) -> bytes | None:
-    """The request's body; None where it is too long, or the client has left. `read` has what came."""
-    parts, size = [], 0
-    while size <= max_bytes:
-        read.append(message := await receive())
-        if message["type"] != "http.request":
-            return None
-        parts.append(bytes(message.get("body", b"")))
-        size += len(parts[-1])
-        if not message.get("more_body", False):
-            return b"".join(parts)
-    return None
+class Bodies:
+    """Requests' bodies that are read before the application sees them, and how much of them is kept at once. One event
+    loop."""
+
+    def __init__(self) -> None:
+        self.coming_bytes = 0
+
+    async def read(
+        self, receive: Receive, read: list[Message], *, max_bytes: int, max_coming_bytes: int
+    ) -> bytes | None:
+        """A body; None where it is too long, there is no room for it, or the client has left. `done` comes after.
+
+        Args:
+            receive: what gives it.
+            read: takes what came.
+            max_bytes: of this one.
+            max_coming_bytes: of all that are read at once.
+        """
+        num_bytes, more = 0, True
+        while more:
+            if num_bytes > max_bytes or self.coming_bytes > max_coming_bytes:
+                return None
+            message = await receive()
+            read.append(message)
+            num_bytes += (size := _num_bytes([message]))
+            self.coming_bytes += size
+            if message["type"] != "http.request":
+                return None
+            more = message.get("more_body", False)
+        return b"".join(message.get("body", b"") for message in read)
+
+    def done(self, read: list[Message]) -> None:
+        """What came is not kept any more."""
+        self.coming_bytes -= _num_bytes(read)
+
+
+def _num_bytes(messages: list[Message]) -> int:
+    return sum(len(message.get("body", b"")) for message in messages)
 
 
 def again(read: list[Message], receive: Receive) -> Receive:

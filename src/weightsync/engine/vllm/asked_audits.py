@@ -10,9 +10,12 @@ import collections
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from weightsync.errors import EngineError, as_weightsync_error
 from weightsync.handles.fanout import in_thread
 from weightsync.handles.vllm_messages import VllmAudit
+from weightsync.observe import now_s
 from weightsync.types import EngineReply
 
 _KEPT = 8
@@ -42,6 +45,7 @@ class AskedAudits:
             return tuple(self._ended)
 
     def _run(self, name: str) -> None:
+        began_s = now_s()
         try:
             reply = self._verify()
             ended = VllmAudit(
@@ -55,7 +59,7 @@ class AskedAudits:
             said = as_weightsync_error(error, EngineError, "the audit failed")
             ended = VllmAudit(name=name, said=f"{type(said).__name__}: {said}")
         with self._lock:
-            self._ended.append(ended)
+            self._ended.append(msgspec.structs.replace(ended, began_s=began_s, ended_s=now_s()))
 
 
 def merged_audits(workers: Sequence[Sequence[VllmAudit]]) -> Iterator[VllmAudit]:

@@ -15,11 +15,13 @@ import asyncio
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable
 
 from weightsync.engine.vllm.asgi import App, Message, Receive, Scope, Send, foreign, is_of_another_page, route_of, told
 from weightsync.errors import ConfigError, NotServingError, WeightSyncError
 from weightsync.memory import LeaseReader
+from weightsync.net.origin import host_names
 from weightsync.types import Deadline
 
 LEASE_FILE_VARIABLE = "WEIGHTSYNC_LEASE_FILE"
@@ -79,7 +81,9 @@ class LeaseMiddleware:
         self._lifted: asyncio.Task[None] | None = None
         self._lease: LeaseReader | None = None
         self._why_not: ConfigError | None = None
+        self._names: frozenset[str] = frozenset()
         try:
+            self._names = host_names((socket.gethostname(),))
             self._lease = _lease(path)
         except ConfigError as error:
             self._why_not = error  # raised here it would be taken for an application that needs no start
@@ -94,7 +98,7 @@ class LeaseMiddleware:
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
         elif scope["type"] == "http" and route_of(scope) in UNGUARDED.get(scope["method"], ()):
-            if scope["method"] == "POST" and is_of_another_page(scope):
+            if scope["method"] == "POST" and is_of_another_page(scope, self._names):
                 await _Answer(self._refusal, "http", receive, send).refuse(foreign())
             else:
                 await self._app(scope, receive, send)

@@ -18,6 +18,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
@@ -25,13 +26,13 @@ from weightsync.engine.vllm.adapter_table import AdapterTable, Held
 from weightsync.engine.vllm.answers import BASE_FIELD, FIELD, ROUTES, Answers, hides_tokens, num_choices
 from weightsync.engine.vllm.asgi import (
     App,
+    Bodies,
     Message,
     Receive,
     Scope,
     Send,
     again,
     answer,
-    body_of,
     foreign,
     is_of_another_page,
     request_in,
@@ -67,6 +68,7 @@ from weightsync.handles.vllm_lora_messages import (
 )
 from weightsync.memory import PrivateFolder
 from weightsync.net.messages import decode, encode
+from weightsync.net.origin import host_names
 from weightsync.types import Deadline, VersionSpan
 from weightsync.types.spans import whole_span
 
@@ -87,6 +89,8 @@ _GENERATES = (
 )
 _OWN_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _MAX_BODY_BYTES = 256 << 20
+_MAX_COMING_BYTES = 2 * _MAX_BODY_BYTES
+"""Of all bodies that are still coming; past it requests pass as they are, and vLLM knows no such model."""
 _MAX_ORDER_BYTES = 1 << 20
 _UNLOAD_RETRY_S = 1.0
 _CALL_S = 60.0
@@ -111,6 +115,8 @@ class LoraMiddleware:
         self._loading = asyncio.Lock()  # vLLM loads and unloads one at a time
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wrong_order = _has_lease(app)
+        self._names = host_names((socket.gethostname(),))
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes what is not its business."""
@@ -131,12 +137,15 @@ class LoraMiddleware:
 
     async def _answered(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
         read: list[Message] = []
-        body = await body_of(receive, read, max_bytes=_MAX_BODY_BYTES)
-        request = None if body is None or b'"model"' not in body else request_in(body)
-        model = None if request is None else request.get("model")
-        if request is None or not isinstance(model, str):
-            await self._app(scope, again(read, receive), send)
-            return
+        try:
+            body = await self._bodies.read(receive, read, max_bytes=_MAX_BODY_BYTES, max_coming_bytes=_MAX_COMING_BYTES)
+            request = None if body is None or b'"model"' not in body else request_in(body)
+            model = None if request is None else request.get("model")
+            if request is None or not isinstance(model, str):
+                await self._app(scope, again(read, receive), send)
+                return
+        finally:
+            self._bodies.done(read)
         held = self._table.begin(model)  # the switch: nothing is awaited between this look and the count
         if held is None:
             if model in self._expected:
@@ -168,14 +177,14 @@ class LoraMiddleware:
 
     async def _ordered(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
         try:
-            if is_of_another_page(scope):
+            if is_of_another_page(scope, self._names):
                 raise foreign()
             inside, facts = Inside(self._app, scope), VllmFacts(scope["app"])
             await inside.check_allowed()
             if (scope["method"], path) == ("GET", STATE_PATH):
                 reply: AdapterState | Scored = self._state(facts)
             elif scope["method"] == "POST":
-                body = await body_of(receive, [], max_bytes=_MAX_ORDER_BYTES)
+                body = await Bodies().read(receive, [], max_bytes=_MAX_ORDER_BYTES, max_coming_bytes=_MAX_ORDER_BYTES)
                 if body is None:
                     raise InvalidRequestError(f"an order has at most {_MAX_ORDER_BYTES} bytes")
                 reply = await self._obey(path, body, scope, inside, facts)

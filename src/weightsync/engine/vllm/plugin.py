@@ -27,6 +27,7 @@ from weightsync.errors import (
     as_weightsync_error,
     is_consequence,
 )
+from weightsync.handles.releases import MODEL, since
 from weightsync.handles.vllm_messages import (
     BACKEND,
     VllmInitMessage,
@@ -53,7 +54,10 @@ def register() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError as error:
-        _logger.warning("this vLLM has no weight-transfer backends, so %r is not registered: %s", BACKEND, error)
+        advice = since("vLLM", ["/init_weight_transfer_engine"])
+        _logger.warning(
+            "this vLLM has no weight-transfer backends, %s: %r is not registered: %s", advice, BACKEND, error
+        )
         return
     with contextlib.suppress(ValueError):  # registered already
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "WeightSyncTransferEngine")
@@ -146,7 +150,7 @@ class WeightSyncTransferEngine:
             self._together(lambda: self._step(step), wait_s=self._patience_s(step), of=step)
         else:
             assert message.expect is not None
-            self._compare(message.expect, layers=message.layers)
+            self._compare(message.expect, layers=message.layers, written=message.written)
 
     def start_weight_update(self, *_: Any, **__: Any) -> None:
         """Does nothing: the update that follows says what begins. Notes that vLLM holds an update for active."""
@@ -285,10 +289,11 @@ class WeightSyncTransferEngine:
             accepts=reply.accepts if reply.digests_equal or self._loader.takes_patch else ("full",),
             proved=bool(reply.digests_equal),
             unprovable=self._loader.unprovable,
+            written=self._loader.written,
             layers=self._loader.layers() if layers else (),
         )
 
-    def _compare(self, expected: VllmState, *, layers: bool = False) -> None:
+    def _compare(self, expected: VllmState, *, layers: bool = False, written: bool = False) -> None:
         mine: VllmState | WeightSyncError
         try:
             mine = self._state(layers=layers)
@@ -302,6 +307,8 @@ class WeightSyncTransferEngine:
         if errors:
             raise BackendError(errors[0])
         state = _merged([each for each in told if isinstance(each, VllmState)])
+        if not written:  # nobody pays for an error in a pause because of that
+            state = msgspec.structs.replace(state, written=expected.written)
         if state != expected:
             raise BackendError(other_state(state))
 
@@ -397,6 +404,7 @@ def _merged(states: list[VllmState]) -> VllmState:
         audits=tuple(merged_audits([state.audits for state in states])),
         unhealthy=next((state.unhealthy for state in states if state.unhealthy), None),
         unprovable=next((state.unprovable for state in states if state.unprovable), None),
+        written=states[0].written if len({state.written for state in states}) == 1 else None,
         layers=merged_layers(state.layers for state in states),
     )
 
@@ -422,7 +430,9 @@ def _model_behind(load_weights: Callable[..., Any]) -> Any:
     for value in candidates():
         if isinstance(value, nn.Module):
             return value
-    raise UnsupportedError("this release of vLLM does not show its model to a weight-transfer backend")
+    raise UnsupportedError(
+        f"this release of vLLM does not show its model to a weight-transfer backend: {since('vLLM', [MODEL])}"
+    )
 
 
 def _join_s(info: Any) -> float:

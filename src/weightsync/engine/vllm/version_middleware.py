@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync.engine.vllm.answers import FIELD, ROUTES, Answers, hides_tokens, num_choices
-from weightsync.engine.vllm.asgi import App, Message, Receive, Scope, Send, again, body_of, request_in, with_length
+from weightsync.engine.vllm.asgi import App, Bodies, Message, Receive, Scope, Send, again, request_in, with_length
 from weightsync.engine.vllm.spans import Answer, spans_of
 from weightsync.engine.vllm.version_board import TAG, VersionBoard
 from weightsync.errors import WeightSyncError
@@ -27,6 +27,9 @@ __all__ = ["FIELD", "ROUTES", "VersionMiddleware"]
 
 _MAX_BODY_BYTES = 32 << 20
 """Longer requests pass as they are: without spans."""
+_MAX_COMING_BYTES = 2 * _MAX_BODY_BYTES
+"""So much is kept of all bodies that are still coming; past it requests pass as they are. vLLM asks for its API key
+behind this middleware: anybody may send them."""
 _logger = logging.getLogger(__name__)
 
 
@@ -41,6 +44,7 @@ class VersionMiddleware:
         self._app = app
         self._board: VersionBoard | None = None
         self._failed = False
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, and its answer back with spans where it is a completion."""
@@ -48,11 +52,15 @@ class VersionMiddleware:
             await self._app(scope, receive, send)
             return
         read: list[Message] = []
-        body = await body_of(receive, read, max_bytes=_MAX_BODY_BYTES)
-        request = None if body is None else request_in(body)
-        if request is None:
-            await self._app(scope, again(read, receive), send)
-            return
+        try:
+            body = await self._bodies.read(receive, read, max_bytes=_MAX_BODY_BYTES, max_coming_bytes=_MAX_COMING_BYTES)
+            request = None if body is None else request_in(body)
+            if request is None:
+                await self._app(scope, again(read, receive), send)
+                return
+        finally:
+            self._bodies.done(read)
+        del body, read
         board = self._opened()
         tag = None if board is None or hides_tokens(request) else board.claim()
 

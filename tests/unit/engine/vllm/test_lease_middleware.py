@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from weightsync.engine.vllm.lease_middleware import UNGUARDED, LeaseMiddleware
 from weightsync.handles.fanout import in_thread
 from weightsync.memory import LeaseReader, ServingLease, boot_s
+from weightsync.net.origin import ALLOWED_HOSTS_VARIABLE
 from weightsync.net.server import ServerThread
 
 SAID = "the model says this"
@@ -373,14 +374,22 @@ def test_a_root_path_opens_nothing(lease: ServingLease) -> None:
 
 
 @pytest.mark.parametrize(
-    ("origin", "passes"),
+    ("host", "origin", "passes"),
     [
-        (None, True), ("http://engine-0:8000", True), ("http://evil.example", False), ("null", False),
-        ("http://engine-0", False),
+        ("engine-0:8000", None, True), ("engine-0:8000", "http://engine-0:8000", True),
+        ("engine-0:8000", "http://evil.example", False), ("engine-0:8000", "null", False),
+        ("engine-0:8000", "http://engine-0", False), ("10.0.0.7:8000", "http://10.0.0.7:8000", True),
+        ("[::1]:8000", "http://[::1]:8000", True), ("localhost:8000", "http://LOCALHOST:8000", True),
+        ("evil.example:8000", "http://evil.example:8000", False), ("", "http://evil.example", False),
+        ("service.namespace.svc:8000", None, True),
     ],
 )  # fmt: skip
-def test_control_routes_obey_no_page_of_somebody_else(lease: ServingLease, origin: str | None, passes: bool) -> None:
-    """A page can send a POST without asking, and `/pause` takes all it needs from the address."""
+def test_control_routes_obey_no_page_of_somebody_else(
+    lease: ServingLease, host: str, origin: str | None, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page can send a POST without asking, and `/pause` takes all it needs from the address. Seen red: a page whose
+    name was made to lead here is of the same origin as what it posts to."""
+    monkeypatch.setenv(ALLOWED_HOSTS_VARIABLE, "engine-0")
     came: list[str] = []
     sent: list[Any] = []
 
@@ -393,7 +402,7 @@ def test_control_routes_obey_no_page_of_somebody_else(lease: ServingLease, origi
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"host", b"engine-0:8000")] + ([] if origin is None else [(b"origin", origin.encode())])
+    headers = [(b"host", host.encode())] + ([] if origin is None else [(b"origin", origin.encode())])
     middleware = LeaseMiddleware(app, path=lease.path)
     for path in UNGUARDED["POST"]:
         asyncio.run(middleware({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send))

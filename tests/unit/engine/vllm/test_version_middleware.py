@@ -395,6 +395,43 @@ def test_a_body_that_is_too_long_passes_as_it_is(monkeypatch: pytest.MonkeyPatch
     assert engine.bodies == [body]
 
 
+def test_bodies_that_are_still_coming_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks for its API key behind this middleware. Seen red: each connection of anybody's could keep 32 MiB."""
+    monkeypatch.setattr(version_middleware, "_MAX_COMING_BYTES", 5_000)
+    engine = Engine()
+    middleware = VersionMiddleware(engine)
+    part = b" " * 1_000
+    most = 0
+
+    async def run() -> None:
+
+        async def drips() -> dict[str, Any]:
+            nonlocal most
+            most = max(most, middleware._bodies.coming_bytes)
+            await asyncio.sleep(0)
+            return {"type": "http.request", "body": part, "more_body": True}
+
+        async def send(_: dict[str, Any]) -> None:
+            raise AssertionError
+
+        async def refuses(_: Any, receive: Any, __: Any) -> None:  # as the check of a key does: it reads nothing
+            pass
+
+        middleware._app = refuses
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        crowd = [asyncio.ensure_future(middleware(dict(scope), drips, send)) for _ in range(20)]
+        _, waiting = await asyncio.wait(crowd, timeout=2)
+        for each in waiting:
+            each.cancel()
+        assert not waiting, "those that have no room are passed on, and end"
+        assert [each.exception() for each in crowd] == [None] * 20
+
+    asyncio.run(run())
+    assert 5_000 <= most <= 5_000 + 20 * len(part), "the limit, and what each of them was waiting for"
+    middleware._app = engine
+    assert ask(middleware, {"prompt": PROMPT}).json[FIELD] == SPANS[:1], "nothing of it stays counted"
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/pause", "/v1/completions/render"])
 def test_other_routes_pass(path: str) -> None:
     engine = Engine(answer=b'{"choices": []}')

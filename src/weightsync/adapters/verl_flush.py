@@ -1,0 +1,129 @@
+"""verl's `delta_flush`: a version as changed elements, in the form that verl's rollouts take from its own delta engine.
+
+A flush is three tensors: a JSON manifest, positions (int32, flat, as bytes) and new values of one dtype. Where the
+receiving rollout has not exactly the version that a change is made from, a version comes as "dense" flushes: values
+alone, of whole parameters. The form is that of verl 0.9 (`verl.checkpoint_engine.delta_sync.encode`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from verl.checkpoint_engine.delta_sync.encode import DeltaParam, checksum
+
+from weightsync.errors import UnsupportedError
+from weightsync.host.staged_version import StagedPatch
+from weightsync.memory import MappedSegment
+from weightsync.tensors import tensor_from_bytes
+from weightsync.types import Manifest, TensorSpec
+
+Flush: TypeAlias = tuple[list[tuple[str, torch.Tensor]], bool]
+"""The named tensors of one, and whether it is the last."""
+
+_POSITION_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Of one parameter.
+
+    Attributes:
+        spec: the parameter's.
+        positions: int32, flat; None: all of it, in order.
+        values: at these positions, flat.
+    """
+
+    spec: TensorSpec
+    positions: torch.Tensor | None
+    values: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of it in a flush."""
+        return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
+
+
+def changed(patch: StagedPatch, manifest: Manifest, *, most_bytes: int) -> Iterator[Piece]:
+    """What a patch changes, in pieces of at most so many bytes. They are true while the patch's segment is."""
+    specs = {spec.name: spec for spec in manifest.tensors}
+    with MappedSegment(patch.segment, need_bytes=1) as segment:
+        memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        for tensor in patch.tensors:
+            spec = specs[tensor.name]
+            size = spec.nbytes // _num_elements(spec)
+            positions = memory[tensor.positions_offset : tensor.positions_offset + _POSITION_BYTES * tensor.count]
+            bytes_of_values = memory[tensor.values_offset : tensor.values_offset + size * tensor.count]
+            values = tensor_from_bytes(bytes_of_values, dtype=spec.dtype, shape=(tensor.count,))
+            at_once = max(1, most_bytes // (_POSITION_BYTES + size))
+            for start in range(0, tensor.count, at_once):
+                part = slice(start, start + at_once)
+                yield Piece(spec=spec, positions=positions.view(torch.int32)[part], values=values[part])
+
+
+def can_be_changed(patch: StagedPatch, manifest: Manifest) -> bool:
+    """Whether verl's loaders take it as changes: to them a NaN says that an element stays as it was."""
+    return not any(
+        piece.values.is_floating_point() and bool(piece.values.isnan().any())
+        for piece in changed(patch, manifest, most_bytes=manifest.total_bytes)
+    )
+
+
+def flushes(pieces: Iterable[Piece], *, most_bytes: int) -> Iterator[Flush]:
+    """Flushes of about so many bytes each, one dtype each; the last one says that it is."""
+    pending: Flush | None = None
+    for taken in _batches(pieces, most_bytes):
+        if pending is not None:
+            yield pending
+        pending = (_named(taken), False)
+    if pending is not None:
+        yield pending[0], True
+
+
+def _batches(pieces: Iterable[Piece], most_bytes: int) -> Iterator[list[Piece]]:
+    taken: list[Piece] = []
+    for piece in pieces:
+        other = taken and piece.spec.dtype != taken[0].spec.dtype
+        if taken and (other or sum(each.nbytes for each in taken) + piece.nbytes > most_bytes):
+            yield taken
+            taken = []
+        taken.append(piece)
+    if taken:
+        yield taken
+
+
+def _named(pieces: list[Piece]) -> list[tuple[str, torch.Tensor]]:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    params: list[dict[str, Any]] = []
+    positions_end = values_end = 0
+    for piece in pieces:
+        count = piece.values.numel()
+        width = 0 if piece.positions is None else _POSITION_BYTES
+        param = DeltaParam(
+            name=piece.spec.name, dtype=piece.spec.dtype, shape=list(piece.spec.shape), pos_start=positions_end,
+            pos_end=positions_end + width * count, pos_width=_POSITION_BYTES, val_start=values_end,
+            val_end=values_end + count,
+        )  # fmt: skip
+        positions_end, values_end = param.pos_end, param.val_end
+        params.append(vars(param))
+    values = torch.cat([piece.values for piece in pieces])
+    flat = [piece.positions for piece in pieces if piece.positions is not None]
+    positions = torch.cat(flat).view(torch.uint8) if flat else torch.empty(0, dtype=torch.uint8)
+    spec = {"encoding": "indices" if flat else "dense", "params": params, "checksum": checksum(positions, values)}
+    told = torch.frombuffer(bytearray(json.dumps(spec).encode()), dtype=torch.uint8)
+    named = [("__delta_spec__", told), ("__values__", values)]
+    if flat:
+        named.append(("__positions__", positions))
+    return [(name, tensor.to(device)) for name, tensor in named]
+
+
+def _num_elements(spec: TensorSpec) -> int:
+    number = 1
+    for length in spec.shape:
+        number *= length
+    if not number:
+        raise UnsupportedError("a tensor without elements has no change", parameter=spec.name)
+    return number

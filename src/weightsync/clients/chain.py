@@ -1,0 +1,343 @@
+"""Chain: what one place of an object store has, as a reader finds it: its pointer, manifests, and what of it is good.
+
+One for each place and key in a process: whoever asks what is newest, and whoever reads it, know of the same damage.
+What is damaged is passed by: the version before it, or the one that the chain's anchor leads to, counts as the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import random
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+
+from weightsync.errors import (
+    InvalidRequestError,
+    NotPublishedError,
+    ObjectConflictError,
+    ObjectMissingError,
+    SignatureError,
+    StoreAuthError,
+    StoreDamagedError,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.objects.base import ObjectStore
+from weightsync.objects.signing import Trust, unseal
+from weightsync.objects.urls import place_of
+from weightsync.types import Deadline
+from weightsync.types.layout import PublicationLayout
+from weightsync.types.store import POINTER, READERS, Pointer, ReaderNote, StoredRef, StoredVersion, VersionRef
+
+_SOONEST_S, _LATEST_S, _SHARE = 0.1, 2.0, 0.05
+_BEAT_S = 20.0
+_BAD_S = 60.0
+_NUM_BACK = 64
+"""So many versions before the newest are looked at for a good one."""
+_NUM_KEPT = 300
+_MAX_RECOVER = 16
+
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+class Chain:
+    """Thread-safe; what is asked of the store is asked by the caller's thread.
+
+    Args:
+        store: the place.
+        trust: whose manifests are taken; None: anybody's.
+        beat_s: how often the reader's note is renewed at least; 0: none is left.
+    """
+
+    def __init__(self, store: ObjectStore, *, trust: Trust | None, beat_s: float = _BEAT_S) -> None:
+        self.store = store
+        self._place = place_of(store.url)
+        self._trust = trust
+        self._lock = threading.RLock()
+        self._pointer: Pointer | None = None
+        self._etag: str | None = None
+        self._seen = (0, -1)
+        self._manifests: dict[str, StoredVersion] = {}
+        self._layouts: dict[str, PublicationLayout] = {}
+        self._bad: dict[str, float] = {}
+        self._changed_s = time.monotonic()
+        self._recovered: str | None = None
+        self._reader = f"reader-{uuid.uuid4().hex}"
+        self._beat_s = beat_s
+        self._beats, self._beaten_s = 0, -1e9
+        self._note_etag: str | None = None
+        self._noted: tuple[str, ...] = ()
+        self._reading: dict[str, tuple[str, ...]] = {}
+
+    # --- what there is ---
+
+    def newest(self, *, deadline: Deadline) -> StoredVersion:
+        """The newest version of which all is good, as far as is known. Asks for the pointer.
+
+        Raises:
+            NotPublishedError: there is none yet.
+            StoreDamagedError, SignatureError: the pointer is damaged, or not by whom is trusted; or no version is good.
+            WeightSyncError: the store can't be asked.
+        """
+        self._look(deadline)
+        for version in self._back_from_newest(deadline):
+            if not self._is_bad(version):
+                return version
+        raise StoreDamagedError(f"{self.store.url} has no version of which all is good: {', '.join(self.bad)}")
+
+    def version(self, number: int, *, deadline: Deadline) -> StoredVersion:
+        """One version of the newest run.
+
+        Raises:
+            VersionError: it is not there (any more).
+        """
+        self._look(deadline)
+        for version in self._back_from_newest(deadline):
+            if version.version.number == number:
+                return version
+            for ref in (version.anchor, *(_ref(link.version, link.manifest) for link in version.sources[0].links)):
+                if ref is not None and ref.number == number:
+                    return self.manifest(ref.manifest, deadline=deadline)
+            if version.version.number < number:
+                break
+        raise VersionError(f"{self.store.url} does not have version {number} (any more)", version=number)
+
+    def is_newer(self, known: tuple[str, int] | None) -> bool:
+        """Whether what is known of the pointer is another version than that."""
+        with self._lock:
+            pointer = self._pointer
+        return pointer is not None and known != (pointer.version.run_id, pointer.version.number)
+
+    def pause_s(self) -> float:
+        """Until the pointer is asked for again: the longer nothing has come, the longer; with jitter."""
+        with self._lock:
+            idle_s = time.monotonic() - self._changed_s
+        return min(_LATEST_S, max(_SOONEST_S, _SHARE * idle_s)) * (0.75 + 0.5 * random.random())
+
+    def manifest(self, ref: StoredRef, *, deadline: Deadline) -> StoredVersion:
+        """A manifest, checked.
+
+        Raises:
+            StoreDamagedError, SignatureError, ObjectMissingError: it is not what it should be.
+        """
+        with self._lock:
+            if ref.sha256 in self._manifests:
+                return self._manifests[ref.sha256]
+        with self._noting(ref.key):
+            raw = self._small(ref, deadline)
+            version = self._read("version", raw, StoredVersion, what=f"{self.store.url}/{ref.key}")
+        with self._lock:
+            self._manifests[ref.sha256] = version
+            while len(self._manifests) > _NUM_KEPT:
+                del self._manifests[next(iter(self._manifests))]
+        return version
+
+    def layout(self, version: StoredVersion, *, deadline: Deadline) -> PublicationLayout:
+        """The layout of a version: one object for all that have the same."""
+        with self._lock:
+            known = self._layouts.get(version.layout_digest)
+        if known is None:
+            with self._noting(version.layout.key):
+                raw = self._small(version.layout, deadline)
+                try:
+                    known = PublicationLayout.read(raw, version.layout_digest)
+                except InvalidRequestError as error:
+                    raise StoreDamagedError(f"{self.store.url}/{version.layout.key}: {error.message}") from error
+            with self._lock:
+                self._layouts = {version.layout_digest: known}
+        return known
+
+    # --- what is wrong ---
+
+    def damaged(self, key: str) -> None:
+        """An object is not what it should be, though it was asked for again: it is passed by for a while."""
+        with self._lock:
+            if key not in self._bad:
+                _logger.warning("%s/%s is damaged or gone: what needs it is passed by", self.store.url, key)
+            self._bad[key] = time.monotonic() + _BAD_S
+            self._beaten_s = -1e9  # the writer is told soon
+
+    @contextlib.contextmanager
+    def _noting(self, key: str) -> Iterator[None]:
+        """What is found damaged here is passed by from now on."""
+        try:
+            yield
+        except ObjectMissingError as error:
+            self.damaged(key)
+            raise StoreDamagedError(f"{self.store.url}/{key} is gone") from error
+        except (StoreDamagedError, SignatureError):
+            self.damaged(key)
+            raise
+
+    @property
+    def bad(self) -> tuple[str, ...]:
+        """Objects that are passed by now."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._bad = {key: until_s for key, until_s in self._bad.items() if until_s > now_s}
+            return tuple(self._bad)
+
+    def _is_bad(self, version: StoredVersion) -> bool:
+        return not version.keys().isdisjoint(self.bad)
+
+    # --- who reads ---
+
+    def reading(self, who: str, manifests: tuple[str, ...]) -> None:
+        """That reader of this process reads from these manifests; none: it does no more."""
+        with self._lock:
+            self._reading[who] = manifests
+            if not manifests:
+                del self._reading[who]
+
+    def beat(self, *, deadline: Deadline) -> None:
+        """Renews the note that tells the writer what has to stay. Where that may not be written, nothing is said."""
+        with self._lock:
+            manifests = tuple(sorted({key for keys in self._reading.values() for key in keys}))[:16]
+            due = time.monotonic() - self._beaten_s > self._beat_s or manifests != self._noted
+            if not self._beat_s or not manifests or not due:
+                return
+            self._beaten_s, self._noted, self._beats = time.monotonic(), manifests, self._beats + 1
+            note = ReaderNote(reader=self._reader, beat=self._beats, manifests=manifests, damaged=self.bad[:64])
+        try:
+            self._put_note(msgspec.json.encode(note), deadline)
+        except StoreAuthError as error:
+            _logger.info("%s: no note is left of what is read here: %s", self.store.url, error)
+            self._beat_s = 0.0
+        except WeightSyncError as error:
+            _logger.info("%s: the note of what is read here is not renewed: %s", self.store.url, error)
+
+    def close(self) -> None:
+        """Takes the note away. Idempotent."""
+        if self._note_etag is not None:
+            with contextlib.suppress(WeightSyncError):
+                self.store.delete([self._note_key], deadline=Deadline(2.0))
+            self._note_etag = None
+
+    @property
+    def _note_key(self) -> str:
+        return f"{READERS}/{self._reader}.json"
+
+    def _put_note(self, body: bytes, deadline: Deadline) -> None:
+        for _ in range(2):
+            try:
+                self._note_etag = self.store.put(self._note_key, body, deadline=deadline, replaces=self._note_etag)
+                return
+            except ObjectConflictError:  # its own, of an answer that was lost; or somebody has deleted it
+                try:
+                    found = self.store.get(self._note_key, deadline=deadline)
+                    self._note_etag = None if found is None else found.etag
+                except ObjectMissingError:
+                    self._note_etag = None
+
+    # --- helpers ---
+
+    def _look(self, deadline: Deadline) -> None:
+        what = f"{self.store.url}/{POINTER}"
+        with self._lock:
+            etag = self._etag
+        found = None
+        try:
+            found = self.store.get(POINTER, deadline=deadline, unless=etag)
+            if found is None or found.etag == self._recovered:
+                return
+            pointer = self._read("pointer", found.data, Pointer, what=what)
+        except ObjectMissingError:
+            if self._pointer is not None:
+                raise StoreDamagedError(f"{what} is gone") from None
+            raise NotPublishedError(f"nothing is written at {self.store.url} yet") from None
+        except (StoreDamagedError, SignatureError) as error:
+            if self._pointer is not None and self._recovered is None:
+                raise
+            _logger.warning("%s: %s; the newest manifest that is good counts", self.store.url, error)
+            with self._lock:
+                self._pointer = self._recover(deadline, error)
+                self._recovered = None if found is None else found.etag
+            return
+        with self._lock:
+            if pointer.order < self._seen:
+                raise StoreDamagedError(f"{what} went back to {pointer.version}: an old one was put there again")
+            self._pointer, self._etag, self._seen, self._recovered = pointer, found.etag, pointer.order, None
+            self._changed_s = time.monotonic()
+
+    def _back_from_newest(self, deadline: Deadline) -> Iterator[StoredVersion]:
+        """The newest version and those before it, as far as they can be read."""
+        with self._lock:
+            pointer = self._pointer
+        assert pointer is not None
+        last: WeightSyncError | None = None
+        refs = [ref for ref in (pointer.current, pointer.previous) if ref is not None]
+        for count in range(_NUM_BACK):
+            if not refs:
+                break
+            ref, last_try = refs.pop(0), count
+            try:
+                version = self.manifest(ref.manifest, deadline=deadline)
+                if version.version.number != ref.number or (last_try == 0 and version.version != pointer.version):
+                    raise StoreDamagedError(f"{self.store.url}/{ref.manifest.key} is of {version.version}")
+            except (StoreDamagedError, SignatureError) as error:
+                self.damaged(ref.manifest.key)
+                last = error
+                continue
+            refs = [] if version.before is None else [version.before]
+            yield version
+        if last is not None:
+            raise last
+
+    def _recover(self, deadline: Deadline, error: WeightSyncError) -> Pointer:
+        """A pointer to the newest manifest that is good, found by listing; no more than a way out of damage."""
+        found = [each.key for each in self.store.list_under("", deadline=deadline) if "/versions/" in each.key]
+        found.sort(key=lambda key: (key.partition("/")[0], _number(key)), reverse=True)
+        for key in found[:_MAX_RECOVER]:
+            try:
+                got = self.store.get(key, deadline=deadline)
+                assert got is not None
+                version = self._read("version", got.data, StoredVersion, what=f"{self.store.url}/{key}")
+            except (StoreDamagedError, SignatureError, ObjectMissingError):
+                continue
+            ref = StoredRef(key=key, nbytes=len(got.data), sha256=hashlib.sha256(got.data).hexdigest())
+            current = VersionRef(number=version.version.number, manifest=ref)
+            return Pointer(
+                place=version.place, epoch=version.epoch, version=version.version, model_id=version.model_id,
+                incarnation=version.incarnation, current=current, previous=version.before,
+            )  # fmt: skip
+        raise error
+
+    def _small(self, ref: StoredRef, deadline: Deadline) -> bytes:
+        """A small object; asked for again where it is damaged, which may have been on its way."""
+        for last in (False, True):
+            found = self.store.get(ref.key, deadline=deadline)
+            assert found is not None
+            if len(found.data) == ref.nbytes and hashlib.sha256(found.data).hexdigest() == ref.sha256:
+                return found.data
+            if last:
+                break
+        raise StoreDamagedError(f"{self.store.url}/{ref.key} is damaged: its SHA-256 is another than was written")
+
+    def _read(self, kind: str, raw: bytes, record: type[_T], *, what: str) -> _T:
+        payload = unseal(kind, raw, self._trust, what=what)
+        try:
+            read = msgspec.json.decode(payload, type=record)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidRequestError) as error:
+            raise StoreDamagedError(f"{what} is no {kind} of this release: {error}") from error
+        if (place := getattr(read, "place", self._place)) != self._place:
+            raise SignatureError(
+                f"{what} was written for {place!r}, and this is {self._place!r}: it counts for nothing"
+            )
+        return read
+
+
+def _number(key: str) -> int:
+    digits = key.rpartition("/")[2].removesuffix(".json")
+    return int(digits) if digits.isdigit() else -1
+
+
+def _ref(number: int, manifest: StoredRef | None) -> VersionRef | None:
+    return None if manifest is None else VersionRef(number=number, manifest=manifest)

@@ -1,0 +1,1 @@
+"""Object stores behind one small interface: immutable objects, conditional puts, ranges. No torch."""

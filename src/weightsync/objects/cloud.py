@@ -1,0 +1,179 @@
+"""CloudStore: S3, Google Cloud Storage, Azure and memory, through `obstore`. What it raises is typed here, once.
+
+obstore's own repetitions are off: `Repeating` repeats, with one deadline over all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from weightsync.errors import (
+    MissingDependencyError,
+    ObjectConflictError,
+    ObjectMissingError,
+    StoreAuthError,
+    StoreDamagedError,
+    StoreUnavailableError,
+    WeightSyncError,
+)
+from weightsync.objects.base import MAX_SMALL_BYTES, Data, Found, Listed
+from weightsync.types import Deadline
+from weightsync.types.store import check_key
+
+_CHUNK_BYTES = 16 << 20
+_STALL_S = 30.0
+_STATUS = re.compile(r"status code: (\d{3})")
+_CREDENTIAL = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired|RequestTimeTooSkewed|InvalidAccessKeyId")
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+_memory: dict[str, Any] = {}
+_memory_lock = threading.Lock()
+
+
+class CloudStore:
+    """See `ObjectStore`. Credentials, region and endpoint come from the environment (AWS_ACCESS_KEY_ID, ...).
+
+    Args:
+        url: s3://bucket/path, gs://, az://, memory://name/path.
+        stall_s: a call in which nothing comes for so long has failed.
+
+    Raises:
+        MissingDependencyError: obstore is not installed.
+        StoreAuthError: there is no credential that could be used.
+    """
+
+    def __init__(self, url: str, *, stall_s: float = _STALL_S) -> None:
+        self.url = url
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"{url} needs the package obstore: pip install 'weightsync[store]'; a folder (file://) needs nothing"
+            ) from error
+        self._errors = obstore.exceptions
+        with _typed(self.url, self._errors):
+            if url.startswith("memory://"):
+                self._store = _memory_store(url)
+            else:
+                stall = datetime.timedelta(seconds=stall_s)
+                plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+                self._store = from_url(
+                    url,
+                    client_options={
+                        "allow_http": plain, "connect_timeout": datetime.timedelta(seconds=5), "timeout": stall,
+                    },
+                    retry_config={
+                        "max_retries": 0, "retry_timeout": stall,
+                        "backoff": {
+                            "init_backoff": datetime.timedelta(seconds=0.1),
+                            "max_backoff": datetime.timedelta(seconds=1), "base": 2,
+                        },
+                    },
+                )  # fmt: skip
+
+    def get(self, key: str, *, deadline: Deadline, unless: str | None = None) -> Found | None:
+        """See `ObjectStore.get`."""
+        check_key(key)
+        deadline.check("answer of the store", peer=self.url)
+        with _typed(f"{self.url}/{key}", self._errors):
+            try:
+                answer = self._store.get(key, options={} if unless is None else {"if_none_match": unless})
+            except self._errors.NotModifiedError:
+                return None
+            if answer.meta["size"] > MAX_SMALL_BYTES:
+                raise StoreDamagedError(f"{self.url}/{key} is too long to be what it should be")
+            return Found(data=bytes(answer.bytes()), etag=answer.meta["e_tag"] or "")
+
+    def get_range(self, key: str, start: int, into: memoryview, *, deadline: Deadline) -> None:
+        """See `ObjectStore.get_range`."""
+        check_key(key)
+        deadline.check("answer of the store", peer=self.url)
+        with _typed(f"{self.url}/{key}", self._errors):
+            data = memoryview(self._store.get_range(key, start=start, length=len(into)))
+            if len(data) != len(into):
+                raise StoreDamagedError(f"{self.url}/{key} ends at byte {start + len(data)}: it is cut off")
+            into[:] = data
+
+    def put(self, key: str, data: Data, *, deadline: Deadline, replaces: str | None) -> str:
+        """See `ObjectStore.put`."""
+        check_key(key)
+        deadline.check("answer of the store", peer=self.url)
+        with _typed(f"{self.url}/{key}", self._errors):
+            mode: Any = "create" if replaces is None else {"e_tag": replaces}
+            return str(self._store.put(key, bytes(data), mode=mode, use_multipart=False)["e_tag"] or "")
+
+    def put_large(self, key: str, data: Data, *, deadline: Deadline) -> None:
+        """See `ObjectStore.put_large`."""
+        check_key(key)
+        deadline.check("answer of the store", peer=self.url)
+        view = memoryview(data).cast("B")
+
+        def pieces() -> Iterator[bytes]:
+            for start in range(0, len(view), _CHUNK_BYTES):
+                deadline.check("end of a write", peer=self.url)
+                yield bytes(view[start : start + _CHUNK_BYTES])
+
+        with _typed(f"{self.url}/{key}", self._errors):
+            if len(view) <= _CHUNK_BYTES:
+                self._store.put(key, bytes(view), use_multipart=False)
+            else:
+                self._store.put(key, pieces(), use_multipart=True, chunk_size=_CHUNK_BYTES, max_concurrency=4)
+
+    def delete(self, keys: Iterable[str], *, deadline: Deadline) -> None:
+        """See `ObjectStore.delete`."""
+        for key in keys:
+            check_key(key)
+            deadline.check("end of a deletion", peer=self.url)
+            with contextlib.suppress(ObjectMissingError), _typed(f"{self.url}/{key}", self._errors):
+                self._store.delete(key)
+
+    def list_under(self, prefix: str, *, deadline: Deadline) -> Iterator[Listed]:
+        """See `ObjectStore.list_under`."""
+        with _typed(f"{self.url}/{prefix}", self._errors):
+            for batch in self._store.list(prefix=prefix or None):
+                deadline.check("end of a listing", peer=self.url)
+                for each in batch:
+                    yield Listed(key=each["path"], nbytes=each["size"])
+
+
+def _memory_store(url: str) -> Any:
+    from obstore.store import MemoryStore
+
+    with _memory_lock:
+        return _memory.setdefault(url, MemoryStore())
+
+
+@contextlib.contextmanager
+def _typed(what: str, errors: Any) -> Iterator[None]:
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except FileNotFoundError as error:
+        if "NoSuchBucket" in str(error):
+            raise StoreAuthError(f"{what}: there is no such bucket", peer=what) from error
+        raise ObjectMissingError(f"there is no {what}", peer=what) from error
+    except (errors.AlreadyExistsError, errors.PreconditionError) as error:
+        if "404 Not Found" in str(error):
+            raise ObjectConflictError(f"{what} is gone, and was to be replaced", peer=what) from error
+        raise ObjectConflictError(f"{what} is another one than the condition names", peer=what) from error
+    except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+        raise StoreAuthError(f"{what}: the store refuses the credential: {_words(error)}", peer=what) from error
+    except Exception as error:  # whatever else obstore raises
+        said = str(error)
+        if _CREDENTIAL.search(said):
+            raise StoreAuthError(f"{what}: the store refuses the credential: {_words(error)}", peer=what) from error
+        if (status := _STATUS.search(said)) and status[1] == "416":
+            raise StoreDamagedError(f"{what} is shorter than it should be: it is cut off") from error
+        raise StoreUnavailableError(f"{what}: {_words(error)}", peer=what) from error
+
+
+def _words(error: Exception) -> str:
+    """The first lines of what obstore says; what follows is for its developers."""
+    return " ".join(str(error).partition("Debug source")[0].split())[:400]

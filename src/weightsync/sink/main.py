@@ -1,0 +1,165 @@
+"""The process of a store's writer: `python -m weightsync.sink.main`, started by `trainer.sink_process`.
+
+It reads how it runs from the first line of its standard input, and tells events by lines of its standard output. It
+ends when its input says "end" or is closed: the version that it is at goes to its end first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import IO
+
+import msgspec
+
+from weightsync.errors import (
+    RunClaimedError,
+    StateError,
+    VersionError,
+    WeightSyncError,
+    as_weightsync_error,
+)
+from weightsync.objects.opened import open_store
+from weightsync.objects.signing import Signer
+from weightsync.sink.claim import ClaimKeeper
+from weightsync.sink.intake import Intake
+from weightsync.sink.sweep import Sweeper
+from weightsync.sink.writer import ChainWriter
+from weightsync.types import Deadline, Version
+from weightsync.types.sink import Claimed, SinkConfig, SinkEvent, Stored, Trouble
+
+_WAIT_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
+
+_logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """From the first line of the input to the end."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=SinkConfig)
+    ended, until = threading.Event(), [0.0]
+    threading.Thread(target=_listen, args=(ended, until), name="weightsync-parent", daemon=True).start()
+    code = 0
+    try:
+        Sink(config, lambda event: _tell(out, event)).run(ended, until)
+    except Exception as error:
+        typed = as_weightsync_error(error, StateError, "the store's writer failed")
+        is_last = isinstance(typed, RunClaimedError) or not isinstance(error, WeightSyncError)
+        _logger.error("%s", typed, exc_info=None if isinstance(error, WeightSyncError) else error)
+        _tell(out, Trouble(error=typed.to_dict(), is_last=is_last))
+        code = 1
+    os._exit(code)
+
+
+def _listen(ended: threading.Event, until: list[float]) -> None:
+    """Ends the work when told to; "end 12" leaves so many seconds for the newest version."""
+    line = sys.stdin.buffer.readline()
+    with contextlib.suppress(ValueError, IndexError):
+        until[0] = time.monotonic() + float(line.split()[1])
+    ended.set()
+
+
+def _tell(out: IO[bytes], event: SinkEvent) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more
+        out.write(msgspec.json.encode(event) + b"\n")
+
+
+class Sink:
+    """One writer, from its claim to its end.
+
+    Args:
+        config: how it runs.
+        tell: takes events.
+    """
+
+    def __init__(self, config: SinkConfig, tell: Callable[[SinkEvent], None]) -> None:
+        self._config = config
+        self._tell = tell
+        self._store = open_store(config.store, whose="the store's")
+        self._signer = None if config.sign_key is None else Signer(config.sign_key)
+        self._claim = ClaimKeeper(self._store, run_id=config.run_id, takeover_s=config.takeover_s)
+        self._intake = Intake(
+            config.agents, config.model_id, receiver_id=f"store {config.store[:150]} {secrets.token_hex(4)}",
+            token=config.token, verify=config.verify,
+        )  # fmt: skip
+        self._seen: Version | None = None
+
+    def run(self, ended: threading.Event, until: list[float]) -> None:
+        """Writes each newest version until `ended`, and what is the newest then, until the time in `until`.
+
+        Raises:
+            RunClaimedError: another writer lives, or has taken over.
+            WeightSyncError: the store could not be claimed.
+        """
+        config = self._config
+        self._claim.acquire(ended=ended)
+        try:
+            writer = ChainWriter(
+                self._store, self._claim, signer=self._signer, anchor_every=config.anchor_every,
+                anchor_share=config.anchor_share,
+            )  # fmt: skip
+            writer.begin(deadline=Deadline(config.write_timeout_s))
+            self._tell(Claimed(epoch=self._claim.epoch))
+            sweeper = Sweeper(self._store, writer, keep_s=config.keep_s, every_s=config.sweep_s)
+            pause_s = _FIRST_PAUSE_S
+            while not (last := ended.is_set()) or time.monotonic() < until[0]:
+                try:
+                    self._claim.check()
+                    if self._turn(writer, wait_s=0.0 if last else _WAIT_S):
+                        pause_s = _FIRST_PAUSE_S
+                    elif last:
+                        break
+                    sweeper.sweep()
+                except RunClaimedError:
+                    raise
+                except VersionError as error:  # superseded on its way
+                    _logger.info("%s", error)
+                    ended.wait(_FIRST_PAUSE_S)
+                except WeightSyncError as error:
+                    _logger.warning("%s", error)
+                    self._tell(Trouble(error=error.to_dict()))
+                    if last:
+                        time.sleep(min(pause_s, max(0.0, until[0] - time.monotonic())))
+                    else:
+                        ended.wait(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            self._claim.release()
+            self._intake.close()
+
+    def _turn(self, writer: ChainWriter, *, wait_s: float) -> bool:
+        """Writes the newest version, where it is not written yet; whether it did."""
+        newest = self._intake.newest(after=self._seen, wait_s=wait_s)
+        if newest is None or newest == self._seen:
+            return False
+        begun_s, deadline = time.monotonic(), Deadline(self._config.write_timeout_s)
+        if newest.number <= writer.last_number:
+            self._seen = newest  # its manifest was begun, and is another by now: the next version comes
+            return False
+        taken = self._intake.take(writer.bases, deadline=deadline)
+        nbytes = writer.write(taken, deadline=deadline)
+        self._seen = taken.version
+        assert writer.current is not None
+        seconds = time.monotonic() - begun_s
+        self._tell(
+            Stored(
+                version=taken.version, is_anchor=writer.current.is_anchor, nbytes=nbytes,
+                total_bytes=writer.current.total_bytes, seconds=seconds,
+            )
+        )  # fmt: skip
+        _logger.info("%s is in %s: %d bytes in %.3f s", taken.version, self._store.url, nbytes, seconds)
+        return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Sweeper: deletes what nobody needs: no version of the last two chains, no reader that is alive, for a while now.
+
+    needed    what the newest version's chain has, what the chain before it has, what is being written,
+              and what the chains have that readers' notes name
+    deleted   what a listing shows that is not needed, and was not needed for `keep_s`, by this process's own clock
+
+A listing that lags shows less: that is deleted later. Readers' clocks are never compared: a note that changes is alive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+
+import msgspec
+
+from weightsync.clients.chain import Chain
+from weightsync.errors import ObjectMissingError, SignatureError, StoreDamagedError, WeightSyncError
+from weightsync.objects.base import ObjectStore
+from weightsync.objects.signing import unseal
+from weightsync.sink.writer import ChainWriter
+from weightsync.types import Deadline
+from weightsync.types.store import READERS, ReaderNote, StoredRef, StoredVersion
+
+_NUM_CHAINS = 2
+_READER_S = 120.0
+_MAX_READERS = 1000
+_MAX_NOTE_BYTES = 1 << 16
+_CALL_S = 60.0
+
+_logger = logging.getLogger(__name__)
+
+
+class Sweeper:
+    """Of one writer; called by its thread.
+
+    Args:
+        store: the place.
+        writer: knows the newest version.
+        keep_s, every_s: see `SinkConfig`.
+        reader_s: a reader whose note has not changed for so long is gone.
+    """
+
+    def __init__(
+        self, store: ObjectStore, writer: ChainWriter, *, keep_s: float, every_s: float, reader_s: float = _READER_S
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._keep_s = keep_s
+        self._every_s = every_s
+        self._reader_s = reader_s
+        self._swept_s = time.monotonic()
+        self._unneeded: dict[str, float] = {}
+        self._notes: dict[str, tuple[str, float, ReaderNote | None]] = {}
+        self._chain = Chain(store, trust=None, beat_s=0.0)  # what it deletes by is its own, or named by nobody's word
+
+    def sweep(self, *, now: bool = False) -> int:
+        """Deletes, where it is time; how many objects. What fails is tried again the next time."""
+        if self._writer.current is None or not (now or time.monotonic() - self._swept_s >= self._every_s):
+            return 0
+        self._swept_s = time.monotonic()
+        try:
+            return self._sweep(Deadline(_CALL_S))
+        except WeightSyncError as error:
+            _logger.warning("%s is not swept now: %s", self._store.url, error)
+            return 0
+
+    def _sweep(self, deadline: Deadline) -> int:
+        notes = self._live_notes(deadline)
+        self._writer.damaged(frozenset(key for note in notes for key in note.damaged))
+        needed = self._needed(notes, deadline)
+        at_s, gone = time.monotonic(), []
+        listed = [each.key for each in self._store.list_under("", deadline=deadline)]
+        for key in listed:
+            if key in needed or not (key[:1] == "e" and key[1:7].isdigit() and key[7:8] == "/"):
+                self._unneeded.pop(key, None)
+            elif at_s - self._unneeded.setdefault(key, at_s) >= self._keep_s:
+                gone.append(key)
+        gone.sort(key=lambda key: "/versions/" not in key)  # manifests first: who finds one finds its bytes
+        self._store.delete(gone, deadline=deadline)
+        self._unneeded = {key: since_s for key, since_s in self._unneeded.items() if key in set(listed) - set(gone)}
+        if gone:
+            _logger.info("%s: %d objects that nobody needs are deleted", self._store.url, len(gone))
+        return len(gone)
+
+    def _needed(self, notes: list[ReaderNote], deadline: Deadline) -> set[str]:
+        needed, now = set(self._writer.under_way), self._writer.current
+        assert now is not None
+        assert self._writer.ref is not None
+        at: tuple[StoredVersion, StoredRef] | None = (now, self._writer.ref.manifest)
+        for _ in range(_NUM_CHAINS):
+            if at is None:
+                break
+            at = self._add_chain(*at, needed, deadline)
+        for key in {key for note in notes for key in note.manifests} - needed:
+            if (read := self._manifest(key, deadline)) is not None:
+                self._add_chain(*read, needed, deadline)
+        return needed
+
+    def _add_chain(
+        self, version: StoredVersion, ref: StoredRef, needed: set[str], deadline: Deadline
+    ) -> tuple[StoredVersion, StoredRef] | None:
+        """All that a chain up to a version has; the last version of the chain before it."""
+        needed |= version.keys() | {ref.key}
+        needed |= {link.manifest.key for source in version.sources for link in source.links if link.manifest}
+        first = version
+        if version.anchor is not None:
+            needed.add(version.anchor.manifest.key)
+            try:
+                first = self._chain.manifest(version.anchor.manifest, deadline=deadline)
+            except (ObjectMissingError, StoreDamagedError):
+                return None
+        before = first.before
+        try:
+            return None if before is None else (
+                self._chain.manifest(before.manifest, deadline=deadline), before.manifest
+            )  # fmt: skip
+        except (ObjectMissingError, StoreDamagedError, SignatureError):
+            return None
+
+    def _manifest(self, key: str, deadline: Deadline) -> tuple[StoredVersion, StoredRef] | None:
+        """What a reader's note names; it is believed where it is a manifest."""
+        try:
+            found = self._store.get(key, deadline=deadline)
+            assert found is not None
+            version = msgspec.json.decode(unseal("version", found.data, None, what=key), type=StoredVersion)
+        except (ObjectMissingError, StoreDamagedError, msgspec.DecodeError):
+            return None
+        digest = hashlib.sha256(found.data).hexdigest()
+        return version, StoredRef(key=key, nbytes=len(found.data), sha256=digest)
+
+    def _live_notes(self, deadline: Deadline) -> list[ReaderNote]:
+        at_s = time.monotonic()
+        listed: set[str] = set()
+        for each in self._store.list_under(READERS, deadline=deadline):
+            if len(listed) >= _MAX_READERS or each.nbytes > _MAX_NOTE_BYTES:
+                continue
+            listed.add(each.key)
+            etag, since_s, note = self._notes.get(each.key, ("", at_s, None))
+            try:
+                found = self._store.get(each.key, deadline=deadline, unless=etag or None)
+                if found is not None:
+                    etag, since_s, note = found.etag, at_s, msgspec.json.decode(found.data, type=ReaderNote)
+            except (ObjectMissingError, StoreDamagedError, msgspec.DecodeError, WeightSyncError):
+                note = None
+            self._notes[each.key] = etag, since_s, note
+        self._notes = {key: said for key, said in self._notes.items() if key in listed}
+        dead = [key for key, (_, since_s, _) in self._notes.items() if at_s - since_s > 10 * self._reader_s]
+        self._store.delete(dead, deadline=deadline)
+        return [
+            note for _, since_s, note in self._notes.values() if note is not None and at_s - since_s <= self._reader_s
+        ]

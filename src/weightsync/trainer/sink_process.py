@@ -1,0 +1,169 @@
+"""SinkProcess: keeps the writer of an object store running beside the trainer, which never waits for it.
+
+The writer is a receiver of the trainer's agents, in a process of its own: what it does, and how slow its store is,
+costs the trainer nothing. A version that it has no time for is passed by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from weightsync.errors import StateError, WeightSyncError, error_from_dict
+from weightsync.types import Version
+from weightsync.types.process import of_one_process
+from weightsync.types.sink import Claimed, SinkConfig, SinkEvent, Stored, Trouble
+
+_FIRST_S, _LONGEST_S = 0.5, 15.0
+_MAX_LINE_BYTES = 1 << 20
+
+_logger = logging.getLogger(__name__)
+
+
+@of_one_process
+class SinkProcess:
+    """Starts it, hears it, and starts it again when it dies. Thread-safe.
+
+    Args:
+        config: how it runs.
+        on_stored: told of each version that is there; from a thread of this.
+
+    Attributes:
+        newest: the newest version that is in the store; None: none yet.
+        error: what went wrong last; None: nothing since the last version.
+        failed: why it has ended for good.
+    """
+
+    def __init__(self, config: SinkConfig, *, on_stored: Callable[[Stored], None] = lambda _: None) -> None:
+        self._config = config
+        self._on_stored = on_stored
+        self._changed = threading.Condition()
+        self._claimed = False
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._supervise, name="weightsync-sink", daemon=True)
+        self.newest: Version | None = None
+        self.error: WeightSyncError | None = None
+        self.failed: WeightSyncError | None = None
+
+    def start(self, *, wait_s: float) -> None:
+        """Starts it, and waits for its claim of the place, at most so long: a store that is not there may come later.
+
+        Raises:
+            RunClaimedError: another trainer writes there.
+            WeightSyncError: the store refuses the credential, or the URL is none.
+        """
+        self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._claimed or self.failed is not None, wait_s)
+            if self.failed is not None:
+                raise self.failed
+            if not self._claimed:
+                _logger.warning("%s is not claimed within %g s: the trainer goes on", self._config.store, wait_s)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def wait_stored(self, number: int, *, timeout_s: float) -> str | None:
+        """Waits until a version, or a newer one, is in the store; why it is not, after so long."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: (self.newest is not None and self.newest.number >= number) or self.failed is not None, timeout_s
+            )
+            if self.failed is not None:
+                return f"{type(self.failed).__name__}: {self.failed}"
+            if done:
+                return None
+            return f"not stored within {timeout_s:g} s" + (f": {self.error}" if self.error is not None else "")
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """Ends it. Idempotent.
+
+        Args:
+            timeout_s: so long the version that it is at may take; then it is killed, and that one counts for nothing.
+        """
+        with self._changed:
+            self._closed = True
+            process = self._process
+            self._changed.notify_all()
+        if process is not None:
+            with contextlib.suppress(OSError, ValueError):
+                assert process.stdin is not None
+                process.stdin.write(b"end 0\n")
+                process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+            process.kill()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _supervise(self) -> None:
+        pause_s = _FIRST_S
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                self._process = process = _started()
+            begun_s = time.monotonic()
+            assert process.stdout is not None
+            assert process.stdin is not None
+            with contextlib.suppress(OSError), process.stdout:
+                process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+                process.stdin.flush()
+                while line := process.stdout.readline(_MAX_LINE_BYTES):
+                    self._hear(line)
+            process.kill()
+            process.wait()
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            with self._changed:
+                if self._closed or self.failed is not None:
+                    return
+                self.error = self.error or StateError("the store's writer died: see what it wrote to stderr")
+                pause_s = _FIRST_S if time.monotonic() - begun_s > _LONGEST_S else min(2 * pause_s, _LONGEST_S)
+                _logger.warning("the writer of %s died: it is started again in %.1f s", self._config.store, pause_s)
+                self._changed.wait_for(lambda: self._closed, pause_s)
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            event = msgspec.json.decode(line, type=SinkEvent)
+        except msgspec.DecodeError:
+            _logger.error("the store's writer says what is no event: %r", line[:200])
+            return
+        with self._changed:
+            match event:
+                case Claimed():
+                    self._claimed = True
+                case Stored():
+                    self.newest, self.error = event.version, None
+                case Trouble():
+                    self.error = error_from_dict(event.error, peer=self._config.store)
+                    _logger.warning("%s: %s", self._config.store, self.error)
+                    if event.is_last or not self._claimed:
+                        self.failed = self.error
+            self._changed.notify_all()
+        if isinstance(event, Stored):
+            self._on_stored(event)
+
+
+def _started() -> subprocess.Popen[bytes]:
+    found = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "weightsync.sink.main"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": found},
+        process_group=0,
+    )

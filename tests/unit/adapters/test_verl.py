@@ -1,0 +1,160 @@
+"""The checkpoint engine for verl, driven as its manager does: real agents and pulls, its base class.
+
+verl's own manager, workers and loader of changes are in tests/adapters/test_verl.py, which needs verl.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.standins.frameworks import VERL_METHODS, checksum, provide_verl, takes
+
+provide_verl()
+
+from weightsync.adapters.verl import WeightSyncCheckpointEngine  # noqa: E402
+from weightsync.errors import ConfigError, InvalidRequestError  # noqa: E402
+
+LONG_S = 60.0
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    """Most stays; a whole and a part of a tensor change."""
+    whole = torch.ones(256, 128, dtype=torch.bfloat16)
+    whole[3] = value
+    other = torch.full((5,), value, dtype=torch.float32)
+    return {"a.weight": whole, "b": other, "none": torch.empty(0, 4, dtype=torch.bfloat16)}
+
+
+class World:
+    """A master, a training rank beside it, and rollout workers."""
+
+    def __init__(self, workers: int, **settings: Any) -> None:
+        made = {"bucket_size": 1 << 20, "host": "127.0.0.1", "timeout_s": LONG_S, **settings}
+        made["delta_budget_bytes"] = 1 << 30
+        self.ranks = [WeightSyncCheckpointEngine(is_master=rank == 0, **made) for rank in range(2)]
+        self.made, self.workers = made, [WeightSyncCheckpointEngine(**made) for _ in range(workers)]
+
+    def update(self, sent: dict[str, torch.Tensor]) -> list[Any]:
+        """What each worker's `receive_weights` gives."""
+        metadata = [each.prepare() for each in (*self.ranks, *self.workers)]
+        own, theirs = WeightSyncCheckpointEngine.build_topology(len(self.ranks), len(self.workers), metadata)
+        for each, plan in zip((*self.ranks, *self.workers), (*own["plan"], *theirs["plan"]), strict=True):
+            each.init_process_group(plan=plan)
+        for each in self.ranks:
+            asyncio.run(each.send_weights(iter(sent.items()), global_steps=1))
+        given = [each.receive_weights(global_steps=1) for each in self.workers]
+        for each in (*self.ranks, *self.workers):
+            each.finalize()
+        return given
+
+    def close(self) -> None:
+        for each in (*self.ranks, *self.workers):
+            if each._sender is not None:
+                each._sender.close()
+            if each._receiver is not None:
+                each._receiver.close()
+
+
+@pytest.fixture
+def worlds() -> Iterator[list[World]]:
+    made: list[World] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def whole(given: Any) -> dict[str, torch.Tensor]:
+    async def taken() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() async for name, tensor in given}
+
+    return asyncio.run(taken())
+
+
+class Engine:
+    """Takes flushes as verl's loaders do: a NaN says that an element stays."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, torch.Tensor] = {}
+
+    def apply(self, given: Any) -> list[str]:
+        """The encodings that came. The last flush alone says that it is the last."""
+        told, last = [], []
+        for named, is_last in given:
+            tensors = dict(named)
+            spec = json.loads(bytes(tensors["__delta_spec__"].numpy()))
+            positions = tensors.get("__positions__", torch.empty(0, dtype=torch.uint8))
+            values = tensors["__values__"]
+            assert checksum(positions, values) == spec["checksum"]
+            for param in spec["params"]:
+                new = values[param["val_start"] : param["val_end"]]
+                assert str(new.dtype) == f"torch.{param['dtype']}"
+                if spec["encoding"] == "dense":
+                    self.live[param["name"]] = new.clone().view(param["shape"])
+                else:
+                    places = positions[param["pos_start"] : param["pos_end"]].view(torch.int32).long()
+                    self.live[param["name"]].view(-1)[places] = new
+            told.append(spec["encoding"])
+            last.append(is_last)
+        assert last == [False] * (len(last) - 1) + [True] * bool(last)
+        return told
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+def test_it_has_what_the_base_class_asks_for() -> None:
+    for name, arguments in VERL_METHODS.items():
+        assert takes(getattr(WeightSyncCheckpointEngine, name), arguments), name
+
+
+@pytest.mark.parametrize("mode", ["auto", "delta"])
+def test_workers_are_given_each_version_whole(worlds: list[World], mode: str) -> None:
+    worlds.append(world := World(2, mode=mode))
+    for number in range(1, 4):
+        sent = weights(float(number))
+        assert all(same(whole(each), sent) for each in world.update(sent))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 100])
+def test_flushes_bring_changes_alone(worlds: list[World], bucket_bytes: int) -> None:
+    """To the bit; the first version of a worker is dense, and one in which nothing changed is no flush at all."""
+    worlds.append(world := World(1, mode="delta", wire_format="delta_flush", bucket_size=bucket_bytes))
+    assert world.workers[0].wire_format == "delta_flush"
+    engine = Engine()
+    for number, value in enumerate((1.0, 2.0, 3.0)):
+        sent = weights(value)
+        (given,) = world.update(sent)
+        assert set(engine.apply(given)) == {"dense" if number == 0 else "indices"}
+        assert same(engine.live, sent)
+    (given,) = world.update(sent)
+    assert engine.apply(given) == []
+
+
+def test_a_worker_that_was_interrupted_is_given_all_of_it(worlds: list[World]) -> None:
+    """What it has is of no version: a change of one would make it neither. So with a NaN, which says that one stays."""
+    worlds.append(world := World(1, mode="delta", wire_format="delta_flush", bucket_size=100))
+    engine = Engine()
+    engine.apply(world.update(weights(1.0))[0])
+    (given,) = world.update(weights(2.0))
+    next(given)
+    given.close()
+    sent = weights(3.0)
+    assert set(engine.apply(world.update(sent)[0])) == {"dense"}
+    assert same(engine.live, sent)
+    sent["b"][1] = float("nan")
+    assert set(engine.apply(world.update(sent)[0])) == {"dense"}
+    assert bool(engine.live["b"][1].isnan())
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="wire_format is 'named_tensors' or 'delta_flush', not 'flush'"):
+        WeightSyncCheckpointEngine(wire_format="flush")
+    with pytest.raises(InvalidRequestError, match="one worker sends"):
+        WeightSyncCheckpointEngine.build_topology(1, 1, [None, None])

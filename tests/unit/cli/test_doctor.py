@@ -1,0 +1,59 @@
+"""What `weightsync doctor` says of a server whose release lacks something: what, and from which release on it is there.
+The rest of it is in tests/multiproc/test_cli_serve.py."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.standins.sglang_server import SGLangServer
+from tests.unit.handles.sglang_kit import write_checkpoint
+from tests.unit.handles.test_probe import without
+from tests.unit.handles.vllm_kit import VllmStandIn
+from weightsync.cli import app
+
+
+def doctor(url: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", url], env={"COLUMNS": "400", "NO_COLOR": "1", "WEIGHTSYNC_TOKEN": ""})
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("route", "says", "advice"),
+    [
+        ("/start_weight_update", "wrong", "can't take pushed weights: vLLM 0.32.0 has no {}: take vLLM 0.21"),
+        ("/weight_info", "note", "can't say which weights it has: vLLM 0.32.0 has no {}: take vLLM 0.27"),
+        ("/weight_checker", "note", "can't sum up its live weights: vLLM 0.32.0 has no {}: take vLLM 0.32"),
+        ("/collective_rpc", "note", "can't load weights from a folder: vLLM 0.32.0 has no {}: take a newer"),
+    ],
+)  # fmt: skip
+def test_a_vllm_that_lacks_something(tmp_path: Path, route: str, says: str, advice: str) -> None:
+    advice = advice.format(route)
+    server = VllmStandIn(write_checkpoint(tmp_path, 0))
+    with contextlib.closing(server):
+        url = f"vllm+{server.start()}"
+        without(server.app, route)
+        code, text = doctor(url)
+    assert code == 1, "a stand-in has no plug-in of ours"
+    assert advice in text, text
+    assert text.partition(advice)[0].split(url)[-2].endswith(f"{says} "), text
+
+
+def test_an_sglang_that_lacks_something(tmp_path: Path) -> None:
+    """The bracket around updates is not missed: releases before 0.5.21 need none."""
+    server = SGLangServer(write_checkpoint(tmp_path, 0))
+    with contextlib.closing(server):
+        url = f"sglang+{server.start()}"
+        without(server.app, "/begin_weight_update", "/end_weight_update")
+        code, text = doctor(url)
+        assert (code, "can't" in text) == (0, False), text
+        without(server.app, "/weights_checker")
+        server.app.openapi_schema = None
+        code, text = doctor(url)
+    assert code == 0, text
+    assert (
+        "it can't sum up its live weights: SGLang 0.5.23 has no /weights_checker: take SGLang 0.5.10 or newer" in text
+    )

@@ -1,0 +1,113 @@
+"""What is deleted, and what stays: for the newest chains, for readers that are alive, for what is being written.
+
+Seen red with notes that are not read, and with `keep_s` left out.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of
+from tests.standins.stores import FaultyStore
+from weightsync.objects.folder import FolderStore
+from weightsync.sink.sweep import Sweeper
+from weightsync.types import Deadline
+from weightsync.types.store import ReaderNote
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FolderStore(f"file://{tmp_path}/run")
+
+
+def keys(store) -> list[str]:
+    return sorted(each.key for each in store.list_under("", deadline=Deadline(5)) if each.key.startswith("e"))
+
+
+def test_the_last_two_chains_stay_and_older_ones_go(store) -> None:
+    made = Writing(store, anchor_every=2)
+    sweeper = Sweeper(store, made.writer, keep_s=0.0, every_s=0.0)
+    sizes = []
+    for number in range(1, 21):
+        made.write(number)
+        sweeper.sweep(now=True)
+        sizes.append(len(keys(store)))
+        with puller_of(store.url) as reader:
+            assert pulled(reader)[::2] == (number, True)
+    assert max(sizes) <= 9
+    assert not [key for key in keys(store) if "/00000016" in key]
+
+
+def test_what_was_needed_a_moment_ago_stays_for_a_while(store) -> None:
+    made = Writing(store, anchor_every=1)
+    sweeper = Sweeper(store, made.writer, keep_s=60.0, every_s=0.0)
+    for number in range(1, 6):
+        made.write(number)
+        assert sweeper.sweep(now=True) == 0
+
+
+def test_what_a_live_reader_reads_stays_until_it_is_gone(store) -> None:
+    made = Writing(store, anchor_every=2)
+    sweeper = Sweeper(store, made.writer, keep_s=0.0, every_s=0.0, reader_s=60.0)
+    for number in (1, 2):
+        made.write(number)
+    with chain_of(store, beat_s=60.0) as chain, puller_of(f"{store.url}") as reader:
+        assert pulled(reader)[0] == 2
+        for number in range(3, 11):
+            made.write(number)
+            sweeper.sweep(now=True)
+        assert "e000001/anchors/00000001-0.safetensors" in keys(store)
+        assert "e000001/anchors/00000003-0.safetensors" not in keys(store)
+        chain.close()
+    sweeper.sweep(now=True)
+    assert "e000001/anchors/00000001-0.safetensors" not in keys(store)
+
+
+def test_a_reader_whose_note_stands_still_is_gone_whatever_its_clock_says(store) -> None:
+    made = Writing(store, anchor_every=1)
+    sweeper = Sweeper(store, made.writer, keep_s=0.0, every_s=0.0, reader_s=0.0)
+    made.write(1)
+    note = ReaderNote(reader="r", beat=1, manifests=("e000001/versions/1.json",))
+    store.put("readers/r.json", msgspec.json.encode(note), deadline=Deadline(5), replaces=None)
+    for number in range(2, 6):
+        made.write(number)
+        sweeper.sweep(now=True)
+    assert "e000001/versions/1.json" not in keys(store)
+
+
+def test_notes_that_are_none_are_passed_by(store) -> None:
+    made = Writing(store)
+    made.write(1)
+    store.put("readers/x.json", b"\xff{", deadline=Deadline(5), replaces=None)
+    store.put(
+        "readers/y.json", b'{"reader":"y","beat":1,"manifests":["../../etc"]}', deadline=Deadline(5), replaces=None
+    )
+    sweeper = Sweeper(store, made.writer, keep_s=0.0, every_s=0.0)
+    assert sweeper.sweep(now=True) == 0
+
+
+def test_what_a_dead_writer_left_goes_and_a_lagging_listing_costs_nothing(store) -> None:
+    dead = Writing(store)
+    dead.write(1)
+    store.put_large("e000001/deltas/00000001-00000002-0.delta", b"half of it", deadline=Deadline(5))
+    dead.stand_still()
+    after = Writing(store, seed=SEED + 1, anchor_every=1)
+    lagging = FaultyStore(store, lambda op, key, count: "lag" if op == "list" else None)
+    after.write(1)
+    assert Sweeper(lagging, after.writer, keep_s=0.0, every_s=0.0).sweep(now=True) == 0
+    sweeper = Sweeper(store, after.writer, keep_s=0.0, every_s=0.0)
+    sweeper.sweep(now=True)
+    assert "e000001/deltas/00000001-00000002-0.delta" not in keys(store)
+    assert "e000001/anchors/00000001-0.safetensors" in keys(store)  # of the chain before
+    after.write(2)
+    sweeper.sweep(now=True)
+    assert not [key for key in keys(store) if key.startswith("e000001")]
+
+
+def test_what_is_being_written_stays(store) -> None:
+    made = Writing(store)
+    made.write(1)
+    store.put_large("e000001/anchors/00000009-0.safetensors", b"x", deadline=Deadline(5))
+    made.writer.under_way.add("e000001/anchors/00000009-0.safetensors")
+    assert Sweeper(store, made.writer, keep_s=0.0, every_s=0.0).sweep(now=True) == 0

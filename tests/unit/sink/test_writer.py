@@ -1,0 +1,201 @@
+"""What a writer leaves in a store, and what readers find, whatever breaks at whichever step of a version.
+
+Seen red with the pointer moved before the manifest, with a claim that is not checked, and with an unconditional pointer.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+
+import msgspec
+import pytest
+
+from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of, taken
+from tests.standins.stores import DiedError, FaultyStore
+from weightsync.errors import RunClaimedError, StoreAuthError, StoreUnavailableError, VersionError, WeightSyncError
+from weightsync.objects.folder import FolderStore
+from weightsync.objects.repeating import Repeating
+from weightsync.sink.claim import ClaimKeeper
+from weightsync.types import Deadline
+from weightsync.types.store import POINTER, Pointer
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FolderStore(f"file://{tmp_path}/run")
+
+
+def pointed(store) -> Pointer:
+    raw = store.get(POINTER, deadline=Deadline(5)).data
+    return msgspec.json.decode(raw.partition(b"\n")[0], type=Pointer)
+
+
+def test_a_chain_is_read_from_its_anchor_and_followed_by_its_deltas(store) -> None:
+    made = Writing(store)
+    made.write(1)
+    with puller_of(store.url) as live:
+        assert pulled(live) == (1, 0, True)
+        for number in (2, 3):
+            made.write(number)
+        assert pulled(live) == (3, 2, True)
+        with puller_of(store.url) as joiner:
+            assert pulled(joiner) == (3, 2, True)
+        made.write(7)
+        assert pulled(live) == (7, 1, True)
+
+
+def test_a_full_comes_when_the_chain_is_long_and_when_it_is_large(store) -> None:
+    made, kinds = Writing(store, anchor_every=3), []
+    for number in range(1, 8):
+        made.write(number)
+        kinds.append(made.writer.current.is_anchor)
+    assert kinds == [True, False, False, True, False, False, True]
+    made.writer._anchor_share = 0.0
+    made.write(8)
+    assert not made.writer.current.is_anchor
+    made.write(9)
+    assert made.writer.current.is_anchor
+
+
+def test_a_number_that_is_not_above_the_last_is_refused(store) -> None:
+    made = Writing(store)
+    made.write(3)
+    for number in (3, 2):
+        with pytest.raises(VersionError):
+            made.writer.write(taken(number), deadline=Deadline(5))
+    assert pointed(store).version.number == 3
+
+
+STEPS = [("put_large", "anchors"), ("put_large", "deltas"), ("put", "layouts"), ("put", "versions"), ("put", POINTER)]
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "auth", "lost", "die"])
+@pytest.mark.parametrize(("op", "part"), STEPS)
+def test_a_version_that_breaks_at_any_step_counts_for_nothing_or_for_all(store, op, part, fault) -> None:
+    """The next writer, or the next turn of this one, goes on; a reader sees the version before, or this one, whole."""
+    broken, faults = Writing(store), collections.Counter()
+    faulty = FaultyStore(store)
+    broken.writer._store = faulty
+    number = 1
+    if part in ("deltas", "versions", POINTER):
+        broken.write(1)
+        number = 2
+
+    def rule(at_op: str, key: str, _: int) -> str | None:
+        if at_op == op and part in key and not faults["done"]:
+            faults["done"] += 1
+            return fault
+        return None
+
+    faulty.rule = rule
+    expected = {"unavailable": StoreUnavailableError, "auth": StoreAuthError, "lost": StoreUnavailableError}
+    with pytest.raises((DiedError, WeightSyncError)) as caught:
+        broken.write(number)
+    assert faults["done"] == 1
+    assert caught.type is expected.get(fault, DiedError)
+    with puller_of(store.url) as reader:
+        if number == 2:
+            assert pulled(reader)[0] == (2 if fault == "lost" and part == POINTER else 1)
+        if fault == "die":
+            broken.stand_still()
+            after = Writing(store)
+        else:
+            after = broken
+        after.write(number + 1)
+        assert pulled(reader)[::2] == (number + 1, True)
+
+
+def test_a_lost_answer_is_no_conflict(store) -> None:
+    """The same put is tried again, and finds its own object there. Each step once."""
+    faulty, lost = FaultyStore(store), set()
+
+    def rule(op: str, key: str, _: int) -> str | None:
+        if op.startswith("put") and key not in lost and "claim" not in key:
+            lost.add(key)
+            return "lost"
+        return None
+
+    made = Writing(Repeating(faulty, first_s=0.001))
+    faulty.rule = rule
+    for number in (1, 2, 3):
+        lost.discard(POINTER)
+        made.write(number)
+    assert len(lost) == 1 + 1 + 1 + 2 + 3  # pointer, layout, anchor, deltas, manifests
+    with puller_of(store.url) as reader:
+        assert pulled(reader) == (3, 2, True)
+
+
+def test_the_second_writer_is_refused_while_the_first_lives(store) -> None:
+    first = Writing(store)
+    first.write(1)
+    with pytest.raises(RunClaimedError, match="alive"):
+        Writing(store, seed=SEED + 1)
+    first.write(2)
+    assert pointed(store).version.number == 2
+    first.claim.release()
+    second = Writing(store, seed=SEED + 1)
+    second.write(1)
+    assert (pointed(store).version.run_id, pointed(store).epoch) == (f"seed-{SEED + 1}", 2)
+
+
+def test_a_writer_that_was_taken_over_moves_nothing_any_more(store) -> None:
+    """It stood still, and its claim was taken: neither its pointer nor its next version counts."""
+    first = Writing(store)
+    first.write(1)
+    first.stand_still()
+    second = Writing(store, seed=SEED + 1)
+    with pytest.raises(RunClaimedError):
+        first.write(2)
+    second.write(1)
+    with pytest.raises(RunClaimedError):
+        first.write(3)
+    assert pointed(store).version.run_id == f"seed-{SEED + 1}"
+    with puller_of(store.url) as reader:
+        assert pulled(reader) == (1, 0, True)
+
+
+def test_two_that_claim_at_once_are_not_both_told_yes(store) -> None:
+    keepers = [ClaimKeeper(store, run_id=f"seed-{n}", takeover_s=0.3) for n in range(4)]
+    found: list[object] = []
+
+    def claim(keeper: ClaimKeeper) -> None:
+        try:
+            keeper.acquire(ended=threading.Event())
+            found.append(keeper.epoch)
+        except RunClaimedError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=claim, args=(keeper,)) for keeper in keepers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [each for each in found if isinstance(each, int)] == [1]
+    for keeper in keepers:
+        keeper.release()
+
+
+def test_readers_that_find_damage_get_a_full(store) -> None:
+    made = Writing(store)
+    for number in (1, 2, 3):
+        made.write(number)
+    bad = made.writer.current.sources[0].links[0].blob.key
+    made.writer.damaged(frozenset({"e000009/deltas/other"}))
+    assert made.writer.bases is not None
+    made.writer.damaged(frozenset({bad}))
+    made.write(4)
+    assert made.writer.current.is_anchor
+    made.writer.damaged(frozenset({bad}))  # told again
+    made.write(5)
+    assert not made.writer.current.is_anchor
+
+
+def test_a_damaged_pointer_is_replaced(store) -> None:
+    made = Writing(store)
+    made.write(1)
+    found = store.get(POINTER, deadline=Deadline(5))
+    store.put(POINTER, b"nonsense", deadline=Deadline(5), replaces=found.etag)
+    made.write(2)
+    with chain_of(store), puller_of(store.url) as reader:
+        assert pulled(reader) == (2, 1, True)
