@@ -46,6 +46,8 @@ ELSEWHERE = {
     "trainer/push_session": "multiproc/test_push.py",
     "demo/engine": "multiproc/test_demo.py",
     "demo/fleet": "multiproc/test_demo_fleet.py",
+    "demo/lora": "multiproc/test_demo_lora.py",
+    "demo/lora_engine": "multiproc/test_demo_lora.py",
     "demo/fleet_service": "multiproc/test_demo_fleet.py",
     "demo/fleet_trainer": "multiproc/test_demo_fleet.py",
     "demo/processes": "unit/demo/test_patience.py",
