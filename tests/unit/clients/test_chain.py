@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.multiproc.pull_kit import MODEL
-from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of
+from tests.standins.stored import SEED, Writing, chain_of, puller_of, pulled
 from tests.standins.stores import FaultyStore, flipped
 from weightsync.clients.chain import Chain
 from weightsync.clients.store import StoreClient

@@ -11,7 +11,7 @@ import threading
 import msgspec
 import pytest
 
-from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of, taken
+from tests.standins.stored import SEED, Writing, chain_of, puller_of, pulled, taken
 from tests.standins.stores import DiedError, FaultyStore
 from weightsync.errors import RunClaimedError, StoreAuthError, StoreUnavailableError, VersionError, WeightSyncError
 from weightsync.objects.folder import FolderStore

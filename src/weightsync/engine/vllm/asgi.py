@@ -24,9 +24,9 @@ def route_of(scope: Scope) -> str:
 
 
 def is_of_another_page(scope: Scope, names: frozenset[str]) -> bool:
-    """Whether a web page of another origin sent it, or one by a name that is not this server's: its browser says so. vLLM
-    asks nobody for a token on its control routes, and some of them take all they need from the address: a page needs to
-    know the port alone.
+    """Whether a web page of another origin sent it, or one by a name that is not this server's: its browser says so.
+    vLLM asks nobody for a token on its control routes, and some of them take all they need from the address: a page
+    needs to know the port alone.
 
     Args:
         scope: of the request.
