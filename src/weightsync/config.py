@@ -436,21 +436,19 @@ def select_strategy(config: WeightSyncConfig) -> Strategy:
     transfer = config.transfer
     if transfer.strategy is not None:
         return transfer.strategy
-    by_ipc, packed = transfer.use_cuda_ipc, transfer.pack_weights
-    if by_ipc is None:
-        by_ipc = transfer.colocated or transfer.backend == "cuda_ipc"
-    if packed is None:
-        packed = transfer.training_backend == "megatron"
-    if not by_ipc:
+    beside, buckets = transfer.colocated or transfer.backend == "cuda_ipc", transfer.training_backend == "megatron"
+    if not _said(transfer.use_cuda_ipc, beside):
         return "broadcast"
-    return "packed_cuda_ipc" if packed else "cuda_ipc"
+    return "packed_cuda_ipc" if _said(transfer.pack_weights, buckets) else "cuda_ipc"
 
 
 def select_grouping(config: WeightSyncConfig) -> bool:
     """Whether chunks hold whole modules. Said explicitly it holds; otherwise it follows the strategy: an engine beside
     the trainer opens the tensors of a fused module together, and a bucket of Megatron's is no module.
     """
-    asked = config.extract.group_by_module
-    if asked is not None:
-        return asked
-    return select_strategy(config) not in _BROADCASTS and config.transfer.training_backend != "megatron"
+    follows = select_strategy(config) not in _BROADCASTS and config.transfer.training_backend != "megatron"
+    return _said(config.extract.group_by_module, follows)
+
+
+def _said(asked: bool | None, otherwise: bool) -> bool:
+    return otherwise if asked is None else asked

@@ -399,14 +399,8 @@ class EngineWorker(AuditedWorker):
             return session
 
     def _expire(self, session: Session) -> None:
-        self._fail(
-            session,
-            DeadlineExceededError(
-                f"the session did not end within {session.deadline.timeout_s:g} s: the trainer is gone or too slow",
-                version=str(session.manifest.version),
-                state_left="aborted",
-            ),
-        )
+        why = f"the session did not end within {session.deadline.timeout_s:g} s: the trainer is gone or too slow"
+        self._fail(session, DeadlineExceededError(why, version=str(session.manifest.version), state_left="aborted"))
 
     def _end(self, session: Session, error: WeightSyncError) -> None:
         """As `_fail`, and waits for whoever else ends it; not for a loader that never returns."""

@@ -294,11 +294,8 @@ class ModelUpdater:
         if self._tried is None or not self._followed.follows(claim.version):
             return False
         version, count = self._tried
-        return (
-            version.run_id == claim.version.run_id
-            and not claim.version.is_newer_than(version)
-            and count >= claim.number
-        )
+        since = version.run_id == claim.version.run_id and not claim.version.is_newer_than(version)
+        return since and count >= claim.number
 
     def _sync_failed(self, version: Version, state_left: str) -> SyncFailedError:
         why = "; ".join(f"{who}: {why}" for who, why in self._status.errors.items()) or "its load failed"
