@@ -21,7 +21,7 @@ from weightsync.errors import (
 )
 from weightsync.load.base import WeightLoader
 from weightsync.observe import Recorder
-from weightsync.types import EngineReply
+from weightsync.types import EngineReply, Manifest
 from weightsync.types.deadline import MAX_WAIT_S
 
 
@@ -41,6 +41,12 @@ class AuditedWorker(abc.ABC):
 
     @abc.abstractmethod
     def _use_device(self) -> None: ...
+
+    @property
+    def served(self) -> Manifest | None:
+        """What was committed last; None before the first commit."""
+        served = self._served
+        return None if served is None else served.manifest
 
     def audit(self, name: str) -> bool:
         """The patch that session `name` committed stays; reads all live weights and compares them with its digest.

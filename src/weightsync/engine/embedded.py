@@ -17,7 +17,6 @@ from weightsync.engine.audited import found_together
 from weightsync.engine.gate import ServingGate
 from weightsync.engine.worker import EngineWorker
 from weightsync.errors import (
-    ConfigError,
     DeadlineExceededError,
     DigestMismatchError,
     EngineError,
@@ -123,17 +122,6 @@ class EmbeddedEngine:
         """An engine of one worker in this process; see `EngineWorker` for the arguments."""
         worker = EngineWorker(loader, track=engine_id, model_id=model_id, codec=codec)
         return cls([worker], engine_id=engine_id, lease=lease)
-
-    def own_worker(self) -> EngineWorker:
-        """Its only worker, of this process.
-
-        Raises:
-            ConfigError: it has several, or one elsewhere.
-        """
-        only = self._workers[0] if len(self._workers) == 1 else None
-        if not isinstance(only, EngineWorker):
-            raise ConfigError(f"engine {self._engine_id} has not one worker in this process")
-        return only
 
     @property
     def engine_id(self) -> str:

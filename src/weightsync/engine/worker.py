@@ -114,12 +114,6 @@ class EngineWorker(AuditedWorker):
             return None if self._session is None else self._session.name
 
     @property
-    def served(self) -> Manifest | None:
-        """What was committed last; None before the first commit."""
-        served = self._served
-        return None if served is None else served.manifest
-
-    @property
     def coming(self) -> Manifest | None:
         """What is staged and not committed yet; None where nothing is."""
         session = self._session
