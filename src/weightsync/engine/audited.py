@@ -48,6 +48,11 @@ class AuditedWorker(abc.ABC):
         served = self._served
         return None if served is None else served.manifest
 
+    @property
+    def is_patched(self) -> bool:
+        """Whether the last commit wrote elements of what was live before, and nobody has settled that yet."""
+        return self._undoable is not None
+
     def audit(self, name: str) -> bool:
         """The patch that session `name` committed stays; reads all live weights and compares them with its digest.
         Where a loader `takes_patch` without a proof, it reads what the next patch is made on.
