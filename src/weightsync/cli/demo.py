@@ -14,6 +14,10 @@ import typer
 from weightsync.cli.shared import MAX_S, refuse_given, told
 from weightsync.errors import MissingDependencyError
 
+_NOT_LORA = (
+    "ranks", "engines", "engine", "delta", "lr", "strategy", "fleet", "models", "mode", "ray", "out", "deadline_s",
+)  # fmt: skip
+
 
 class Engine(enum.StrEnum):
     """What generates."""
@@ -109,9 +113,7 @@ def demo(
         if not lora:
             refuse_given(context, ("rank",), "it is of an adapter; add --lora")
         if lora:
-            others = ("ranks", "engines", "engine", "delta", "lr", "strategy", "fleet", "models", "mode", "ray", "out",
-                      "deadline_s")  # fmt: skip
-            refuse_given(context, others, "--lora runs one trainer and one embedded engine; run it without")
+            refuse_given(context, _NOT_LORA, "--lora runs one trainer and one embedded engine; run it without")
             with _errors_alone():
                 problems = _run_lora(steps=steps, path=path, size=size, rank=rank, json=json, timeout_s=timeout_s)
         elif fleet:

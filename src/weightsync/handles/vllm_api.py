@@ -28,6 +28,7 @@ from weightsync.types import Deadline
 _T = TypeVar("_T")
 _HEAD = 1000  # characters of a foreign error's text that are kept
 _FIRST_ROUTES = ("/get_world_size", "/is_paused", "/start_weight_update")  # asked before anything is changed
+_OPENAPI_S = 2.0
 HOW_TO_START = (
     f'start vLLM with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{{"backend":"{BACKEND}"}}\', '
     "in an environment where weightsync is installed"
@@ -95,8 +96,10 @@ class VllmHttpApi(JsonClient):
         deadline = Deadline(timeout_s)
         body = self._call("GET", "/get_world_size", timeout_s, params={"include_dp": True})
         if self._sleeps is None:
+            self._sleeps = False
             with contextlib.suppress(WeightSyncError):
-                self._sleeps = _sleep_can_pause(self._call("GET", "/openapi.json", deadline.check("answer")))
+                patience_s = min(_OPENAPI_S, deadline.check("answer"))
+                self._sleeps = _sleep_can_pause(self._call("GET", "/openapi.json", patience_s))
         return int(_field(body, "world_size", int, self.name))
 
     def is_paused(self, *, timeout_s: float) -> bool:

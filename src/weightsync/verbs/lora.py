@@ -14,8 +14,9 @@ from weightsync.codec.whole import SummedChunks, whole_sum
 from weightsync.config import WeightSyncConfig, select_grouping
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor
-from weightsync.extract.peft import adapter_extractor, base_extractor, merged_extractor, peft_model_in
+from weightsync.extract.peft import adapter_extractor, base_extractor, merged_extractor
 from weightsync.extract.registry import check_extractor
+from weightsync.peft_model import peft_model_in
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import Base, Version
 from weightsync.verbs.settings import KEEP_DTYPE, with_extract
