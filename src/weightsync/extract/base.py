@@ -17,6 +17,7 @@ from weightsync.extract.grouping import PlannedChunk, group_name, order_by_group
 from weightsync.tensors import torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, TensorTable, WeightChunk, dtype_name, target_dtype
 from weightsync.types.adapter import Adapter
+from weightsync.types.canary import Canary
 from weightsync.types.dtypes import CASTABLE, ITEMSIZE_BYTES
 
 CHUNK_BYTES = 64 << 20
@@ -93,6 +94,9 @@ class WeightExtractor(abc.ABC):
     adapter: Adapter | None = None
     """Of a publication of kind "lora": what goes beside its tensors. The same on every rank, and may change between two
     steps. None: these are a model's weights."""
+
+    canary: Canary | None = None
+    """What the model says of a known prompt with the weights that are extracted next; rank 0's counts."""
 
     @property
     def settings(self) -> Mapping[str, object]:
