@@ -135,6 +135,8 @@ def test_a_host_follows_a_trainer_of_another_one(two: Hosts, start: Start, said:
     assert stepped(trainer)[:2] == (1, True)
     wait_served(host, 1)
     assert MODEL_BYTES < trainer_host.traffic().since(before).sent_bytes < 1.5 * MODEL_BYTES
+    if said:
+        return  # what follows is the same
 
     rollout.limit(20)
     before = rollout.traffic()

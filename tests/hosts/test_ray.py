@@ -50,7 +50,7 @@ def start_node(host: Host, where: list[str], env: dict[str, str], log: Path) -> 
         return host.popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
 
 
-@pytest.mark.soak  # Ray's head and a node of each host: a minute or more
+@pytest.mark.soak  # Ray's head and a node of each host take a minute or more to start
 @pytest.mark.timeout(600)
 def test_a_job_runs_on_rays_nodes_of_two_hosts(bench: Callable[..., Hosts]) -> None:
     """A rank and an engine on either node: everybody listens at its node's address, the group meets at rank 0's, and
