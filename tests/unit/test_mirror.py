@@ -83,8 +83,7 @@ ELSEWHERE = {
     "transfer/tcp": "multiproc/test_pull_tcp.py",
     "transfer/stream_door": "multiproc/test_pull_tcp.py",
     # Relaying: by hosts and agents of one process, over real sockets.
-    "agent/relay": "unit/host/test_relay.py",
-    "transfer/relay": "unit/host/test_relay.py",
+    "host/renewal": "unit/agent/test_grants_renewal.py",
     "transfer/relay_standing": "unit/transfer/test_relay_pick.py",
     "transfer/relay_work": "unit/transfer/test_relay_pick.py",
     "transfer/tcp_server": "multiproc/test_pull_tcp.py",
