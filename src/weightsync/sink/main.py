@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import sys
 import threading
 import time
@@ -90,7 +89,7 @@ class Sink:
         self._signer = None if config.sign_key is None else Signer(config.sign_key)
         self._claim = ClaimKeeper(self._store, run_id=config.run_id, takeover_s=config.takeover_s, writer=config.writer)
         self._intake = Intake(
-            config.agents, config.model_id, receiver_id=f"store {config.store[:150]} {secrets.token_hex(4)}",
+            config.agents, config.model_id, receiver_id=f"store {config.store[:150]} {config.writer[:8]}",
             token=config.token, verify=config.verify,
         )  # fmt: skip
         self._seen: Version | None = None
