@@ -32,7 +32,13 @@ from tests.standins.processes import children, preload
 from weightsync import WeightSyncConfig
 from weightsync.cli import app
 
-preload("weightsync.control.build", "weightsync.control.server", "weightsync.load.module")
+preload(
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "weightsync.control.build",
+    "weightsync.control.server",
+    "weightsync.load.module",
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
