@@ -22,6 +22,7 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.extract.registry import extractor_for
 from weightsync.host.settings import RolloutConfig
 from weightsync.types import EngineOp
+from weightsync.verbs.storing import sink_config
 
 Tree = dict[str, Any]
 HEARD: list[str] = []
@@ -143,6 +144,12 @@ def waits(tree: Tree) -> Any:
     return bool(publisher.not_serving)
 
 
+def stored(tree: Tree) -> Any:
+    """How the writer of an object store runs."""
+    config = WeightSyncConfig.load(tree)
+    return sink_config(config, store=None, sign_key=None, model_id="m", token=None, certificate=None)
+
+
 def service(tree: Tree) -> Any:
     """What a rollout service works with."""
     made = RolloutConfig.from_config(tree)
@@ -248,6 +255,10 @@ SEEN: dict[str, Seen] = {
     "publish": manager,
     "publish.to": told,
     "publish.last_wait_s": waits,
+    "publish.store": stored,
+    "publish.sign_key": stored,
+    "publish.anchor_every": stored,
+    "publish.keep_s": stored,
     "push": by_the_verb,
     "push.controller": ordered,
     "serve": service,

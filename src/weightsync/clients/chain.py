@@ -277,16 +277,16 @@ class Chain:
         for count in range(_NUM_BACK):
             if not refs:
                 break
-            ref, last_try = refs.pop(0), count
+            ref = refs.pop(0)
             try:
                 version = self.manifest(ref.manifest, deadline=deadline)
-                if version.version.number != ref.number or (last_try == 0 and version.version != pointer.version):
+                if version.version.number != ref.number or (count == 0 and version.version != pointer.version):
                     raise StoreDamagedError(f"{self.store.url}/{ref.manifest.key} is of {version.version}")
             except (StoreDamagedError, SignatureError) as error:
                 self.damaged(ref.manifest.key)
                 last = error
                 continue
-            refs = [] if version.before is None else [version.before]
+            refs = [each for each in (version.before, version.earlier) if each is not None]
             yield version
         if last is not None:
             raise last

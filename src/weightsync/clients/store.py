@@ -170,6 +170,7 @@ class StoreClient:
         layout = self.chain.layout(version, deadline=deadline)
         head = PublicationHead(
             version=version.version, model_id=version.model_id, layout=version.layout_digest,
+            artifact="model" if layout.adapter is None else "lora",
             sources=tuple(self._where(index, each) for index, each in enumerate(version.sources)),
         )  # fmt: skip
         publication: Publication = layout.publication(head)

@@ -131,6 +131,11 @@ class EngineWorker(AuditedWorker):
         is_whole = self.loader.healthy and self._stuck is None and self._audits.failure is None
         return served.version if served is not None and is_whole else None
 
+    @property
+    def is_patched(self) -> bool:
+        """Whether the last commit wrote elements of what was live before, and nobody has settled that yet."""
+        return self._undoable is not None
+
     def describe(self) -> EngineReply:
         """What this worker is and serves.
 

@@ -249,6 +249,15 @@ class WeightExtractor(abc.ABC):
             raise UnsupportedError(f"a tensor of layout {tensor.layout} can't be extracted", parameter=name)
         if str(tensor.dtype).removeprefix("torch.") not in ITEMSIZE_BYTES:
             raise UnsupportedError(f"a tensor of dtype {tensor.dtype} can't be extracted", parameter=name)
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+            if (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes():
+                raise ExtractError(
+                    f"the tensor says that it is {tuple(tensor.shape)}, and its memory ends before that, as after a "
+                    "resize_ that failed, or where its storage was freed: what lies behind it is not published",
+                    parameter=name,
+                )
 
     def _at_a_glance(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether types, dtypes, shapes and this answer say all that `_check` and `_shape` look at: tensors that are as

@@ -178,6 +178,7 @@ class RolloutConfig:
             "service_id": serve.service_id or socket.gethostname()[:100] or "rollout", "host": serve.host,
             "port": serve.port, "senders": serve.sources, "controller": serve.controller, "advertise": serve.advertise,
             "relay": serve.relay, "zone": serve.zone, "upload_bytes_s": serve.upload_bytes_s,
+            "trust_key": serve.trust_key,
         }  # fmt: skip
         values |= pull_settings(settings)
         if "lease_s" in settings.fleet.model_fields_set:

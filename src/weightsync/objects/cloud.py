@@ -169,7 +169,7 @@ def _typed(what: str, errors: Any) -> Iterator[None]:
         said = str(error)
         if _CREDENTIAL.search(said):
             raise StoreAuthError(f"{what}: the store refuses the credential: {_words(error)}", peer=what) from error
-        if (status := _STATUS.search(said)) and status[1] == "416":
+        if "Invalid range" in said or ((status := _STATUS.search(said)) and status[1] == "416"):
             raise StoreDamagedError(f"{what} is shorter than it should be: it is cut off") from error
         raise StoreUnavailableError(f"{what}: {_words(error)}", peer=what) from error
 

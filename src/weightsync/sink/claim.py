@@ -42,16 +42,17 @@ class ClaimKeeper:
         store: the place.
         run_id: of the trainer.
         takeover_s: see above. A claim is renewed four times in it.
+        writer: names this writer, and those before it that its trainer knows to be dead: their claim is not watched.
 
     Attributes:
         epoch: of this writer; 0 before `acquire`.
     """
 
-    def __init__(self, store: ObjectStore, *, run_id: str, takeover_s: float) -> None:
+    def __init__(self, store: ObjectStore, *, run_id: str, takeover_s: float, writer: str = "") -> None:
         self._store = store
         self._takeover_s = takeover_s
         self._claim = Claim(
-            epoch=0, writer=uuid.uuid4().hex, who=f"{socket.gethostname()[:100]}/{os.getpid()}", run_id=run_id
+            epoch=0, writer=writer or uuid.uuid4().hex, who=f"{socket.gethostname()[:100]}/{os.getpid()}", run_id=run_id
         )
         self._etag: str | None = None
         self._lost: str | None = None
@@ -72,7 +73,7 @@ class ClaimKeeper:
             WeightSyncError: the store can't be asked.
         """
         found, etag = self._found()
-        if found is not None and not found.released:
+        if found is not None and not found.released and found.writer != self._claim.writer:
             until_s = time.monotonic() + self._takeover_s
             _logger.warning(
                 "%s is claimed by %s: it is watched for %.3g s", self._store.url, found.who, self._takeover_s
@@ -132,7 +133,10 @@ class ClaimKeeper:
                     self._etag, self._claim = self._put(claim, self._etag), claim
                 except ObjectConflictError:
                     found, etag = self._found_quietly()
-                    if found is not None and found.writer == claim.writer:  # ours, of an answer that was lost
+                    if found is not None and (found.writer, found.epoch) == (
+                        claim.writer,
+                        claim.epoch,
+                    ):
                         self._etag, self._claim = etag, claim
                         continue
                     who = "somebody" if found is None else f"{found.who} (run {found.run_id})"

@@ -32,7 +32,7 @@ from weightsync.sink.intake import Intake
 from weightsync.sink.sweep import Sweeper
 from weightsync.sink.writer import ChainWriter
 from weightsync.types import Deadline, Version
-from weightsync.types.sink import Claimed, SinkConfig, SinkEvent, Stored, Trouble
+from weightsync.types.sink import Begun, Claimed, SinkConfig, SinkEvent, Stored, Trouble
 
 _WAIT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
@@ -51,6 +51,7 @@ def main() -> None:
     threading.Thread(target=_listen, args=(ended, until), name="weightsync-parent", daemon=True).start()
     code = 0
     try:
+        _tell(out, Begun())
         Sink(config, lambda event: _tell(out, event)).run(ended, until)
     except Exception as error:
         typed = as_weightsync_error(error, StateError, "the store's writer failed")
@@ -87,7 +88,7 @@ class Sink:
         self._tell = tell
         self._store = open_store(config.store, whose="the store's")
         self._signer = None if config.sign_key is None else Signer(config.sign_key)
-        self._claim = ClaimKeeper(self._store, run_id=config.run_id, takeover_s=config.takeover_s)
+        self._claim = ClaimKeeper(self._store, run_id=config.run_id, takeover_s=config.takeover_s, writer=config.writer)
         self._intake = Intake(
             config.agents, config.model_id, receiver_id=f"store {config.store[:150]} {secrets.token_hex(4)}",
             token=config.token, verify=config.verify,

@@ -81,6 +81,7 @@ class ChainWriter:
         self._place = place_of(store.url)
         self._layouts: dict[str, StoredRef] = {}
         self._anchor: VersionRef | None = None
+        self._earlier: VersionRef | None = None
         self._etag: str | None = None
         self._pointed: Pointer | None = None
         self._refused: frozenset[str] = frozenset()
@@ -174,12 +175,13 @@ class ChainWriter:
                 data_start=where.data_start, data_end=where.data_end, block_bytes=where.block_bytes, proof=proof,
                 anchor=anchor, links=links,
             ))  # fmt: skip
+        before = self.ref or (None if self._pointed is None else self._pointed.current)
         record = StoredVersion(
             place=self._place, epoch=self._claim.epoch, version=version, model_id=publication.manifest.model_id,
             layout=layout, layout_digest=PublicationLayout.of(publication).digest, sources=tuple(sources),
             total_bytes=publication.manifest.total_bytes, incarnation=taken.incarnation,
             model_digest=_model_digest(taken), anchor=None if taken.fulls is not None else self._anchor,
-            before=self.ref or (None if self._pointed is None else self._pointed.current), written_s=time.time(),
+            before=before, earlier=before if taken.fulls is not None else self._earlier, written_s=time.time(),
         )  # fmt: skip
         key = f"{self._folder}/versions/{version.number}.json"
         self._burnt = max(self._burnt, version.number)
@@ -196,7 +198,7 @@ class ChainWriter:
         )  # fmt: skip
         self.current, self.ref = record, ref
         if record.is_anchor:
-            self._anchor, self._again = ref, False
+            self._anchor, self._earlier, self._again = ref, before, False
         return nbytes + len(raw)
 
     # --- objects ---

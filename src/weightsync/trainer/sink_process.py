@@ -13,17 +13,25 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from weightsync.errors import StateError, WeightSyncError, error_from_dict
+from weightsync.errors import (
+    DeadlineExceededError,
+    StateError,
+    StoreUnavailableError,
+    WeightSyncError,
+    error_from_dict,
+)
 from weightsync.types import Version
 from weightsync.types.process import of_one_process
-from weightsync.types.sink import Claimed, SinkConfig, SinkEvent, Stored, Trouble
+from weightsync.types.sink import Begun, Claimed, SinkConfig, SinkEvent, Stored, Trouble
 
 _FIRST_S, _LONGEST_S = 0.5, 15.0
+_START_S = 60.0
 _MAX_LINE_BYTES = 1 << 20
 
 _logger = logging.getLogger(__name__)
@@ -44,10 +52,10 @@ class SinkProcess:
     """
 
     def __init__(self, config: SinkConfig, *, on_stored: Callable[[Stored], None] = lambda _: None) -> None:
-        self._config = config
+        self._config = msgspec.structs.replace(config, writer=config.writer or uuid.uuid4().hex)
         self._on_stored = on_stored
         self._changed = threading.Condition()
-        self._claimed = False
+        self._begun = self._claimed = False
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._supervise, name="weightsync-sink", daemon=True)
@@ -63,12 +71,13 @@ class SinkProcess:
             WeightSyncError: the store refuses the credential, or the URL is none.
         """
         self._thread.start()
-        with self._changed:
-            self._changed.wait_for(lambda: self._claimed or self.failed is not None, wait_s)
+        with self._changed:  # a busy machine takes its time to load torch: that is no silence of the store
+            self._changed.wait_for(lambda: self._begun or self.error is not None, _START_S)
+            self._changed.wait_for(lambda: self._claimed or self.error is not None, wait_s)
             if self.failed is not None:
                 raise self.failed
             if not self._claimed:
-                _logger.warning("%s is not claimed within %g s: the trainer goes on", self._config.store, wait_s)
+                _logger.warning("%s is not claimed yet: the trainer goes on", self._config.store)
 
     @property
     def pid(self) -> int | None:
@@ -144,6 +153,8 @@ class SinkProcess:
             return
         with self._changed:
             match event:
+                case Begun():
+                    self._begun = True
                 case Claimed():
                     self._claimed = True
                 case Stored():
@@ -151,7 +162,8 @@ class SinkProcess:
                 case Trouble():
                     self.error = error_from_dict(event.error, peer=self._config.store)
                     _logger.warning("%s: %s", self._config.store, self.error)
-                    if event.is_last or not self._claimed:
+                    passing = isinstance(self.error, StoreUnavailableError | DeadlineExceededError)
+                    if event.is_last or not (self._claimed or passing):
                         self.failed = self.error
             self._changed.notify_all()
         if isinstance(event, Stored):

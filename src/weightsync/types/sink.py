@@ -18,6 +18,8 @@ class SinkConfig(Message, frozen=True, kw_only=True):
         model_id, run_id: of the trainer.
         agents: URLs of the trainer's agents, one a trainer host; nobody else is called.
         token, verify: of the agents.
+        writer: names the trainer's place for a writer: one that is started again under it need not watch a dead one's
+            claim.
         sign_key: file with the secret key that manifests are signed with; None: they are not.
         anchor_every: a chain has at most so many versions; then comes a full.
         anchor_share: a chain has at most this share of the model's bytes; then comes a full.
@@ -32,6 +34,7 @@ class SinkConfig(Message, frozen=True, kw_only=True):
     agents: tuple[str, ...]
     token: str | None = None
     verify: bool | str = True
+    writer: str = ""
     sign_key: str | None = None
     anchor_every: int = 32
     anchor_share: float = 0.5
@@ -43,6 +46,10 @@ class SinkConfig(Message, frozen=True, kw_only=True):
 
 class _Said(Message, frozen=True, kw_only=True, tag_field="kind"):
     """One event, a line of the standard output."""
+
+
+class Begun(_Said, tag="begun", frozen=True, kw_only=True):
+    """The process runs: it asks for its claim now."""
 
 
 class Claimed(_Said, tag="claimed", frozen=True, kw_only=True):
@@ -80,7 +87,7 @@ class Trouble(_Said, tag="trouble", frozen=True, kw_only=True):
     is_last: bool = False
 
 
-SinkEvent: TypeAlias = Claimed | Stored | Trouble
+SinkEvent: TypeAlias = Begun | Claimed | Stored | Trouble
 
 for _kind in (SinkConfig, SinkEvent):  # see types.engine
     msgspec.json.Decoder(_kind)

@@ -151,6 +151,7 @@ class StoredVersion(Message, frozen=True, kw_only=True):
         layout_digest: what names that.
         anchor: the version that its chain begins with; None: it is a full itself.
         before: the version that was the newest before it; None: there was none.
+        earlier: the last version of the chain before this one, in case this one's anchor is damaged.
         sources: in the publication's order.
         total_bytes: of the model.
         written_s: since 1970, by the writer's clock; for people.
@@ -168,6 +169,7 @@ class StoredVersion(Message, frozen=True, kw_only=True):
     model_digest: str | None = None
     anchor: VersionRef | None = None
     before: VersionRef | None = None
+    earlier: VersionRef | None = None
     written_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -14,12 +14,10 @@ error   nothing is waited for: the agent ends, and memory is given back
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
 import torch
 
 from weightsync.config import WeightSyncConfig
@@ -29,7 +27,6 @@ from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.extract.named import MappingWeightExtractor
 from weightsync.net.routes import address_towards
-from weightsync.objects.urls import checked_store_url
 from weightsync.trainer.notifier import Notifier
 from weightsync.trainer.publisher import OffloadReport, WeightManager
 from weightsync.trainer.ranks import TrainingRanks
@@ -38,14 +35,13 @@ from weightsync.trainer.weights import Weights
 from weightsync.types import Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
-from weightsync.types.sink import SinkConfig
 from weightsync.verbs.canary import TOLERANCE
 from weightsync.verbs.last_version import LastVersion
 from weightsync.verbs.lora import BaseLike, LoraChoice, lora_choice
 from weightsync.verbs.settings import ConfigSource, as_list, loaded, token_of, with_extract
+from weightsync.verbs.storing import Storing, sink_config
 from weightsync.verbs.weights import TrainerWeights, extractor_from
 
-_CLAIM_S = 15.0
 _logger = logging.getLogger(__name__)
 
 
@@ -135,16 +131,13 @@ def publish(
         check_wait_s("last_wait_s", wait_s, may_be_0=True)
     except InvalidRequestError as error:
         raise ConfigError(error.message) from None
-    place = store or chosen.store
-    sink = None
-    if place is not None:
-        sink = SinkConfig(
-            store=checked_store_url(place, whose="the store's"), model_id=manager.model_id, run_id="", agents=(),
-            token=token, sign_key=sign_key or chosen.sign_key, anchor_every=chosen.anchor_every, keep_s=chosen.keep_s,
-            verify=_own_certificate(options),
-        )  # fmt: skip
+    sink = sink_config(
+        settings, store=store, sign_key=sign_key, model_id=manager.model_id, token=token,
+        certificate=options.get("certificate"),
+    )  # fmt: skip
     notifier = Notifier(urls, model_id=manager.model_id, token=token, verify=verify)
-    publisher = Publisher(manager, notifier, last_wait_s=wait_s, sink=sink, lora=lora)
+    storing = None if sink is None else Storing(manager, sink)
+    publisher = Publisher(manager, notifier, last_wait_s=wait_s, storing=storing, lora=lora)
 
     def offloaded() -> Weights:
         if lora is None:
@@ -175,11 +168,10 @@ class Publisher:
         notifier: Notifier,
         *,
         last_wait_s: float,
-        sink: SinkConfig | None = None,
+        storing: Storing | None = None,
         lora: LoraChoice | None = None,
     ) -> None:
-        self._sink_config = sink
-        self._sink: SinkProcess | None = None
+        self._storing = storing
         self._lora = lora
         self._manager = manager
         self._notifier = notifier
@@ -216,6 +208,11 @@ class Publisher:
         """What is below, for those who need more."""
         return self._manager
 
+    @property
+    def store(self) -> SinkProcess | None:
+        """What writes into the object store, on rank 0: `newest`, and `error` where it has trouble; else None."""
+        return None if self._storing is None else self._storing.sink
+
     def begin(self, weights: Callable[[], Any]) -> None:
         """Starts the agents, and meets whoever is told; `publish` calls it. Every rank; nothing is left where it fails.
 
@@ -230,11 +227,11 @@ class Publisher:
                     self._notifier.meet()
             except Exception as caught:  # told to all ranks, once there is somebody who can
                 error = as_weightsync_error(caught, ConfigError, "the weights can't be published")
-            self._manager.start(error=error, deltas=self._sink_config is not None)
+            self._manager.start(error=error, deltas=self._storing is not None)
             if self._manager.is_first_rank:
                 self._notifier.start(self._manager.endpoints)
-            if self._sink_config is not None:
-                self._begin_sink(self._sink_config)
+            if self._storing is not None:
+                self._storing.begin()
         except BaseException:
             self._leave()
             raise
@@ -322,47 +319,15 @@ class Publisher:
         if self._missed:  # the newest weights are nobody's yet
             self.step()
         self.not_serving = {}
-        self._wait_stored()
+        if self._storing is not None and self._newest is not None and self._last_wait_s:
+            self._storing.wait(self._newest, timeout_s=self._last_wait_s)
         for who, why in self.wait_served(self._last_wait_s).items():
             _logger.warning("%s has not got the last version, %s, and it is withdrawn: %s", who, self._newest, why)
 
-    def _begin_sink(self, config: SinkConfig) -> None:
-        """Rank 0's process writes; every rank hears what is wrong with its place."""
-        error: WeightSyncError | None = None
-        if self._manager.is_first_rank:
-            config = msgspec.structs.replace(config, run_id=self._manager.run_id, agents=self._manager.endpoints)
-            self._sink = SinkProcess(config)
-            try:
-                self._sink.start(wait_s=_CLAIM_S + config.takeover_s)
-            except WeightSyncError as caught:
-                error = caught
-        self._manager.settle(error)
-
-    @property
-    def store(self) -> SinkProcess | None:
-        """What writes into the object store, on rank 0: `newest`, and `error` where it has trouble; else None."""
-        return self._sink
-
-    def _wait_stored(self) -> None:
-        """Every rank: until the last version is in the store too, at most `last_wait_s`."""
-        if self._sink_config is None or self._newest is None or not self._last_wait_s:
-            return
-        newest, until_s = self._newest, time.monotonic() + self._last_wait_s
-        why: list[str | None] = [None]
-
-        def done(seconds: float) -> bool:
-            assert self._sink is not None
-            why[0] = self._sink.wait_stored(newest.number, timeout_s=seconds)
-            return why[0] is None or self._sink.failed is not None or time.monotonic() >= until_s
-
-        self._manager.wait_for_first_rank(done)
-        if why[0] is not None:
-            _logger.warning("%s is not in %s: %s", newest, self._sink_config.store, why[0])
-
     def _leave(self) -> None:
         self._closed = True
-        if self._sink is not None:
-            self._sink.close()
+        if self._storing is not None:
+            self._storing.close()
         self._notifier.close()
         self._manager.close()
 
@@ -390,11 +355,6 @@ def _as_offloaded(
     if plain and not said and isinstance(weights, torch.nn.Module | Mapping):
         return weights
     return extractor
-
-
-def _own_certificate(options: Mapping[str, Any]) -> bool | str:
-    """What the store's writer takes of agents on this trainer's hosts: their own certificate, where they have one."""
-    return options.get("certificate") or True
 
 
 def _own_host(urls: Sequence[str]) -> str:

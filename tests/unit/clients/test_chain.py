@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.multiproc.pull_kit import MODEL
-from tests.standins.stored import SEED, Writing, chain_of, puller_of, pulled
+from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of
 from tests.standins.stores import FaultyStore, flipped
 from weightsync.clients.chain import Chain
 from weightsync.clients.store import StoreClient
@@ -162,9 +162,9 @@ def test_reading_that_breaks_at_any_step_is_begun_anew(place, op) -> None:
 
 def test_only_what_the_trusted_key_has_signed_is_taken(place, keys, tmp_path) -> None:
     make_keys(f"{tmp_path}/other.secret", f"{tmp_path}/other.public")
-    with chain_of(store_at(place), Trust(f"{tmp_path}/other.public")), puller_of(f"file://{place}") as reader:
-        with pytest.raises(SignatureError):
-            pulled(reader)
+    other = Trust(f"{tmp_path}/other.public")
+    with chain_of(store_at(place), other), puller_of(f"file://{place}") as reader, pytest.raises(SignatureError):
+        pulled(reader)
     path = place / POINTER
     payload = path.read_bytes().partition(b"\n")[0]
     path.write_bytes(seal("pointer", payload, None))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.standins.stored import SEED, Writing, chain_of, puller_of, pulled
+from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of
 from tests.standins.stores import FaultyStore
 from weightsync.objects.folder import FolderStore
 from weightsync.sink.sweep import Sweeper

@@ -1,6 +1,6 @@
 """What a writer leaves in a store, and what readers find, whatever breaks at whichever step of a version.
 
-Seen red with the pointer moved before the manifest, with a claim that is not checked, and with an unconditional pointer.
+Seen red with the pointer moved before the manifest, with a claim not checked, and with an unconditional pointer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import msgspec
 import pytest
 
-from tests.standins.stored import SEED, Writing, chain_of, puller_of, pulled, taken
+from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of, taken
 from tests.standins.stores import DiedError, FaultyStore
 from weightsync.errors import RunClaimedError, StoreAuthError, StoreUnavailableError, VersionError, WeightSyncError
 from weightsync.objects.folder import FolderStore

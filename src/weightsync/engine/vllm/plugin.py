@@ -336,6 +336,8 @@ class WeightSyncTransferEngine:
         if not errors:
             if stages:
                 self._loader.cover([_covered(said) for said in replies])
+            if isinstance(of, VllmUpdateMessage) and of.commit is not None and self._worker.is_patched:
+                self._audits.behind(of.commit.session, self._worker.audit)
             return
         first = min(errors, key=is_consequence)
         if of is not None:  # on the last worker vLLM's update ends now, so the session can't go on either

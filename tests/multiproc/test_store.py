@@ -1,0 +1,270 @@
+"""Versions through an object store: real trainers, their writers and hosts, over an S3 server and a folder."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiproc.pull_kit import RefusedError, shm_of, wait_until
+from tests.multiproc.store_kit import SEED, StoreTrainer, host_of, in_environment, record, serves
+from tests.standins.processes import children
+from tests.standins.stores import BUCKET, FaultProxy, at_endpoint, s3_server
+from weightsync.objects.opened import open_store
+from weightsync.types import Deadline
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto.server")
+
+_LONG_S = 120.0
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    with children() as starter:
+
+        def start_here(function: Any, *args: Any, **options: Any) -> Any:
+            here = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+            return starter(in_environment, here, function, *args, **options)
+
+        yield start_here
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return f"file://{tmp_path}/run"
+    request.getfixturevalue("s3")
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+BOTH = pytest.mark.parametrize("place", ["folder", "s3"], indirect=True)
+
+
+def objects(place: str) -> dict[str, int]:
+    return {each.key: each.nbytes for each in open_store(place).list_under("", deadline=Deadline(20))}
+
+
+def chain(start: Any, place: str, num_versions: int) -> None:
+    """Two hosts follow live; one is stopped for a quarter of the versions; a joiner comes when the trainer is gone."""
+    stopped, continued = num_versions * 2 // 5, num_versions * 2 // 5 + num_versions // 4
+    trainer = StoreTrainer(start, place, publish={"anchor_every": 16, "keep_s": 2.0})
+    trainer.step(1)
+    live, other = host_of(start, place), host_of(start, place)
+    sizes, counts, seen, lags = [], [], dict.fromkeys((1,), 0), []
+    for number in range(2, num_versions + 1):
+        if number == stopped:
+            wait_until(lambda: serves(other, SEED, stopped - 1), "the other host follows", _LONG_S)
+            os.kill(other.pid, signal.SIGSTOP)
+        if number == continued:
+            os.kill(other.pid, signal.SIGCONT)
+        before = objects(place)
+        said = trainer.step(number)
+        assert said["published"]
+        assert said["why"] is None
+        begun_s = time.monotonic()
+        now = objects(place)
+        sizes.append(sum(nbytes for key, nbytes in now.items() if key not in before))
+        counts.append(len(now))
+        if number % 6 == 0:
+            wait_until(lambda n=number: serves(live, SEED, n), f"the live host serves {number}", _LONG_S)
+            lags.append(time.monotonic() - begun_s)
+            seen[number] = live.status().num_deltas
+    wait_until(lambda: serves(live, SEED, num_versions), "the live host serves the last", _LONG_S)
+    wait_until(lambda: serves(other, SEED, num_versions), "the stopped host has caught up", _LONG_S)
+    assert any(seen.values()), "deltas were taken"
+    full = max(nbytes for key, nbytes in objects(place).items() if "/anchors/" in key)
+    record(f"store-{place.partition(':')[0]}-{num_versions}.json", {"full": full, "sizes": sizes, "lags": lags})
+    assert sorted(sizes)[len(sizes) // 2] < full / 4
+    assert max(counts) < 2 * 3 * 16 + 60, "what nobody needs is deleted"
+    for host in (live, other):
+        host.ask("close")
+    trainer.ask("close")
+    assert not shm_of(trainer.pid)
+    trainer.child.kill()
+    joiner = host_of(start, place)
+    wait_until(lambda: serves(joiner, SEED, num_versions), "a joiner without a trainer", _LONG_S)
+    joiner.ask("close")
+
+
+@BOTH
+def test_a_chain_followed_live_and_joined_without_a_trainer(start: Any, place: str) -> None:
+    chain(start, place, 12)
+
+
+@pytest.mark.soak
+@BOTH
+@pytest.mark.timeout(1500)
+def test_a_chain_of_200_versions(start: Any, place: str) -> None:
+    chain(start, place, 200)
+
+
+def test_a_second_trainer_is_refused_and_a_dead_ones_place_is_taken(start: Any, tmp_path: Path) -> None:
+    """The first lives: a typed error, before anything is published. It is killed: its place is taken over, its hosts go
+    on with the new run."""
+    place = f"file://{tmp_path}/run"
+    first = StoreTrainer(start, place)
+    first.step(1)
+    host = host_of(start, place)
+    wait_until(lambda: serves(host, SEED, 1), "the first run", _LONG_S)
+    with pytest.raises(RefusedError, match="RunClaimedError"):
+        StoreTrainer(start, place, seed=SEED + 1)
+    sink = first.state()["pid"]
+    first.step(2)
+    first.child.kill()
+    wait_until(lambda: not Path(f"/proc/{sink}").exists(), "the writer ends with its trainer", _LONG_S)
+    second = StoreTrainer(start, place, seed=SEED + 2)
+    second.step(1)
+    wait_until(lambda: serves(host, SEED + 2, 1), "the run after it", _LONG_S)
+    second.ask("close")
+    host.ask("close")
+
+
+def alive(pid: int) -> int | None:
+    return pid if Path(f"/proc/{pid}/exe").exists() else None
+
+
+def test_a_writer_that_is_killed_is_started_again(start: Any, tmp_path: Path) -> None:
+    """Again and again, at any moment: the trainer's steps do not wait, and the host ends on the newest."""
+    place = f"file://{tmp_path}/run"
+    trainer = StoreTrainer(start, place)
+    trainer.step(1)
+    host = host_of(start, place)
+    chance = random.Random(5)
+    for number in range(2, 8):
+        trainer.step(number, wait_s=0.0)
+        if number in (3, 5):
+            time.sleep(chance.random() * 0.05)
+            sink = wait_until(lambda: alive(trainer.state()["pid"]), "the writer is there", _LONG_S)
+            os.kill(sink, signal.SIGKILL)
+    trainer.step(8, wait_s=_LONG_S)
+    wait_until(lambda: serves(host, SEED, 8), "the last version", _LONG_S)
+    assert trainer.state()["slowest_s"] < 2.0
+    trainer.ask("close")
+    host.ask("close")
+
+
+def test_faults_of_the_store_at_random(start: Any, s3: str, tmp_path: Path) -> None:
+    """Throttled, cut, dropped and damaged answers in both directions: whatever is served is right, and the last version
+    comes."""
+    proxy, chance = FaultProxy(s3), random.Random(7)
+    faults = [429, 503, "drop", "cut", "flip"]
+    proxy.rule = lambda method, path: chance.choice(faults) if chance.random() < 0.15 else None
+    place = f"s3://{BUCKET}/{tmp_path.name}"
+    try:
+        with at_endpoint(proxy.url):
+            trainer = StoreTrainer(start, place, publish={"anchor_every": 4})
+            host = host_of(start, place)
+            for number in range(1, 13):
+                assert trainer.step(number, wait_s=_LONG_S)["published"]
+                version, right = host.serving("e")
+                assert right, version
+            proxy.rule = lambda method, path: None
+            trainer.step(13, wait_s=_LONG_S)
+            wait_until(lambda: serves(host, SEED, 13), "the last version", _LONG_S)
+            proxy.rule = lambda method, path: 403  # the credential has expired
+            asked = proxy.num_asked
+            trainer.step(14, wait_s=3.0)
+            assert "StoreAuthError" in trainer.state()["error"] or "refuses" in trainer.state()["error"]
+            assert proxy.num_asked - asked < 60, "nobody storms"
+            proxy.rule = lambda method, path: None
+            trainer.step(15, wait_s=_LONG_S)
+            wait_until(lambda: serves(host, SEED, 15), "with a new credential", _LONG_S)
+            host.ask("close")
+            trainer.ask("close")
+    finally:
+        proxy.close()
+
+
+def test_a_slow_store_costs_the_trainer_nothing_and_passes_versions_by(start: Any, s3: str, tmp_path: Path) -> None:
+    """Seen red with an upload out of the trainer's own segment."""
+    proxy = FaultProxy(s3)
+
+    def slow(method: str, path: str) -> None:
+        if method == "PUT" and "/e0" in path:
+            time.sleep(0.7)
+
+    proxy.rule = slow
+    place = f"s3://{BUCKET}/{tmp_path.name}"
+    try:
+        with at_endpoint(proxy.url):
+            trainer = StoreTrainer(start, place, guard_s=0.3)
+            for number in range(1, 31):
+                assert trainer.step(number, wait_s=0.0)["published"]
+                time.sleep(0.05)
+            assert trainer.state()["slowest_s"] < 1.5
+            trainer.step(31, wait_s=_LONG_S)
+            written = [key for key in objects(place) if "/versions/" in key]
+            assert 1 <= len(written) < 25, "versions are passed by"
+            trainer.ask("close")
+    finally:
+        proxy.close()
+
+
+def test_the_commands(start: Any, tmp_path: Path) -> None:
+    """keygen, a signed place, serve's trust, pull and export, without a trainer."""
+    place = f"file://{tmp_path}/run"
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "weightsync.cli", *words], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        )
+
+    assert command("keygen", "key").returncode == 0
+    assert command("keygen", "other").returncode == 0
+    trainer = StoreTrainer(start, place, sign_key=f"{tmp_path}/key.secret")
+    for number in (1, 2, 3):
+        trainer.step(number)
+    trainer.ask("close")
+    like = tmp_path / "like"
+    like.mkdir()
+    (like / "config.json").write_text("{}")
+    (like / "model.safetensors").write_bytes(b"not this one")
+    pulled = command("pull", place, "--out", "out", "--trust-key", "key.public")
+    assert pulled.returncode == 0, pulled.stderr
+    assert "seed-1000/3" in pulled.stdout
+    refused = command("pull", place, "--out", "out2", "--trust-key", "other.public")
+    assert refused.returncode == 1
+    assert "SignatureError" in refused.stderr
+    for version, folder in ((2, "two"), (None, "three")):
+        extra = () if version is None else ("--version", str(version))
+        made = command("export", place, folder, "--like", "like", "--shard-gb", "0.00003", *extra)
+        assert made.returncode == 0, made.stderr
+        check_checkpoint(tmp_path / folder, version or 3)
+    assert command("export", place, "two").returncode == 2
+    assert command("export", "http://127.0.0.1:1", "four", "--version", "3").returncode == 2
+    missing = command("export", place, "five", "--version", "9", "--timeout-s", "2")
+    assert missing.returncode == 1
+    assert not (tmp_path / "five").exists()
+
+
+def check_checkpoint(folder: Path, number: int) -> None:
+    import json
+
+    from safetensors import safe_open
+
+    from tests.multiproc.pull_kit import content
+
+    assert (folder / "config.json").read_text() == "{}"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    right = content(SEED, number, 64)
+    assert set(index["weight_map"]) == set(right)
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in right.values())
+    for name, file in index["weight_map"].items():
+        with safe_open(folder / file, "pt") as opened:
+            assert opened.get_tensor(name).equal(right[name]), name
+    assert len(set(index["weight_map"].values())) > 1

@@ -1,0 +1,49 @@
+"""What is tried again, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.standins.stores import FaultyStore
+from weightsync.errors import ObjectMissingError, StoreAuthError, StoreUnavailableError
+from weightsync.objects.folder import FolderStore
+from weightsync.objects.repeating import Repeating
+from weightsync.types import Deadline
+
+
+def repeating(tmp_path, rule, **options) -> tuple[Repeating, FaultyStore]:
+    faulty = FaultyStore(FolderStore(f"file://{tmp_path}/run"), rule)
+    return Repeating(faulty, first_s=0.001, **options), faulty
+
+
+def test_passing_troubles_pass(tmp_path) -> None:
+    store, faulty = repeating(tmp_path, lambda op, key, count: "unavailable" if count % 4 else None)
+    store.put_large("x", b"1", deadline=Deadline(5))
+    store.delete(["x"], deadline=Deadline(5))
+    assert not list(store.list_under("", deadline=Deadline(5)))
+    assert store.num_repeated > 0
+    assert len(faulty.ops) > 3
+
+
+@pytest.mark.parametrize(("fault", "error"), [("auth", StoreAuthError), (None, ObjectMissingError)])
+def test_an_answer_is_not_asked_for_again(tmp_path, fault, error) -> None:
+    store, faulty = repeating(tmp_path, lambda op, key, count: fault)
+    with pytest.raises(error):
+        store.get("x", deadline=Deadline(5))
+    assert len(faulty.ops) == 1
+
+
+def test_the_deadline_is_over_all_tries(tmp_path) -> None:
+    store, faulty = repeating(tmp_path, lambda op, key, count: "unavailable")
+    within = Deadline(5)
+    with pytest.raises(StoreUnavailableError):
+        store.get("x", deadline=Deadline(0.3))
+    assert within.remaining_s > 3
+    assert 2 < len(faulty.ops) < 30, "pauses grow"
+
+
+def test_close_ends_the_pauses(tmp_path) -> None:
+    store, _ = repeating(tmp_path, lambda op, key, count: "unavailable")
+    store.close()
+    with pytest.raises(StoreUnavailableError):
+        store.get("x", deadline=Deadline(60))
