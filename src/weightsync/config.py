@@ -88,12 +88,8 @@ class TransferConfig(_Section):
         description="what has changed is sent instead of everything; null: a push sends everything, services that pull "
         "take deltas over TCP",
     )
-    master_addr: _Text = Field(
-        default="127.0.0.1", description="address of training rank 0 that the engines connect to"
-    )
-    interface: _Text | None = Field(
-        default=None, description="network interface of the transfer group; null: the system's choice"
-    )
+    master_addr: _Text = Field(default="127.0.0.1", description="of training rank 0, for the engines to connect to")
+    interface: _Text | None = Field(default=None, description="of the transfer group; null: the system's choice")
     join_timeout_s: _Seconds = Field(
         default=30.0, description="how long members of a group wait for each other; said, ranks that publish too"
     )

@@ -20,12 +20,7 @@ import msgspec
 from weightsync.clients.agent import AgentClient
 from weightsync.clients.store import StoreClient, client_at
 from weightsync.codec.delta_reader import coding
-from weightsync.errors import (
-    StateError,
-    SyncFailedError,
-    TransferAbortedError,
-    as_weightsync_error,
-)
+from weightsync.errors import StateError, SyncFailedError, TransferAbortedError, as_weightsync_error
 from weightsync.host.adoption import Adoption
 from weightsync.host.agent_state import Claim, Target
 from weightsync.host.commit_gate import CommitGate
