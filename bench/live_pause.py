@@ -5,7 +5,8 @@ on a GPU; the CPU build packs them by default). Everything runs in one process f
 
   delta    changed elements in `DENSITIES`, to and fro, as a pull leaves them, by `EngineUpdate` over `VllmEngine`. The
            pause is what its phases say: from the call that pauses vLLM to the end of the one that resumes it.
-  full     the same for a whole version.
+  full     the same for a whole version of which every element differs; it is copied to where it is live.
+  same     the same for a whole version that is live already: what of a pause does not depend on the change.
   reload   vLLM's own `reload_weights`, from a checkpoint in /dev/shm.
   patches  vLLM's own `load_checkpoint_weight_patches`, of the same elements.
 
@@ -113,9 +114,10 @@ def _measure(num_layers: int, repeats: int, folder: Path) -> dict[str, Any]:
             if turn == 1:
                 times.clear()
             timed("memcpy", memcpy)
-            report = engine.load(versions.whole(), deadline=Deadline(_TIMEOUT_S))
-            assert report.unprovable is None, report.unprovable
-            times.setdefault("full", []).append(report.paused_s)
+            for name, version in (("full", versions.negated()), ("full", versions.whole()), ("same", versions.whole())):
+                report = engine.load(version, deadline=Deadline(_TIMEOUT_S))
+                assert report.unprovable is None, report.unprovable
+                times.setdefault(name, []).append(report.paused_s)
             for density in DENSITIES:
                 for back in (False, True):
                     report = engine.load(versions.changed(density, back=back), deadline=Deadline(_TIMEOUT_S))
@@ -142,6 +144,7 @@ def _measure(num_layers: int, repeats: int, folder: Path) -> dict[str, Any]:
         "num_tensors": len(weights),
         "memcpy_s": seconds["memcpy"],
         "full_s": seconds["full"],
+        "same_s": seconds["same"],
         "reload_s": seconds["reload"],
         "delta_s": {str(density): seconds[f"delta {density}"] for density in DENSITIES},
         "patches_s": {str(density): seconds[f"patches {density}"] for density in DENSITIES},

@@ -11,6 +11,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -178,6 +179,7 @@ def follower_main(how: Follower, connection: Connection, more: Mapping[str, Call
         module.layer.register_buffer(name.split(".")[1], torch.zeros_like(tensor))
     engine = EmbeddedEngine.of(ModuleWeightLoader(module), engine_id=how.name)
     served: dict[int, float] = {}
+    changed = threading.Condition()
     config = RolloutConfig(
         **{
             "service_id": how.name, "host": how.host, "token": TOKEN, "senders": (how.endpoint,),
@@ -186,7 +188,9 @@ def follower_main(how: Follower, connection: Connection, more: Mapping[str, Call
     )  # fmt: skip
 
     def on_served(_model: str, version: Version) -> None:
-        served[version.number] = time.monotonic()
+        with changed:
+            served[version.number] = time.monotonic()
+            changed.notify_all()
 
     service = RolloutService({MODEL: engine}, config, on_served=on_served)
     service.start()
@@ -205,11 +209,9 @@ def follower_main(how: Follower, connection: Connection, more: Mapping[str, Call
 
     def wait(version: int, timeout_s: float) -> tuple[float, dict[str, Any]]:
         """When it was served, by the clock that all hosts share, and how it came."""
-        end_s = time.monotonic() + timeout_s
-        while version not in served:
-            if time.monotonic() > end_s:
+        with changed:
+            if not changed.wait_for(lambda: version in served, timeout_s):
                 raise TimeoutError(f"version {version} is not served: {service.status().models[MODEL]}")
-            time.sleep(0.002)
         return served[version], status()
 
     def status() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -13,8 +14,8 @@ from weightsync.codec.tensor_digest import tensor_digests
 from weightsync.host.staged_version import PatchedTensor, StagedPatch, StagedVersion
 from weightsync.memory import Segment
 from weightsync.plan.buckets import plan_bucket
-from weightsync.tensors import byte_view, spec_of
-from weightsync.types import HeldTensor, Manifest, Version
+from weightsync.tensors import byte_view, spec_of, tensor_from_bytes
+from weightsync.types import HeldTensor, Manifest, TensorSpec, Version
 from weightsync.types.transfer_messages import Transport
 
 
@@ -37,6 +38,7 @@ class StagedVersions:
         self._staging, self._offsets = self._filled(list(model.values()))
         held = [HeldTensor(spec=spec, box=None, tensor=model[spec.name]) for spec in self._specs]
         self._digest = digest_of(held, self._specs)
+        self._other: tuple[Segment, Mapping[str, str], str] | None = None
         self._changes: dict[float, tuple[str, list[torch.Tensor], list[int], Segment]] = {}
         for density in densities:
             parts: list[torch.Tensor] = []
@@ -71,6 +73,21 @@ class StagedVersions:
         """The model itself."""
         return self._staged(self._digest, None)
 
+    def negated(self) -> StagedVersion:
+        """Another one, of which every element differs. Made at the first call, in as much memory again."""
+        if self._other is None:
+            model = {spec.name: -self._tensor(spec) for spec in self._specs}
+            held = [HeldTensor(spec=spec, box=None, tensor=model[spec.name]) for spec in self._specs]
+            segment, _ = self._filled(list(model.values()))
+            self._other = segment, tensor_digests(model), digest_of(held, self._specs)
+        segment, digests, digest = self._other
+        return dataclasses.replace(self._staged(digest, None, digests), segment=segment.name, release=lambda: None)
+
+    def _tensor(self, spec: TensorSpec) -> torch.Tensor:
+        at = self._offsets[self._specs.index(spec)]
+        flat = torch.frombuffer(self._staging.memory, dtype=torch.uint8)[at : at + spec.nbytes]
+        return tensor_from_bytes(flat, dtype=spec.dtype, shape=spec.shape)
+
     def changed(self, density: float, *, back: bool) -> StagedVersion:
         """With that many of its elements changed; or, after that, as it was."""
         digest, parts, offsets, segment = self._changes[density]
@@ -94,11 +111,13 @@ class StagedVersions:
         for index, spec in enumerate(self._specs):
             yield spec.name, parts[3 * index].to(torch.int64), parts[3 * index + (1 if back else 2)]
 
-    def _staged(self, digest: str, patch: StagedPatch | None) -> StagedVersion:
+    def _staged(
+        self, digest: str, patch: StagedPatch | None, digests: Mapping[str, str] | None = None
+    ) -> StagedVersion:
         self._number += 1
         manifest = Manifest(version=Version(run_id="bench", number=self._number), model_id="bench", tensors=self._specs)
         return StagedVersion(
-            manifest=manifest.with_digests(self._tensor_digests, digest),
+            manifest=manifest.with_digests(digests or self._tensor_digests, digest),
             segment=self._staging.name,
             offsets={spec.name: at for spec, at in zip(self._specs, self._offsets, strict=True)},
             transport=Transport.TCP,

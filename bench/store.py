@@ -34,9 +34,7 @@ from weightsync.types import Deadline
 from weightsync.types.sink import SinkConfig
 from weightsync.types.store import POINTER
 
-ROWS = {
-    "store_pull": "anchor and first delta of a chain from an object store, to staged, over plain reads of the same"
-}
+ROWS = {"store_pull": "anchor and first delta of a chain from an object store, to staged, over plain reads of the same"}
 _TARGET = 1.2
 _TIMEOUT_S = 300.0
 _CHANGED = 100

@@ -21,7 +21,9 @@ PINNED = {
 
 def table(kind: str) -> str:
     """What was seen of each release, the newest first; below it what failed, and why."""
-    seen = _seen()[kind]
+    seen = _seen().get(kind)
+    if not seen:
+        return f"Nothing is recorded yet: `python -m tests.compat.run --here {kind}` runs the one that is installed.\n"
     whats = list(dict.fromkeys(what for found in seen.values() for what in found.get("results", {})))
     lines = [f"| {NAMES[kind]} | with | {' | '.join(whats)} | run |", f"| --- | --- |{' --- |' * len(whats)} --- |"]
     failed: list[str] = []
@@ -43,9 +45,14 @@ def table(kind: str) -> str:
 
 
 def problems(seen: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[str]:
-    """Releases that the constraints name and that were not seen to pass all that is tried."""
+    """Releases that the constraints name and that were not seen to pass all that is tried.
+
+    Software of which nothing at all is recorded is not asked for: its table says so.
+    """
     seen = _seen() if seen is None else seen
     for kind, (file, package) in PINNED.items():
+        if kind not in seen:
+            continue
         pinned = re.search(rf"^{package}==(.+)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
         if pinned is None:
             yield f"{file} names no release of {package}"

@@ -202,8 +202,9 @@ def before_after_table() -> str:
             sent = f"{found['bytes'] / 1e6:.1f} MB" if found["bytes"] else "none: mapped"
             still = f"{found['stood_still_s'] * 1e3:.0f} ms"
             tokens = f"{found['tokens_per_s']:.0f}" if "tokens_per_s" in found else ""
-            rows.append((_WAYS[framework, way], f"{found['sync_s']:.2f} s", still, sent, tokens))
-    return _markdown(("way", "sync", "engine stood still", "sent", "tokens a second"), rows)
+            load = f"{found['load_before']:.0f}"
+            rows.append((_WAYS[framework, way], f"{found['sync_s']:.2f} s", still, sent, tokens, load))
+    return _markdown(("way", "sync", "engine stood still", "sent", "tokens a second", "load before"), rows)
 
 
 _WAYS = {
@@ -217,7 +218,7 @@ _WAYS = {
 }
 
 
-TABLES = {
+TABLES: dict[str, Callable[[], str]] = {
     **{f"releases-{kind}": functools.partial(releases.table, kind) for kind in releases.NAMES},
     "before-after": before_after_table,
     "controller-keys": lambda: keys_table("", schema.WeightSyncConfig),

@@ -178,6 +178,16 @@ class BusyError(WeightSyncError):
     http_status = 503
 
 
+class NoSlotError(BusyError):
+    """All places for adapters of an engine are taken by versions that still answer. Nothing was changed; the old one
+    is served on."""
+
+
+class CanaryError(WeightSyncError):
+    """An engine's log-probabilities of a known prompt are not the trainer's: what was delivered is not what serves. Its
+    detail `still` says whether they stand where they stood with the version before. The old version is served on."""
+
+
 class DeadlineExceededError(WeightSyncError):
     """A wait ended without what was waited for."""
 

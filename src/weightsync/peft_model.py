@@ -38,7 +38,7 @@ def peft_model_in(weights: object) -> Any | None:
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(weights, torch.nn.Module):
         return None
-    model = unwrapped(weights)
+    model: Any = unwrapped(weights)
     while any(kind.__module__.startswith("deepspeed.") for kind in type(model).__mro__) and hasattr(model, "module"):
         model = unwrapped(model.module)
     return model if isinstance(model, peft.PeftModel) else None

@@ -1,4 +1,4 @@
-"""The model of the measurement before and after: 57 million parameters, which a small machine trains and serves."""
+"""The model of the measurement before and after: 50 million parameters, which a small machine trains and serves."""
 
 from __future__ import annotations
 

@@ -88,22 +88,22 @@ class Pulls:
         self._version = 0
         self._server, self._kv_cache = server, kv_cache
         self._config = RolloutConfig(senders=(self._endpoint,), transport=transport, mode=mode)
-        self._serve()
+        self.serve()
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        """Starts a service."""
         engine = VllmEngine(VllmHttpApi(self._server.url), engine_id="vllm", pause_mode="keep", kv_cache=self._kv_cache)
         self.service = RolloutService({"m": engine}, self._config)
         self._url = self.service.start()
         self._client = RolloutClient(self._url)
 
-    def restart(self) -> None:
-        """Another service takes the place of the one that was there, which leaves nothing to it."""
+    def stop(self) -> None:
+        """Ends the service; the next one is left nothing by it."""
         self._client.close()
         self.service.close()
-        self._serve()
 
     def metric(self, name: str) -> float:
-        """Of the service that is there now, without labels."""
+        """Of the service that is there now."""
         told = httpx.get(f"{self._url}/metrics").text.splitlines()
         return next(float(line.split()[1]) for line in told if line.startswith(f"{name} "))
 

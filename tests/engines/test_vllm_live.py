@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,11 +31,12 @@ from tests.engines.vllm_support import (
 from tests.engines.vllm_unpacked import VARIABLE
 from tests.standins.processes import children
 from weightsync.cli import app
+from weightsync.engine.vllm.asked_audits import EVERY_VARIABLE
 from weightsync.types import Deadline
 from weightsync.types.transfer_messages import Transport
 
 pytestmark = pytest.mark.timeout(600)
-UNPACKED = {VARIABLE: "1"}
+UNPACKED = {VARIABLE: "1", EVERY_VARIABLE: "0"}
 CLOSE = 0.02
 """Sums over two workers are rounded in another order."""
 
@@ -135,9 +137,10 @@ def test_a_service_that_was_started_again_has_what_differs_written(one: Live, pu
     for few in (False, True):
         there.publish(1, few=few)
         there.sync()
-    there.restart()
+    there.stop()
     vllm_faults.arm(one.server.folder, {"at": "reload", "do": "raise", "chunk": 0})
     there.publish(1)
+    there.serve()
     status = there.sync()
     assert (status.num_deltas, status.num_patched, status.unprovable) == (0, 0, {}), status
     one.serves(few=False)
@@ -145,9 +148,11 @@ def test_a_service_that_was_started_again_has_what_differs_written(one: Live, pu
     there.publish(1, few=True)
     assert there.sync().num_patched == 1
     one.serves(few=True)
-    there.restart()
+    there.stop()
     there.publish(2)
-    there.sync()
+    there.serve()
+    assert there.sync().num_deltas == 0
+    assert there.metric("weightsync_written_elements_total") == 0, "all of it was written"
     there.publish(1)
     there.sync()
     one.serves(few=False)
@@ -170,6 +175,22 @@ def test_live_weights_are_read_again_when_somebody_asks(one: Live, pulls: Callab
     assert there.sync().num_patched == 1
     assert verified(one.server) == 0
     one.serves(few=False)
+
+
+def test_live_weights_are_read_again_behind_a_patch(one: Live, pulls: Callable[[], Pulls]) -> None:
+    """Nobody asks. Its service sees what was found, and loads the same version in full."""
+    there = pulls()
+    there.publish(1)
+    there.sync()
+    vllm_faults.arm(one.server.folder, {"at": "behind", "do": "corrupt"})
+    there.publish(1, few=True)
+    assert there.sync().num_patched == 1
+    deadline = Deadline(120.0)
+    while there.metric('weightsync_audits_total{outcome="wrong"}') < 1:
+        assert not deadline.expired, one.server.tail()
+        threading.Event().wait(0.1)
+    assert not vllm_faults.armed(one.server.folder)
+    one.serves(few=True)
 
 
 def test_a_doctor_says_that_all_layers_take_changes(one: Live, pulls: Callable[[], Pulls]) -> None:

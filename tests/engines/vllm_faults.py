@@ -1,11 +1,12 @@
 """A vLLM plugin for tests: makes a worker's real loader fail where a file says so.
 
-The file, JSON: {"at": "begin" | "receive" | "load" | "stage" | "commit" | "reload" | "patch" | "audit", "chunk": k,
-"do": "raise" | "corrupt" | "kill" | "distrust", "worker": index, "always": true}. A fault fires once, if not always.
-"distrust" at "begin" is none: what is live is loaded by vLLM's own loader then, whatever is known of it. "stage" is
-where all is there and proved, "receive" where bytes have come and nobody has looked at them, "reload" the middle of
-vLLM's own reload, when live weights are gone in part (its chunks are tensors), "patch" the middle of a patch, when live
-weights are written in part; "corrupt" at "audit" turns a bit of the live weights before they are read.
+The file, JSON: {"at": "begin" | "receive" | "load" | "stage" | "commit" | "reload" | "patch" | "audit" | "behind",
+"chunk": k, "do": "raise" | "corrupt" | "kill" | "distrust", "worker": index, "always": true}. A fault fires once, if
+not always. "distrust" at "begin" is none: what is live is loaded by vLLM's own loader then, whatever is known of it.
+"stage" is where all is there and proved, "receive" where bytes have come and nobody has looked at them, "reload" the
+middle of vLLM's own reload, when live weights are gone in part (its chunks are tensors), "patch" the middle of a
+patch, when live weights are written in part; "corrupt" at "audit" turns a bit of the live weights before they are
+read because somebody asked, at "behind" before they are read by themselves, behind a patch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,8 @@ def register() -> None:
         return changes
 
     def faulty_audited(self: Any) -> Any:
-        if _take("audit", -1, "corrupt"):
+        at = "behind" if threading.current_thread().name.endswith("behind") else "audit"
+        if _take(at, -1, "corrupt"):
             piece = next(iter(self._plan.pieces.values()))[0]
             piece.live.detach().view(-1)[:1].view(torch.uint8)[0] ^= 1
         return audited(self)

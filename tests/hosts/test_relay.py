@@ -6,6 +6,7 @@ The long form is a hundred versions of chaos; the short one is its first few.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import statistics
@@ -21,6 +22,8 @@ from weightsync.testing.hosts import Hosts
 MIB = 8.0
 RUN = "run"
 PULL_S = 60.0
+
+_logger = logging.getLogger(__name__)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -181,7 +184,7 @@ def chaos(there: Fleet, num_versions: int, *, seed: int) -> None:
 
 def test_chaos(fleet: Callable[..., Fleet]) -> None:
     seed = int(os.environ.get("CHAOS_SEED", time.time_ns() % 10_000))
-    print(f"CHAOS_SEED={seed}")
+    _logger.warning("CHAOS_SEED=%d", seed)
     chaos(fleet(4, mib=4.0), 6, seed=seed)
 
 
@@ -189,7 +192,7 @@ def test_chaos(fleet: Callable[..., Fleet]) -> None:
 def test_chaos_over_a_hundred_versions(fleet: Callable[..., Fleet]) -> None:
     """The trainer's offload is as fast as with nobody there."""
     seed = int(os.environ.get("CHAOS_SEED", time.time_ns() % 10_000))
-    print(f"CHAOS_SEED={seed}")
+    _logger.warning("CHAOS_SEED=%d", seed)
     alone = fleet(0, mib=4.0)
     before = [float(str(alone.publish(version)["offload_s"])) for version in range(100)]
     there = fleet(6, mib=4.0)
@@ -204,5 +207,5 @@ def test_chaos_over_a_hundred_versions(fleet: Callable[..., Fleet]) -> None:
     there.publish = timed  # type: ignore[method-assign]
     chaos(there, 100, seed=seed)
     p99, p99_alone = (statistics.quantiles(found, n=100)[98] for found in (times, before))
-    print(f"offload p99 {1e3 * p99:.1f} ms, without receivers {1e3 * p99_alone:.1f} ms")
+    _logger.warning("offload p99 %.1f ms, without receivers %.1f ms", 1e3 * p99, 1e3 * p99_alone)
     assert p99 <= 1.2 * p99_alone

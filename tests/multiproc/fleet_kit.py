@@ -72,7 +72,7 @@ def read_records(folder: Path) -> list[Answer]:
 # --- trainers ---
 
 
-def trainers_main(models: Sequence[str], conn: Any) -> None:
+def trainers_main(models: Sequence[str], options: dict[str, Any], conn: Any) -> None:
     """Publishes models, as told."""
     torch.set_num_threads(1)
     managers: dict[str, WeightManager] = {}
@@ -81,7 +81,7 @@ def trainers_main(models: Sequence[str], conn: Any) -> None:
         for manager in managers.values():
             manager.close()
         for model in models:
-            managers[model] = WeightManager(model, run_id=f"{model}-{run_id}", guard_s=0.4, port=port)
+            managers[model] = WeightManager(model, run_id=f"{model}-{run_id}", guard_s=0.4, port=port, **options)
             managers[model].start()
         return {model: manager.endpoint for model, manager in managers.items()}
 
@@ -89,7 +89,7 @@ def trainers_main(models: Sequence[str], conn: Any) -> None:
         tensor = torch.full((_NUM_ELEMENTS,), float(version) if value is None else value)
         report = managers[model].offload({"weight": tensor}.items(), version)
         if report.published:
-            managers[model].wait_published(version, timeout_s=30.0)
+            managers[model].wait_published(version, timeout_s=50.0)
         return report.published
 
     _act(conn, {"begin": begin, "publish": publish})
@@ -98,8 +98,10 @@ def trainers_main(models: Sequence[str], conn: Any) -> None:
 class Trainers(Actor):
     """A process that trains several models."""
 
-    def __init__(self, start: Callable[..., Child], run_id: str | None = "r1", models: Sequence[str] = MODELS) -> None:
-        super().__init__(start, trainers_main, tuple(models), name="trainers")
+    def __init__(
+        self, start: Callable[..., Child], run_id: str | None = "r1", models: Sequence[str] = MODELS, **options: Any
+    ) -> None:
+        super().__init__(start, trainers_main, tuple(models), options, name="trainers")
         self.models = tuple(models)
         if run_id is not None:
             self.begin(run_id)
@@ -226,17 +228,25 @@ class Fleet:
     """A controller of a pool, as a user sets it up."""
 
     def __init__(
-        self, *, sets: tuple[tuple[str, ...], ...] = (MODELS,), policy: str = "each", port: int = 0, **options: object
+        self,
+        *,
+        sets: tuple[tuple[str, ...], ...] = (MODELS,),
+        policy: str = "each",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        lease_s: float = LEASE_S,
+        **options: object,
     ) -> None:
-        self.pool = RolloutPool(lease_s=LEASE_S)
+        self.pool = RolloutPool(lease_s=lease_s)
         options = {"barrier_timeout_s": 20.0, "prepare_timeout_s": 8.0, "commit_timeout_s": 5.0} | options
-        self.method = FleetMethod(self.pool, sets=sets, commit_policy=policy, **options)  # type: ignore[arg-type]
+        self.method = FleetMethod(self.pool, sets=sets, commit_policy=policy, token=token, **options)  # type: ignore[arg-type]
         self.controller = WeightSyncController(
             {"sync_mode": "fully-async"}, self.method, model_tags=MODELS, retries_s=(0.2, 0.5, 1.0, 2.0)
         )
-        self.server = ControllerServer(self.controller, self.pool, port=port)
+        self.server = ControllerServer(self.controller, self.pool, host=host, port=port, token=token)
         self.server_url = self.server.start()
-        self.client = ControllerClient(self.server_url)
+        self.client = ControllerClient(self.server_url, token=token)
 
     def states(self) -> dict[str, str]:
         return {each.instance_id: each.state for each in self.client.status().instances}

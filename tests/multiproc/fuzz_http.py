@@ -80,7 +80,12 @@ _AGENT: Routes = {
     "/request_transfer": {"receiver_id": "r", "model_id": "actor", "run_id": "r", "version": 1, "mode": "full"},
     "/renew_transfer": {"transfer_id": "0" * 32},
     "/finish_transfer": {"transfer_id": "0" * 32, "ok": True},
-}
+    "/relay": {
+        "receiver_id": "r", "face": {"host": "127.0.0.1", "port": 9, "zone": "z"}, "want": 4, "wait_s": 0.01,
+        "content": "0" * 32, "fetched": "AAAA", "stuck": "AAAA", "transfer_id": "0" * 32,
+        "holdings": [{"content": "0" * 32, "have": "//8="}],
+    },
+}  # fmt: skip
 _SERVICE: Routes = {
     **dict.fromkeys(("/status", "/availability", *_WATCH)),
     "/check_versions": _SET,

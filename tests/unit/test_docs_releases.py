@@ -27,7 +27,7 @@ def test_what_the_constraints_name_was_run(releases: Any) -> None:
     assert list(releases.problems()) == []
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang", "trl", "verl"])
+@pytest.mark.parametrize("kind", sorted(SEEN))
 def test_a_release_without_a_result_is_told(releases: Any, kind: str) -> None:
     newest = max(SEEN[kind], key=releases._numbers)
     for odd in (None, {"installed": False, "why": "no wheel"}):

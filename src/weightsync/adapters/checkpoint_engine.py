@@ -161,8 +161,8 @@ class Receiver:
             StateError: no plan was taken.
             WeightSyncError: see `Puller.pull`; before the first tensor.
         """
-        with self.pulled(timeout_s=timeout_s) as staged:
-            yield from whole_tensors(staged)
+        with self.pulled(timeout_s=timeout_s) as staged, MappedSegment(staged.segment, need_bytes=1) as segment:
+            yield from whole_tensors(staged, segment)
 
     @contextlib.contextmanager
     def pulled(self, *, timeout_s: float = 600.0) -> Iterator[StagedVersion]:
@@ -186,14 +186,13 @@ class Receiver:
             self._puller = None
 
 
-def whole_tensors(staged: StagedVersion) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a version that is here, in the manifest's order; true until the iterator ends."""
-    with MappedSegment(staged.segment, need_bytes=1) as segment:
-        memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
-        for spec in staged.manifest.tensors:
-            start = staged.offsets[spec.name]
-            data = memory[start : start + spec.nbytes]
-            yield spec.name, tensor_from_bytes(data, dtype=spec.dtype, shape=spec.shape)
+def whole_tensors(staged: StagedVersion, segment: MappedSegment) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a version that is here, in the manifest's order; true while its segment is mapped."""
+    memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
+    for spec in staged.manifest.tensors:
+        start = staged.offsets[spec.name]
+        data = memory[start : start + spec.nbytes]
+        yield spec.name, tensor_from_bytes(data, dtype=spec.dtype, shape=spec.shape)
 
 
 def plan_in(metadata: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:

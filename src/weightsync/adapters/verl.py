@@ -14,6 +14,7 @@ ranks and `receive_weights` on rollout workers at the same time, `finalize` on a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
@@ -27,9 +28,9 @@ from weightsync.adapters.checkpoint_engine import (
     TransferPlan,
     node_address,
     plan_in,
-    whole_tensors,
 )
 from weightsync.errors import ConfigError
+from weightsync.memory import MappedSegment
 from weightsync.types import Version
 
 WHOLE, CHANGES = "named_tensors", "delta_flush"
@@ -121,22 +122,25 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return self._flushes() if self.wire_format == CHANGES else self._whole()
 
     def _flushes(self) -> Iterator[Any]:
-        from weightsync.adapters.verl_flush import Piece, can_be_changed, changed, flushes
+        from weightsync.adapters.verl_flush import changed, flushes, has_nan, whole
 
         assert self._receiver is not None
-        with self._receiver.pulled(timeout_s=self._timeout_s) as staged:
-            before, self._given = self._given, None  # what is interrupted comes dense the next time
+        most_bytes = self._bucket_bytes
+        with contextlib.ExitStack() as stack:
+            staged = stack.enter_context(self._receiver.pulled(timeout_s=self._timeout_s))
+            before, self._given = self._given, None  # what is interrupted comes whole the next time
             patch = staged.patch
-            fits = patch is not None and before == (patch.base, patch.base_digest)
-            if fits and patch is not None and can_be_changed(patch, staged.manifest):
-                pieces: Iterator[Piece] = changed(patch, staged.manifest, most_bytes=self._bucket_bytes)
+            if patch is not None and before == (patch.base, patch.base_digest):
+                segment = stack.enter_context(MappedSegment(patch.segment, need_bytes=1))
+                if has_nan(changed(patch, staged.manifest, segment, most_bytes=most_bytes)):
+                    patch = None
             else:
-                specs = {spec.name: spec for spec in staged.manifest.tensors}
-                pieces = (
-                    Piece(spec=specs[name], positions=None, values=tensor.reshape(-1))
-                    for name, tensor in whole_tensors(staged)
-                )
-            yield from flushes(pieces, most_bytes=self._bucket_bytes)
+                patch = None
+            if patch is not None:
+                pieces = changed(patch, staged.manifest, segment, most_bytes=most_bytes)
+            else:
+                pieces = whole(staged, stack.enter_context(MappedSegment(staged.segment, need_bytes=1)))
+            yield from flushes(pieces, most_bytes=most_bytes)
             self._given = staged.version, staged.manifest.model_digest
 
     async def _whole(self) -> AsyncIterator[tuple[str, torch.Tensor]]:

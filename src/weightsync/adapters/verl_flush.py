@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 import torch
 from verl.checkpoint_engine.delta_sync.encode import DeltaParam, checksum
 
-from weightsync.errors import UnsupportedError
-from weightsync.host.staged_version import StagedPatch
+from weightsync.adapters.checkpoint_engine import whole_tensors
+from weightsync.host.staged_version import StagedPatch, StagedVersion
 from weightsync.memory import MappedSegment
 from weightsync.tensors import tensor_from_bytes
-from weightsync.types import Manifest, TensorSpec
+from weightsync.types import Manifest, TensorSpec, itemsize_bytes
 
 Flush: TypeAlias = tuple[list[tuple[str, torch.Tensor]], bool]
 """The named tensors of one, and whether it is the last."""
@@ -47,29 +47,32 @@ class Piece:
         return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
 
 
-def changed(patch: StagedPatch, manifest: Manifest, *, most_bytes: int) -> Iterator[Piece]:
-    """What a patch changes, in pieces of at most so many bytes. They are true while the patch's segment is."""
+def changed(patch: StagedPatch, manifest: Manifest, segment: MappedSegment, *, most_bytes: int) -> Iterator[Piece]:
+    """What a patch changes, in pieces of at most so many bytes; true while its segment is mapped."""
     specs = {spec.name: spec for spec in manifest.tensors}
-    with MappedSegment(patch.segment, need_bytes=1) as segment:
-        memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
-        for tensor in patch.tensors:
-            spec = specs[tensor.name]
-            size = spec.nbytes // _num_elements(spec)
-            positions = memory[tensor.positions_offset : tensor.positions_offset + _POSITION_BYTES * tensor.count]
-            bytes_of_values = memory[tensor.values_offset : tensor.values_offset + size * tensor.count]
-            values = tensor_from_bytes(bytes_of_values, dtype=spec.dtype, shape=(tensor.count,))
-            at_once = max(1, most_bytes // (_POSITION_BYTES + size))
-            for start in range(0, tensor.count, at_once):
-                part = slice(start, start + at_once)
-                yield Piece(spec=spec, positions=positions.view(torch.int32)[part], values=values[part])
+    memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
+    for tensor in patch.tensors:
+        spec = specs[tensor.name]
+        size = itemsize_bytes(spec.dtype)
+        positions = memory[tensor.positions_offset : tensor.positions_offset + _POSITION_BYTES * tensor.count]
+        data = memory[tensor.values_offset : tensor.values_offset + size * tensor.count]
+        values = tensor_from_bytes(data, dtype=spec.dtype, shape=(tensor.count,))
+        at_once = max(1, most_bytes // (_POSITION_BYTES + size))
+        for start in range(0, tensor.count, at_once):
+            part = slice(start, start + at_once)
+            yield Piece(spec=spec, positions=positions.view(torch.int32)[part], values=values[part])
 
 
-def can_be_changed(patch: StagedPatch, manifest: Manifest) -> bool:
-    """Whether verl's loaders take it as changes: to them a NaN says that an element stays as it was."""
-    return not any(
-        piece.values.is_floating_point() and bool(piece.values.isnan().any())
-        for piece in changed(patch, manifest, most_bytes=manifest.total_bytes)
-    )
+def whole(staged: StagedVersion, segment: MappedSegment) -> Iterator[Piece]:
+    """All of a version; true while its segment is mapped."""
+    specs = {spec.name: spec for spec in staged.manifest.tensors}
+    for name, tensor in whole_tensors(staged, segment):
+        yield Piece(spec=specs[name], positions=None, values=tensor.reshape(-1))
+
+
+def has_nan(pieces: Iterable[Piece]) -> bool:
+    """Whether a new value is none. To verl's loaders a NaN says that an element stays as it was."""
+    return any(piece.values.is_floating_point() and bool(piece.values.isnan().any()) for piece in pieces)
 
 
 def flushes(pieces: Iterable[Piece], *, most_bytes: int) -> Iterator[Flush]:
@@ -118,12 +121,3 @@ def _named(pieces: list[Piece]) -> list[tuple[str, torch.Tensor]]:
     if flat:
         named.append(("__positions__", positions))
     return [(name, tensor.to(device)) for name, tensor in named]
-
-
-def _num_elements(spec: TensorSpec) -> int:
-    number = 1
-    for length in spec.shape:
-        number *= length
-    if not number:
-        raise UnsupportedError("a tensor without elements has no change", parameter=spec.name)
-    return number

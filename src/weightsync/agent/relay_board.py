@@ -79,7 +79,7 @@ class _Content:
     claims: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict)
     num_seen: int = 0
     claim_s: float | None = None
-    rate: float = 0.0
+    block_s: float | None = None
     done_s: float | None = None
 
     @property
@@ -212,8 +212,8 @@ class RelayBoard:
                 del content.claims[block]
         if num_done:
             if content.done_s is not None:
-                rate = num_done / max(1e-3, now_s - content.done_s)
-                content.rate = 0.8 * content.rate + 0.2 * rate if content.rate else rate
+                each_s, before = (now_s - content.done_s) / num_done, content.block_s
+                content.block_s = each_s if before is None else 0.9 * before + 0.1 * each_s
             content.done_s = now_s
 
     @staticmethod
@@ -240,7 +240,10 @@ class RelayBoard:
         stuck = have_of(report.stuck, content.num_blocks)
         room = report.want  # of a host alone: it knows how fast it is
         if num_fetching > 1:
-            together = max(_IN_FLIGHT, min(_MOST_IN_FLIGHT_FAST, int(_PACES * self._pace_s(content) * content.rate)))
+            together = _IN_FLIGHT
+            if content.block_s is not None:
+                fast = int(_PACES * self._pace_s(content) / max(1e-6, content.block_s))
+                together = max(together, min(_MOST_IN_FLIGHT_FAST, fast))
             most = max(together, _MOST_IN_FLIGHT)
             room = min(room, max(1, together // num_fetching) - mine, most - len(content.claims))
         if room <= 0:

@@ -47,6 +47,12 @@ def check(
         ),
     ] = None,
     model_id: Annotated[str, typer.Option(help="The model's name, where the engine has one.")] = "default",
+    staleness: Annotated[
+        int,
+        typer.Option(
+            min=0, max=1000, help="Of an adapter: how many versions old answers may be; vLLM's slots are counted."
+        ),
+    ] = 1,
     token: Token = None,
     verify: Verify = None,
     anyway: Annotated[
@@ -76,6 +82,8 @@ def check(
                     f"{handle.engine_id} is SGLang, which names no tensor before it loads: it can be asked nothing"
                 )
             _ask(handle, specs, adapter, model_id, anyway=anyway)
+            if adapter is not None:
+                _check_slots(handle, model_id, staleness)
         except (ManifestMismatchError, WrongArtifactError, WrongBaseError, EngineError) as error:
             raise _at(error, handle) from None
         finally:
@@ -205,7 +213,8 @@ def _ask(
         raise error.causes[handle.engine_id] from None
     run_id, session = manifest.version.run_id, f"check-{uuid.uuid4().hex[:8]}"
     info, _ = PackedCudaIpcTransferStrategy().create_init_info({handle.engine_id: told_of.world_size})
-    requests = init_requests(info, {handle.engine_id: told_of.world_size}, run_id=run_id, model_id=model_id)
+    sizes = {handle.engine_id: told_of.world_size}
+    requests = init_requests(info, sizes, run_id=run_id, model_id=model_id, artifact=manifest.artifact)
     init: InitRequest = requests[handle.engine_id]
     handle.call(EngineOp.INIT, init, timeout_s=_ANSWER_S)
     begin = BeginRequest(session=session, manifest=manifest, deadline_s=_ANSWER_S)
@@ -213,6 +222,28 @@ def _ask(
         handle.call(EngineOp.BEGIN, begin, timeout_s=_ANSWER_S)
     finally:
         handle.call(EngineOp.ABORT, AbortRequest(session=session, reason="nothing but a check"), timeout_s=_ANSWER_S)
+
+
+def _check_slots(handle: EngineHandle, model_id: str, staleness: int) -> None:
+    """Whether a vLLM has room for the versions of an adapter that are under way at once.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    from weightsync.handles.vllm_server import VllmServerEngine
+
+    if not isinstance(handle, VllmServerEngine):
+        return
+    slots = handle.adapters(timeout_s=_ANSWER_S)
+    others = slots.others + sum(each.model_id != model_id for each in slots.adapters)
+    needed, free = max(2, staleness + 1), slots.max_loras - others
+    if free < needed:
+        raise ConfigError(
+            f"{handle.engine_id} has {slots.max_loras} slots for adapters, {others} of them taken by others, and "
+            f"staleness {staleness} needs {needed}: start it with --max-loras {others + needed} or more"
+        )
+    wait = "" if free > staleness + 1 else f"; with {free + 1} no load would wait for an answer to end"
+    print(f"{free} of its {slots.max_loras} slots are free, {needed} are needed{wait}")
 
 
 def register(app: typer.Typer) -> None:

@@ -14,6 +14,10 @@ import typer
 from weightsync.cli.shared import MAX_S, refuse_given, told
 from weightsync.errors import MissingDependencyError
 
+_NOT_LORA = (
+    "ranks", "engines", "delta", "lr", "strategy", "fleet", "models", "mode", "ray", "out", "deadline_s",
+)  # fmt: skip
+
 
 class Engine(enum.StrEnum):
     """What generates."""
@@ -109,11 +113,11 @@ def demo(
         if not lora:
             refuse_given(context, ("rank",), "it is of an adapter; add --lora")
         if lora:
-            others = ("ranks", "engines", "engine", "delta", "lr", "strategy", "fleet", "models", "mode", "ray", "out",
-                      "deadline_s")  # fmt: skip
-            refuse_given(context, others, "--lora runs one trainer and one embedded engine; run it without")
+            refuse_given(context, _NOT_LORA, "--lora runs one trainer and one engine; run it without")
             with _errors_alone():
-                problems = _run_lora(steps=steps, path=path, size=size, rank=rank, json=json, timeout_s=timeout_s)
+                problems = _run_lora(
+                    steps=steps, path=path, engine=engine, size=size, rank=rank, json=json, timeout_s=timeout_s
+                )
         elif fleet:
             others = ("ranks", "engines", "engine", "path", "delta", "lr", "strategy", "ray", "out", "deadline_s")
             why = "--fleet runs one trainer a model and embedded engines that pull; run it without"
@@ -144,12 +148,14 @@ def demo(
 
 
 def _run_lora(
-    *, steps: int, path: MovePath, size: str | None, rank: int, json: Path | None, timeout_s: float
+    *, steps: int, path: MovePath, engine: str, size: str | None, rank: int, json: Path | None, timeout_s: float
 ) -> list[str]:
     from weightsync.demo.lora import LoraOptions, run_lora
 
     return run_lora(
-        LoraOptions(steps=steps, path=path, size=size or "small", rank=rank, json=json, step_timeout_s=timeout_s)
+        LoraOptions(
+            steps=steps, path=path, engine=engine, size=size or "small", rank=rank, json=json, step_timeout_s=timeout_s
+        )
     )
 
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from weightsync.cli.shared import Token, Verify, plain, told
-from weightsync.errors import WeightSyncError
+from weightsync.errors import UnsupportedError, WeightSyncError
 from weightsync.types.process import num_cores
 
 if TYPE_CHECKING:
+    from weightsync.handles.vllm_lora_messages import AdapterState
     from weightsync.types import EngineReply
 
 _SHM = Path("/dev/shm")
@@ -209,12 +210,17 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
     from weightsync.cli.faces import engine_facts
     from weightsync.handles.by_url import engine_at
     from weightsync.handles.http import HttpEngine
+    from weightsync.handles.vllm_server import VllmServerEngine
     from weightsync.types import DescribeRequest, EngineOp
 
     for url in urls:
         try:
             handle = engine_at(url, token=token, verify=verify)
+            slots = None
             try:
+                if isinstance(handle, VllmServerEngine):
+                    with contextlib.suppress(UnsupportedError):
+                        slots = handle.adapters(timeout_s=_ASK_S)
                 told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(layers=True), timeout_s=_ASK_S)
             finally:
                 handle.close()  # type: ignore[attr-defined]
@@ -226,8 +232,19 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
         for fact in engine_facts(handle, told_of):
             yield _wrong(url, fact.text) if fact.level == "wrong" else _ok(url, fact.text)
         yield from _layers(url, told_of)
+        if slots is not None:
+            yield _slots(url, slots)
         if not isinstance(handle, HttpEngine):
             yield from _lacks(url, token=token, verify=verify)
+
+
+def _slots(url: str, slots: AdapterState) -> Finding:
+    taken = len(slots.adapters) + slots.others
+    found = f"{slots.max_loras} slots for adapters of rank {slots.max_lora_rank} or less, {taken} taken"
+    if slots.max_loras < 2 or not slots.updating:
+        advice = "a new version is loaded beside the old one: --enable-lora --max-loras 2 or more, and "
+        return _note(url, found, f"{advice}VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
+    return _ok(url, f"{found}; each adapter needs staleness + 1, and at least 2")
 
 
 def _lacks(url: str, *, token: str | None, verify: bool | str) -> Iterator[Finding]:

@@ -64,6 +64,17 @@ def serve(
         ),
     ] = None,
     trust_key: TrustKey = None,
+    relay: Annotated[
+        bool | None,
+        typer.Option(
+            "--relay/--no-relay",
+            help="Blocks are taken from other rollout hosts, and served to them. By itself where it listens beyond "
+            "loopback.",
+        ),
+    ] = None,
+    zone: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Rack or data centre: relays of one ask each other first.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The service's name, for operators; this host's.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML; options win over it.", exists=True, dir_okay=False)] = None,
     verify: Verify = None,
@@ -103,6 +114,7 @@ def serve(
         if lease is not None:
             _print_lease(lease)
         options: dict[str, Any] = {} if delta is None else {"mode": "delta" if delta else "full"}
+        options |= {key: value for key, value in (("relay", relay), ("zone", zone)) if value is not None}
         running = begin(
             models or None, sources=source or None, token=token, host=host, port=port, lease=lease,
             controller=controller, advertise=advertise, service_id=name, config=settings, verify=verify or True,
@@ -177,11 +189,13 @@ def _trouble(status: ModelStatus) -> str:
 
 def _how(status: ModelStatus) -> str:
     deltas = f" in {status.num_deltas} delta{'s' * (status.num_deltas > 1)}" if status.num_deltas else ""
+    peers = status.received_from.get("peer", 0)
     if status.pull_s is None:
         return "from its life before, by its record"
     return (
         f"{status.received_bytes / 1e6:.1f} MB by {status.transport}{deltas} in {status.pull_s:.2f} s, loaded in "
         f"{status.load_s or 0:.2f} s, paused {1e3 * (status.paused_s or 0):.0f} ms"
+        + (f", {100 * peers // status.received_bytes} % from other hosts" if peers else "")
         + (", changes alone were written" if status.num_patched else "")
         + "".join(f"; {who} loaded all of it: {why}" for who, why in status.full_because.items())
         + "".join(f"; {who} is unproved: {why}" for who, why in status.unprovable.items())

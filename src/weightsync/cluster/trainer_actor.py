@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
-import socket
-import struct
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -22,13 +19,12 @@ from weightsync.cluster.engine_actor import RayEngine
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError, GroupJoinError, InvalidRequestError, StateError, WeightSyncError
 from weightsync.memory.segment import unlink_own
+from weightsync.net.routes import interface_towards
 from weightsync.types import Push, SyncReport
 
 if TYPE_CHECKING:
     from weightsync.extract.base import WeightExtractor
     from weightsync.trainer.push import PushSync
-
-_SIOCGIFADDR = 0x8915
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,16 +260,3 @@ class TrainerActor(StartedActor):
             raise GroupJoinError(
                 f"the training ranks did not meet at {meeting.address}:{meeting.port}: {error}", rank=self._rank
             ) from error
-
-
-def interface_towards(address: str) -> str | None:
-    """The network interface that `address` is reached by; None where that can't be told (IPv6, no Linux)."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: it asks the routing table
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(reply[20:24]) == own:
-                    return name
-    return None

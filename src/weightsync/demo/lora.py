@@ -19,15 +19,19 @@ from rich.console import Console
 
 import weightsync
 from weightsync.clients.host import RolloutClient
-from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
+from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, ByteText
 from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID, adapted
-from weightsync.demo.model import TrainLoop, build_model, held_out_loss, model_size
+from weightsync.demo.model import TrainLoop, build_model, held_out_loss, model_size, save_byte_tokenizer
 from weightsync.demo.processes import Processes
+from weightsync.demo.vllm_engine import VllmServer
+from weightsync.errors import ConfigError
 from weightsync.extract.peft import base_extractor
 from weightsync.types.service import NotifyRequest, RegisterSenderRequest
 
 _LOSS_GAP = 1e-5
 """Both compute the same sums of the same bytes; the order of sums is one machine's."""
+_VLLM_GAP = 0.02
+"""vLLM sums in bfloat16 in another order than PEFT."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,8 @@ class LoraOptions:
 
     Attributes:
         steps: versions of the adapter.
-        path: "push" or "pull".
+        path: "push" or "pull"; into a vLLM server "pull".
+        engine: "embedded": a PEFT model of ours; "vllm": a vLLM server, whose base is its checkpoint.
         size: of the model.
         rank: of the adapter.
         json: where to write the summary; None writes none.
@@ -45,10 +50,17 @@ class LoraOptions:
 
     steps: int = 10
     path: str = "push"
+    engine: str = "embedded"
     size: str = "small"
     rank: int = 8
     json: Path | None = None
     step_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("embedded", "vllm"):
+            raise ConfigError(f"--lora runs with --engine embedded or vllm, not {self.engine}")
+        if self.engine == "vllm":
+            VllmServer.check()
 
 
 def run_lora(options: LoraOptions, console: Console | None = None) -> list[str]:
@@ -64,21 +76,29 @@ def run_lora(options: LoraOptions, console: Console | None = None) -> list[str]:
     torch.set_num_threads(1)
     text, size = ByteText(), model_size(options.size)
     with Processes(step_timeout_s=options.step_timeout_s, say=out.print) as processes:
-        processes.start(
-            "engine-0", "weightsync.demo.lora_engine", ["--size", options.size, "--rank", str(options.rank)]
-        )
+        if options.engine == "embedded":
+            processes.start(
+                "engine-0", "weightsync.demo.lora_engine", ["--size", options.size, "--rank", str(options.rank)]
+            )
         base = build_model(options.size)
         base_loop = TrainLoop(base, text, size, rank=0)
         for step in range(2):
             base_loop.step(step)
         for parameter in base.parameters():  # an adapter's base is what its engine computes with
             parameter.data = parameter.data.to(torch.bfloat16)
+        if options.engine == "vllm":
+            folder = processes.folder / "base"
+            base.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
+            save_byte_tokenizer(folder)
+            out.print("starting a vLLM server on the base (about a minute)")
+            processes.start("engine-0", "weightsync.demo.lora_vllm", ["--size", options.size, "--model", str(folder)])
         model = adapted(base, options.rank)
         held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
         _, told = processes.next("the engine")
         move: _Push | _Pull
         with contextlib.ExitStack() as opened:
-            move = (_Pull if options.path == "pull" else _Push)(model, told, processes.token, options, opened)
+            kind = _PullOnCheckpoint if options.engine == "vllm" else _Pull if options.path == "pull" else _Push
+            move = kind(model, told, processes.token, options, opened)
             move.base()
             loop, rows, problems = TrainLoop(model, text, size, rank=0), [], []
             out.print(f"{'version':>7} {'trainer':>8} {'engine':>8} {'adapter':>9} {'sync':>7} {'paused':>7}  proof")
@@ -93,7 +113,7 @@ def run_lora(options: LoraOptions, console: Console | None = None) -> list[str]:
                 _, said = processes.next("the engine's report")
                 row |= {"engine_loss": said["loss"], "version": said["version"], "sample": said["sample"]}
                 rows.append(row)
-                problems += _wrong(row, said, step + 1)
+                problems += _wrong(row, said, step + 1, gap=_LOSS_GAP if options.engine == "embedded" else _VLLM_GAP)
                 out.print(_line(row))
         out.print(f"one base, {move.base_bytes / 1e6:.2f} MB; served on {said['base']}")
         if options.json is not None:
@@ -172,13 +192,33 @@ class _Pull:
         return self._client.notify_version(request, timeout_s=self._timeout_s + 10.0)
 
 
-def _wrong(row: dict[str, Any], said: dict[str, Any], number: int) -> list[str]:
+class _PullOnCheckpoint(_Pull):
+    """The engine's base is the checkpoint that it was started with: the adapter is bound to the digest of that."""
+
+    def __init__(
+        self, model: Any, told: dict[str, Any], token: str, options: LoraOptions, opened: contextlib.ExitStack
+    ) -> None:
+        self.base_bytes = base_extractor(model).metadata().total_bytes
+        self._timeout_s = options.step_timeout_s
+        self._client = RolloutClient(told["service_url"], token=token)
+        opened.callback(self._client.close)
+        canary = list(PROMPT.encode())
+        self._adapter = opened.enter_context(
+            weightsync.publish(model, ADAPTER_ID, port=0, token=token, last_wait_s=0, canary=canary)
+        )
+        self._client.register_sender(RegisterSenderRequest(model_id=ADAPTER_ID, sender_endpoint=self._adapter.endpoint))
+
+    def base(self) -> None:
+        """It is there."""
+
+
+def _wrong(row: dict[str, Any], said: dict[str, Any], number: int, *, gap: float) -> list[str]:
     found = []
     if said["version"] != number:
         found.append(f"version {number}: the engine serves {said['version']}")
     if not row["proved"]:
         found.append(f"version {number}: not proved")
-    if abs(row["trainer_loss"] - row["engine_loss"]) > _LOSS_GAP:
+    if abs(row["trainer_loss"] - row["engine_loss"]) > gap:
         found.append(f"version {number}: losses are {row['trainer_loss']:.6f} and {row['engine_loss']:.6f}")
     if said["num_refused"]:
         found.append(f"version {number}: {said['num_refused']} generations were refused")

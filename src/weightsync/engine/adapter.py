@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.live_base import LiveBase
 from weightsync.engine.worker import EngineWorker
-from weightsync.errors import NotServingError, WrongBaseError
+from weightsync.errors import ConfigError, NotServingError, WrongBaseError
 from weightsync.load.base import WeightLoader
 from weightsync.memory import LeaseReader
 from weightsync.types import Base, Deadline, Manifest, Version
@@ -79,7 +79,7 @@ class AdapterEngine(EmbeddedEngine):
         lease: LeaseReader | None = None,
     ) -> None:
         self._base_engine = base
-        self._on = _AttachedBase(base.own_worker())
+        self._on = _AttachedBase(_worker_of(base))
         self._loader = loader
         self._own = EngineWorker(loader, track=engine_id, base=self._on)
         super().__init__([self._own], engine_id=engine_id, lease=lease)
@@ -112,3 +112,15 @@ class AdapterEngine(EmbeddedEngine):
     def _bound_to(self) -> Base | None:
         served = self._own.served
         return None if served is None or served.adapter is None else served.adapter.base
+
+
+def _worker_of(engine: EmbeddedEngine) -> EngineWorker:
+    """The only worker of an engine, of this process.
+
+    Raises:
+        ConfigError: it has several, or one elsewhere.
+    """
+    only = engine._workers[0] if len(engine._workers) == 1 else None
+    if not isinstance(only, EngineWorker):
+        raise ConfigError(f"engine {engine.engine_id} has not one worker in this process: no adapter can be on it")
+    return only

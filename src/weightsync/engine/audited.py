@@ -21,7 +21,7 @@ from weightsync.errors import (
 )
 from weightsync.load.base import WeightLoader
 from weightsync.observe import Recorder
-from weightsync.types import EngineReply
+from weightsync.types import EngineReply, Manifest
 from weightsync.types.deadline import MAX_WAIT_S
 
 
@@ -42,7 +42,13 @@ class AuditedWorker(abc.ABC):
     @abc.abstractmethod
     def _use_device(self) -> None: ...
 
-    def audit(self, name: str) -> None:
+    @property
+    def served(self) -> Manifest | None:
+        """What was committed last; None before the first commit."""
+        served = self._served
+        return None if served is None else served.manifest
+
+    def audit(self, name: str) -> bool:
         """The patch that session `name` committed stays; reads all live weights and compares them with its digest.
         Where a loader `takes_patch` without a proof, it reads what the next patch is made on.
 
@@ -50,22 +56,27 @@ class AuditedWorker(abc.ABC):
         interrupts it, and the audit after that, of a patch, goes on where it was.
         Returns at once where something else is served or loaded by now, and before live weights are written.
 
+        Returns:
+            Whether all of it was read, and right.
+
         Raises:
             DigestMismatchError: they are not what was published: this worker refuses to serve until a full load.
         """
         with self._lock:
             served = self._served
             if self._session is not None or served is None or served.session != name:
-                return
+                return False
             if not served.proved and not self.loader.takes_patch:
-                return
+                return False
             if self._audits.asked_for(served) is not None:  # `verify` reads all of it
                 self._undoable = None
                 self.loader.settle()
-                return
+                return False
             read = self._reading(served)
         with contextlib.suppress(TransferAbortedError):
             read()
+            return True
+        return False
 
     def verify(self, timeout_s: float = MAX_WAIT_S) -> EngineReply:
         """Reads all live weights now, as `audit` does, and says what they are; see `AuditRequest`. Those who ask while

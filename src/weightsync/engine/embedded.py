@@ -17,7 +17,6 @@ from weightsync.engine.audited import found_together
 from weightsync.engine.gate import ServingGate
 from weightsync.engine.worker import EngineWorker
 from weightsync.errors import (
-    ConfigError,
     DeadlineExceededError,
     DigestMismatchError,
     EngineError,
@@ -74,7 +73,7 @@ class Worker(Protocol):
     def commit(self, name: str) -> Version: ...
     def abort(self, name: str | None, reason: str) -> None: ...
     def rollback(self, name: str, reason: str) -> None: ...
-    def audit(self, name: str) -> None: ...
+    def audit(self, name: str) -> bool: ...
     def verify(self, timeout_s: float) -> EngineReply: ...
     def drain_phases(self) -> tuple[PhaseRecord, ...]: ...
     def close(self) -> None: ...
@@ -123,17 +122,6 @@ class EmbeddedEngine:
         """An engine of one worker in this process; see `EngineWorker` for the arguments."""
         worker = EngineWorker(loader, track=engine_id, model_id=model_id, codec=codec)
         return cls([worker], engine_id=engine_id, lease=lease)
-
-    def own_worker(self) -> EngineWorker:
-        """Its only worker, of this process.
-
-        Raises:
-            ConfigError: it has several, or one elsewhere.
-        """
-        only = self._workers[0] if len(self._workers) == 1 else None
-        if not isinstance(only, EngineWorker):
-            raise ConfigError(f"engine {self._engine_id} has not one worker in this process")
-        return only
 
     @property
     def engine_id(self) -> str:
@@ -322,7 +310,7 @@ class EmbeddedEngine:
             mine = self._num_commits
 
         def verify(worker: Worker) -> EngineReply:
-            reply = worker.verify(deadline.check("read its live weights"))
+            reply = worker.verify(MAX_WAIT_S)  # beyond the deadline of who asks: wrong bytes are fenced then, too
             with self._lock:
                 if reply.digests_equal is False and self._num_commits == mine:  # whoever waits for it yet
                     self._gate.fence(reply.unhealthy or "its live weights are others")

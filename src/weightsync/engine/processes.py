@@ -137,9 +137,9 @@ class ProcessWorker:
         """See `EngineWorker`."""
         self._ask("rollback", [name, reason])
 
-    def audit(self, name: str) -> None:
+    def audit(self, name: str) -> bool:
         """See `EngineWorker`."""
-        self._ask("audit", name)
+        return bool(self._ask("audit", name))
 
     def verify(self, timeout_s: float = MAX_WAIT_S) -> EngineReply:
         """See `EngineWorker`."""

@@ -114,12 +114,6 @@ class EngineWorker(AuditedWorker):
             return None if self._session is None else self._session.name
 
     @property
-    def served(self) -> Manifest | None:
-        """What was committed last; None before the first commit."""
-        served = self._served
-        return None if served is None else served.manifest
-
-    @property
     def coming(self) -> Manifest | None:
         """What is staged and not committed yet; None where nothing is."""
         session = self._session
@@ -136,6 +130,11 @@ class EngineWorker(AuditedWorker):
         served = self._served
         is_whole = self.loader.healthy and self._stuck is None and self._audits.failure is None
         return served.version if served is not None and is_whole else None
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether the last commit wrote elements of what was live before, and nobody has settled that yet."""
+        return self._undoable is not None
 
     def describe(self) -> EngineReply:
         """What this worker is and serves.

@@ -17,6 +17,7 @@ from weightsync.extract.grouping import PlannedChunk, group_name, order_by_group
 from weightsync.tensors import torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, TensorTable, WeightChunk, dtype_name, target_dtype
 from weightsync.types.adapter import Adapter
+from weightsync.types.canary import Canary
 from weightsync.types.dtypes import CASTABLE, ITEMSIZE_BYTES
 
 CHUNK_BYTES = 64 << 20
@@ -93,6 +94,9 @@ class WeightExtractor(abc.ABC):
     adapter: Adapter | None = None
     """Of a publication of kind "lora": what goes beside its tensors. The same on every rank, and may change between two
     steps. None: these are a model's weights."""
+
+    canary: Canary | None = None
+    """What the model says of a known prompt with the weights that are extracted next; rank 0's counts."""
 
     @property
     def settings(self) -> Mapping[str, object]:
@@ -245,6 +249,15 @@ class WeightExtractor(abc.ABC):
             raise UnsupportedError(f"a tensor of layout {tensor.layout} can't be extracted", parameter=name)
         if str(tensor.dtype).removeprefix("torch.") not in ITEMSIZE_BYTES:
             raise UnsupportedError(f"a tensor of dtype {tensor.dtype} can't be extracted", parameter=name)
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+            if (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes():
+                raise ExtractError(
+                    f"the tensor says that it is {tuple(tensor.shape)}, and its memory ends before that, as after a "
+                    "resize_ that failed, or where its storage was freed: what lies behind it is not published",
+                    parameter=name,
+                )
 
     def _at_a_glance(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether types, dtypes, shapes and this answer say all that `_check` and `_shape` look at: tensors that are as

@@ -153,9 +153,10 @@ def merged_extractor(
         found = base.get(key)
         return found if found is None or name_map is None else name_map(found)
 
-    kind = DeepSpeedMergedPeftExtractor if _is_deepspeed(weights) else MergedPeftExtractor
-    kind = type(kind.__name__, (kind,), {"merged": name})
-    return kind(_root(weights, model), name_map=named, **settings)
+    of = DeepSpeedMergedPeftExtractor if _is_deepspeed(weights) else MergedPeftExtractor
+    kind: Any = type(of.__name__, (of,), {"merged": name})
+    made: WeightExtractor = kind(_root(weights, model), name_map=named, **settings)
+    return made
 
 
 def _peft(weights: torch.nn.Module) -> Any:

@@ -41,7 +41,7 @@ def merged_copy(layer: Any, adapter: str, gather: Callable[[torch.Tensor], torch
 
 def _standalone(module: Any, whole: Callable[[torch.Tensor], torch.Tensor], *, only: str) -> Any:
     """A module of the same kind, without hooks, whose tensors are `whole` of its own; of adapters `only` one's."""
-    made = type(module).__new__(type(module))
+    made: Any = object.__new__(type(module))
     kept = {key: list(value) if isinstance(value, list) else value for key, value in vars(module).items()}
     for key in _OWN:
         if isinstance(kept.get(key), dict) and "hook" in key:

@@ -19,7 +19,7 @@ from weightsync.errors import AuthError, ConfigError, EngineUnreachableError, We
 from weightsync.handles.http import HttpEngine
 from weightsync.handles.probe import Capabilities, Feature, probe
 from weightsync.handles.sglang import SGLangApi, SGLangEngine
-from weightsync.handles.vllm import VllmEngine, VllmHttpApi
+from weightsync.handles.vllm_server import VllmServerEngine
 from weightsync.net.http_edge import checked_url
 from weightsync.types import DescribeRequest, EngineHandle, EngineOp
 
@@ -100,7 +100,7 @@ def engine_at(
         kind = said.kind
     match kind:
         case "vllm":
-            return VllmEngine(VllmHttpApi(said.url, token=token))
+            return VllmServerEngine(said.url, token=token)
         case "sglang":
             return SGLangEngine(SGLangApi(said.url, token=token, verify=verify))
         case "weightsync":

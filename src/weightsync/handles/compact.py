@@ -32,6 +32,7 @@ from weightsync.types import (
     Version,
 )
 from weightsync.types.adapter import Adapter
+from weightsync.types.canary import Canary
 from weightsync.types.manifest import ArtifactKind
 from weightsync.types.requests import MAX_TENSORS_A_CHUNK
 from weightsync.types.table import SpecTable
@@ -148,6 +149,7 @@ class CompactManifest(_Message, frozen=True, kw_only=True, omit_defaults=True):
     layout: str
     digests: bytes | None
     adapter: Adapter | None = None
+    canary: Canary | None = None
 
 
 class CompactBegin(_Message, frozen=True, kw_only=True):

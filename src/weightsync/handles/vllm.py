@@ -113,6 +113,7 @@ class VllmEngine(SteppedEngine):
         self._pause_ends: Deadline | None = None  # until when to mend a pause of ours, if an abort could not
         self._mending = threading.Event()  # set: stop
         self._stale_cache = False  # what is cached may be of other weights than those that serve
+        self._committed: str | None = None  # the session that has, and has not resumed
         self._audits_seen: set[str] = set()
 
     def close(self) -> None:
@@ -250,9 +251,16 @@ class VllmEngine(SteppedEngine):
                 self._api.finish_update(str(session.version), timeout_s=deadline.check("answer"))
                 self._believe(updating=False)
             self._drop_stale_cache(deadline)
+        self._committed = request.session
         self._session.end()
 
     def _resume(self, request: ResumeRequest, deadline: Deadline) -> None:
+        committed, self._committed = self._committed, None
+        if committed == self._paused_by == request.session:  # all workers have just said that they serve it
+            with self._log.phase("resume"):
+                self._go_on(deadline)
+            self._look(deadline, written=not self._patches)  # whole versions may have been written where they differ
+            return
         state = self._look(deadline)
         if not self._is_ours(state):
             raise StateError(
@@ -266,9 +274,6 @@ class VllmEngine(SteppedEngine):
         if self._paused_by in (None, request.session):
             with self._log.phase("resume"):
                 self._go_on(deadline)
-            if not self._patches:  # whole versions may have been written where they differ
-                with contextlib.suppress(WeightSyncError):
-                    self._look(deadline, written=True)
 
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
         self._mending.set()
@@ -332,7 +337,7 @@ class VllmEngine(SteppedEngine):
                 self._log.add(
                     PhaseRecord(
                         name="audit", start_s=audit.began_s, end_s=audit.ended_s, track=self._engine_id,
-                        detail=f"{audit.version}{failed}",
+                        detail=f"{audit.version or audit.name}{failed}",
                     )
                 )  # fmt: skip
         self._audits_seen = {audit.name for audit in state.audits}

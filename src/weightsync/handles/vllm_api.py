@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlencode
 
@@ -28,6 +29,8 @@ from weightsync.types import Deadline
 _T = TypeVar("_T")
 _HEAD = 1000  # characters of a foreign error's text that are kept
 _FIRST_ROUTES = ("/get_world_size", "/is_paused", "/start_weight_update")  # asked before anything is changed
+_VERSION_S = 2.0
+_SLEEPS_SINCE = (0, 32)
 HOW_TO_START = (
     f'start vLLM with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{{"backend":"{BACKEND}"}}\', '
     "in an environment where weightsync is installed"
@@ -91,12 +94,14 @@ class VllmHttpApi(JsonClient):
         return self.url
 
     def world_size(self, *, timeout_s: float) -> int:
-        """Workers of the engine: TP x PP x DP. Before anything is paused, it is asked how it pauses, once."""
+        """Workers of the engine: TP x PP x DP. Before anything is paused, it is asked for its release, once."""
         deadline = Deadline(timeout_s)
         body = self._call("GET", "/get_world_size", timeout_s, params={"include_dp": True})
         if self._sleeps is None:
+            self._sleeps = False
             with contextlib.suppress(WeightSyncError):
-                self._sleeps = _sleep_can_pause(self._call("GET", "/openapi.json", deadline.check("answer")))
+                patience_s = min(_VERSION_S, deadline.check("answer"))
+                self._sleeps = _sleep_can_pause(self._call("GET", "/version", patience_s).get("version"))
         return int(_field(body, "world_size", int, self.name))
 
     def is_paused(self, *, timeout_s: float) -> bool:
@@ -135,14 +140,21 @@ class VllmHttpApi(JsonClient):
     def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
         """Stops generation; returns when it stands.
 
-        By a sleep of level 0, where it has one: that stops the scheduler as `/pause` does, which then waits for 20 ms
-        more (seen with 0.32). `/pause` drops caches besides; else `reset_prefix_cache` has to.
+        By a sleep of level 0, where its release has one: that stops the scheduler as `/pause` does, which then waits
+        for 20 ms (seen with 0.32). `/pause` drops caches besides; else `reset_prefix_cache` has to.
         """
         if self._sleeps:
-            self._slept = True
-            self._call("POST", "/sleep", timeout_s, params={"level": 0, "mode": mode})
-        else:
-            self._call("POST", "/pause", timeout_s, params={"mode": mode, "clear_cache": clear_cache})
+            try:
+                self._call("POST", "/sleep", timeout_s, params={"level": 0, "mode": mode})
+            except UnsupportedError:  # nothing was done
+                self._sleeps = False
+            except WeightSyncError:
+                self._slept = True  # perhaps
+                raise
+            else:
+                self._slept = True
+                return
+        self._call("POST", "/pause", timeout_s, params={"mode": mode, "clear_cache": clear_cache})
 
     def resume(self, *, timeout_s: float) -> None:
         """Goes on with generation."""
@@ -303,14 +315,10 @@ def error_of(text: str, what: str, *, peer: str) -> WeightSyncError:
     return EngineError(f"{what}: {text[:_HEAD]}", peer=peer)
 
 
-def _sleep_can_pause(openapi: Mapping[str, Any]) -> bool:
-    """Whether a server's own description has a sleep of level 0 with the modes of a pause, and what goes with it."""
-    with contextlib.suppress(KeyError, TypeError, AttributeError):
-        paths = openapi["paths"]
-        given = {each["name"]: each["schema"] for each in paths["/sleep"]["post"]["parameters"]}
-        others = "/wake_up" in paths and "/reset_encoder_cache" in paths
-        return others and given["level"]["minimum"] == 0 and {"keep", "wait", "abort"} <= set(given["mode"]["enum"])
-    return False
+def _sleep_can_pause(release: object) -> bool:
+    """Whether a release of vLLM has a sleep of level 0, with the modes of a pause: those before were not looked at."""
+    numbers = re.match(r"(\d+)\.(\d+)", release) if isinstance(release, str) else None
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _SLEEPS_SINCE
 
 
 def _field(body: dict[str, Any], name: str, kind: type[Any], peer: str) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from weightsync.errors import InvalidRequestError, StateError, WeightSyncError, error_from_dict
+from weightsync.handles.vllm_lora_messages import AdapterOrder
 from weightsync.net.messages import decode, encode
 from weightsync.types import (
     AbortRequest,
@@ -129,6 +130,7 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         written: with `expect`: what the last commit has written counts too.
         step: an update message, of a client whose engine has several workers.
         audit: begin to read all live weights, under this name; the state tells how it has ended.
+        adapter: something about a LoRA adapter; no session has to do with it.
     """
 
     init: InitRequest | None = None
@@ -139,9 +141,12 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     written: bool = False
     step: VllmUpdateMessage | None = None
     audit: str | None = None
+    adapter: AdapterOrder | None = None
 
     def __post_init__(self) -> None:
-        _check_one(init=self.init, abort=self.abort, expect=self.expect, step=self.step, audit=self.audit)
+        _check_one(
+            init=self.init, abort=self.abort, expect=self.expect, step=self.step, audit=self.audit, adapter=self.adapter
+        )
 
 
 # See types.engine: two threads that decode a type for the first time at the same moment crash the process.

@@ -250,15 +250,14 @@ class Agents:
             told=self._came,
         )
 
-    def share(self, granted: Granted, target: Target, places: TargetMap) -> BlockShare | None:
-        """Serves on what there is, and will be, of a granted source in the staging; None where nothing is relayed."""
+    def share(self, granted: Granted, target: Target, places: TargetMap) -> BlockShare:
+        """Serves on what there is, and will be, of a granted source in the staging, where this host relays."""
         grant = granted.grant
-        if self.shelf is None or grant.transport is not Transport.TCP:
-            return None
         where, manifest = grant.publication.sources[grant.source], grant.publication.manifest
         share = BlockShare.of_target(target, where, grant.source, places, manifest.version)
-        content = content_id(manifest.version, manifest.model_id, where, grant.proof.block_checksums)
-        self.shelf.put(granted.endpoint, content, share, staged=True)
+        if self.shelf is not None and grant.transport is Transport.TCP:
+            content = content_id(manifest.version, manifest.model_id, where, grant.proof.block_checksums)
+            self.shelf.put(granted.endpoint, content, share, staged=True)
         return share
 
     def _came(self, _agent_bytes: int, peer_bytes: int, how: str) -> None:

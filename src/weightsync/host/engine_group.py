@@ -25,6 +25,7 @@ from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import boot_s
 from weightsync.observe import Metrics, Recorder
 from weightsync.types import Deadline, EngineHandle, Version
+from weightsync.types.canary import CanaryReading
 from weightsync.update.session import OTHER_CHECKSUM, unequal
 
 _LET_GO_S = 10.0
@@ -48,6 +49,7 @@ class GroupReport:
         num_patched: how many were given the changed elements alone.
         checksums: engines' own, of their live weights, by engine; of those that have one.
         full_because: why engines were given all of it, though deltas brought it, by engine.
+        canaries: what engines answered to the trainer's canary, by engine; of those that were asked one.
         written: how many elements engines have written in place, those alone that did not write all of them.
     """
 
@@ -60,6 +62,7 @@ class GroupReport:
     num_patched: int = 0
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     full_because: dict[str, str] = dataclasses.field(default_factory=dict)
+    canaries: dict[str, CanaryReading] = dataclasses.field(default_factory=dict)
     written: int = 0
 
 
@@ -197,6 +200,7 @@ class EngineGroup(ServedVersions):
             checksums=self._sums(staged.version),
             written=sum(report.written or 0 for report in reports.values()),
             full_because={who: report.full_because for who, report in reports.items() if report.full_because},
+            canaries={who: report.canary for who, report in reports.items() if report.canary is not None},
         )
 
     def _disagreeing(self, version: Version) -> dict[str, WeightSyncError]:

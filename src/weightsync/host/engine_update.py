@@ -42,6 +42,7 @@ from weightsync.types import (
     TensorTable,
     Version,
 )
+from weightsync.types.canary import CanaryReading
 from weightsync.types.deadline import MAX_WAIT_S
 from weightsync.update.artifacts import check_takes
 from weightsync.update.group import TransferGroup
@@ -79,6 +80,7 @@ class LoadReport:
         patched: whether it was given the change alone.
         checksum: the engine's own, of its live weights; None where it has none.
         full_because: why it was given all of it, though deltas brought it; None where it was not, or they did not.
+        canary: what it answered to the trainer's canary; None where it was asked none.
         written: how many elements it has written in place; None where that was all of them, or is not known.
     """
 
@@ -89,6 +91,7 @@ class LoadReport:
     patched: bool
     checksum: str | None = None
     full_because: str | None = None
+    canary: CanaryReading | None = None
     written: int | None = None
 
 
@@ -117,6 +120,7 @@ class EngineUpdate:
     ) -> None:
         self.engine_id = engine.engine_id
         self._engine = engine
+        self._model_id = model_id
         self._client = DirectEngine(engine)
         self._pause_timeout_s = pause_timeout_s
         self._chunk_bytes = chunk_bytes
@@ -134,7 +138,7 @@ class EngineUpdate:
         Raises:
             WeightSyncError: it does not answer.
         """
-        return self._engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
+        return self._engine.call(EngineOp.DESCRIBE, DescribeRequest(model_id=self._model_id), timeout_s=timeout_s)
 
     def load(self, pulled: StagedVersion, *, deadline: Deadline, hold: PendingCommit | None = None) -> LoadReport:
         """Makes the engine serve what was pulled; with `hold`, once that may be committed.
@@ -188,7 +192,13 @@ class EngineUpdate:
         self.takes_patches = "patch" in reply.accepts
         with self._own_errors():
             check_takes(pulled.manifest, {self.engine_id: reply})
-            self._group.join(self._client, {self.engine_id: reply}, run_id=pulled.version.run_id, deadline=deadline)
+            self._group.join(
+                self._client,
+                {self.engine_id: reply},
+                run_id=pulled.version.run_id,
+                deadline=deadline,
+                artifact=pulled.manifest.artifact,
+            )
         return reply
 
     def _update(
@@ -219,6 +229,7 @@ class EngineUpdate:
             num_chunks=num_chunks,
             patched=base is not None,
             checksum=session.checksums.get(self.engine_id),
+            canary=None if (told := session.resumed.get(self.engine_id)) is None else told.canary,
             written=next((reply.written for reply in session.resumed.values()), None),
         )
 

@@ -36,9 +36,15 @@ from weightsync.host.progress import ByteProgress, Progress, all_at_once
 from weightsync.host.relay import BlockShare, Relay
 from weightsync.host.renewal import Renewal
 from weightsync.host.settings import check_num_streams
-from weightsync.host.staged_version import StagedVersion, check_whole, proved_manifest
+from weightsync.host.staged_version import (
+    StagedVersion,
+    all_whole,
+    check_whole,
+    first_bytes,
+    proved_manifest,
+    release_both,
+)
 from weightsync.host.staging import Held, Staging, TargetMap
-from weightsync.memory import Segment
 from weightsync.objects.urls import is_same_place
 from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
 from weightsync.transfer.shm import ShmSource
@@ -47,7 +53,6 @@ from weightsync.types import Deadline, Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
 from weightsync.types.spec import check_config_id
-from weightsync.types.table import SpecTable
 from weightsync.types.transfer_messages import TransferGrant, Transport
 
 GRACE_S = 2.0
@@ -299,7 +304,7 @@ class Puller:
                 if each.grant.delta is None:
                     sources[index] = self._agents.source(each)
                     stack.callback(sources[index].close)
-            whole = publication.table.derive(_all_whole)
+            whole = publication.table.derive(all_whole)
             mapped = sources.get(0)
             if len(granted) == 1 and isinstance(mapped, ShmSource) and whole and self._deltas.mode != "delta":
                 renewal.close()
@@ -309,7 +314,7 @@ class Puller:
             how = "delta" if any(each.grant.delta is not None for each in granted.values()) else "full"
             with self.recorder.phase("pull", detail=f"{version}, {how}"):
                 try:
-                    return self._copied(granted, sources, deadline, _told_both(renewal, progress), stack, attempts)
+                    return self._copied(granted, sources, deadline, renewal.told_too(progress), stack, attempts)
                 except TransferAbortedError as error:
                     if self._stop.is_set():
                         raise
@@ -345,7 +350,7 @@ class Puller:
         return StagedVersion(
             manifest=manifest,
             segment=source.segment,
-            offsets=grant.publication.table.derive(_offsets),
+            offsets=grant.publication.table.derive(first_bytes),
             transport=Transport.SHM,
             num_attempts=attempts,
             release=lease.close,
@@ -383,17 +388,11 @@ class Puller:
             tally.skip(where.num_blocks - len(wanted), where.block_bytes)
 
             def arrived(
-                block: int,
-                data: memoryview,
-                *,
-                index: int = index,
-                blocks: TargetMap = blocks,
-                share: BlockShare | None = share,
+                block: int, data: memoryview, *, at: tuple[int, TargetMap, BlockShare] = (index, blocks, share)
             ) -> None:
-                blocks.take(block, data)
-                target.note(manifest.version, index, block)
-                if share is not None:
-                    share.note(block)
+                at[1].take(block, data)
+                target.note(manifest.version, at[0], block)
+                at[2].note(block)
                 tally.add(len(data))
 
             if wanted:
@@ -424,7 +423,7 @@ class Puller:
             offsets=target.offsets,
             transport=grant.transport,
             num_attempts=attempts,
-            release=functools.partial(_release, self._staging, segment),
+            release=functools.partial(release_both, self._staging, segment),
             num_deltas=num_deltas,
             received_bytes=tally.received,
             incarnation=grant.incarnation,
@@ -448,26 +447,3 @@ class Puller:
         finally:
             with self._lock:
                 self._reading.discard(source)
-
-
-def _told_both(renewal: Renewal, progress: Progress | None) -> Progress:
-    def moved(done: int, total: int) -> None:
-        renewal.moved()
-        if progress is not None:
-            progress(done, total)
-
-    return moved
-
-
-def _all_whole(parts: SpecTable) -> bool:
-    return all(part.box is None for part in parts)
-
-
-def _offsets(parts: SpecTable) -> dict[str, int]:
-    return {part.name: part.offset for part in parts}
-
-
-def _release(staging: Staging, patch: Segment | None) -> None:
-    staging.release()
-    if patch is not None:
-        patch.close()

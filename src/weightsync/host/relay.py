@@ -28,7 +28,7 @@ from weightsync.transfer.relay import show
 from weightsync.transfer.relay_standing import Standing
 from weightsync.types import Deadline, Version
 from weightsync.types.publication import Source
-from weightsync.types.relay_messages import Holding, RelayAnswer, RelayFace, RelayReport, have_bytes
+from weightsync.types.relay_messages import Holding, RelayAnswer, RelayFace, RelayReport, have_bytes, set_of
 from weightsync.types.transfer_messages import RegisterRequest
 
 _CALL_S = 5.0
@@ -131,7 +131,7 @@ class BlockShare:
             return (places.get(offset, length) if there is None else there).data
 
         share = cls(source, bytes_of)
-        share._have = sum(1 << block for block in range(source.num_blocks) if target.has(version, index, block))
+        share._have = set_of(block for block in range(source.num_blocks) if target.has(version, index, block))
         return share
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from weightsync.errors import TransferAbortedError, WeightSyncError
 from weightsync.host.agent_calls import Agents, Granted
+from weightsync.host.progress import Progress
 
 _EVERY_S = 0.5
 """A lease that nobody reads or renews for a second is the first that a trainer takes back."""
@@ -46,6 +47,16 @@ class Renewal:
     def moved(self) -> None:
         """Bytes have come, so the agent knows."""
         self._moved_s = time.monotonic()
+
+    def told_too(self, progress: Progress | None) -> Progress:
+        """Hears of bytes before `progress` does."""
+
+        def moved(done: int, total: int) -> None:
+            self.moved()
+            if progress is not None:
+                progress(done, total)
+
+        return moved
 
     def close(self) -> None:
         """Ends soon. Idempotent."""

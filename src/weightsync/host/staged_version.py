@@ -11,6 +11,8 @@ import torch
 from weightsync.codec.digest import ShardSum, model_digest
 from weightsync.codec.tensor_digest import tensor_digest
 from weightsync.host.agent_calls import Granted
+from weightsync.host.staging import Staging
+from weightsync.memory import Segment
 from weightsync.plan.boxes import check_partition, whole_box
 from weightsync.tensors import tensor_from_bytes
 from weightsync.types import Box, Manifest, TensorSpec, Version
@@ -100,6 +102,23 @@ class StagedVersion:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def release_both(staging: Staging, patch: Segment | None) -> None:
+    """Gives a staging back, and what a patch was laid out in."""
+    staging.release()
+    if patch is not None:
+        patch.close()
+
+
+def all_whole(parts: SpecTable) -> bool:
+    """Whether every part is a whole tensor."""
+    return all(part.box is None for part in parts)
+
+
+def first_bytes(parts: SpecTable) -> dict[str, int]:
+    """Where each begins."""
+    return {part.name: part.offset for part in parts}
 
 
 def check_whole(publication: Publication) -> None:

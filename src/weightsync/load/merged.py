@@ -178,7 +178,7 @@ class MergedAdapterLoader(WeightLoader):
 
     def _merge(self, path: str, target: _Target) -> torch.Tensor:
         """The base's weight plus the adapter's product, as PEFT adds them."""
-        weight = self._base.get(path, target.module.weight.data)
+        weight: torch.Tensor = self._base.get(path, target.module.weight.data)
         down, up = (self._staging[name].to(weight.device) for name in target.halves)
         dtype = up.dtype
         widen = weight.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16)  # by way of float32, as there

@@ -1,8 +1,10 @@
-"""PrivateFolder: a folder of this user alone beside the shared memory, for socket files. It goes with its owner.
+"""PrivateFolder: a folder of this user alone beside the shared memory, for files of a process. It goes with its owner.
 
 A name in the abstract namespace, or in a folder that everybody may write, can be taken by any local user first. Into
 this folder nobody else can look: it is new, its mode is 0700, and its parent is sticky. The owner holds a lock
-(`flock`) on the folder itself, so whoever finds one without a lock knows that its owner is gone, and removes it.
+(`flock`) on the folder itself, so whoever finds one without a lock knows that its owner is gone, and removes it. A
+shared folder has a lock that several can hold: it is handed over to another process without a moment in which nobody
+has it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class PrivateFolder(Closing):
     """Made when it is constructed, removed with what lies in it by `close`, at this process's end, or after it.
 
+    Args:
+        shared: another process may take it over, see `taken_over`.
+
     Attributes:
         path: short enough for a socket's address.
 
@@ -38,10 +43,40 @@ class PrivateFolder(Closing):
         UnsupportedError: the system has no named shared memory.
     """
 
-    def __init__(self) -> None:
-        self.path, self._lock_fd = _made()
+    def __init__(self, *, shared: bool = False) -> None:
+        self._own(*_made(fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
+
+    @classmethod
+    def taken_over(cls, name: str) -> PrivateFolder:
+        """Another process's shared folder: from here on it goes with this process, too. The other one lets go of it by
+        `hand_over`, or ends.
+
+        Raises:
+            SharedMemoryError: it is no name of one, not there, not this user's alone, or not shared.
+        """
+        path = check_private(name)
+        try:
+            lock_fd = _locked(path, fcntl.LOCK_SH)
+        except OSError as error:
+            raise SharedMemoryError(f"{path} can't be taken over ({error.strerror})") from error
+        taken = cls.__new__(cls)
+        taken._own(path, lock_fd)
+        return taken
+
+    def _own(self, path: str, lock_fd: int) -> None:
+        self.path, self._lock_fd = path, lock_fd
         self._remove_at_exit = weakref.finalize(self, _remove, self.path, os.getpid())
         closed_in_children(self, PrivateFolder._forget)
+
+    @property
+    def name(self) -> str:
+        """By which another process takes it over."""
+        return os.path.basename(self.path)
+
+    def hand_over(self) -> None:
+        """Lets go of it without removing it: another process has taken it over."""
+        self._remove_at_exit.detach()
+        self._forget()
 
     def close(self) -> None:
         """Removes it. Idempotent; in a forked child it only forgets."""
@@ -92,7 +127,7 @@ def reclaim_folders() -> None:
                 os.close(fd)
 
 
-def _made() -> tuple[str, int]:
+def _made(lock: int) -> tuple[str, int]:
     """A new folder that `reclaim_folders` leaves alone while its descriptor is open: its path and descriptor.
 
     Raises:
@@ -103,7 +138,7 @@ def _made() -> tuple[str, int]:
         try:
             os.mkdir(path, 0o700)
             try:
-                return path, _locked(path)
+                return path, _locked(path, lock)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.rmdir(path)
@@ -115,7 +150,7 @@ def _made() -> tuple[str, int]:
     raise SharedMemoryError(f"somebody removes the folders that are made in {folder()}", state_left="nothing was made")
 
 
-def _locked(path: str) -> int:
+def _locked(path: str, lock: int) -> int:
     """Its descriptor, with the lock.
 
     Raises:
@@ -124,7 +159,7 @@ def _locked(path: str) -> int:
     """
     fd = os.open(path, _OPEN)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, lock | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(fd), os.lstat(path)):
             raise FileNotFoundError(errno.ENOENT, "it was removed", path)
         if not _is_private(fd):

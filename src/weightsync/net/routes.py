@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import socket
+import struct
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -10,6 +13,7 @@ from weightsync.errors import ConfigError
 from weightsync.net.auth import is_loopback
 
 _ANY_PORT = 9
+_SIOCGIFADDR = 0x8915
 
 
 def own_address_towards(host: str) -> str:
@@ -48,6 +52,28 @@ def address_towards(urls: Iterable[str], *, instead: str) -> str | None:
         if not is_loopback(address):
             return address
     return None
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface that leads to `host`; None where that can't be told (IPv6, no Linux)."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        own = own_address_towards(host)
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(reply[20:24]) == own:
+                    return name
+    return None
+
+
+def name_leads_here() -> bool:
+    """Whether this machine's own name leads to an address of it that others may reach: on many it leads to loopback, on
+    some to nothing."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return not any(is_loopback(str(address[0])) for *_, address in found)
 
 
 def listening(host: str, port: int, *, backlog: int = 2048) -> socket.socket:

@@ -63,7 +63,9 @@ class Metrics:
             "weightsync_written_elements", "Elements that engines wrote in place, not all of a version.", registry=own
         )
         self._fallbacks = Counter(
-            "weightsync_full_fallbacks", "Syncs that loaded all of a version where changes alone were wanted.", registry=own
+            "weightsync_full_fallbacks",
+            "Syncs that loaded all of a version where changes alone were wanted.",
+            registry=own,
         )
         self._audits = Counter(
             "weightsync_audits", "Readings of live weights: proved, wrong, or ended without a word.", ["outcome"],

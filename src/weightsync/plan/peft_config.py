@@ -14,7 +14,7 @@ from weightsync.types.spec import TensorSpec
 PREFIX = "base_model.model."
 """What PEFT puts before the name of each of the base's modules."""
 
-_TRAINERS_OWN = {
+_TRAINERS_OWN: dict[str, Any] = {
     "base_model_name_or_path": None, "revision": None, "auto_mapping": None, "eva_config": None, "corda_config": None,
     "lora_ga_config": None, "loftq_config": {}, "megatron_config": None, "init_lora_weights": True,
     "inference_mode": True,

@@ -5,7 +5,7 @@ own. Links have a bandwidth in each direction, go down and come up; any sets of 
 machine's own network is changed, and benches do not see each other: all have the same addresses, 10.78.0.0/24. Only
 processes hold the namespaces, so nothing is left when these are gone: `Hosts.close` ends them, and where the owner is
 killed its reaper does, or whoever makes a bench next. What hosts share: the files, except `/dev/shm` and the tables of
-names in `/etc`, and the process ids. There is no name server: names are in `/etc/hosts`, and others are unknown at once.
+names in `/etc`, and the process ids. No name server answers: a name that is not in `/etc/hosts` is unknown at once.
 
 Needs root on Linux and iproute2; `why_not` says what is missing.
 """

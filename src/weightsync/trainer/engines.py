@@ -17,6 +17,7 @@ from weightsync.errors import (
 from weightsync.observe import Recorder, now_s
 from weightsync.transfer.base import WeightTransferStrategy
 from weightsync.types import Deadline, EngineReply, InferenceEngineClient, PhaseRecord
+from weightsync.types.manifest import ArtifactKind
 from weightsync.update.group import TransferGroup
 
 DESCRIBE_TIMEOUT_S = 3.0
@@ -61,7 +62,7 @@ class JoinedEngines:
             self._shunned.pop(who, None)
 
     def ready(
-        self, deadline: Deadline, *, run_id: str, require_all: bool
+        self, deadline: Deadline, *, run_id: str, require_all: bool, artifact: ArtifactKind = "model"
     ) -> tuple[InferenceEngineClient, dict[str, EngineReply], dict[str, WeightSyncError]]:
         """Sees to it that the engines that answer are in one transfer group.
 
@@ -101,7 +102,7 @@ class JoinedEngines:
         client = self._all.only(here)
         joining = {who: replies[who] for who in here}
         try:
-            self.group.join(client, joining, run_id=run_id, deadline=deadline)
+            self.group.join(client, joining, run_id=run_id, deadline=deadline, artifact=artifact)
         except WeightSyncError as error:
             self._shun_missing(error, joining)
             raise

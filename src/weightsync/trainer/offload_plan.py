@@ -12,6 +12,7 @@ from weightsync.plan.boxes import check_partition
 from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.types import Box, Manifest, TensorSpec, Version
 from weightsync.types.adapter import Adapter
+from weightsync.types.canary import Canary
 from weightsync.types.publication import Publication, Source, fitting_block_bytes
 from weightsync.types.table import SpecTable, TensorTable
 
@@ -47,6 +48,7 @@ class HostPlan:
         segments: Mapping[str, str],
         block_bytes: int,
         adapter: Adapter | None = None,
+        canary: Canary | None = None,
     ) -> Publication:
         """What is said of a version that lies there.
 
@@ -57,6 +59,7 @@ class HostPlan:
             segments: names of the segments that it was written to, by host.
             block_bytes: what one checksum covers, at most.
             adapter: of a publication of kind "lora".
+            canary: see `Manifest`.
         """
         sources = tuple(
             Source(
@@ -75,6 +78,7 @@ class HostPlan:
             tensors=TensorTable.of(specs),
             artifact="model" if adapter is None else "lora",
             adapter=adapter,
+            canary=canary,
         )
         return Publication(manifest=manifest, parts=self.parts, sources=sources)
 

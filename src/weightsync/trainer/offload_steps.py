@@ -37,6 +37,7 @@ from weightsync.trainer.segment_writer import SegmentWriter, write_header
 from weightsync.trainer.weights import Weights, extractor_of
 from weightsync.types import Box, Deadline, TensorSpec, TensorTable, Version
 from weightsync.types.adapter import Adapter
+from weightsync.types.canary import Canary
 from weightsync.types.publication import Publication
 
 Boxes = tuple[tuple[int, Box], ...]
@@ -110,6 +111,7 @@ class OffloadSteps:
         self._plan_of: tuple[str, Boxes] = ("", ())
         self._specs: Sequence[TensorSpec] = ()
         self._adapter: Adapter | None = None
+        self._canary: Canary | None = None
         self._kept = OffloadPlanCache()
         self._writer = SegmentWriter()
 
@@ -142,10 +144,15 @@ class OffloadSteps:
             error = as_weightsync_error(caught, InvalidRequestError, "the weights can't be published")
         adapter = weights.adapter if isinstance(weights, WeightExtractor) else None
         of = "" if adapter is None else xxhash.xxh3_128_hexdigest(msgspec.json.encode(adapter))
-        replies = self._ranks.settle(error, key=f"{version} {key} {of}", changed=(key, boxes) != self._plan_of)
+        canary = weights.canary if isinstance(weights, WeightExtractor) else None
+        said = None if canary is None else msgspec.to_builtins(canary)
+        replies = self._ranks.settle(
+            error, key=f"{version} {key} {of}", changed=(key, boxes) != self._plan_of, canary=said
+        )
         if len({reply["key"] for reply in replies}) > 1:
             raise InvalidRequestError("training ranks differ in version, tensors or dtype", rank=self._ranks.rank)
         self._adapter = adapter
+        self._canary = msgspec.convert(replies[0]["canary"], Canary | None)
         if any(reply["changed"] for reply in replies):
             parts = None
             extractor = extractor or extractor_of(weights if named is None else named)
@@ -230,7 +237,7 @@ class OffloadSteps:
         acquired.turn = None
         return self._plan.publication(
             version, self._model_id, self._specs, endpoints=endpoints, segments=acquired.segments,
-            block_bytes=block_bytes, adapter=self._adapter,
+            block_bytes=block_bytes, adapter=self._adapter, canary=self._canary,
         ), source  # fmt: skip
 
     def give_back(self, acquired: Acquired) -> None:

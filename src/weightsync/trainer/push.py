@@ -220,7 +220,12 @@ class PushSync:
                 if ranks.rank == 0:
                     self.run_id = self.run_id or f"run-{uuid.uuid4().hex[:12]}"
                     deadline = Deadline(self._join_timeout_s + DESCRIBE_TIMEOUT_S)
-                    self._engines.ready(deadline, run_id=self.run_id, require_all=require_all)
+                    self._engines.ready(
+                        deadline,
+                        run_id=self.run_id,
+                        require_all=require_all,
+                        artifact="model" if self._parts.extractor.adapter is None else "lora",
+                    )
             except Exception as caught:
                 error = as_weightsync_error(caught, TransferError, "initialising failed")
             said = ranks.settle(error, run_id=self.run_id)

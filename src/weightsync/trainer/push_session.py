@@ -109,8 +109,10 @@ class PushSession:
         Raises:
             SyncFailedError: one would not.
         """
-        client, described, _ = self._parts.engines.ready(self._deadline, run_id=self.version.run_id, require_all=False)
         manifest = self._manifest()
+        client, described, _ = self._parts.engines.ready(
+            self._deadline, run_id=self.version.run_id, require_all=False, artifact=manifest.artifact
+        )
         check_takes(manifest, described)
         session = self._session_on(client)
         try:
@@ -197,7 +199,10 @@ class PushSession:
         parts = self._parts
         for may_have_base in (True, False):
             client, described, lost = parts.engines.ready(
-                self._deadline, run_id=self.version.run_id, require_all=parts.require_all_engines
+                self._deadline,
+                run_id=self.version.run_id,
+                require_all=parts.require_all_engines,
+                artifact=manifest.artifact,
             )
             check_takes(manifest, described)
             session = self._session = self._session_on(client)
@@ -226,6 +231,7 @@ class PushSession:
             tensors=parts.extractor.metadata(parts.dtype),
             artifact="model" if adapter is None else "lora",
             adapter=adapter,
+            canary=parts.extractor.canary,
         )
 
     def _session_on(self, client: InferenceEngineClient) -> UpdateSession:

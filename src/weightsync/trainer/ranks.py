@@ -7,8 +7,10 @@ thread of their own (`transfer.native`): they may come back later than their tim
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,10 +18,13 @@ import torch
 import torch.distributed as dist
 
 from weightsync.errors import TrainerRankError, WeightSyncError, error_from_dict, is_consequence
+from weightsync.net.auth import is_loopback
+from weightsync.net.routes import interface_towards, name_leads_here
 from weightsync.transfer.native import NativeThread
 from weightsync.types import Deadline
 
 _GROUP = "group"  # what the thread holds
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _T = TypeVar("_T")
 
 
@@ -50,7 +55,8 @@ class TrainingRanks:
                 self._native(self._make_group)
 
     def _make_group(self, held: dict[str, Any]) -> None:
-        held[_GROUP] = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        with _where_others_reach_it():
+            held[_GROUP] = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
 
     def _native(self, job: Callable[[dict[str, Any]], _T]) -> _T:
         """What `job` returns, in time.
@@ -154,3 +160,27 @@ class TrainingRanks:
             state_left="the trainer's process group is broken: restart the job",
         )
         return self._lost_error
+
+
+@contextlib.contextmanager
+def _where_others_reach_it() -> Iterator[None]:
+    """Gloo listens where this host's own name leads: on many hosts to loopback, where no rank of another host meets it.
+    There it is given the interface that leads to where the default group has met, unless one is named."""
+    met = None if _INTERFACE in os.environ or name_leads_here() else _meeting_host()
+    interface = None if met is None or is_loopback(met) else interface_towards(met)
+    if interface is None:
+        yield
+        return
+    os.environ[_INTERFACE] = interface
+    try:
+        yield
+    finally:
+        os.environ.pop(_INTERFACE, None)
+
+
+def _meeting_host() -> str | None:
+    """Where the ranks met for the default group; None where torch does not say."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while (below := getattr(store, "underlying_store", None)) is not None:
+        store = below
+    return getattr(store, "host", None) or os.environ.get("MASTER_ADDR")

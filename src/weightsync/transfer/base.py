@@ -24,6 +24,7 @@ from weightsync.types import (
     WeightSyncInitInfo,
     WeightUpdateRequest,
 )
+from weightsync.types.manifest import ArtifactKind
 
 RecordPhase = Callable[[PhaseRecord], None]
 """Where a sender reports each phase it timed."""
@@ -255,16 +256,28 @@ class WeightTransferStrategy(abc.ABC):
 
 
 def init_requests(
-    info: WeightSyncInitInfo, world_sizes: Mapping[str, int], *, run_id: str, model_id: str
+    info: WeightSyncInitInfo,
+    world_sizes: Mapping[str, int],
+    *,
+    run_id: str,
+    model_id: str,
+    artifact: ArtifactKind = "model",
 ) -> dict[str, InitRequest]:
     """One init request an engine, with rank offsets from the world sizes that engines report.
 
     Args:
         world_sizes: in the order of the ranks: the first engine's workers come right after rank 0.
+        artifact: what will come.
     """
     requests: dict[str, InitRequest] = {}
     rank = 1
     for engine_id, world_size in world_sizes.items():
-        requests[engine_id] = InitRequest(run_id=run_id, model_id=model_id, info=info, rank_offset=rank)  # type: ignore[arg-type]
+        requests[engine_id] = InitRequest(
+            run_id=run_id,
+            model_id=model_id,
+            info=info,  # type: ignore[arg-type]
+            rank_offset=rank,
+            artifact=artifact,
+        )
         rank += world_size
     return requests

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from weightsync.transfer.blocks import Answer, Code, answer_bytes
 from weightsync.transfer.stream_door import StreamDoor, asked_block
+from weightsync.transfer.tcp import wait_in_kernel
 
 _PIECE_BYTES = 256 << 10
 _MAX_STREAMS, _MAX_STREAMS_EACH = 256, 128
@@ -186,7 +187,10 @@ class PeerServer:
                 self._send(connection, offer, head, block)
 
     def _send(self, connection: socket.socket, offer: Offer, head: bytes, block: int) -> None:
-        connection.settimeout(self._stall_s)
+        if isinstance(connection, ssl.SSLSocket):
+            connection.settimeout(self._stall_s)
+        else:
+            wait_in_kernel(connection, self._stall_s)
         connection.sendall(head)
         with offer.using():
             data = offer.shared.read(block)

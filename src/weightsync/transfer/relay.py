@@ -121,6 +121,7 @@ class RelaySource:
         self._lock = threading.Lock()
         self._asking: dict[str, TcpSource] = {}
         self._threads: list[threading.Thread] = []
+        self._num_agent_streams = 0
         self._closed = False
 
     def read(self, blocks: list[int], into: Destination, arrived: Arrived, *, deadline: Deadline) -> None:
@@ -130,8 +131,6 @@ class RelaySource:
             size_of=lambda block: self._source.block(block)[1], first_patience_s=self._stall_s,
         )  # fmt: skip
         reading = _Reading(swarm, into, arrived, deadline)
-        for number in range(min(self._num_streams, max(1, len(blocks)))):
-            self._start(self._read_agent, reading, name=f"weightsync-pull-{number}")
         self._start(self._report, reading, name="weightsync-relay-report")
         try:
             self._watch(reading)
@@ -159,11 +158,9 @@ class RelaySource:
         """Until all is there, or it has failed; peers that are too slow are cut meanwhile."""
         swarm = reading.swarm
         while True:
-            with swarm.changed:
-                swarm.changed.wait_for(lambda: swarm.over, _WATCH_S)
-                if swarm.over:
-                    reading.error = swarm.error if swarm.num_left else None
-                    return
+            if swarm.ended.wait(_WATCH_S):
+                reading.error = swarm.error if swarm.num_left else None
+                return
             if self._closed:
                 swarm.fail(TransferAbortedError("this source was closed", peer=self._source.endpoint))
             elif reading.deadline.expired:
@@ -209,9 +206,20 @@ class RelaySource:
     # --- threads ---
 
     def _read_agent(self, reading: _Reading) -> None:
-        swarm = reading.swarm
-        while swarm.agent_error is None and swarm.wait_for_agent_work():
-            self._agent.stream(AgentWork(swarm), reading.into, reading.arrived, reading.deadline)
+        try:
+            self._agent.stream(AgentWork(reading.swarm), reading.into, reading.arrived, reading.deadline)
+        finally:
+            with self._lock:
+                self._num_agent_streams -= 1
+
+    def _ask_agent(self, reading: _Reading) -> None:
+        """As many streams to the agent as there is work for."""
+        while True:
+            with self._lock:
+                if self._closed or self._num_agent_streams >= reading.swarm.agent_streams(self._num_streams):
+                    return
+                self._num_agent_streams += 1
+            self._start(self._read_agent, reading, name="weightsync-pull-agent")
 
     def _read_peer(self, reading: _Reading, facts: RelayPeer, peer: TcpSource) -> None:
         try:
@@ -247,6 +255,7 @@ class RelaySource:
                 else:  # it knows no such thing, and will not
                     pause_s = reading.deadline.timeout_s
                 swarm.go_alone()
+                self._ask_agent(reading)
                 _wait(swarm, pause_s, began_s)
                 continue
             said, key, pause_s = fetched, answer.keys.get(self._content, key), answer.again_s
@@ -255,6 +264,7 @@ class RelaySource:
                 self._ask(reading, order, key)
             elif not answer.take:
                 swarm.go_alone()  # the agent has forgotten it: what it still serves is taken from it
+            self._ask_agent(reading)
             # what is new is told soon, and what is not new now and then
             _wait(swarm, pause_s, began_s, told=said)
 

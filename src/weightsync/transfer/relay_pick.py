@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable
 
 from weightsync.errors import DigestMismatchError, TransferError, WeightSyncError
 from weightsync.transfer.relay_standing import Standing
-from weightsync.types.relay_messages import RelayPeer, have_of
+from weightsync.types.relay_messages import RelayPeer, have_of, set_of
 
+_AHEAD = 2
+"""Blocks that a stream asks for at one time."""
 _TIERS = 4
 """How many hosts have a block is counted up to so many."""
 _MAX_WRONG = 3
@@ -51,6 +53,7 @@ class Swarm:
         clock: seconds, rising.
 
     Attributes:
+        ended: set when nothing is to be read any more.
         changed: notified when there may be more to take; its lock guards everything.
         agent_bytes, peer_bytes: bytes that came, from where.
         num_cut: how often a peer failed, was too slow or wrong.
@@ -70,10 +73,11 @@ class Swarm:
         seed: int | None = None,
     ) -> None:
         self.changed = threading.Condition()
+        self.ended = threading.Event()
         self._num_blocks = num_blocks
-        self._missing = 0
-        for block in wanted:
-            self._missing |= 1 << block
+        self._missing = set_of(wanted)
+        if not self._missing:
+            self.ended.set()
         self._zone = zone
         self._standing = standing
         self._size_of = size_of
@@ -87,7 +91,7 @@ class Swarm:
         self._peers: dict[str, _Peer] = {}
         self._times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMES)
         self._lonely = (0, 0.0)
-        self._agent_rate: float | None = None
+        self._agent_block_s: float | None = None  # from one block of the agent's to the next
         self._agent_since_s = clock()
         self.alone = False
         self.agent_error: WeightSyncError | None = None
@@ -121,6 +125,7 @@ class Swarm:
         """The read has failed."""
         with self.changed:
             self.error = self.error or error
+            self.ended.set()
             self.changed.notify_all()
 
     # --- what the agent says ---
@@ -179,8 +184,8 @@ class Swarm:
     def want(self, at_least: int, again_s: float) -> int:
         """How many blocks more could be taken from the agent until it is asked again."""
         with self.changed:
-            rate = self._agent_rate or 0.0
-            most = max(at_least, min(256, int(2 * again_s * rate) + 1))
+            block_s = self._agent_block_s
+            most = at_least if block_s is None else max(at_least, min(256, int(2 * again_s / max(1e-6, block_s)) + 1))
             return max(0, most - len(self._agent_todo) - len(self._agent_asked))
 
     def slow_peers(self) -> list[str]:
@@ -230,11 +235,13 @@ class Swarm:
                 self.changed.wait(left_s)
             return None
 
-    def wait_for_agent_work(self) -> bool:
-        """Returns when there is something to ask of the agent; False: the read is over."""
+    def agent_streams(self, most: int) -> int:
+        """So many connections to the agent have something to do."""
         with self.changed:
-            self.changed.wait_for(lambda: self.over or self._agent_todo or (self.alone and self._free()))
-            return not self.over
+            if self.over or self.agent_error is not None:
+                return 0
+            num_blocks = len(self._agent_todo) + len(self._agent_asked)
+            return min(most, self._free().bit_count() if self.alone else -(-num_blocks // _AHEAD))
 
     def _free(self) -> int:
         return self._missing & ~self._in_flight
@@ -297,15 +304,17 @@ class Swarm:
             if asked_s is not None:
                 self._times_s.append(self._clock() - asked_s)
             now_s = self._clock()
-            rate = 1 / max(1e-6, now_s - self._agent_since_s)
+            took_s, before = now_s - self._agent_since_s, self._agent_block_s
+            self._agent_block_s = took_s if before is None else 0.9 * before + 0.1 * took_s
             self._agent_since_s = now_s
-            self._agent_rate = rate if self._agent_rate is None else 0.9 * self._agent_rate + 0.1 * rate
             self.agent_bytes += self._size_of(block)
             self._there(block)
 
     def _there(self, block: int) -> None:
         self._in_flight &= ~(1 << block)
         self._missing &= ~(1 << block)
+        if not self._missing:
+            self.ended.set()
         self.changed.notify_all()
 
     def not_from_peer(self, name: str, blocks: Iterable[int]) -> None:

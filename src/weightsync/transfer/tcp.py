@@ -25,6 +25,7 @@ from weightsync.types import Deadline
 from weightsync.types.publication import Source
 
 _AHEAD = 2
+_PIECE_BYTES = 1 << 20
 _MAX_TRIES = 3
 _RETRY_S = 0.05
 
@@ -66,6 +67,7 @@ class TcpSource:
         self._num_streams = num_streams
         self._stall_s = stall_s
         self._tls = tls
+        self._flags = socket.MSG_WAITALL if tls is None else 0
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
@@ -180,7 +182,8 @@ class TcpSource:
         target = into(offset, length)
         view = target
         while view:
-            count = connection.recv_into(view, len(view))  # BlockingIOError: nothing came for as long
+            # the kernel fills a piece by itself; BlockingIOError: nothing came for as long
+            count = connection.recv_into(view, min(len(view), _PIECE_BYTES), self._flags)
             if count == 0:
                 raise ConnectionResetError("it ended inside a block")
             if deadline.expired:
@@ -202,7 +205,7 @@ class TcpSource:
             if self._tls is not None:
                 connection = self._tls.wrap_socket(connection, server_hostname=self._address[0])
             else:
-                _wait_in_kernel(connection, timeout_s)
+                wait_in_kernel(connection, timeout_s)
             with self._lock:
                 if self._closed:
                     raise ConnectionAbortedError("closed")
@@ -319,7 +322,7 @@ class _Run:
             self.error = self.error or error
 
 
-def _wait_in_kernel(connection: socket.socket, timeout_s: float) -> None:
+def wait_in_kernel(connection: socket.socket, timeout_s: float) -> None:
     """A blocking socket that the kernel gives up: Python's own timeout asks before each call whether there is
     something, which costs a tenth of the speed."""
     whole_s, part_s = divmod(timeout_s, 1)

@@ -24,6 +24,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from weightsync.errors import InvalidRequestError, WeightSyncError
+from weightsync.types.canary import CanaryReading
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.init_info import (
     MAX_WORLD_SIZE,
@@ -32,7 +33,7 @@ from weightsync.types.init_info import (
     check_world_size,
 )
 from weightsync.types.live_layer import LiveLayer
-from weightsync.types.manifest import Manifest, Version, check_model_digest
+from weightsync.types.manifest import ArtifactKind, Manifest, Version, check_model_digest
 from weightsync.types.message import Message
 from weightsync.types.requests import AnyUpdateRequest
 
@@ -42,12 +43,14 @@ class DescribeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         layers: also which of its tensors take a change where they are live, where it can tell.
+        model_id: of which model, where the same server may have several: a base, and adapters.
     """
 
     layers: bool = False
+    model_id: str | None = None
 
 
-class InitRequest(Message, frozen=True, kw_only=True):
+class InitRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Makes an engine's workers build their receivers; a running session of another group is aborted.
 
     Attributes:
@@ -55,12 +58,14 @@ class InitRequest(Message, frozen=True, kw_only=True):
         model_id: which model.
         info: made by `WeightTransferStrategy.create_init_info` on training rank 0.
         rank_offset: rank of the engine's first worker in the group (1 + the workers of engines before it).
+        artifact: what will come: see `Manifest`.
     """
 
     run_id: str
     model_id: str
     info: AnyInitInfo
     rank_offset: int
+    artifact: ArtifactKind = "model"
 
     def __post_init__(self) -> None:
         members = self.info.world_size if isinstance(self.info, TorchDistributedWeightSyncInitInfo) else MAX_WORLD_SIZE
@@ -252,6 +257,7 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
         written: how many elements of the checkpoint its last commit has written in place; None where that was all of
             them, or it does not say.
         layers: at describe, where it was asked: see `LiveLayer`; empty where it can't tell (yet).
+        canary: of an engine that is asked one: what it answered last.
         intact: at describe: whether its live weights are those of `version`, whole, whoever may be answered now.
         phases: what the engine timed since its last reply that carried phases.
     """
@@ -273,6 +279,7 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
     unhealthy: str | None = None
     written: int | None = None
     layers: tuple[LiveLayer, ...] = ()
+    canary: CanaryReading | None = None
     intact: bool = True
     phases: tuple[PhaseRecord, ...] = ()
 

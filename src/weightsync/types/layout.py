@@ -17,6 +17,7 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.adapter import Adapter
+from weightsync.types.canary import Canary
 from weightsync.types.manifest import ArtifactKind, Manifest, Version
 from weightsync.types.publication import Publication, Source
 from weightsync.types.seal import seal_of
@@ -53,6 +54,7 @@ class PublicationHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sources: tuple[Source, ...]
     layout: str
     artifact: ArtifactKind = "model"
+    canary: Canary | None = None
 
     def __post_init__(self) -> None:
         if len(self.layout) != 64 or set(self.layout) - set("0123456789abcdef"):
@@ -124,6 +126,7 @@ class PublicationLayout:
             version=manifest.version,
             model_id=manifest.model_id,
             artifact=manifest.artifact,
+            canary=manifest.canary,
             sources=publication.sources,
             layout=self.digest,
         )
@@ -142,6 +145,7 @@ class PublicationLayout:
             artifact=head.artifact,
             tensors=self.tensors,
             adapter=self.adapter,
+            canary=head.canary,
         )
         return Publication(manifest=manifest, parts=self.parts, sources=head.sources)
 

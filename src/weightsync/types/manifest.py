@@ -9,6 +9,7 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.adapter import Adapter
+from weightsync.types.canary import Canary
 from weightsync.types.spec import TensorSpec, check_id
 from weightsync.types.table import DIGEST_BYTES, PackedDigests, TensorTable, packed_digest, written_digest
 from weightsync.types.version import MAX_VERSION, MODEL_DIGEST_PREFIX, Version, check_model_digest
@@ -28,6 +29,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tensors: in the order of the stream; names are unique. A `TensorTable`, whatever it was made from.
         artifact: "model": all weights; "lora": an adapter's, named as in PEFT's file.
         adapter: of "lora" alone: its configuration and its base.
+        canary: what the trainer's model says of a known prompt; None where it does not.
         model_digest: the shard-independent digest of everything (`codec.digest`); None where it is
             not known yet: a push knows it at commit.
         digests: XXH3-128 of the bytes of each part held (`codec.digest.tensor_digest`), 16 bytes each, in the order of
@@ -41,6 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model_digest: str | None = None
     digests: bytes | None = None
     adapter: Adapter | None = None
+    canary: Canary | None = None
 
     def __post_init__(self) -> None:
         check_id("model_id", self.model_id)

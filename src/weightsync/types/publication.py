@@ -20,8 +20,8 @@ _FITTING_BLOCKS = 128
 
 
 def fitting_block_bytes(size_bytes: int, *, at_most: int, at_least: int = 64 << 10) -> int:
-    """How large blocks are of so many bytes: a power of two, so that there are some hundred of them, as hosts that relay
-    take them from each other one by one; between `at_least` and `at_most`, which wins.
+    """How large blocks are of so many bytes: a power of two, so that there are some hundred of them, which hosts that
+    relay take from each other one by one; between `at_least` and `at_most`, which wins.
     """
     wanted = 1 << max(0, (size_bytes // _FITTING_BLOCKS - 1)).bit_length()
     return min(at_most, max(at_least, wanted))

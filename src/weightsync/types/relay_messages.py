@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import msgspec
 
@@ -33,6 +34,16 @@ def content_id(version: Version, model_id: str, source: Source, checksums: str) 
         [version.run_id, version.number, model_id, source.data_end - source.data_start, source.block_bytes, checksums]
     )
     return hashlib.sha256(said).hexdigest()[:32]
+
+
+def set_of(blocks: Iterable[int]) -> int:
+    """A set of blocks, as an integer: bit 0 is block 0."""
+    bits = bytearray()
+    for block in blocks:
+        if block >> 3 >= len(bits):
+            bits.extend(bytes((block >> 3) + 1 - len(bits) + len(bits) // 2))
+        bits[block >> 3] |= 1 << (block & 7)
+    return int.from_bytes(bits, "little")
 
 
 def have_bytes(have: int, num_blocks: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weightsync.errors import InvalidRequestError
+from weightsync.types.canary import CanaryReading
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.manifest import ArtifactKind
 from weightsync.types.message import Message
@@ -80,6 +81,7 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         full_because: why engines were given all of it, though deltas brought it, by engine.
         unprovable: why engines could not prove their live bytes, by engine.
         checksums: as in `SyncReport`, of the last version.
+        canaries: what engines answered to the trainer's canary with the last version, by engine.
         progress: of the transfer under way; None where none is, or nothing has come yet.
         artifact: kind of what is served, "model" or "lora".
         adapter: of "lora", its rank and its base, in words.
@@ -113,6 +115,7 @@ class ModelStatus(Message, frozen=True, kw_only=True):
     full_because: dict[str, str] = msgspec.field(default_factory=dict)
     unprovable: dict[str, str] = msgspec.field(default_factory=dict)
     checksums: dict[str, str] = msgspec.field(default_factory=dict)
+    canaries: dict[str, CanaryReading] = msgspec.field(default_factory=dict)
     progress: TransferProgress | None = None
     artifact: ArtifactKind = "model"
     adapter: str | None = None
@@ -132,6 +135,9 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         others = [who for who, version in self.engines.items() if version != served]
         line += f"; not served by {', '.join(others)} now" if others else ""
         line += f"; adapter of {self.adapter}" if self.adapter is not None else ""
+        line += "".join(
+            f"; {who}'s canary is off by {each.worst:.2g} of {each.tolerance:g}" for who, each in self.canaries.items()
+        )
         return line + "".join(f"; {who} loaded all of it: {why}" for who, why in self.full_because.items())
 
 

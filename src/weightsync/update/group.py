@@ -8,6 +8,7 @@ from weightsync.errors import GroupJoinError, as_weightsync_error
 from weightsync.observe import Recorder
 from weightsync.transfer.base import WeightTransferSender, WeightTransferStrategy, init_requests
 from weightsync.types import Deadline, EngineReply, InferenceEngineClient
+from weightsync.types.manifest import ArtifactKind
 
 
 class TransferGroup:
@@ -36,7 +37,13 @@ class TransferGroup:
         self._run_id: str | None = None
 
     def join(
-        self, client: InferenceEngineClient, replies: Mapping[str, EngineReply], *, run_id: str, deadline: Deadline
+        self,
+        client: InferenceEngineClient,
+        replies: Mapping[str, EngineReply],
+        *,
+        run_id: str,
+        deadline: Deadline,
+        artifact: ArtifactKind = "model",
     ) -> None:
         """Sees to it that just these engines are in it, for this run, with a sender that can be used.
 
@@ -45,6 +52,7 @@ class TransferGroup:
             replies: what each says of itself, in the order of the ranks.
             run_id: of the trainer; from here on the engines' current one.
             deadline: of the update.
+            artifact: what will come.
 
         Raises:
             GroupJoinError: an engine did not join.
@@ -59,7 +67,7 @@ class TransferGroup:
             limit = Deadline(min(self._join_timeout_s + 1.0, deadline.check("time to build the group")))
             sizes = {who: reply.world_size for who, reply in replies.items()}
             info, token = self._strategy.create_init_info(sizes)
-            requests = init_requests(info, sizes, run_id=run_id, model_id=self._model_id)
+            requests = init_requests(info, sizes, run_id=run_id, model_id=self._model_id, artifact=artifact)
             joining = client.init(requests, timeout_s=limit.check("time to build the group"))
             try:
                 sender = self._strategy.create_sender(info, token, joined=joining, record=self._recorder.add)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -14,10 +14,12 @@ from weightsync.codec.whole import SummedChunks, whole_sum
 from weightsync.config import WeightSyncConfig, select_grouping
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor
-from weightsync.extract.peft import adapter_extractor, base_extractor, merged_extractor, peft_model_in
+from weightsync.extract.peft import adapter_extractor, base_extractor, merged_extractor
 from weightsync.extract.registry import check_extractor
+from weightsync.peft_model import peft_model_in
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import Base, Version
+from weightsync.verbs.canary import TOLERANCE, TrainerCanary
 from weightsync.verbs.settings import KEEP_DTYPE, with_extract
 from weightsync.verbs.weights import TrainerWeights
 
@@ -53,11 +55,13 @@ class LoraChoice:
         adapter: which; its only one where not given.
         merge: whether the base goes out with it merged.
         base: see `BaseLike`.
+        canary: what is asked before each step; None: nothing.
     """
 
     adapter: str | None
     merge: bool
     base: BaseLike
+    canary: TrainerCanary | None = None
 
     def settings(self, config: WeightSyncConfig, *, said: bool) -> WeightSyncConfig:
         """An adapter keeps the trainer's dtype where nobody says another one.
@@ -124,7 +128,10 @@ class LoraChoice:
         raise ConfigError(f"base= is a Base, a base's publisher, a digest or False, not a {type(self.base).__name__}")
 
     def bind(self, extractor: object) -> None:
-        """Before a step: to the base's version of now, where its publisher was given."""
+        """Before a step, on every rank: to the base's version of now, where its publisher was given; and to what the
+        model says of the canary."""
+        if self.canary is not None and isinstance(extractor, WeightExtractor):
+            extractor.canary = self.canary.read()
         publisher = self.base
         if not isinstance(publisher, PublishesBase) or not isinstance(extractor, WeightExtractor):
             return
@@ -134,17 +141,32 @@ class LoraChoice:
         extractor.adapter = replace(extractor.adapter, base=base)
 
 
-def lora_choice(weights: TrainerWeights, *, adapter: str | None, merge: bool, base: BaseLike) -> LoraChoice | None:
+def lora_choice(
+    weights: TrainerWeights,
+    *,
+    adapter: str | None,
+    merge: bool,
+    base: BaseLike,
+    canary: Sequence[int] | None = None,
+    canary_tolerance: float = TOLERANCE,
+) -> LoraChoice | None:
     """How a PEFT model goes out; None where the weights are none.
 
     Raises:
         ConfigError: something was said of an adapter, and there is none.
     """
     if peft_model_in(weights) is not None:
-        return LoraChoice(adapter=adapter, merge=merge, base=base)
-    if adapter is not None or merge or base is not None:
+        if canary is not None and merge:
+            raise ConfigError("canary= is asked of an adapter's engine, and merge=True publishes a whole model")
+        asked = None
+        if canary is not None:
+            assert isinstance(weights, torch.nn.Module)
+            asked = TrainerCanary(weights, canary, tolerance=canary_tolerance)
+        return LoraChoice(adapter=adapter, merge=merge, base=base, canary=asked)
+    if adapter is not None or merge or base is not None or canary is not None:
         raise ConfigError(
-            f"adapter=, merge= and base= are for a PEFT model, and these weights are a {type(weights).__name__}"
+            "adapter=, merge=, base= and canary= are for a PEFT model, and these weights are a "
+            f"{type(weights).__name__}"
         )
     return None
 

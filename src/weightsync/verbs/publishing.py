@@ -35,6 +35,7 @@ from weightsync.trainer.weights import Weights
 from weightsync.types import Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
+from weightsync.verbs.canary import TOLERANCE
 from weightsync.verbs.last_version import LastVersion
 from weightsync.verbs.lora import BaseLike, LoraChoice, lora_choice
 from weightsync.verbs.settings import ConfigSource, as_list, loaded, token_of, with_extract
@@ -56,6 +57,8 @@ def publish(
     adapter: str | None = None,
     merge: bool = False,
     base: BaseLike = None,
+    canary: Sequence[int] | None = None,
+    canary_tolerance: float = TOLERANCE,
     host: str | None = None,
     port: int | None = None,
     advertise: str | None = None,
@@ -84,6 +87,9 @@ def publish(
         adapter: of a PEFT model with several, which.
         merge: publishes a PEFT model's base with the adapter merged into it; the trainer's weights are not touched.
         base: what the adapter is bound to, see `verbs.lora.BaseLike`; this trainer's base where not given.
+        canary: token ids of a prompt: before each step the PEFT model is asked for their log-probabilities (on every
+            rank), and each engine that takes adapters has to say the same before it serves the version.
+        canary_tolerance: how far an engine's may be from the trainer's.
         host: where the agents listen: loopback, or where `to` names other machines this one's address towards them.
             Beyond loopback only with a token.
         port: of the agents; 8765, 0: the system's choice.
@@ -104,7 +110,9 @@ def publish(
         StoreAuthError: the store refuses the credential.
         WeightSyncError: the weights can't be extracted. Nothing is left running.
     """
-    lora = lora_choice(weights, adapter=adapter, merge=merge, base=base)
+    lora = lora_choice(
+        weights, adapter=adapter, merge=merge, base=base, canary=canary, canary_tolerance=canary_tolerance
+    )
     settings = with_extract(loaded(config), dtype=dtype)
     settings = (settings if lora is None else lora.settings(settings, said=dtype is not None)).for_method("pull")
     chosen = settings.publish

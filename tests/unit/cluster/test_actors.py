@@ -24,7 +24,7 @@ from weightsync.cluster.launch import config_of, meeting_address
 from weightsync.cluster.manager import RayWeightSync
 from weightsync.cluster.placement import Placement
 from weightsync.cluster.ranks import RayRank
-from weightsync.cluster.trainer_actor import RankContext, TrainerActor, interface_towards
+from weightsync.cluster.trainer_actor import RankContext, TrainerActor
 from weightsync.config import WeightSyncConfig
 from weightsync.control.build import Built as BuiltController
 from weightsync.control.build import build_controller
@@ -421,11 +421,6 @@ def test_loopback_as_long_as_nobody_is_elsewhere() -> None:
     there = Whereabouts(node_id="b", node_ip="10.0.0.2", pid=1)
     assert meeting_address(here, [here, here]) == "127.0.0.1"
     assert meeting_address(here, [here, there]) == "10.0.0.1"
-
-
-def test_the_interface_of_an_address() -> None:
-    assert interface_towards("127.0.0.1") == "lo"
-    assert interface_towards("no address") is None
 
 
 def test_a_config_from_what_users_have() -> None:

@@ -258,7 +258,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
                 )  # fmt: skip
             raise TransferAbortedError("cancelled") if self._stop.is_set() else StateError("late")
 
-    monkeypatch.setattr(follower, "AgentClient", Client)
+    monkeypatch.setattr(follower, "client_at", Client)
     monkeypatch.setattr(follower, "CLOCK", made.clock)
     monkeypatch.setattr(pulls, "Puller", Puller)
     monkeypatch.setattr(follower, "LOOK_EVERY_S", LOOK_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.net.routes import address_towards, own_address_towards
+from weightsync.net.routes import address_towards, interface_towards, name_leads_here, own_address_towards
 
 
 def test_loopback_needs_no_address_and_an_unknown_machine_is_an_error() -> None:
@@ -25,3 +25,19 @@ def test_this_machine_is_seen_as_the_other_one_is_reached() -> None:
     assert own_address_towards("127.0.0.1") == "127.0.0.1"
     with pytest.raises(OSError, match=r"."):
         own_address_towards("no-such-machine.invalid")
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("localhost") == "lo"
+    assert interface_towards("no address") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "leads"), [("localhost", False), ("no-such-machine.invalid", False), ("8.8.4.4", True)]
+)
+def test_a_name_that_leads_to_loopback_or_nowhere_leads_nobody_here(
+    monkeypatch: pytest.MonkeyPatch, name: str, leads: bool
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    assert name_leads_here() is leads

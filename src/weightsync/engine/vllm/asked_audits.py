@@ -1,4 +1,5 @@
-"""AskedAudits: a vLLM worker reads its live weights when it is asked, beside whatever vLLM does.
+"""AskedAudits: a vLLM worker reads its live weights when it is asked, and now and then by itself, beside whatever vLLM
+does.
 
 vLLM returns no data and waits for no thread of ours. So an audit has a name that its asker made: each worker keeps how
 the last ones ended, its state tells them, and one counts when every worker has ended it.
@@ -7,18 +8,28 @@ the last ones ended, its state tells them, and one counts when every worker has 
 from __future__ import annotations
 
 import collections
+import contextlib
+import logging
+import math
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from weightsync.errors import EngineError, as_weightsync_error
+from weightsync.errors import EngineError, WeightSyncError, as_weightsync_error
 from weightsync.handles.fanout import in_thread
 from weightsync.handles.vllm_messages import VllmAudit
 from weightsync.observe import now_s
 from weightsync.types import EngineReply
 
+EVERY_VARIABLE = "WEIGHTSYNC_AUDIT_EVERY_S"
+"""Environment of vLLM: behind a patch, a worker reads all by itself where its last such reading ended so many seconds
+ago or more; 0: behind each patch; "never". 600 where it is not set."""
+_EVERY_S = 600.0
 _KEPT = 8
+_logger = logging.getLogger(__name__)
 _RANK = {False: 0, None: 1, True: 2}
 
 
@@ -32,6 +43,7 @@ class AskedAudits:
     def __init__(self, verify: Callable[[], EngineReply]) -> None:
         self._verify = verify
         self._lock = threading.Lock()
+        self._read_s: float | None = None  # when a reading by itself has ended
         self._ended: collections.deque[VllmAudit] = collections.deque(maxlen=_KEPT)
 
     def begin(self, name: str) -> None:
@@ -43,6 +55,32 @@ class AskedAudits:
         """The last ones that have ended here."""
         with self._lock:
             return tuple(self._ended)
+
+    def behind(self, session: str, audit: Callable[[str], bool]) -> None:
+        """Begins a reading behind a patch, where it is time for one; waits for nothing. One that the next patch ends
+        goes on behind that one.
+
+        Args:
+            session: that has committed the patch, on all workers.
+            audit: see `EngineWorker.audit`.
+        """
+        every_s, read_s = _every_s(), self._read_s
+        if every_s == math.inf or (read_s is not None and time.monotonic() < read_s + every_s):
+            return
+
+        def run() -> None:
+            began_s, name = now_s(), f"behind {session}"
+            try:
+                if not audit(session):
+                    return
+                self._read_s = time.monotonic()
+                ended = VllmAudit(name=name, equal=True)
+            except WeightSyncError as error:  # its state says so until a full load
+                _logger.error("live weights are not what was committed: %s", error)
+                ended = VllmAudit(name=name, equal=False, said=f"{type(error).__name__}: {error}")
+            self._note(ended, began_s)
+
+        in_thread(run, name="weightsync-vllm-audit-behind")
 
     def _run(self, name: str) -> None:
         began_s = now_s()
@@ -58,8 +96,19 @@ class AskedAudits:
         except Exception as error:
             said = as_weightsync_error(error, EngineError, "the audit failed")
             ended = VllmAudit(name=name, said=f"{type(said).__name__}: {said}")
+        self._note(ended, began_s)
+
+    def _note(self, ended: VllmAudit, began_s: float) -> None:
         with self._lock:
             self._ended.append(msgspec.structs.replace(ended, began_s=began_s, ended_s=now_s()))
+
+
+def _every_s() -> float:
+    told = os.environ.get(EVERY_VARIABLE, str(_EVERY_S))
+    with contextlib.suppress(ValueError):
+        return math.inf if told == "never" or float(told) < 0 else float(told)
+    _logger.warning("%s is a number of seconds, or never, not %r: %g are taken", EVERY_VARIABLE, told, _EVERY_S)
+    return _EVERY_S
 
 
 def merged_audits(workers: Sequence[Sequence[VllmAudit]]) -> Iterator[VllmAudit]:

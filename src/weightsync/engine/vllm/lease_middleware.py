@@ -16,12 +16,12 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 
-from weightsync.errors import ConfigError, ForbiddenError, NotServingError, WeightSyncError
+from weightsync.engine.vllm.asgi import App, Message, Receive, Scope, Send, foreign, is_of_another_page, route_of, told
+from weightsync.errors import ConfigError, NotServingError, WeightSyncError
 from weightsync.memory import LeaseReader
-from weightsync.net.origin import ALLOWED_HOSTS_VARIABLE, host_names, is_foreign_page
+from weightsync.net.origin import host_names
 from weightsync.types import Deadline
 
 LEASE_FILE_VARIABLE = "WEIGHTSYNC_LEASE_FILE"
@@ -42,6 +42,7 @@ _READS = frozenset(
         "/tokenizer_info", "/v1/models", "/version", "/weight_info",
         # vLLM has none of these: who asks what a server is gets its 404, and not a refusal
         "/get_model_info", "/model_info", "/workers",
+        "/weightsync/adapters",  # our `lora_middleware`'s
     }
 )  # fmt: skip
 _CONTROLS = frozenset(
@@ -51,17 +52,13 @@ _CONTROLS = frozenset(
         "/release_kv_cache_memory", "/reset_encoder_cache", "/reset_mm_cache", "/reset_prefix_cache", "/resume",
         "/scale_elastic_ep", "/shutdown_weight_transfer_engine", "/sleep", "/start_draft_weight_update",
         "/start_profile", "/start_weight_update", "/stop_profile", "/update_weight_version", "/update_weights",
-        "/wake_up", "/weight_checker",
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/wake_up", "/weight_checker",
+        "/weightsync/adapters/commit", "/weightsync/adapters/drop", "/weightsync/adapters/load",
+        "/weightsync/adapters/score",
     }
 )  # fmt: skip
 UNGUARDED = {"GET": _READS, "HEAD": _READS, "POST": _CONTROLS}
 """Routes that pass without a lease, by method."""
-
-_Scope = MutableMapping[str, Any]
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +75,7 @@ class LeaseMiddleware:
         held_s: how long a request waits for a set of models to be committed.
     """
 
-    def __init__(self, app: _App, *, path: str | None = None, held_s: float = _HELD_S) -> None:
+    def __init__(self, app: App, *, path: str | None = None, held_s: float = _HELD_S) -> None:
         self._app = app
         self._held_s = held_s
         self._lifted: asyncio.Task[None] | None = None
@@ -91,7 +88,7 @@ class LeaseMiddleware:
         except ConfigError as error:
             self._why_not = error  # raised here it would be taken for an application that needs no start
 
-    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets it pass, refuses it, or cuts its answer off.
 
         Raises:
@@ -100,9 +97,9 @@ class LeaseMiddleware:
         """
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
-        elif scope["type"] == "http" and _route(scope) in UNGUARDED.get(scope["method"], ()):
-            if scope["method"] == "POST" and self._is_of_another_page(scope):
-                await _Answer(self._refusal, "http", receive, send).refuse(_foreign())
+        elif scope["type"] == "http" and route_of(scope) in UNGUARDED.get(scope["method"], ()):
+            if scope["method"] == "POST" and is_of_another_page(scope, self._names):
+                await _Answer(self._refusal, "http", receive, send).refuse(foreign())
             else:
                 await self._app(scope, receive, send)
         elif scope["type"] in ("http", "websocket"):
@@ -114,19 +111,13 @@ class LeaseMiddleware:
                 return
             await answer.of(self._app, scope)
 
-    async def _start(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._why_not is None:
             await self._app(scope, receive, send)
             return
         _logger.error("this server does not start: %s", self._why_not)
         await receive()
         await send({"type": "lifespan.startup.failed", "message": f"ConfigError: {self._why_not}"})
-
-    def _is_of_another_page(self, scope: _Scope) -> bool:
-        """vLLM asks nobody for a token on its control routes, and some of them take all they need from the address: a
-        page needs to know the port alone."""
-        fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
-        return is_foreign_page(fields, self._names)
 
     def _refusal(self) -> str | None:
         return str(self._why_not) if self._lease is None else self._lease.refusal()
@@ -168,19 +159,19 @@ class _Answer:
     ends the generation. One that does not listen is ended by `_LostError`.
     """
 
-    def __init__(self, refusal: Callable[[], str | None], kind: str, receive: _Receive, send: _Send) -> None:
+    def __init__(self, refusal: Callable[[], str | None], kind: str, receive: Receive, send: Send) -> None:
         self._refusal = refusal
         self._kind = kind
         self._receive = receive
         self._send = send
-        self._head: _Message | None = None  # kept until there is something to answer
+        self._head: Message | None = None  # kept until there is something to answer
         self._begun = False
         self._lost: str | None = None
         self._left = asyncio.Event()
         self._patience = Deadline(0.0)
         self._num_dropped = 0
 
-    async def of(self, app: _App, scope: _Scope) -> None:
+    async def of(self, app: App, scope: Scope) -> None:
         """What the application answers.
 
         Raises:
@@ -203,7 +194,7 @@ class _Answer:
         if self._kind == "websocket":
             await self._send({"type": "websocket.close", "code": _TRY_AGAIN_LATER, "reason": error.message[:100]})
             return
-        body = json.dumps(_told(error)).encode()
+        body = json.dumps(told(error)).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -213,7 +204,7 @@ class _Answer:
         await self._send({"type": "http.response.start", "status": error.http_status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def _heard(self) -> _Message:
+    async def _heard(self) -> Message:
         if not self._left.is_set():
             real, left = asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._left.wait())
             try:
@@ -225,7 +216,7 @@ class _Answer:
                 left.cancel()
         return {"type": f"{self._kind}.disconnect", "code": _TRY_AGAIN_LATER}
 
-    async def _checked(self, message: _Message) -> None:
+    async def _checked(self, message: Message) -> None:
         if self._lost is None and (refused := self._refusal()) is not None:
             self._lost, self._patience = refused, Deadline(_LEAVES_S)
             self._left.set()
@@ -257,25 +248,5 @@ def _lease(path: str | None) -> LeaseReader:
         raise ConfigError(f"{LEASE_FILE_VARIABLE}: {error.message}") from error
 
 
-def _route(scope: _Scope) -> str:
-    """The path as the application's router looks it up."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
-
-
-def _foreign() -> ForbiddenError:
-    return ForbiddenError(
-        "a web page of another origin sent this, or one by a name that is not this engine's; its control routes obey "
-        f"none: name the engine's own in {ALLOWED_HOSTS_VARIABLE}",
-        state_left="nothing was done",
-    )
-
-
 def _fenced(why: str) -> NotServingError:
     return NotServingError(f"this engine refuses to serve: {why}", state_left="fenced")
-
-
-def _told(error: WeightSyncError) -> dict[str, Any]:
-    """The error as clients of OpenAI's interface read it, and as ours do."""
-    shown = {"message": error.message, "type": type(error).__name__, "param": None, "code": error.http_status}
-    return {"error": shown, "weightsync": error.to_dict()}

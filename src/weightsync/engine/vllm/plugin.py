@@ -105,12 +105,14 @@ class WeightSyncTransferEngine:
         self._split = False  # a commit went well in some workers alone: what is live is no one version
         self._session: tuple[str, Deadline] | None = None
         self._odd = False  # an audit found other bytes in a worker
+        from weightsync.engine.vllm.lora_worker import WorkerAdapters
         from weightsync.engine.worker import EngineWorker
         from weightsync.load.vllm import VLLMWeightLoader
 
         self._loader = VLLMWeightLoader(given.model, model_config=given.model_config, vllm_config=given.vllm_config)
         self._worker = EngineWorker(self._loader, index=self._index, track=f"vllm/worker-{self._index}")
         self._audits = AskedAudits(self._worker.verify)
+        self._adapters = WorkerAdapters(given.model, given.vllm_config)
         version_board.served = self._served
 
     # --- what vLLM calls ---
@@ -140,6 +142,9 @@ class WeightSyncTransferEngine:
         elif message.audit is not None:
             name = message.audit
             self._together(lambda: self._audits.begin(name))
+        elif message.adapter is not None:
+            order = message.adapter
+            self._together(lambda: self._adapters.obey(order, self._base()))
         elif message.step is not None:
             step = message.step
             self._together(lambda: self._step(step), wait_s=self._patience_s(step), of=step)
@@ -254,6 +259,11 @@ class WeightSyncTransferEngine:
             return message.begin.deadline_s
         return self._session[1].remaining_s if self._session is not None else 0.0
 
+    def _base(self) -> tuple[Version | None, str | None]:
+        """What whole model this worker was given, and its digest; None where it has what it was started with."""
+        reply = self._worker.describe()
+        return reply.version, reply.model_digest
+
     def _served(self) -> Version | None:
         """The version that is live in all workers, as far as this one was told; see `EngineWorker.live_version`."""
         return None if self._split or self._odd else self._worker.live_version
@@ -326,6 +336,8 @@ class WeightSyncTransferEngine:
         if not errors:
             if stages:
                 self._loader.cover([_covered(said) for said in replies])
+            if isinstance(of, VllmUpdateMessage) and of.commit is not None and self._worker.is_patched:
+                self._audits.behind(of.commit.session, self._worker.audit)
             return
         first = min(errors, key=is_consequence)
         if of is not None:  # on the last worker vLLM's update ends now, so the session can't go on either

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from weightsync.engine.vllm.asked_audits import AskedAudits, merged_audits
+import msgspec
+import pytest
+
+from weightsync.engine.vllm import asked_audits
+from weightsync.engine.vllm.asked_audits import EVERY_VARIABLE, AskedAudits, merged_audits
 from weightsync.errors import StateError
 from weightsync.handles.vllm_messages import VllmAudit
 from weightsync.types import Deadline, EngineReply, Version
@@ -32,6 +37,27 @@ def test_workers_that_have_read_different_versions_prove_none() -> None:
     assert (told.equal, told.version) == (None, None)
 
 
+@pytest.mark.parametrize(("every", "read"), [("0", 3), ("600", 1), ("never", 0), ("often", 1)])
+def test_a_worker_reads_behind_a_patch_now_and_then(monkeypatch: pytest.MonkeyPatch, every: str, read: int) -> None:
+    """One that was interrupted is no reading: the next one goes on."""
+    monkeypatch.setenv(EVERY_VARIABLE, every)
+    began: list[str] = []
+    outcomes = iter([False, True, True, True])
+
+    def audit(session: str) -> bool:
+        began.append(session)
+        return next(outcomes)
+
+    def at_once(function: Callable[[], None], *, name: str) -> None:
+        function()
+
+    monkeypatch.setattr(asked_audits, "in_thread", at_once)
+    audits = AskedAudits(lambda: EngineReply(engine_id="e"))
+    for number in range(4):
+        audits.behind(f"s{number}", audit)
+    assert len(began) == (read + 1 if read else 0)
+
+
 def test_what_a_worker_found_is_kept_under_the_name_that_asked() -> None:
     go, replies = threading.Event(), iter([True, False, None])
 
@@ -50,5 +76,7 @@ def test_what_a_worker_found_is_kept_under_the_name_that_asked() -> None:
         while len(audits.ended) <= number:
             assert not deadline.expired
             go.wait(0.01)
-    assert audits.ended[:2] == (ended("a0"), ended("a1", False, said="a bit"))
+    assert all(0 < each.began_s <= each.ended_s for each in audits.ended)
+    told = [msgspec.structs.replace(each, began_s=0.0, ended_s=0.0) for each in audits.ended]
+    assert told[:2] == [ended("a0"), ended("a1", False, said="a bit")]
     assert (audits.ended[2].equal, audits.ended[2].said) == (None, "StateError: ask again")

@@ -407,7 +407,7 @@ def test_bodies_that_are_still_coming_have_a_limit_together(monkeypatch: pytest.
 
         async def drips() -> dict[str, Any]:
             nonlocal most
-            most = max(most, middleware._coming_bytes)
+            most = max(most, middleware._bodies.coming_bytes)
             await asyncio.sleep(0)
             return {"type": "http.request", "body": part, "more_body": True}
 

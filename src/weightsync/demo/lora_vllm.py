@@ -1,0 +1,140 @@
+"""The engine process of `demo --lora --engine vllm`: a vLLM server that serves the base from its checkpoint, and a
+service that gives it each version of the adapter.
+
+Started by `demo.lora`; prints one JSON line with its service's URL, and one for each report that a line of its standard
+input asks for. Ends when that closes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, SAMPLE_BYTES, ByteText
+from weightsync.demo.engine import TOKEN_VARIABLE
+from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID
+from weightsync.demo.model import model_size
+from weightsync.demo.vllm_engine import VllmServer
+from weightsync.errors import EngineError
+from weightsync.handles.vllm_lora_messages import MIDDLEWARE
+from weightsync.handles.vllm_server import VllmServerEngine
+from weightsync.host.service import RolloutService
+from weightsync.host.settings import RolloutConfig
+from weightsync.types import Deadline
+
+_ASK_S = 60.0
+_REST_S = 0.05
+_SLOTS = 3
+
+
+class LoraVllmServer(VllmServer):
+    """A vLLM server that takes adapters."""
+
+    def _command(self, port: int) -> tuple[str, ...]:
+        return (
+            *super()._command(port),
+            *("--served-model-name", BASE_ID, "--enable-lora", "--max-loras", str(_SLOTS), "--max-lora-rank", "64"),
+            *("--middleware", MIDDLEWARE),
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return {**super()._environment(), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+
+
+class LoraVllmEngine:
+    """The server, its clients and a thread that generates with the adapter all the time.
+
+    Args:
+        url: of the server.
+        size: name of the model's size.
+    """
+
+    def __init__(self, url: str, size: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=_ASK_S, trust_env=False)
+        held_out = ByteText().held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=model_size(size).row_length)
+        self._rows: list[list[int]] = held_out.tolist()
+        self._served: dict[str, int] = {}
+        self._num_refused = 0
+        self._has_one = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._generate_all_the_time, name="rollout", daemon=True)
+        self._thread.start()
+
+    def report(self, number: int) -> dict[str, Any]:
+        """Loss on the held-out text by the server's own log-probabilities and a sample, both under one version."""
+        deadline = Deadline(_ASK_S)
+        while (version := self._ask([[1]], max_tokens=1)[1]) != number:
+            deadline.check(f"version {number} in the answers, which are by {version}")
+            threading.Event().wait(0.02)
+        self._has_one.set()
+        choices, version = self._ask(self._rows, max_tokens=1, prompt_logprobs=0)
+        scores = [next(iter(each.values()))["logprob"] for choice in choices for each in choice["prompt_logprobs"][1:]]
+        text = self._ask([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)[0][0]["text"]
+        return {
+            "version": version, "base": "its checkpoint", "loss": -sum(scores) / len(scores), "sample": PROMPT + text,
+            "num_generations": dict(self._served), "num_refused": self._num_refused,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Stops generating."""
+        self._ended.set()
+        self._thread.join(5)
+        self._http.close()
+
+    def _ask(self, prompts: list[list[int]], **options: Any) -> tuple[list[dict[str, Any]], int | None]:
+        """The answers, and the number of the version that made them; None before the first."""
+        body = {"model": ADAPTER_ID, "prompt": prompts, "temperature": 0.0, **options}
+        response = self._http.post("/v1/completions", json=body)
+        if response.status_code == 404 and not self._has_one.is_set():
+            return [], None
+        if response.status_code != 200:
+            raise EngineError(f"vLLM answered {response.status_code}: {response.text[:500]}")
+        return response.json()["choices"], int(response.headers["x-weightsync-version"].rpartition("/")[2])
+
+    def _generate_all_the_time(self) -> None:
+        self._has_one.wait()
+        while not self._ended.wait(_REST_S):
+            try:
+                _, version = self._ask([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)
+            except (EngineError, httpx.HTTPError):
+                self._num_refused += not self._ended.is_set()
+                continue
+            self._served[str(version)] = self._served.get(str(version), 0) + 1
+
+
+def main() -> None:
+    """Runs until standard input closes."""
+    parser = argparse.ArgumentParser(description="The engine of `weightsync demo --lora --engine vllm`.")
+    parser.add_argument("--size", required=True)
+    parser.add_argument("--model", required=True, type=Path)
+    options = parser.parse_args()
+    token = os.environ[TOKEN_VARIABLE]
+    with LoraVllmServer(options.model) as server:
+        engine = VllmServerEngine(server.url, engine_id="engine-0")
+        config = RolloutConfig(service_id="engine-0", token=token, sender_token=token)
+        service = RolloutService({ADAPTER_ID: engine}, config)
+        demo = LoraVllmEngine(server.url, options.size)
+        try:
+            _tell({"service_url": service.start()})
+            for line in sys.stdin:
+                _tell(demo.report(int(line)))
+        finally:
+            demo.close()
+            service.close()
+            engine.close()
+
+
+def _tell(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What the ASGI middlewares of vLLM's server share: messages, bodies, headers, and who may send what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, TypeAlias
+
+from weightsync.errors import ForbiddenError, WeightSyncError
+from weightsync.net.origin import ALLOWED_HOSTS_VARIABLE, is_foreign_page
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+
+
+def route_of(scope: Scope) -> str:
+    """The path as the application's router looks it up."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
+
+
+def is_of_another_page(scope: Scope, names: frozenset[str]) -> bool:
+    """Whether a web page of another origin sent it, or one by a name that is not this server's: its browser says so.
+    vLLM asks nobody for a token on its control routes, and some of them take all they need from the address: a page
+    needs to know the port alone.
+
+    Args:
+        scope: of the request.
+        names: of the server, by `net.origin.host_names`.
+    """
+    fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+    return is_foreign_page(fields, names)
+
+
+def foreign() -> ForbiddenError:
+    """The answer to such a page."""
+    return ForbiddenError(
+        "a web page of another origin sent this, or one by a name that is not this engine's; its control routes obey "
+        f"none: name the engine's own in {ALLOWED_HOSTS_VARIABLE}",
+        state_left="nothing was done",
+    )
+
+
+def told(error: WeightSyncError) -> dict[str, Any]:
+    """The error as clients of OpenAI's interface read it, and as ours do."""
+    shown = {"message": error.message, "type": type(error).__name__, "param": None, "code": error.http_status}
+    return {"error": shown, "weightsync": error.to_dict()}
+
+
+class Bodies:
+    """Requests' bodies that are read before the application sees them, and how much of them is kept at once. One event
+    loop."""
+
+    def __init__(self) -> None:
+        self.coming_bytes = 0
+
+    async def read(
+        self, receive: Receive, read: list[Message], *, max_bytes: int, max_coming_bytes: int
+    ) -> bytes | None:
+        """A body; None where it is too long, there is no room for it, or the client has left. `done` comes after.
+
+        Args:
+            receive: what gives it.
+            read: takes what came.
+            max_bytes: of this one.
+            max_coming_bytes: of all that are read at once.
+        """
+        num_bytes, more = 0, True
+        while more:
+            if num_bytes > max_bytes or self.coming_bytes > max_coming_bytes:
+                return None
+            message = await receive()
+            read.append(message)
+            num_bytes += (size := _num_bytes([message]))
+            self.coming_bytes += size
+            if message["type"] != "http.request":
+                return None
+            more = message.get("more_body", False)
+        return b"".join(message.get("body", b"") for message in read)
+
+    def done(self, read: list[Message]) -> None:
+        """What came is not kept any more."""
+        self.coming_bytes -= _num_bytes(read)
+
+
+def _num_bytes(messages: list[Message]) -> int:
+    return sum(len(message.get("body", b"")) for message in messages)
+
+
+def again(read: list[Message], receive: Receive) -> Receive:
+    """What was read comes again, then what comes."""
+    left = iter(read)
+
+    async def heard() -> Message:
+        message = next(left, None)
+        return await receive() if message is None else message
+
+    return heard
+
+
+def request_in(body: bytes) -> dict[str, Any] | None:
+    """The request; None where vLLM is to say what is wrong with it."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(request, dict) or not isinstance(request.get("vllm_xargs") or {}, dict):
+        return None
+    return request
+
+
+def with_length(headers: Iterable[tuple[bytes, bytes]], size_bytes: int) -> Headers:
+    """The headers of a body that was rewritten."""
+    kept = [(name, value) for name, value in headers if name.lower() not in (b"content-length", b"transfer-encoding")]
+    return [*kept, (b"content-length", str(size_bytes).encode())]
+
+
+async def answer(send: Send, status: int, body: bytes, headers: Headers | None = None) -> None:
+    """A whole answer in JSON."""
+    fields = [(b"content-type", b"application/json"), *(headers or ())]
+    await send({"type": "http.response.start", "status": status, "headers": with_length(fields, len(body))})
+    await send({"type": "http.response.body", "body": body})

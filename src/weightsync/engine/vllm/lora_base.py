@@ -1,0 +1,111 @@
+"""CheckpointDigest: which base a vLLM was started with, as a trainer's digest of its base would say it.
+
+An adapter is bound to its base's digest. A vLLM that was given no base by this library has that of its checkpoint; its
+files are read once, beside what the worker generates. A trainer may hold the same weights in a wider dtype: the digests
+of the checkpoint in these are compared, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightsync.codec.digest import digest_of
+from weightsync.errors import BusyError
+from weightsync.tensors import spec_of
+from weightsync.types import HeldTensor, TensorTable
+
+_CASTS = (None, torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+_TIED = "lm_head.weight"
+
+_logger = logging.getLogger(__name__)
+
+
+class CheckpointDigest:
+    """Thread-safe.
+
+    Args:
+        vllm_config: vLLM's: where its checkpoint lies.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        model = getattr(vllm_config, "model_config", None)
+        self._folder = Path(str(getattr(model, "model", "") or "/nonexistent"))
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._found: dict[torch.dtype | None, str] = {}
+        self._ended = False
+
+    def equals(self, digest: str) -> bool | None:
+        """Whether the checkpoint has that digest in one of the dtypes; None: it can't be told (no files here, or
+        quantised ones).
+
+        Raises:
+            BusyError: it is being read; ask again.
+        """
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="weightsync-base", daemon=True)
+                self._thread.start()
+            thread = self._thread
+        thread.join(0.05)
+        with self._lock:
+            if digest in self._found.values():
+                return True
+            if not self._ended:
+                raise BusyError("the base's checkpoint is being read for its digest: ask again")
+            return False if self._found else None
+
+    def __str__(self) -> str:
+        return f"the checkpoint {self._folder.name}"
+
+    def _run(self) -> None:
+        try:
+            for dtype in _CASTS:
+                if (digest := _digest(self._folder, dtype)) is None:
+                    break
+                with self._lock:
+                    self._found[dtype] = digest
+        except Exception as error:
+            _logger.warning("the digest of the checkpoint %s can't be computed: %s", self._folder, error)
+        finally:
+            with self._lock:
+                self._ended = True
+
+
+def _digest(folder: Path, dtype: torch.dtype | None) -> str | None:
+    """The model digest of a folder's tensors, cast; None where that means nothing."""
+    tensors = dict(_tensors(folder))
+    if not tensors or any(tensor.is_floating_point() and tensor.dtype not in _PLAIN for tensor in tensors.values()):
+        return None
+    cast = {
+        name: tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+        for name, tensor in tensors.items()
+    }
+    specs = TensorTable.of(spec_of(name, tensor) for name, tensor in cast.items())
+    held = [HeldTensor(spec=spec, box=None, tensor=tensor) for spec, tensor in zip(specs, cast.values(), strict=True)]
+    return digest_of(held, specs)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Mapped, not read yet."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    config: dict[str, Any] = {}
+    if (path := folder / "config.json").is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("quantization_config"):
+        return
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                if name != _TIED or not config.get("tie_word_embeddings"):
+                    yield name, opened.get_tensor(name)

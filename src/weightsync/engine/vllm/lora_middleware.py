@@ -1,0 +1,420 @@
+"""LoraMiddleware: requests for a model's name are answered by the version of its LoRA adapter that is current when they
+come, and an old version is unloaded when its last request has ended.
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm ... --enable-lora --max-loras 4 \
+        --middleware weightsync.engine.vllm.lora_middleware.LoraMiddleware
+
+    request, model "actor" --> model "actor@run/12#..." --> vLLM --> answer, model "actor", weight_versions: run/12
+
+The rollout service loads each version under a name of its own, proves it there, and commits it (`handles.vllm_lora`);
+the switch is one assignment in this event loop. There is one: vLLM refuses to take adapters at run time with more than
+one API server. vLLM's cache of prefixes goes by an adapter's name and folder, so a new version finds nothing of an old
+one's. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from weightsync.engine.vllm.adapter_table import AdapterTable, Held
+from weightsync.engine.vllm.answers import BASE_FIELD, FIELD, ROUTES, Answers, hides_tokens, num_choices
+from weightsync.engine.vllm.asgi import (
+    App,
+    Bodies,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    again,
+    answer,
+    foreign,
+    is_of_another_page,
+    request_in,
+    route_of,
+    told,
+    with_length,
+)
+from weightsync.engine.vllm.lease_middleware import LeaseMiddleware
+from weightsync.engine.vllm.lora_calls import Inside, VllmFacts
+from weightsync.engine.vllm.spans import Answer
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    NotServingError,
+    UnsupportedError,
+    WeightSyncError,
+    as_weightsync_error,
+)
+from weightsync.handles.vllm_lora_messages import (
+    COMMIT_PATH,
+    DROP_PATH,
+    LOAD_PATH,
+    SCORE_PATH,
+    STATE_PATH,
+    AdapterState,
+    CommitAdapter,
+    DropAdapter,
+    LoadAdapter,
+    ScoreAdapter,
+    Scored,
+)
+from weightsync.memory import PrivateFolder
+from weightsync.net.messages import decode, encode
+from weightsync.net.origin import host_names
+from weightsync.types import Deadline, VersionSpan
+from weightsync.types.spans import whole_span
+
+EXPECTED_VARIABLE = "WEIGHTSYNC_ADAPTERS"
+"""Models, by commas, whose requests are refused (503) before they have an adapter, e.g. after a restart: vLLM itself
+would say that there is no such model."""
+VERSION_HEADER = b"x-weightsync-version"
+_GENERATES = (
+    "/v1/",
+    "/inference/",
+    "/generate",
+    "/tokenize",
+    "/detokenize",
+    "/score",
+    "/rerank",
+    "/pooling",
+    "/classify",
+)
+_OWN_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_MAX_BODY_BYTES = 256 << 20
+_MAX_COMING_BYTES = 2 * _MAX_BODY_BYTES
+"""Of all bodies that are still coming; past it requests pass as they are, and vLLM knows no such model."""
+_MAX_ORDER_BYTES = 1 << 20
+_UNLOAD_RETRY_S = 1.0
+_CALL_S = 60.0
+
+_logger = logging.getLogger(__name__)
+
+
+class LoraMiddleware:
+    """ASGI middleware. One event loop. A `LeaseMiddleware` stands outside of it (behind it on the command line): a
+    request that waits for a set of models is given the adapter that is current when it goes on.
+
+    Args:
+        app: what answers.
+        expected: see `EXPECTED_VARIABLE`.
+    """
+
+    def __init__(self, app: App, *, expected: str | None = None) -> None:
+        self._app = app
+        text = os.environ.get(EXPECTED_VARIABLE, "") if expected is None else expected
+        self._expected = frozenset(name.strip() for name in text.split(",") if name.strip())
+        self._table = AdapterTable()
+        self._loading = asyncio.Lock()  # vLLM loads and unloads one at a time
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._wrong_order = _has_lease(app)
+        self._names = host_names((socket.gethostname(),))
+        self._bodies = Bodies()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes what is not its business."""
+        if scope["type"] == "lifespan" and self._wrong_order:
+            await self._refuse_start(receive, send)
+            return
+        path = route_of(scope) if scope["type"] == "http" else ""
+        if path == STATE_PATH or path.startswith(f"{STATE_PATH}/"):
+            await self._ordered(scope, path, receive, send)
+        elif path == "/v1/models" and scope["method"] == "GET":
+            await self._app(scope, receive, _Models(send, self._table).send)
+        elif scope.get("method") == "POST" and path.startswith(_GENERATES) and path not in _OWN_ROUTES:
+            await self._answered(scope, path, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    # --- clients' requests ---
+
+    async def _answered(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
+        read: list[Message] = []
+        try:
+            body = await self._bodies.read(receive, read, max_bytes=_MAX_BODY_BYTES, max_coming_bytes=_MAX_COMING_BYTES)
+            request = None if body is None or b'"model"' not in body else request_in(body)
+            model = None if request is None else request.get("model")
+            if request is None or not isinstance(model, str):
+                await self._app(scope, again(read, receive), send)
+                return
+        finally:
+            self._bodies.done(read)
+        held = self._table.begin(model)  # the switch: nothing is awaited between this look and the count
+        if held is None:
+            if model in self._expected:
+                await _refuse(send, NotServingError(f"{model} has no adapter yet", state_left="not loaded"))
+            else:
+                await self._app(scope, again(read, receive), send)
+            return
+        try:
+            spans = path.endswith(ROUTES)
+            asked = bool(request.get("return_token_ids"))
+            request = {**request, "model": held.name}
+            if spans and not hides_tokens(request):
+                request["return_token_ids"] = True
+            rewritten = json.dumps(request).encode()
+            head: Message = {"type": "http.request", "body": rewritten, "more_body": False}
+            out = (
+                _Named(send, held, model, asked=asked, number=num_choices(request))
+                if spans
+                else _Renamed(send, held, model)
+            )
+            await self._app(
+                {**scope, "headers": with_length(scope["headers"], len(rewritten))}, again([head], receive), out.send
+            )
+        finally:
+            self._table.end(held)
+            self._sweep(scope)
+
+    # --- the service's orders ---
+
+    async def _ordered(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
+        try:
+            if is_of_another_page(scope, self._names):
+                raise foreign()
+            inside, facts = Inside(self._app, scope), VllmFacts(scope["app"])
+            await inside.check_allowed()
+            if (scope["method"], path) == ("GET", STATE_PATH):
+                reply: AdapterState | Scored = self._state(facts)
+            elif scope["method"] == "POST":
+                body = await Bodies().read(receive, [], max_bytes=_MAX_ORDER_BYTES, max_coming_bytes=_MAX_ORDER_BYTES)
+                if body is None:
+                    raise InvalidRequestError(f"an order has at most {_MAX_ORDER_BYTES} bytes")
+                reply = await self._obey(path, body, scope, inside, facts)
+            else:
+                raise UnsupportedError(f"there is no {scope['method']} {path}")
+        except Exception as error:
+            typed = as_weightsync_error(error, EngineError, "the order failed")
+            await answer(send, typed.http_status, encode(typed.to_dict()))
+            return
+        await answer(send, 200, encode(reply))
+
+    async def _obey(
+        self, path: str, body: bytes, scope: Scope, inside: Inside, facts: VllmFacts
+    ) -> AdapterState | Scored:
+        if path == LOAD_PATH:
+            await self._load(decode(body, LoadAdapter, what="the order"), scope, inside, facts)
+        elif path == SCORE_PATH:
+            return await self._score(decode(body, ScoreAdapter, what="the order"), scope, inside)
+        elif path == COMMIT_PATH:
+            self._table.commit(decode(body, CommitAdapter, what="the order").session)
+        elif path == DROP_PATH:
+            self._table.drop(decode(body, DropAdapter, what="the order").session)
+        else:
+            raise UnsupportedError(f"there is no order {path}")
+        self._sweep(scope)
+        return self._state(facts)
+
+    def _state(self, facts: VllmFacts) -> AdapterState:
+        mine = {each.name for each in self._table}
+        return AdapterState(
+            max_loras=facts.max_loras, max_cpu_loras=facts.max_cpu_loras, max_lora_rank=facts.max_lora_rank,
+            num_replicas=facts.num_replicas, updating=facts.updating, others=len(facts.names() - mine),
+            adapters=self._table.told(),
+        )  # fmt: skip
+
+    async def _load(self, order: LoadAdapter, scope: Scope, inside: Inside, facts: VllmFacts) -> None:
+        facts.check()
+        if order.model_id in facts.base_names():
+            raise ConfigError(
+                f"vLLM serves its base as {order.model_id!r}, which is this adapter's model: start it with another "
+                "--served-model-name, or publish under another model_id",
+                state_left="nothing was changed",
+            )
+        self._table.expire()
+        for each in self._table:  # a session that its service has forgotten
+            if each.load.model_id == order.model_id and each.state == "staged":
+                self._table.drop(each.load.session)
+        self._sweep(scope)
+        await self._settled()
+        deadline = Deadline(order.deadline_s)
+        held = Held(load=order, folder=PrivateFolder.taken_over(order.folder), until=deadline)
+        try:
+            others = len(facts.names() - {each.name for each in self._table})
+            self._table.add(held, max_loras=facts.max_loras, others=others)
+        except WeightSyncError:
+            held.folder.hand_over()  # it is the service's still
+            raise
+        asyncio.get_running_loop().call_later(order.deadline_s + 0.1, self._expire, scope)
+        loading = self._spawn(self._load_now(held, inside, facts))
+        done, _ = await asyncio.wait({loading}, timeout=deadline.remaining_s)
+        if not done:
+            self._table.drop(order.session)
+            raise DeadlineExceededError(f"vLLM did not load {held.name} within {order.deadline_s:g} s")
+        loading.result()
+
+    async def _load_now(self, held: Held, inside: Inside, facts: VllmFacts) -> None:
+        async with self._loading:
+            try:
+                await inside.load(held.name, held.folder.path)
+            except BaseException:
+                self._table.remove(held)
+                held.folder.close()
+                raise
+            held.lora_id = facts.lora_id(held.name)
+
+    async def _score(self, order: ScoreAdapter, scope: Scope, inside: Inside) -> Scored:
+        held = self._table.of_session(order.session)
+        if held is None or self._table.begin(held.name) is None:
+            raise InvalidRequestError(f"session {order.session} has no adapter here")
+        try:
+            return Scored(logprobs=await inside.score(held.name, order.tokens, order.replica))
+        finally:
+            self._table.end(held)
+            self._sweep(scope)
+
+    # --- what leaves ---
+
+    def _expire(self, scope: Scope) -> None:
+        self._table.expire()
+        self._sweep(scope)
+
+    def _sweep(self, scope: Scope) -> None:
+        """Begins to unload what nobody needs any more."""
+        for held in self._table.over():
+            self._spawn(self._unload(held, Inside(self._app, scope), VllmFacts(scope["app"])))
+
+    async def _unload(self, held: Held, inside: Inside, facts: VllmFacts) -> None:
+        """Out of vLLM's list, out of its workers, and then the folder: a worker that is asked for an adapter which it
+        has not reads the folder, and ends vLLM where there is none."""
+        while True:
+            try:
+                async with self._loading:
+                    await facts.ended(held.name, Deadline(_CALL_S))
+                    await inside.unload(held.name)
+                    if held.lora_id is not None:
+                        await inside.drop(held.lora_id)
+                break
+            except Exception as error:
+                _logger.warning("adapter %s could not be unloaded yet: %s", held.name, error)
+                await asyncio.sleep(_UNLOAD_RETRY_S)
+        held.folder.close()
+        self._table.remove(held)
+
+    async def _settled(self) -> None:
+        """What is being unloaded is gone: its slot counts for the next one."""
+        deadline = Deadline(_CALL_S)
+        while any(each.leaving for each in self._table) and not deadline.expired:
+            await asyncio.sleep(0.005)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _refuse_start(self, receive: Receive, send: Send) -> None:
+        why = "ConfigError: on the command line --middleware ...LeaseMiddleware stands behind ...LoraMiddleware"
+        _logger.error("this server does not start: %s", why)
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": why})
+
+
+class _Named(Answers):
+    """A completion by an adapter: it says the model's name, and the version."""
+
+    def __init__(self, send: Send, held: Held, model: str, *, asked: bool, number: int | None) -> None:
+        def spans_of(answers: Mapping[int, Answer]) -> list[list[VersionSpan]]:
+            return [whole_span(held.version, len(each.tokens)) for each in answers.values()]
+
+        super().__init__(_Renamed(send, held, model).send, spans_of, asked=asked, num_choices=number)
+
+    def rename(self, told: dict[str, Any]) -> None:
+        """What a middleware nearer to vLLM says is of the base's weights."""
+        if FIELD in told:
+            told[BASE_FIELD] = told.pop(FIELD)
+
+
+class _Renamed:
+    """An answer whose header has the version, and in which vLLM's name for it is the model's again."""
+
+    def __init__(self, send: Send, held: Held, model: str) -> None:
+        self._send = send
+        self._version = str(held.version).encode()
+        self._old, self._new = held.name.encode(), model.encode()
+        self._start: Message | None = None
+        self._parts: list[bytes] = []
+
+    async def send(self, message: Message) -> None:
+        """Takes a message of the application's, and sends what the client gets."""
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (VERSION_HEADER, self._version)]
+            message = {**message, "headers": headers}
+            kind = dict(headers).get(b"content-type", b"")
+            if kind.startswith(b"application/json") and b"content-encoding" not in dict(headers):
+                self._start = message
+            else:
+                await self._send(message)
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        elif self._start is None:  # events come whole
+            await self._send({**message, "body": message.get("body", b"").replace(self._old, self._new)})
+        else:
+            self._parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                body = b"".join(self._parts).replace(self._old, self._new)
+                await self._send({**self._start, "headers": with_length(self._start["headers"], len(body))})
+                await self._send({**message, "body": body})
+
+
+class _Models:
+    """The list of models: an adapter has its model's name, once."""
+
+    def __init__(self, send: Send, table: AdapterTable) -> None:
+        self._send = send
+        self._table = table
+        self._start: Message | None = None
+        self._body = b""
+
+    async def send(self, message: Message) -> None:
+        """Takes a message of the application's, and sends what the client gets."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        self._body += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        assert self._start is not None
+        body = self._listed(self._body) if self._start["status"] == 200 else self._body
+        await self._send({**self._start, "headers": with_length(self._start.get("headers", ()), len(body))})
+        await self._send({**message, "body": body})
+
+    def _listed(self, body: bytes) -> bytes:
+        try:
+            listed = json.loads(body)
+            cards = list(listed["data"])
+            shown = []
+            for card in cards:
+                held = self._table.named(card["id"])
+                if held is None:
+                    shown.append(card)
+                elif held.state == "current":
+                    shown.append({**card, "id": held.load.model_id})
+        except (ValueError, KeyError, TypeError):
+            return body
+        return json.dumps({**listed, "data": shown}).encode()
+
+
+async def _refuse(send: Send, error: WeightSyncError) -> None:
+    headers = [(b"retry-after", b"1")] if isinstance(error, NotServingError) else []
+    await answer(send, error.http_status, json.dumps(told(error)).encode(), headers)
+
+
+def _has_lease(app: Any) -> bool:
+    """Whether a lease is looked at behind this middleware: a request would be given its adapter before it waits."""
+    seen = 0
+    while app is not None and seen < 100:
+        if isinstance(app, LeaseMiddleware):
+            return True
+        app, seen = getattr(app, "app", None) or getattr(app, "_app", None), seen + 1
+    return False

@@ -1,0 +1,29 @@
+"""`weightsync demo --lora --engine vllm`: its own checks are the test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines.vllm_support import NEEDS_VLLM, as_the_cpu_is, engine_env, vllm_is_there
+
+pytestmark = pytest.mark.timeout(500)
+
+
+@pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
+def test_each_version_is_served_and_says_what_the_trainer_says(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "weightsync.cli", "demo", "--lora", "--engine", "vllm", "--size", "tiny"),
+        *("--steps", "3", "--json", str(tmp_path / "out.json")),
+    ]
+    done = subprocess.run(
+        command, env={**as_the_cpu_is(), **engine_env()}, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert [row["version"] for row in told["rows"]] == [1, 2, 3]
+    assert not told["problems"]
