@@ -21,8 +21,10 @@ from tests.engines import vllm_faults
 from tests.engines.vllm_families import EngineProcess, trainer_main
 from tests.engines.vllm_support import (
     DIFFERENT,
+    NEEDS_PACKING,
     NEEDS_VLLM,
     OPTIONS,
+    PACKS,
     SAME,
     Oracle,
     distance,
@@ -189,6 +191,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         opened: dict[tuple[int, str], Workshop] = {}
 
         def of(*, tp: int = 1, build: str = "unpacked") -> Workshop:
+            if build == "packed" and not PACKS:
+                pytest.skip(NEEDS_PACKING)
             if (tp, build) not in opened or opened[tp, build].busy:
                 stack.pop_all().close()
                 opened.clear()

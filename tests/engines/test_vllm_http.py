@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm_faults import arm, armed
-from tests.engines.vllm_support import SAME, Oracle, Server, build_model, distance, nudge, save_checkpoint, train_step
+from tests.engines.vllm_support import (
+    PACKS,
+    SAME,
+    Oracle,
+    Server,
+    build_model,
+    distance,
+    nudge,
+    save_checkpoint,
+    train_step,
+)
 from tests.engines.vllm_trainers import LAST_CHUNK, Trainers
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.types import AbortRequest, DescribeRequest, EngineOp, EngineReply
@@ -42,7 +52,7 @@ def test_the_oracle_over_http(trainers: Trainers, vllm_server: Server, serves: S
     serves(0)
     for steps in (1, 2, 1):
         outcome = trainers.good(steps)
-        assert "parameters in another form, packed or quantised" in outcome["unprovable"]["vllm"]
+        assert ("parameters in another form, packed or quantised" in outcome["unprovable"].get("vllm", "")) == PACKS
         assert outcome["num_chunks"] == LAST_CHUNK + 1
         serves(steps)
         assert vllm_server.get("/weight_info") == {"weight_version": outcome["version"]}
@@ -54,7 +64,9 @@ def test_the_oracle_over_http(trainers: Trainers, vllm_server: Server, serves: S
 def test_changes_are_pushed_into_layers_that_are_packed(
     trainers: Trainers, vllm_server: Server, serves: Serves, oracle: Oracle, tmp_path: Path
 ) -> None:
-    """Though live weights can't be proved. Seen to fail: each version went out in full, as none was proved."""
+    """Though live weights can't be proved; where the CPU packs none, they are. Seen to fail: each version went out in
+    full, as none was proved.
+    """
     setup = {"changes": True}
     first = trainers.good(1, setup=setup)
     assert first["why_full"] == "nothing was pushed before"
@@ -65,7 +77,7 @@ def test_changes_are_pushed_into_layers_that_are_packed(
     nudged = save_checkpoint(tmp_path / "nudged", model)
     for few in (True, False, True, False):
         said = trainers.good(1, setup=setup, few=few)
-        assert (said["num_deltas"], said["why_full"], list(said["unprovable"])) == (1, None, ["vllm"]), said
+        assert (said["num_deltas"], said["why_full"], list(said["unprovable"])) == (1, None, ["vllm"] * PACKS), said
         if few:
             assert distance(vllm_server.logprobs(), oracle.logprobs(nudged)) <= SAME
         else:

@@ -46,6 +46,9 @@ LONG_PROMPT: tuple[int, ...] = tuple((5 * i + i // 9) % VOCAB for i in range(300
 
 vllm_is_there = importlib.util.find_spec("vllm") is not None
 NEEDS_VLLM = "vLLM is not installed: pip install weightsync[engines-cpu]"
+PACKS = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""Whether vLLM's CPU build packs linear weights in bfloat16 on this CPU; with AVX2 alone it keeps them as loaded."""
+NEEDS_PACKING = "this CPU has no bfloat16 kernel of oneDNN: vLLM packs no linear weights in bfloat16 here"
 
 
 def build_model(seed: int = 0, *, tied: bool = False) -> nn.Module:
