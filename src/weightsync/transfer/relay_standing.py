@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 _FIRST_STRIKE_S, _LONGEST_STRIKE_S = 0.5, 60.0
 _WRONG_S = 600.0
+_MAX_DOUBLED = 10
 
 
 class Standing:
@@ -33,7 +34,7 @@ class Standing:
         """It failed, or was too slow: it is left alone for a while, each time longer; who sent wrong bytes for long."""
         with self._lock:
             self._strikes[name] += 1
-            pause_s = min(_LONGEST_STRIKE_S, _FIRST_STRIKE_S * 2 ** (self._strikes[name] - 1))
+            pause_s = min(_LONGEST_STRIKE_S, _FIRST_STRIKE_S * 2 ** min(_MAX_DOUBLED, self._strikes[name] - 1))
             self._until_s[name] = self._clock() + (_WRONG_S if wrong else pause_s)
 
     def gave(self, name: str, num_bytes: int, seconds: float) -> None:
