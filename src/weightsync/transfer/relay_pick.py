@@ -121,6 +121,11 @@ class Swarm:
         with self.changed:
             return not self._in_flight and not self._agent_todo
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether something is asked of somebody, so that bytes may still be written."""
+        return self._in_flight != 0
+
     def fail(self, error: WeightSyncError) -> None:
         """The read has failed."""
         with self.changed:
