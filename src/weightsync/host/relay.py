@@ -181,6 +181,7 @@ class RelayShelf:
         self._kept: dict[str, dict[str, _Kept]] = {}  # by agent, by content
         self._reading: dict[str, int] = {}  # agents that reads under way tell of everything
         self._dirty: set[str] = set()  # agents that have to be told
+        self._stuck: list[_Kept] = []  # withdrawn, and read still
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -210,7 +211,7 @@ class RelayShelf:
             StateError: somebody still does. It must not be written.
         """
         with self._changed:
-            gone = []
+            gone = [each for each in self._stuck if each.staged is staged]
             for endpoint, kept in self._kept.items():
                 for content in [name for name, each in kept.items() if each.staged is staged]:
                     gone.append(kept[content])
@@ -218,6 +219,9 @@ class RelayShelf:
                     self._dirty.add(endpoint)
             self._changed.notify_all()
         stuck = [each for each in gone if not each.offer.end()]
+        self.relay.server.forget_ended()
+        with self._changed:  # who tries again finds them
+            self._stuck = [each for each in self._stuck if each.staged is not staged] + stuck
         if stuck:
             raise StateError("another host reads what is to be written, and can't be cut: it is tried again")
 
@@ -308,6 +312,7 @@ class RelayShelf:
             self._changed.notify_all()
         for each in gone:
             each.offer.end()
+        self.relay.server.forget_ended()
 
 
 class GrantBoard:

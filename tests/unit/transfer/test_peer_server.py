@@ -134,6 +134,19 @@ def test_what_ended_is_read_by_nobody(served: Served) -> None:
             served.read(served.shown, [1])
 
 
+def test_who_takes_a_block_too_slowly_is_cut() -> None:
+    """A little at a time, and never nothing: else a few such readers would have all turns. Seen to fail where each
+    `send` had its own time."""
+    served = Served(stall_s=1.0)
+    with contextlib.closing(served.server), contextlib.closing(reading(served)) as raw:
+        end_s = time.monotonic() + 10
+        while served.offer.num_reading:
+            assert time.monotonic() < end_s
+            with contextlib.suppress(OSError):
+                raw.recv(4096, socket.MSG_DONTWAIT)
+            time.sleep(0.05)
+
+
 def test_bytes_that_were_sent_do_not_change() -> None:
     """The memory is written right after `end`: what a reader had of a block by then is of the old one."""
     served = Served()
