@@ -9,6 +9,7 @@ and readers are cut then. What a host tells its agents of that is one request, w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import ssl
@@ -19,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import ConfigError, NotRegisteredError, StateError, WeightSyncError
+from weightsync.errors import ConfigError, NotRegisteredError, StateError, UnsupportedError, WeightSyncError
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staging import Target, TargetMap
 from weightsync.net.auth import is_loopback
@@ -201,8 +202,10 @@ class RelayShelf:
             self._dirty.add(endpoint)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._tell_on, name="weightsync-relay-tell", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._tell_on, name="weightsync-relay-tell", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no thread can be had now: reads tell, and the next one tries
+                    thread.start()
+                    self._thread = thread
 
     def withdraw(self, *, staged: bool) -> None:
         """Serves nothing of the staging (or no delta) any more: nobody reads it when this returns.
@@ -274,7 +277,8 @@ class RelayShelf:
                     client.close()
             except WeightSyncError as error:
                 _logger.debug("%s was not told what is relayed: %s", endpoint, error)
-                told_s[endpoint] = time.monotonic() - _TELL_EVERY_S + _RETRY_S
+                if not isinstance(error, UnsupportedError):  # an agent of before relays came is not asked each second
+                    told_s[endpoint] = time.monotonic() - _TELL_EVERY_S + _RETRY_S
 
     def _tell(self, client: AgentClient, endpoint: str) -> None:
         deadline = Deadline(_CALL_S)

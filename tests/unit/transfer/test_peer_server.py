@@ -130,6 +130,8 @@ def test_what_ended_is_read_by_nobody(served: Served) -> None:
         begun_s = time.monotonic()
         assert served.offer.end()
         assert time.monotonic() - begun_s < 3
+        served.server.forget_ended()  # and its memory is not kept
+        assert served.server._offers == {}
         with pytest.raises((TransferAbortedError, EngineUnreachableError)):
             served.read(served.shown, [1])
 

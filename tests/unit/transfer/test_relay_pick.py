@@ -117,6 +117,15 @@ def test_standing_lasts_longer_each_time_and_is_forgiven() -> None:
     assert not standing.usable("a")
 
 
+def test_not_every_name_is_kept() -> None:
+    standing = Standing(Clock())
+    for number in range(5000):
+        standing.strike(f"host-{number}")
+        standing.gave(f"host-{number}", 100, 1.0)
+    assert max(len(standing._until_s), len(standing._rates)) < 4100
+    assert not standing.usable("host-4999")
+
+
 def test_slow_peers_come_last() -> None:
     standing = Standing(Clock())
     standing.gave("slow", 100, 10.0)
