@@ -55,7 +55,6 @@ def ends_within(pid: int, seconds: float) -> bool:
 
 
 def test_hosts_are_apart(two: Hosts) -> None:
-    """Seen red without a shared memory of its own."""
     trainer, rollout = two
     show = ["sh", "-c", "hostname; cat /etc/hostname; touch /dev/shm/mine; ls /dev/shm; pwd"]
     assert trainer.run(show).stdout.split() == ["trainer", "trainer", "mine", os.getcwd()]

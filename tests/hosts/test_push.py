@@ -185,10 +185,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 def test_a_push_reaches_engines_of_other_hosts(
     bench: Callable[..., Hosts], start: Start, tmp_path: Path, resolves: str
 ) -> None:
-    """Whatever a host's own name resolves to: gloo's own choice of an address is that, and often one of loopback.
-
-    Seen red with gloo's default device.
-    """
+    """Whatever a host's own name resolves to: gloo's own choice of an address is that, and often one of loopback."""
     job = job_of(start, bench(["trainer", "one", "two"], resolves=resolves), tmp_path, PATIENT)
     for version in (1, 2):
         said = job.sync()

@@ -84,8 +84,7 @@ def names(fleet: Fleet) -> list[str]:
 
 
 def test_one_copy_leaves_the_trainer(fleet: Callable[..., Fleet]) -> None:
-    """Four hosts, a full and a delta; then a joiner, who takes nothing from the trainer. Seen to fail with relay=False:
-    four copies, and a fifth."""
+    """Four hosts, a full and a delta; then a joiner, who takes nothing from the trainer."""
     there = fleet(5)
     *first, late = names(there)
     there.start(*first)
@@ -111,7 +110,7 @@ def test_one_copy_leaves_the_trainer(fleet: Callable[..., Fleet]) -> None:
 
 def test_peers_of_every_bad_kind_cost_a_retry(fleet: Callable[..., Fleet]) -> None:
     """Each host but one serves badly, each in another way; then the one that has everything does, and a joiner takes
-    it from the trainer. Seen to fail with the block's checksum not compared."""
+    it from the trainer."""
     there = fleet(4)
     good, *bad, late = names(there)
     there.start(good, *bad)

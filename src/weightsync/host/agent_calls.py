@@ -26,6 +26,7 @@ from weightsync.handles.fanout import in_thread
 from weightsync.host.relay import BlockShare, GrantBoard, Relay, RelayShelf
 from weightsync.host.staging import Target, TargetMap
 from weightsync.memory import host_nonce
+from weightsync.net.auth import is_nearby
 from weightsync.transfer.relay import RelaySource
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Checksums, RangedSource
@@ -300,8 +301,11 @@ class Agents:
         """How a peer is spoken to.
 
         Raises:
-            ConfigError: it speaks in clear, and the agent does not.
+            ConfigError: it speaks in clear, and the agent does not; or its address leads to this machine, or to nothing
+                that a host can be, and the agent's does not.
         """
+        if is_nearby(peer.host) and not is_nearby(urlsplit(endpoint).hostname or ""):
+            raise ConfigError(f"{peer.receiver_id} relays at {peer.host}, it says: it is not asked")
         secret = urlsplit(endpoint).scheme == "https"
         if secret and not peer.tls:
             raise ConfigError(f"{peer.receiver_id} relays in clear what {endpoint} sends by TLS: it is not asked")

@@ -9,6 +9,7 @@ and readers are cut then. What a host tells its agents of that is one request, w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import ssl
@@ -19,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import ConfigError, NotRegisteredError, StateError, WeightSyncError
+from weightsync.errors import ConfigError, NotRegisteredError, StateError, UnsupportedError, WeightSyncError
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staging import Target, TargetMap
 from weightsync.net.auth import is_loopback
@@ -181,6 +182,7 @@ class RelayShelf:
         self._kept: dict[str, dict[str, _Kept]] = {}  # by agent, by content
         self._reading: dict[str, int] = {}  # agents that reads under way tell of everything
         self._dirty: set[str] = set()  # agents that have to be told
+        self._stuck: list[_Kept] = []  # withdrawn, and read still
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -200,8 +202,10 @@ class RelayShelf:
             self._dirty.add(endpoint)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._tell_on, name="weightsync-relay-tell", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._tell_on, name="weightsync-relay-tell", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no thread can be had now: reads tell, and the next one tries
+                    thread.start()
+                    self._thread = thread
 
     def withdraw(self, *, staged: bool) -> None:
         """Serves nothing of the staging (or no delta) any more: nobody reads it when this returns.
@@ -210,7 +214,7 @@ class RelayShelf:
             StateError: somebody still does. It must not be written.
         """
         with self._changed:
-            gone = []
+            gone = [each for each in self._stuck if each.staged is staged]
             for endpoint, kept in self._kept.items():
                 for content in [name for name, each in kept.items() if each.staged is staged]:
                     gone.append(kept[content])
@@ -218,6 +222,9 @@ class RelayShelf:
                     self._dirty.add(endpoint)
             self._changed.notify_all()
         stuck = [each for each in gone if not each.offer.end()]
+        self.relay.server.forget_ended()
+        with self._changed:  # who tries again finds them
+            self._stuck = [each for each in self._stuck if each.staged is not staged] + stuck
         if stuck:
             raise StateError("another host reads what is to be written, and can't be cut: it is tried again")
 
@@ -270,7 +277,8 @@ class RelayShelf:
                     client.close()
             except WeightSyncError as error:
                 _logger.debug("%s was not told what is relayed: %s", endpoint, error)
-                told_s[endpoint] = time.monotonic() - _TELL_EVERY_S + _RETRY_S
+                if not isinstance(error, UnsupportedError):  # an agent of before relays came is not asked each second
+                    told_s[endpoint] = time.monotonic() - _TELL_EVERY_S + _RETRY_S
 
     def _tell(self, client: AgentClient, endpoint: str) -> None:
         deadline = Deadline(_CALL_S)
@@ -308,6 +316,7 @@ class RelayShelf:
             self._changed.notify_all()
         for each in gone:
             each.offer.end()
+        self.relay.server.forget_ended()
 
 
 class GrantBoard:

@@ -164,10 +164,10 @@ class Staging:
 
     def forget(self) -> None:
         """What is there is not what was proved any more: every block is fetched anew."""
-        self.before_write()
         self._held = None
         if self._target is not None:
             self._target.forget()
+        self.before_write()  # last: whatever it raises, nobody builds on what is there
 
     def close(self) -> None:
         """Gives the memory back. Idempotent."""

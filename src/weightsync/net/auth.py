@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import socket
 from typing import overload
 
 from weightsync.errors import AuthError, ConfigError
@@ -54,6 +55,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_nearby(host: str) -> bool:
+    """Whether an address, in whatever notation, leads to this machine or to no host behind a route: loopback,
+    link-local (where clouds keep their metadata), multicast, none at all. Names but localhost are not looked up."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            address = ipaddress.ip_address(socket.inet_aton(host))  # 127.1, 0x7f000001: the resolver takes them
+        except (OSError, ValueError):
+            name = host.lower().rstrip(".")
+            return name == "localhost" or name.endswith(".localhost")
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return bool(mapped.is_loopback or mapped.is_link_local or mapped.is_multicast or mapped.is_unspecified)
 
 
 def check_exposure(host: str, token: str | None) -> str | None:

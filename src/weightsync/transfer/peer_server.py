@@ -120,7 +120,8 @@ class PeerServer:
         host: where to listen.
         port: 0 lets the system choose.
         upload_bytes_s: no more is sent in a second, to all together; None: as much as the link takes.
-        stall_s: a connection that takes nothing for so long is cut.
+        stall_s: a connection that takes nothing for so long is cut, and one that takes a block for so long, waits for
+            `upload_bytes_s` not counted.
         tls: where given, connections speak TLS.
 
     Attributes:
@@ -160,11 +161,16 @@ class PeerServer:
         with self._lock:
             self._offers = {name: each for name, each in self._offers.items() if not each.over} | {shown: offer}
 
+    def forget_ended(self) -> None:
+        """Lets go of the memory of offers that are over."""
+        with self._lock:
+            self._offers = {name: each for name, each in self._offers.items() if not each.over}
+
     def close(self) -> None:
         """Stops listening and ends every offer. Idempotent."""
         self._door.close()
         with self._lock:
-            offers = tuple(self._offers.values())
+            offers, self._offers = tuple(self._offers.values()), {}
         for offer in offers:
             offer.end()
 
@@ -194,13 +200,20 @@ class PeerServer:
         connection.sendall(head)
         with offer.using():
             data = offer.shared.read(block)
+        left_s = self._stall_s  # of a block, or a reader that takes a byte at a time would keep others from their turn
         for start in range(0, len(data), _PIECE_BYTES):
             piece = data[start : start + _PIECE_BYTES]
             self._keep_within(len(piece), offer)
-            with offer.using():
-                connection.sendall(piece)
-            with self._lock:
-                self.sent_bytes += len(piece)
+            begun_s = time.monotonic()
+            while piece:
+                with offer.using():
+                    num_sent = connection.send(piece)
+                piece = piece[num_sent:]
+                with self._lock:
+                    self.sent_bytes += num_sent
+                if time.monotonic() - begun_s > left_s:
+                    raise TimeoutError("it takes a block too slowly")
+            left_s -= time.monotonic() - begun_s
 
     def _keep_within(self, num_bytes: int, offer: Offer) -> None:
         """Waits until so many bytes may be sent."""

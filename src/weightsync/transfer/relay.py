@@ -9,7 +9,6 @@ A peer that is wrong, slow, silent or gone costs its block another turn elsewher
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import ssl
@@ -20,6 +19,7 @@ from typing import Protocol
 
 from weightsync.errors import (
     BusyError,
+    ConfigError,
     DeadlineExceededError,
     EngineUnreachableError,
     StateError,
@@ -40,6 +40,10 @@ _LONGEST_WAIT_S = 0.5
 _ALONE_S = 1.0
 """Where the agent does not say who has what it is asked again after so long; everything is taken from it meanwhile."""
 _REPORTS_A_PACE = 4
+_CONNECT_S = 2.0
+"""A peer that can't be connected to for so long is gone. It is asked for nothing yet, so no patience ends it."""
+_END_S = 0.2
+"""So long a read waits at its end for threads that write nothing any more, e.g. that still connect."""
 
 
 class Board(Protocol):
@@ -138,8 +142,7 @@ class RelaySource:
             swarm.fail(TransferAbortedError("this read has ended"))  # nothing more is asked for
             self._board.close()
             self._cut()
-            for thread in tuple(self._threads):
-                thread.join()  # each ends at once: its connection is cut
+            self._let_end(swarm)
             self._told(swarm.agent_bytes, swarm.peer_bytes, swarm.because())
         if reading.error is not None:
             raise reading.error
@@ -176,6 +179,14 @@ class RelaySource:
                         slow = self._asking.get(name)
                     if slow is not None:
                         slow.cancel()
+
+    def _let_end(self, swarm: Swarm) -> None:
+        """Returns when no thread writes any more: each has put back what it was to read. Their connections are cut, so
+        they end at once, but for one that still connects, or looks up a name: it finds nothing to do, and ends then."""
+        end_s = time.monotonic() + _END_S
+        for thread in tuple(self._threads):
+            while thread.is_alive() and (swarm.is_asking or time.monotonic() < end_s):
+                thread.join(_END_S / 4)
 
     def _start(self, run: Callable[..., None], *args: object, name: str) -> None:
         thread = threading.Thread(target=self._guarded, args=(run, *args), name=name, daemon=True)
@@ -276,7 +287,7 @@ class RelaySource:
                     return
                 if facts.receiver_id in self._asking or self._closed:
                     continue
-            with contextlib.suppress(WeightSyncError):  # not to be asked: it speaks in clear, say
+            try:
                 peer = TcpSource(
                     self._source,
                     self._checksums,
@@ -284,6 +295,7 @@ class RelaySource:
                     address=(facts.host, facts.port),
                     num_streams=1,
                     stall_s=self._stall_s,
+                    connect_s=_CONNECT_S,
                     tls=self._tls_of(facts),
                     name=f"{facts.receiver_id} at {facts.host}:{facts.port}",
                     max_tries=1,
@@ -291,6 +303,11 @@ class RelaySource:
                 with self._lock:
                     self._asking[facts.receiver_id] = peer
                 self._start(self._read_peer, reading, facts, peer, name="weightsync-pull-peer")
+            except WeightSyncError as error:
+                # not to be asked, it speaks in clear, say; so nobody waits for what it has: the agent gives that
+                with self._lock:
+                    self._asking.pop(facts.receiver_id, None)
+                reading.swarm.peer_failed(facts.receiver_id, wrong=isinstance(error, ConfigError))
 
 
 class _Reading:

@@ -121,6 +121,11 @@ class Swarm:
         with self.changed:
             return not self._in_flight and not self._agent_todo
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether something is asked of somebody, so that bytes may still be written."""
+        return self._in_flight != 0
+
     def fail(self, error: WeightSyncError) -> None:
         """The read has failed."""
         with self.changed:
@@ -147,7 +152,7 @@ class Swarm:
                 self._peers[facts.receiver_id] = known
             self._peers |= {name: peer for name, peer in before.items() if peer.asked}
             todo = set(self._agent_todo)
-            for block in take:
+            for block in take if self.agent_error is None else ():
                 if 0 <= block < self._num_blocks and self._missing >> block & 1 and block not in todo:
                     self._agent_todo.append(block)
             self.changed.notify_all()
@@ -333,7 +338,8 @@ class Swarm:
             for block in blocks:
                 self._agent_asked.pop(block, None)
                 self._in_flight &= ~(1 << block)
-                self._agent_todo.appendleft(block)
+                if self.agent_error is None:  # else peers may give it
+                    self._agent_todo.appendleft(block)
             self.changed.notify_all()
 
     def peer_failed(self, name: str, *, wrong: bool = False) -> None:
@@ -355,9 +361,7 @@ class Swarm:
     def agent_failed(self, error: WeightSyncError) -> None:
         """The agent can't be read any more: peers may still have all of it."""
         with self.changed:
-            for block in self._agent_todo:
-                self._in_flight &= ~(1 << block)
-            self._agent_todo.clear()
+            self._agent_todo.clear()  # a peer may be asked for some of it: that stays in flight
             self.agent_error = error
             self.changed.notify_all()
 

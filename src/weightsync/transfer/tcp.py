@@ -42,6 +42,7 @@ class TcpSource:
         stall_s: a connection over which nothing comes for so long is given up and opened anew.
         tls: for a server that speaks TLS; with `server_hostname` of the host.
         name: of the server, for errors; the source's endpoint where not given.
+        connect_s: a connection that is not open after so long never will be; `stall_s` where not given.
         max_tries: so often in a row a stream may break before the server counts as gone.
     """
 
@@ -56,9 +57,11 @@ class TcpSource:
         stall_s: float = 10.0,
         tls: ssl.SSLContext | None = None,
         name: str | None = None,
+        connect_s: float | None = None,
         max_tries: int = _MAX_TRIES,
     ) -> None:
         self._source = source
+        self._connect_s = stall_s if connect_s is None else connect_s
         self._name = name or source.endpoint
         self._max_tries = max_tries
         self._checksums = checksums
@@ -198,12 +201,12 @@ class TcpSource:
     @contextlib.contextmanager
     def _connected(self, deadline: Deadline) -> Iterator[socket.socket]:
         timeout_s = max(0.001, min(self._stall_s, deadline.remaining_s))
-        connection: socket.socket = socket.create_connection(self._address, timeout=timeout_s)
+        connection = self._connect(min(timeout_s, self._connect_s))
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(timeout_s)
             if self._tls is not None:
                 connection = self._tls.wrap_socket(connection, server_hostname=self._address[0])
+                connection.settimeout(timeout_s)
             else:
                 wait_in_kernel(connection, timeout_s)
             with self._lock:
@@ -217,6 +220,12 @@ class TcpSource:
             with self._lock:
                 self._open.discard(connection)
             connection.close()
+
+    def _connect(self, within_s: float) -> socket.socket:
+        try:
+            return socket.create_connection(self._address, timeout=within_s)
+        except (ValueError, OverflowError) as error:  # a UnicodeError among them; a peer's address is what it said
+            raise ConnectionError(f"{self._address} is no address: {error}") from error
 
 
 class _DamagedError(Exception):

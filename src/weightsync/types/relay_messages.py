@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 
 import msgspec
@@ -19,6 +20,7 @@ MAX_PEERS = 32
 _MAX_HAVE_BYTES = 2 << 20
 _MAX_WAIT_S = 5.0
 _MAX_WANT = 1024
+_KEY = re.compile("[0-9a-f]{64}")
 
 
 def content_id(version: Version, model_id: str, source: Source, checksums: str) -> str:
@@ -56,6 +58,20 @@ def have_of(said: bytes, num_blocks: int) -> int:
     return int.from_bytes(said, "little") & ((1 << num_blocks) - 1)
 
 
+def _check_host(host: str) -> None:
+    try:
+        right = 0 < len(host) <= 255 and host.isprintable() and bool(host.encode("idna"))
+    except UnicodeError:  # what `socket` can't look up either
+        right = False
+    if not right:
+        raise InvalidRequestError("a relay's host is a name or an address")
+
+
+def _check_port(port: int) -> None:
+    if not 0 < port < 1 << 16:
+        raise InvalidRequestError(f"{port} is no port")
+
+
 class RelayFace(Message, frozen=True, kw_only=True):
     """Where a host serves blocks that it has proved.
 
@@ -72,10 +88,9 @@ class RelayFace(Message, frozen=True, kw_only=True):
     tls: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.port < 1 << 16:
-            raise InvalidRequestError(f"{self.port} is no port")
-        if self.host is not None and not (0 < len(self.host) <= 255 and self.host.isprintable()):
-            raise InvalidRequestError("a relay's host is a name or an address")
+        _check_port(self.port)
+        if self.host is not None:
+            _check_host(self.host)
         if self.zone is not None:
             check_id("zone", self.zone)
 
@@ -152,6 +167,11 @@ class RelayPeer(Message, frozen=True, kw_only=True):
     tls: bool
     have: bytes
 
+    def __post_init__(self) -> None:
+        check_id("receiver_id", self.receiver_id)
+        _check_host(self.host)
+        _check_port(self.port)
+
 
 class RelayAnswer(Message, frozen=True, kw_only=True):
     """What the agent answers to a report.
@@ -174,6 +194,8 @@ class RelayAnswer(Message, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if len(self.peers) > MAX_PEERS or not 0 <= self.again_s <= 60:
             raise InvalidRequestError("this is no answer to a report of a relay")
+        if not all(_KEY.fullmatch(key) for key in self.keys.values()):
+            raise InvalidRequestError("a content's key has 64 hex digits")
 
 
 for _kind in (RelayReport, RelayAnswer):  # see types.engine: msgspec has to learn its types before threads use them

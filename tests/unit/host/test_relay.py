@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from weightsync.agent.api import TransferAgent
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.clients.agent import AgentClient
+from weightsync.errors import ConfigError, StateError, WeightSyncError
+from weightsync.host.agent_calls import Agents
 from weightsync.host.puller import Puller
 from weightsync.host.relay import Relay, relay_of
 from weightsync.host.settings import RolloutConfig
@@ -21,12 +24,13 @@ from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import MappedSegment, Segment
 from weightsync.plan.safetensors import plan_layout
 from weightsync.tensors import byte_array, spec_of
+from weightsync.transfer import relay
 from weightsync.transfer.peer_server import PeerServer
 from weightsync.types import Box, Deadline, Manifest, TensorSpec, Version
 from weightsync.types.agent_config import AgentConfig
 from weightsync.types.publication import Publication, Source
-from weightsync.types.relay_messages import RelayFace, RelayReport
-from weightsync.types.transfer_messages import Transport
+from weightsync.types.relay_messages import Holding, RelayFace, RelayPeer, RelayReport, have_bytes
+from weightsync.types.transfer_messages import RegisterRequest, Transport
 
 TOKEN = "a-token-for-tests-only"
 ROWS, COLUMNS = 512, 512
@@ -178,6 +182,105 @@ def test_a_peer_that_is_gone_costs_a_turn_at_the_agent(one: Trainer) -> None:
         came.release()
 
 
+@contextlib.contextmanager
+def takes_nobody() -> Iterator[int]:
+    """The port of a listener whose queue is full: who connects waits, as where a link is cut."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        port: int = listener.getsockname()[1]
+        for _ in range(3):
+            waits = stack.enter_context(socket.socket())
+            waits.setblocking(False)
+            waits.connect_ex(("127.0.0.1", port))
+        yield port
+
+
+def claim(trainer: Trainer, first: Host, port: int, blocks: int) -> None:
+    """A registered receiver says that it serves these blocks of what the first host has."""
+    endpoint = trainer.endpoints[0]
+    ((content, kept),) = first.puller._agents.shelf._kept[endpoint].items()  # type: ignore[union-attr]
+    holding = Holding(content=content, have=have_bytes(blocks, kept.share.num_blocks))
+    with contextlib.closing(AgentClient(endpoint, token=TOKEN)) as client:
+        client.register(RegisterRequest(receiver_id="liar"))
+        client.relay(RelayReport(receiver_id="liar", face=RelayFace(host=None, port=port), holdings=(holding,)))
+
+
+def test_a_peer_that_can_not_be_connected_to_is_not_waited_for_at_the_end(
+    one: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail where the read joined the thread that connects: 8 s."""
+    monkeypatch.setattr(relay, "_CONNECT_S", 8.0)
+    one.publish(0)
+    with hosts(one, "first", "second") as (first, second), takes_nobody() as port:
+        first.pull(0).release()
+        named(one, 1)
+        claim(one, first, port, 1)
+        begun_s = time.monotonic()
+        second.pull(0).release()
+        assert time.monotonic() - begun_s < 6
+
+
+def test_what_a_peer_has_that_can_not_be_connected_to_comes_from_the_agent(
+    one: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail where connecting may take as long as `stall_s`: 10 s."""
+    monkeypatch.setattr(relay, "_CONNECT_S", 0.3)
+    one.publish(0)
+    with hosts(one, "first", "second") as (first, second), takes_nobody() as port:
+        first.pull(0).release()
+        named(one, 1)
+        first.relay.server.close()
+        claim(one, first, port, (1 << 16) - 1)
+        begun_s = time.monotonic()
+        assert second.pull(0).received_from == {"agent": SIZE}
+        assert time.monotonic() - begun_s < 8
+
+
+def test_what_a_peer_has_that_may_not_be_asked_comes_from_the_agent(
+    one: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It speaks in clear, and the agent TLS. Seen to fail where it counted as usable: the pull ran out of time."""
+
+    def refuses(*_: object) -> None:
+        raise ConfigError("in clear")
+
+    monkeypatch.setattr(Agents, "_tls_of_peer", refuses)
+    one.publish(0)
+    with hosts(one, "first", "second") as (first, second):
+        first.pull(0).release()
+        named(one, 1)
+        assert second.pull(0, seconds=10).received_from == {"agent": SIZE}
+
+
+def test_what_can_not_be_withdrawn_is_not_written_at_the_second_try(one: Trainer) -> None:
+    """Seen to fail where it was forgotten at the first."""
+    one.publish(0)
+    with hosts(one, "first") as (first,):
+        first.pull(0).release()
+        shelf = first.puller._agents.shelf
+        assert shelf is not None
+        ((_, kept),) = shelf._kept[one.endpoints[0]].items()
+        until(lambda: kept.shown is not None, "it is served")
+        ends = iter([False, False])
+        kept.offer.end = lambda: next(ends, True)  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises(StateError):
+                shelf.withdraw(staged=True)
+        shelf.withdraw(staged=True)
+
+
+@pytest.mark.parametrize("host", ["127.1", "169.254.169.254"])
+def test_no_host_of_this_machine_is_asked_for_an_agent_of_another(host: str) -> None:
+    facts = RelayPeer(receiver_id="liar", host=host, port=1, zone=None, tls=False, have=b"")
+    agents = Agents(
+        receiver_id="r", model_id="m", token=None, verify=True, transport=None, num_streams=1, stall_s=1.0
+    )  # fmt: skip
+    with contextlib.closing(agents):
+        assert agents._tls_of_peer("http://127.0.0.1:1", facts) is None
+        with pytest.raises(ConfigError):
+            agents._tls_of_peer("http://10.0.0.1:1", facts)
+
+
 @pytest.mark.parametrize("how", ["wrong", "short"])
 def test_no_wrong_byte_comes_of_a_bad_peer(one: Trainer, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Seen to fail with the checksum not compared in `TcpSource._receive`."""
@@ -223,10 +326,10 @@ def test_a_service_relays_where_it_is_open_already() -> None:
     assert not RolloutConfig(host="127.0.0.1", token=TOKEN).relays
     assert RolloutConfig(host="0.0.0.0", token=TOKEN).relays
     assert not RolloutConfig(host="0.0.0.0", token=TOKEN, relay=False).relays
-    relay = relay_of(RolloutConfig(relay=True, zone="rack-1"))
-    assert relay is not None
-    with contextlib.closing(relay):
-        assert (relay.face.zone, relay.face.host, relay.face.tls) == ("rack-1", None, False)
+    made = relay_of(RolloutConfig(relay=True, zone="rack-1"))
+    assert made is not None
+    with contextlib.closing(made):
+        assert (made.face.zone, made.face.host, made.face.tls) == ("rack-1", None, False)
     for wrong in ({"zone": "a b\n"}, {"upload_bytes_s": 0.0}, {"max_peers": 0}, {"relay_host": "0.0.0.0"}):
         with pytest.raises(ConfigError):
             RolloutConfig(**wrong)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -239,3 +240,21 @@ def test_another_model_gets_other_memory_and_never_two_at_once(own_folder: Path)
         assert os.listdir(own_folder) == [target.segment.name]
     assert len(set(names)) == 3
     staging.close()
+
+
+def test_what_is_forgotten_is_forgotten_though_another_host_reads_it() -> None:
+    """Seen to fail where withdrawing came first: a delta would have built on it."""
+
+    def is_read() -> None:
+        raise StateError("another host reads it")
+
+    spec = TensorSpec(name="w", dtype="uint8", shape=(4,))
+    version = Version(run_id="r", number=1)
+    with contextlib.closing(Staging()) as staging:
+        staging.open(Manifest(version=version, model_id="m", tensors=(spec,)))
+        staging.verified(Held(version=version, model_digest="d", digests=("e",)))
+        staging.release()
+        staging.before_write = is_read
+        with pytest.raises(StateError):
+            staging.forget()
+        assert staging.held is None

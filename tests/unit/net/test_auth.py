@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from weightsync.errors import AuthError, ConfigError
-from weightsync.net.auth import bearer_headers, check_exposure, check_token, is_loopback
+from weightsync.net.auth import bearer_headers, check_exposure, check_token, is_loopback, is_nearby
 
 TOKEN = "0123456789abcdef"
 
@@ -101,3 +101,16 @@ def test_only_the_whole_token_passes(header: str | None) -> None:
 def test_a_token_is_a_header_that_httpx_can_send() -> None:
     assert bearer_headers(None) == {}
     assert httpx.Headers(bearer_headers(TOKEN))["authorization"] == f"Bearer {TOKEN}"
+
+
+@pytest.mark.parametrize(
+    ("host", "nearby"),
+    [
+        ("127.0.0.1", True), ("127.1", True), ("0x7f000001", True), ("2130706433", True), ("::1", True),
+        ("::ffff:127.0.0.1", True), ("0.0.0.0", True), ("::", True), ("169.254.169.254", True), ("fe80::1%eth0", True),
+        ("224.0.0.1", True), ("localhost", True), ("LOCALHOST.", True), ("a.localhost", True),
+        ("10.0.0.1", False), ("192.168.1.1", False), ("2001:db8::1", False), ("host-1", False), ("10.1.example", False),
+    ],
+)  # fmt: skip
+def test_what_is_nearby_is_known_in_every_notation(host: str, nearby: bool) -> None:
+    assert is_nearby(host) is nearby

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 
 from weightsync.errors import DigestMismatchError, EngineUnreachableError
@@ -116,6 +117,15 @@ def test_standing_lasts_longer_each_time_and_is_forgiven() -> None:
     assert not standing.usable("a")
 
 
+def test_not_every_name_is_kept() -> None:
+    standing = Standing(Clock())
+    for number in range(5000):
+        standing.strike(f"host-{number}")
+        standing.gave(f"host-{number}", 100, 1.0)
+    assert max(len(standing._until_s), len(standing._rates)) < 4100
+    assert not standing.usable("host-4999")
+
+
 def test_slow_peers_come_last() -> None:
     standing = Standing(Clock())
     standing.gave("slow", 100, 10.0)
@@ -135,6 +145,38 @@ def test_without_the_agent_peers_may_have_all_of_it() -> None:
         there.arrived_from_peer("a", block)
     assert there.over
     assert there.error is None
+
+
+def test_what_a_peer_is_asked_for_is_asked_of_no_other_when_the_agent_is_gone() -> None:
+    """The agent's answer named it too. Seen to fail where that ended its flight: two streams would write one place."""
+    there = swarm([3])
+    there.told([peer("a", [3]), peer("b", [3])], [])
+    assert there.take_from_peer("a", wait=False) == 3
+    there.told([peer("a", [3]), peer("b", [3])], [3])
+    AgentWork(there).fail(EngineUnreachableError("gone"))
+    assert there.take_from_peer("b", wait=False) is None
+
+
+def test_what_was_asked_of_an_agent_that_is_gone_comes_from_peers() -> None:
+    """Put back by another stream than the one that found out, and named by a later answer. Seen to fail where such
+    blocks waited for the agent: the read hung."""
+    there = swarm([3, 4])
+    there.told([peer("a", [3, 4])], [3])
+    assert there.take_from_agent(wait=False) == 3
+    AgentWork(there).fail(EngineUnreachableError("gone"))
+    AgentWork(there).put_back(collections.deque([3]))
+    there.told([peer("a", [3, 4])], [4])
+    assert {there.take_from_peer("a", wait=False) for _ in range(2)} == {3, 4}
+
+
+def test_a_peer_may_fail_for_days() -> None:
+    """Its port is closed by a firewall, and it reports. Seen to fail without a bound: the number is no float."""
+    clock = Clock()
+    standing = Standing(clock)
+    for _ in range(1100):
+        standing.strike("a")
+    clock.now_s += 60
+    assert standing.usable("a")
 
 
 def test_without_agent_and_peers_there_is_no_hope() -> None:
