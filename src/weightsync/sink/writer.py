@@ -17,6 +17,7 @@ import msgspec
 
 from weightsync.codec.threads import map_all
 from weightsync.errors import (
+    InvalidRequestError,
     ObjectConflictError,
     ObjectMissingError,
     RunClaimedError,
@@ -75,6 +76,7 @@ class ChainWriter:
         self._store = store
         self._claim = claim
         self._signer = signer
+        self._trust = None if signer is None else signer.trust
         self._anchor_every = min(anchor_every, MAX_LINKS)
         self._anchor_share = anchor_share
         self._folder = epoch_folder(claim.epoch)
@@ -247,7 +249,8 @@ class ChainWriter:
         raise RunClaimedError(f"the pointer of {self._store.url} is moved by somebody else", state_left="it stays")
 
     def _look(self, deadline: Deadline) -> Pointer | None:
-        """The pointer as it is; one that is damaged counts as none, and is replaced."""
+        """The pointer as it is; one that is damaged counts as none, and is replaced. So does one that this writer's
+        key has not signed: what is carried on is signed anew, and nobody else's word may be."""
         try:
             found = self._store.get(POINTER, deadline=deadline)
         except ObjectMissingError:
@@ -256,9 +259,12 @@ class ChainWriter:
         assert found is not None
         self._etag = found.etag
         try:
-            pointer = msgspec.json.decode(unseal("pointer", found.data, None, what=POINTER), type=Pointer)
-        except (StoreDamagedError, SignatureError, msgspec.DecodeError) as error:
-            _logger.warning("the pointer of %s is damaged, and is replaced: %s", self._store.url, error)
+            pointer = msgspec.json.decode(unseal("pointer", found.data, self._trust, what=POINTER), type=Pointer)
+        except (
+            StoreDamagedError, SignatureError, InvalidRequestError, msgspec.DecodeError, UnicodeDecodeError,
+            RecursionError,
+        ) as error:  # fmt: skip
+            _logger.warning("the pointer of %s does not count, and is replaced: %s", self._store.url, error)
             return None
         if pointer.place != self._place:
             _logger.warning("the pointer of %s is of %s, and is replaced", self._store.url, pointer.place)
