@@ -135,7 +135,9 @@ class StoreClient:
             granted = self.chain.manifest(wanted.anchor.manifest, deadline=deadline)
             anchor = Version(run_id=wanted.version.run_id, number=wanted.anchor.number)
             if granted.version != anchor or not granted.is_anchor or len(granted.sources) != len(wanted.sources):
-                raise StoreDamagedError(f"{self.url}/{wanted.anchor.manifest.key} is of {granted.version}, not {anchor}")
+                raise StoreDamagedError(
+                    f"{self.url}/{wanted.anchor.manifest.key} is of {granted.version}, not {anchor}"
+                )
         self.chain.reading(self._name, tuple(sorted({_key_of(wanted), _key_of(granted)})))
         self.chain.beat(deadline=deadline)
         return self._grant(
