@@ -16,6 +16,7 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterable, Iterator
 
@@ -57,17 +58,15 @@ class FolderStore:
 
     def get(self, key: str, *, deadline: Deadline, unless: str | None = None) -> Found | None:
         """See `ObjectStore.get`."""
-        with self._typed(key), open(self._path(key), "rb") as file:
-            if os.fstat(file.fileno()).st_size > MAX_SMALL_BYTES:
-                raise StoreDamagedError(f"{self.url}/{key} is too long to be what it should be")
-            data = file.read()
+        with self._typed(key):
+            data = self._whole(key)
         found = Found(data=data, etag=_etag(data))
         return None if found.etag == unless else found
 
     def get_range(self, key: str, start: int, into: memoryview, *, deadline: Deadline) -> None:
         """See `ObjectStore.get_range`."""
         with self._typed(key):
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._opened(key)
             try:
                 done = 0
                 while done < len(into):
@@ -91,8 +90,7 @@ class FolderStore:
             else:
                 with self._locked(os.path.dirname(path), deadline):
                     try:
-                        with open(path, "rb") as file:
-                            now = _etag(file.read())
+                        now = _etag(self._whole(key))
                     except FileNotFoundError:
                         now = ""
                     if now != replaces:
@@ -126,7 +124,7 @@ class FolderStore:
                 for name in files:
                     path = os.path.join(folder, name)
                     with contextlib.suppress(FileNotFoundError):
-                        facts = os.stat(path)
+                        facts = os.lstat(path)
                         if name.startswith(_ASIDE) and time.time() - facts.st_mtime > _STALE_S:
                             os.unlink(path)
                         elif not _OURS.match(name):
@@ -137,6 +135,21 @@ class FolderStore:
     def _path(self, key: str) -> str:
         check_key(key)
         return os.path.join(self._root, key)
+
+    def _opened(self, key: str) -> int:
+        """A descriptor; who waits at the other end of a pipe that somebody has put there would wait for ever."""
+        fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise StoreDamagedError(f"{self.url}/{key} is no file")
+        return fd
+
+    def _whole(self, key: str) -> bytes:
+        with os.fdopen(self._opened(key), "rb") as file:
+            data = file.read(MAX_SMALL_BYTES + 1)
+        if len(data) > MAX_SMALL_BYTES:
+            raise StoreDamagedError(f"{self.url}/{key} is too long to be what it should be")
+        return data
 
     @contextlib.contextmanager
     def _aside(self, path: str, data: Data, deadline: Deadline) -> Iterator[str]:

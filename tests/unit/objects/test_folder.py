@@ -143,3 +143,29 @@ def test_what_is_no_folder_and_what_is_too_short(tmp_path: Path) -> None:
     store.put_large("x", b"12345", deadline=Deadline(5))
     with pytest.raises(StoreDamagedError):
         store.get_range("x", 3, memoryview(bytearray(5)), deadline=Deadline(5))
+
+
+def test_what_is_no_file_is_damage_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    """A pipe, which never ends; a link to itself hides nothing else. Seen red with a plain open, which waits."""
+    store = FolderStore(f"file://{tmp_path}/run")
+    etag = store.put("x", b"1", deadline=Deadline(5), replaces=None)
+    (tmp_path / "run" / "x").unlink()
+    os.mkfifo(tmp_path / "run" / "x")
+    (tmp_path / "run" / "loop").symlink_to(tmp_path / "run" / "loop")
+    ended: list[str] = []
+
+    def ask() -> None:
+        for call in (
+            lambda: store.get("x", deadline=Deadline(5)),
+            lambda: store.get_range("x", 0, memoryview(bytearray(1)), deadline=Deadline(5)),
+            lambda: store.put("x", b"2", deadline=Deadline(5), replaces=etag),
+        ):
+            with pytest.raises(StoreDamagedError):
+                call()
+            ended.append("x")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert len(ended) == 3
+    assert {each.key for each in store.list_under("", deadline=Deadline(5))} >= {"x", "loop"}
