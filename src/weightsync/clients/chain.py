@@ -305,6 +305,9 @@ class Chain:
                 continue
             refs = [each for each in (version.before, version.earlier) if each is not None]
             yield version
+            anchors = {source.anchor.key for source in version.sources}
+            if version.earlier is not None and not anchors.isdisjoint(self.bad):  # none of its chain can be had
+                refs = [version.earlier]
         if last is not None:
             raise last
 

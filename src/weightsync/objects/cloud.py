@@ -29,6 +29,7 @@ from weightsync.types.store import check_key
 _CHUNK_BYTES = 16 << 20
 _STALL_S = 30.0
 _GENERATION = "\n"
+_QUERY = re.compile(r"\?[^\s\"')]+")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CREDENTIAL = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired|RequestTimeTooSkewed|InvalidAccessKeyId")
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
@@ -186,5 +187,6 @@ def _typed(what: str, errors: Any) -> Iterator[None]:
 
 
 def _words(error: Exception) -> str:
-    """The first lines of what obstore says; what follows is for its developers."""
-    return " ".join(str(error).partition("Debug source")[0].split())[:400]
+    """The first lines of what obstore says; what follows is for its developers. Without queries of URLs, which may be
+    signatures."""
+    return " ".join(_QUERY.sub("?...", str(error).partition("Debug source")[0]).split())[:400]

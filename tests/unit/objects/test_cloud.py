@@ -184,3 +184,14 @@ def test_google_cloud_storage_replaces_by_generation(monkeypatch: pytest.MonkeyP
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_what_obstore_says_is_told_without_queries() -> None:
+    from weightsync.objects.cloud import _words
+
+    said = _words(
+        OSError("Error performing GET https://a.blob.net/c/x?sv=1&sig=SECRET in 3 s: (https://b/c?sig=SECRET)")
+    )
+    assert "SECRET" not in said
+    assert "https://a.blob.net/c/x?..." in said
+    assert "in 3 s" in said
