@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Iterable, Iterator
 
@@ -43,6 +44,7 @@ _STALE_S = 24 * 3600.0
 """A file aside that is older was left by a writer that was killed."""
 _LOOK_S = 0.01
 _STEP_BYTES = 8 << 20
+_threads: dict[str, threading.Lock] = {}
 
 
 class FolderStore:
@@ -173,6 +175,19 @@ class FolderStore:
 
     @contextlib.contextmanager
     def _locked(self, folder: str, deadline: Deadline) -> Iterator[None]:
+        """The file's lock is of a process, and the first thread to close it gives it up for all: a second one is among
+        threads."""
+        mine = _threads.setdefault(folder, threading.Lock())
+        if not mine.acquire(timeout=max(0.0, deadline.remaining_s)):
+            raise DeadlineExceededError(f"another thread holds the lock of {folder}", peer=self.url)
+        try:
+            with self._locked_file(folder, deadline):
+                yield
+        finally:
+            mine.release()
+
+    @contextlib.contextmanager
+    def _locked_file(self, folder: str, deadline: Deadline) -> Iterator[None]:
         fd = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             while True:

@@ -55,6 +55,20 @@ def test_conditional_puts_of_several_processes_lose_nothing(tmp_path: Path) -> N
     assert found.data == b"120"
 
 
+def test_conditional_puts_of_several_threads_lose_nothing(tmp_path: Path) -> None:
+    """Seen red with the file's lock alone, which is of a process."""
+    url = f"file://{tmp_path}/run"
+    FolderStore(url).put("count", b"0", deadline=Deadline(5), replaces=None)
+    workers = [threading.Thread(target=_count, args=(url, 40), daemon=True) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    found = FolderStore(url).get("count", deadline=Deadline(5))
+    assert found is not None
+    assert found.data == b"160"
+
+
 def test_one_of_many_creates(tmp_path: Path) -> None:
     store, made = FolderStore(f"file://{tmp_path}/run"), []
 
