@@ -30,7 +30,7 @@ from weightsync.objects.signing import Signer, seal, unseal
 from weightsync.objects.urls import place_of
 from weightsync.sink.claim import ClaimKeeper
 from weightsync.sink.intake import Taken
-from weightsync.types import Deadline
+from weightsync.types import Deadline, Version
 from weightsync.types.layout import PublicationLayout
 from weightsync.types.publication import DeltaBase
 from weightsync.types.store import (
@@ -89,6 +89,7 @@ class ChainWriter:
         self._refused: frozenset[str] = frozenset()
         self._again = False
         self._burnt = -1
+        self._begun: tuple[StoredVersion, bytes] | None = None
         self.current: StoredVersion | None = None
         self.ref: VersionRef | None = None
         self.under_way: set[str] = set()
@@ -147,8 +148,26 @@ class ChainWriter:
         if version.number <= self.last_number or (now is not None and version.run_id != now.version.run_id):
             raise VersionError(f"{version} does not follow {now and now.version}", version=str(version))
         self._claim.check()
+        self._begun = None
         try:
             return self._write(taken, deadline)
+        finally:
+            self.under_way.clear()
+
+    def finish(self, version: Version, *, deadline: Deadline) -> int:
+        """Goes on with a version whose manifest was begun when the store failed; nothing was swept meanwhile.
+
+        Returns:
+            Bytes of its manifest; 0 where that is not the version that was begun last.
+
+        Raises:
+            RunClaimedError, WeightSyncError: see `write`.
+        """
+        if self._begun is None or self._begun[0].version != version:
+            return 0
+        self._claim.check()
+        try:
+            return self._point(*self._begun, deadline)
         finally:
             self.under_way.clear()
 
@@ -185,23 +204,29 @@ class ChainWriter:
             model_digest=_model_digest(taken), anchor=None if taken.fulls is not None else self._anchor,
             before=before, earlier=before if taken.fulls is not None else self._earlier, written_s=time.time(),
         )  # fmt: skip
-        key = f"{self._folder}/versions/{version.number}.json"
         self._burnt = max(self._burnt, version.number)
         raw = seal("version", msgspec.json.encode(record), self._signer)
+        self._begun = record, raw
+        return nbytes + self._point(record, raw, deadline)
+
+    def _point(self, record: StoredVersion, raw: bytes, deadline: Deadline) -> int:
+        """Writes a manifest, and points to it; what it names is there."""
+        version = record.version
+        key = f"{self._folder}/versions/{version.number}.json"
         ref = VersionRef(number=version.number, manifest=self._small(key, raw, deadline))
         self._claim.check()
         self._move(
             Pointer(
                 place=self._place, epoch=self._claim.epoch, version=version, model_id=record.model_id,
-                incarnation=taken.incarnation, current=ref,
+                incarnation=record.incarnation, current=ref,
                 previous=record.before,
             ),
             deadline,
         )  # fmt: skip
-        self.current, self.ref = record, ref
+        self.current, self.ref, self._begun = record, ref, None
         if record.is_anchor:
-            self._anchor, self._earlier, self._again = ref, before, False
-        return nbytes + len(raw)
+            self._anchor, self._earlier, self._again = ref, record.before, False
+        return len(raw)
 
     # --- objects ---
 

@@ -26,7 +26,9 @@ from weightsync.objects.folder import FolderStore
 from weightsync.objects.repeating import Repeating
 from weightsync.objects.signing import Signer, Trust, make_keys, seal
 from weightsync.sink.claim import ClaimKeeper
+from weightsync.sink.main import Sink
 from weightsync.types import Deadline
+from weightsync.types.sink import SinkConfig
 from weightsync.types.store import CLAIM, POINTER, Pointer
 
 
@@ -280,3 +282,35 @@ def test_a_claim_that_can_not_be_looked_at_is_not_lost(store) -> None:
     keeper.check()
     made.write(1)
     keeper.release()
+
+
+class Published:
+    """One version, which stays the newest: the last of a training."""
+
+    def newest(self, **_):
+        return taken(1).version
+
+    def take(self, bases, **_):
+        return taken(1)
+
+
+@pytest.mark.parametrize("part", ["versions", POINTER])
+@pytest.mark.parametrize("fault", ["auth", "lost"])
+def test_the_last_version_is_stored_though_the_store_failed_at_its_last_step(store, part, fault) -> None:
+    """No version comes after it. Seen red where a manifest that was begun is passed by."""
+    made, faults, told = Writing(store), [fault], []
+    made.writer._store = FaultyStore(
+        store, lambda op, key, _: faults.pop() if faults and op == "put" and part in key else None
+    )
+    sink = Sink.__new__(Sink)
+    sink._config = SinkConfig(store=store.url, model_id="m", run_id="r", agents=())
+    sink._tell, sink._store, sink._intake, sink._seen = told.append, store, Published(), None
+    with pytest.raises(WeightSyncError):
+        sink._turn(made.writer, wait_s=0.0)
+    assert sink._turn(made.writer, wait_s=0.0)
+    assert [each.version.number for each in told] == [1]
+    assert not sink._turn(made.writer, wait_s=0.0)
+    assert pointed(store).version.number == 1
+    with puller_of(store.url) as reader:
+        assert pulled(reader) == (1, 0, True)
+    made.claim.release()
