@@ -183,3 +183,20 @@ def test_what_is_no_file_is_damage_and_nobody_waits_for_it(tmp_path: Path) -> No
     thread.join(20)
     assert len(ended) == 3
     assert {each.key for each in store.list_under("", deadline=Deadline(5))} >= {"x", "loop"}
+
+
+def test_who_may_not_sweep_lists_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file aside of a writer that was killed long ago, in a folder that is mounted for reading."""
+    store = FolderStore(f"file://{tmp_path}/run")
+    store.put_large("x", b"1", deadline=Deadline(5))
+    (tmp_path / "run" / ".aside-0").write_bytes(b"half")
+    os.utime(tmp_path / "run" / ".aside-0", (0, 0))
+
+    def refused(path: str) -> None:
+        raise PermissionError(13, "read-only", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refused)
+        assert [each.key for each in store.list_under("", deadline=Deadline(5))] == ["x"]
+    assert [each.key for each in store.list_under("", deadline=Deadline(5))] == ["x"]
+    assert not (tmp_path / "run" / ".aside-0").exists()
