@@ -18,8 +18,11 @@ from tests.multiproc.pull_kit import RefusedError, shm_of, wait_until
 from tests.multiproc.store_kit import SEED, StoreTrainer, host_of, in_environment, record, serves
 from tests.standins.processes import children
 from tests.standins.stores import BUCKET, FaultProxy, at_endpoint, s3_server
+from weightsync.config import WeightSyncConfig
+from weightsync.errors import ConfigError
 from weightsync.objects.opened import open_store
 from weightsync.types import Deadline
+from weightsync.verbs.storing import sink_config
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto.server")
@@ -268,3 +271,11 @@ def check_checkpoint(folder: Path, number: int) -> None:
         with safe_open(folder / file, "pt") as opened:
             assert opened.get_tensor(name).equal(right[name]), name
     assert len(set(index["weight_map"].values())) > 1
+
+
+def test_a_trainer_stores_nothing_in_a_memory_that_nobody_else_sees() -> None:
+    """Its writer is a process of its own."""
+    with pytest.raises(ConfigError, match="one process's memory"):
+        sink_config(
+            WeightSyncConfig(), store="memory://a/run", sign_key=None, model_id="m", token=None, certificate=None
+        )

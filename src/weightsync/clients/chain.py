@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import random
+import re
 import threading
 import time
 import uuid
@@ -43,6 +44,9 @@ _NUM_BACK = 64
 """So many versions before the newest are looked at for a good one."""
 _NUM_KEPT = 300
 _MAX_RECOVER = 16
+_MUTE_S = 300.0
+"""So long no note is tried after a refusal: a credential may have expired, and come anew."""
+_MANIFEST = re.compile(r"e([0-9]{6,18})/versions/([0-9]{1,18})\.json")
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
@@ -73,6 +77,7 @@ class Chain:
         self._reader = f"reader-{uuid.uuid4().hex}"
         self._beat_s = beat_s
         self._beats, self._beaten_s = 0, -1e9
+        self._mute_until_s = -1e9
         self._note_etag: str | None = None
         self._noted: tuple[str, ...] = ()
         self._reading: dict[str, tuple[str, ...]] = {}
@@ -100,12 +105,19 @@ class Chain:
             VersionError: it is not there (any more).
         """
         self._look(deadline)
+        run_id: str | None = None
         for version in self._back_from_newest(deadline):
+            run_id = run_id or version.version.run_id
+            if version.version.run_id != run_id:
+                break
             if version.version.number == number:
                 return version
             for ref in (version.anchor, *(_ref(link.version, link.manifest) for link in version.sources[0].links)):
                 if ref is not None and ref.number == number:
-                    return self.manifest(ref.manifest, deadline=deadline)
+                    found = self.manifest(ref.manifest, deadline=deadline)
+                    if (found.version.run_id, found.version.number) != (run_id, number):
+                        raise StoreDamagedError(f"{self.store.url}/{ref.manifest.key} is of {found.version}")
+                    return found
             if version.version.number < number:
                 break
         raise VersionError(f"{self.store.url} does not have version {number} (any more)", version=number)
@@ -202,7 +214,7 @@ class Chain:
         with self._lock:
             manifests = tuple(sorted({key for keys in self._reading.values() for key in keys}))[:16]
             due = time.monotonic() - self._beaten_s > self._beat_s or manifests != self._noted
-            if not self._beat_s or not manifests or not due:
+            if not self._beat_s or not manifests or not due or time.monotonic() < self._mute_until_s:
                 return
             self._beaten_s, self._noted, self._beats = time.monotonic(), manifests, self._beats + 1
             note = ReaderNote(reader=self._reader, beat=self._beats, manifests=manifests, damaged=self.bad[:64])
@@ -210,7 +222,7 @@ class Chain:
             self._put_note(msgspec.json.encode(note), deadline)
         except StoreAuthError as error:
             _logger.info("%s: no note is left of what is read here: %s", self.store.url, error)
-            self._beat_s = 0.0
+            self._mute_until_s = time.monotonic() + _MUTE_S
         except WeightSyncError as error:
             _logger.info("%s: the note of what is read here is not renewed: %s", self.store.url, error)
 
@@ -257,11 +269,16 @@ class Chain:
             if self._pointer is not None and self._recovered is None:
                 raise
             _logger.warning("%s: %s; the newest manifest that is good counts", self.store.url, error)
+            recovered = self._recover(deadline, error)
             with self._lock:
-                self._pointer = self._recover(deadline, error)
+                if self._pointer is not None and recovered.order < self._pointer.order:
+                    raise  # what was found before is gone: nobody goes back
+                self._pointer = recovered
                 self._recovered = None if found is None else found.etag
             return
         with self._lock:
+            if pointer.order < self._seen and self._etag != etag:
+                return  # another thread has asked meanwhile, and has a newer answer
             if pointer.order < self._seen:
                 raise StoreDamagedError(f"{what} went back to {pointer.version}: an old one was put there again")
             self._pointer, self._etag, self._seen, self._recovered = pointer, found.etag, pointer.order, None
@@ -288,19 +305,24 @@ class Chain:
                 continue
             refs = [each for each in (version.before, version.earlier) if each is not None]
             yield version
+            anchors = {source.anchor.key for source in version.sources}
+            if version.earlier is not None and not anchors.isdisjoint(self.bad):  # none of its chain can be had
+                refs = [version.earlier]
         if last is not None:
             raise last
 
     def _recover(self, deadline: Deadline, error: WeightSyncError) -> Pointer:
         """A pointer to the newest manifest that is good, found by listing; no more than a way out of damage."""
-        found = [each.key for each in self.store.list_under("", deadline=deadline) if "/versions/" in each.key]
-        found.sort(key=lambda key: (key.partition("/")[0], _number(key)), reverse=True)
-        for key in found[:_MAX_RECOVER]:
+        listed = [_MANIFEST.fullmatch(each.key) for each in self.store.list_under("", deadline=deadline)]
+        found = sorted(((int(each[1]), int(each[2]), each[0]) for each in listed if each is not None), reverse=True)
+        for epoch, number, key in found[:_MAX_RECOVER]:
             try:
                 got = self.store.get(key, deadline=deadline)
                 assert got is not None
                 version = self._read("version", got.data, StoredVersion, what=f"{self.store.url}/{key}")
             except (StoreDamagedError, SignatureError, ObjectMissingError):
+                continue
+            if (version.epoch, version.version.number) != (epoch, number):  # an older one under a newer name
                 continue
             ref = StoredRef(key=key, nbytes=len(got.data), sha256=hashlib.sha256(got.data).hexdigest())
             current = VersionRef(number=version.version.number, manifest=ref)
@@ -332,11 +354,6 @@ class Chain:
                 f"{what} was written for {place!r}, and this is {self._place!r}: it counts for nothing"
             )
         return read
-
-
-def _number(key: str) -> int:
-    digits = key.rpartition("/")[2].removesuffix(".json")
-    return int(digits) if digits.isdigit() else -1
 
 
 def _ref(number: int, manifest: StoredRef | None) -> VersionRef | None:

@@ -13,7 +13,14 @@ import time
 
 from weightsync.clients.agent import AgentClient
 from weightsync.clients.chain import Chain
-from weightsync.errors import InvalidRequestError, NotPublishedError, StateError, UnsupportedError
+from weightsync.errors import (
+    InvalidRequestError,
+    NotPublishedError,
+    StateError,
+    StoreDamagedError,
+    UnsupportedError,
+    VersionError,
+)
 from weightsync.objects.opened import open_store
 from weightsync.objects.signing import Trust
 from weightsync.objects.urls import asked_url, is_store_url, split_asked
@@ -115,6 +122,8 @@ class StoreClient:
             wanted = self.chain.version(request.version, deadline=deadline)
         if wanted.model_id != request.model_id:
             raise InvalidRequestError(f"{self.url} has model {wanted.model_id!r}, not {request.model_id!r}")
+        if self._source >= len(wanted.sources):
+            raise VersionError(f"{wanted.version} has no source {self._source}", version=str(wanted.version))
         links = None if request.base is None else _links_from(request.base, wanted, self._source)
         granted = wanted
         if links is None and wanted.anchor is not None:
@@ -124,6 +133,11 @@ class StoreClient:
                     version=str(wanted.version),
                 )
             granted = self.chain.manifest(wanted.anchor.manifest, deadline=deadline)
+            anchor = Version(run_id=wanted.version.run_id, number=wanted.anchor.number)
+            if granted.version != anchor or not granted.is_anchor or len(granted.sources) != len(wanted.sources):
+                raise StoreDamagedError(
+                    f"{self.url}/{wanted.anchor.manifest.key} is of {granted.version}, not {anchor}"
+                )
         self.chain.reading(self._name, tuple(sorted({_key_of(wanted), _key_of(granted)})))
         self.chain.beat(deadline=deadline)
         return self._grant(

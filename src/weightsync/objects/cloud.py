@@ -28,6 +28,8 @@ from weightsync.types.store import check_key
 
 _CHUNK_BYTES = 16 << 20
 _STALL_S = 30.0
+_GENERATION = "\n"
+_QUERY = re.compile(r"\?[^\s\"')]+")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CREDENTIAL = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired|RequestTimeTooSkewed|InvalidAccessKeyId")
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
@@ -83,12 +85,13 @@ class CloudStore:
         deadline.check("answer of the store", peer=self.url)
         with _typed(f"{self.url}/{key}", self._errors):
             try:
-                answer = self._store.get(key, options={} if unless is None else {"if_none_match": unless})
+                options: Any = {} if unless is None else {"if_none_match": unless.partition(_GENERATION)[0]}
+                answer = self._store.get(key, options=options)
             except self._errors.NotModifiedError:
                 return None
             if answer.meta["size"] > MAX_SMALL_BYTES:
                 raise StoreDamagedError(f"{self.url}/{key} is too long to be what it should be")
-            return Found(data=bytes(answer.bytes()), etag=answer.meta["e_tag"] or "")
+            return Found(data=bytes(answer.bytes()), etag=self._etag(answer.meta))
 
     def get_range(self, key: str, start: int, into: memoryview, *, deadline: Deadline) -> None:
         """See `ObjectStore.get_range`."""
@@ -105,8 +108,11 @@ class CloudStore:
         check_key(key)
         deadline.check("answer of the store", peer=self.url)
         with _typed(f"{self.url}/{key}", self._errors):
-            mode: Any = "create" if replaces is None else {"e_tag": replaces}
-            return str(self._store.put(key, bytes(data), mode=mode, use_multipart=False)["e_tag"] or "")
+            mode: Any = "create"
+            if replaces is not None:
+                e_tag, _, generation = replaces.partition(_GENERATION)
+                mode = {"e_tag": e_tag, **({"version": generation} if generation else {})}
+            return self._etag(self._store.put(key, bytes(data), mode=mode, use_multipart=False))
 
     def put_large(self, key: str, data: Data, *, deadline: Deadline) -> None:
         """See `ObjectStore.put_large`."""
@@ -140,6 +146,12 @@ class CloudStore:
                 deadline.check("end of a listing", peer=self.url)
                 for each in batch:
                     yield Listed(key=each["path"], nbytes=each["size"])
+
+    def _etag(self, said: Any) -> str:
+        """Google Cloud Storage compares an object's generation when it is replaced, the others its etag."""
+        e_tag = str(said["e_tag"] or "")
+        generation = said.get("version") if self.url.startswith("gs://") else None
+        return f"{e_tag}{_GENERATION}{generation}" if generation else e_tag
 
 
 def _memory_store(url: str) -> Any:
@@ -175,5 +187,6 @@ def _typed(what: str, errors: Any) -> Iterator[None]:
 
 
 def _words(error: Exception) -> str:
-    """The first lines of what obstore says; what follows is for its developers."""
-    return " ".join(str(error).partition("Debug source")[0].split())[:400]
+    """The first lines of what obstore says; what follows is for its developers. Without queries of URLs, which may be
+    signatures."""
+    return " ".join(_QUERY.sub("?...", str(error).partition("Debug source")[0]).split())[:400]

@@ -16,6 +16,8 @@ import hashlib
 import os
 import re
 import secrets
+import stat
+import threading
 import time
 from collections.abc import Iterable, Iterator
 
@@ -42,6 +44,7 @@ _STALE_S = 24 * 3600.0
 """A file aside that is older was left by a writer that was killed."""
 _LOOK_S = 0.01
 _STEP_BYTES = 8 << 20
+_threads: dict[str, threading.Lock] = {}
 
 
 class FolderStore:
@@ -57,17 +60,15 @@ class FolderStore:
 
     def get(self, key: str, *, deadline: Deadline, unless: str | None = None) -> Found | None:
         """See `ObjectStore.get`."""
-        with self._typed(key), open(self._path(key), "rb") as file:
-            if os.fstat(file.fileno()).st_size > MAX_SMALL_BYTES:
-                raise StoreDamagedError(f"{self.url}/{key} is too long to be what it should be")
-            data = file.read()
+        with self._typed(key):
+            data = self._whole(key)
         found = Found(data=data, etag=_etag(data))
         return None if found.etag == unless else found
 
     def get_range(self, key: str, start: int, into: memoryview, *, deadline: Deadline) -> None:
         """See `ObjectStore.get_range`."""
         with self._typed(key):
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._opened(key)
             try:
                 done = 0
                 while done < len(into):
@@ -91,8 +92,7 @@ class FolderStore:
             else:
                 with self._locked(os.path.dirname(path), deadline):
                     try:
-                        with open(path, "rb") as file:
-                            now = _etag(file.read())
+                        now = _etag(self._whole(key))
                     except FileNotFoundError:
                         now = ""
                     if now != replaces:
@@ -126,9 +126,10 @@ class FolderStore:
                 for name in files:
                     path = os.path.join(folder, name)
                     with contextlib.suppress(FileNotFoundError):
-                        facts = os.stat(path)
+                        facts = os.lstat(path)
                         if name.startswith(_ASIDE) and time.time() - facts.st_mtime > _STALE_S:
-                            os.unlink(path)
+                            with contextlib.suppress(OSError):  # who may only read lists all the same
+                                os.unlink(path)
                         elif not _OURS.match(name):
                             yield Listed(key=os.path.relpath(path, self._root), nbytes=facts.st_size)
 
@@ -137,6 +138,21 @@ class FolderStore:
     def _path(self, key: str) -> str:
         check_key(key)
         return os.path.join(self._root, key)
+
+    def _opened(self, key: str) -> int:
+        """A descriptor; who waits at the other end of a pipe that somebody has put there would wait for ever."""
+        fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise StoreDamagedError(f"{self.url}/{key} is no file")
+        return fd
+
+    def _whole(self, key: str) -> bytes:
+        with os.fdopen(self._opened(key), "rb") as file:
+            data = file.read(MAX_SMALL_BYTES + 1)
+        if len(data) > MAX_SMALL_BYTES:
+            raise StoreDamagedError(f"{self.url}/{key} is too long to be what it should be")
+        return data
 
     @contextlib.contextmanager
     def _aside(self, path: str, data: Data, deadline: Deadline) -> Iterator[str]:
@@ -160,6 +176,19 @@ class FolderStore:
 
     @contextlib.contextmanager
     def _locked(self, folder: str, deadline: Deadline) -> Iterator[None]:
+        """The file's lock is of a process, and the first thread to close it gives it up for all: a second one is among
+        threads."""
+        mine = _threads.setdefault(folder, threading.Lock())
+        if not mine.acquire(timeout=max(0.0, deadline.remaining_s)):
+            raise DeadlineExceededError(f"another thread holds the lock of {folder}", peer=self.url)
+        try:
+            with self._locked_file(folder, deadline):
+                yield
+        finally:
+            mine.release()
+
+    @contextlib.contextmanager
+    def _locked_file(self, folder: str, deadline: Deadline) -> Iterator[None]:
         fd = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             while True:

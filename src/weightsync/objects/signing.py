@@ -49,6 +49,11 @@ class Signer:
         """The signature of a record, base64."""
         return base64.b64encode(self._key.sign(_signed(kind, payload))).decode()
 
+    @property
+    def trust(self) -> Trust:
+        """Who believes this key."""
+        return Trust._of(self._key.public_key(), "the writer's own key")
+
 
 class Trust:
     """A public key: who is believed. See `Signer` for errors."""
@@ -56,6 +61,12 @@ class Trust:
     def __init__(self, path: str) -> None:
         self._key: Ed25519PublicKey = _ed25519().Ed25519PublicKey.from_public_bytes(_key_in(path, _PUBLIC))
         self.path = path
+
+    @classmethod
+    def _of(cls, key: Ed25519PublicKey, name: str) -> Trust:
+        made = cls.__new__(cls)
+        made._key, made.path = key, name
+        return made
 
     def check(self, kind: str, payload: bytes, signature: str | None, *, what: str) -> None:
         """Raises SignatureError where that is not a signature of these bytes by this key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from urllib.parse import parse_qsl, urlsplit
 
 from weightsync.errors import ConfigError
@@ -24,20 +25,23 @@ def checked_store_url(url: str, *, whose: str) -> str:
         ConfigError: it is none, names no bucket and path, or has a credential in it, which is not quoted.
     """
     scheme, _, rest = url.partition("://")
+    shown = url.partition("?")[0].partition("#")[0][:200]  # a query may be a signature that opens the store
     if "@" in rest.partition("/")[0]:
         raise ConfigError(f"{whose} URL has an '@': credentials come from the environment, and stand in no URL")
     if scheme not in SCHEMES:
-        raise ConfigError(f"{whose} URL begins with one of {', '.join(f'{each}://' for each in SCHEMES)}, not {url!r}")
+        raise ConfigError(
+            f"{whose} URL begins with one of {', '.join(f'{each}://' for each in SCHEMES)}, not {shown!r}"
+        )
     parts = urlsplit(url)
     if parts.query or parts.fragment:
-        raise ConfigError(f"{whose} URL has a query, and a place in a store has none: {url[:200]!r}")
+        raise ConfigError(f"{whose} URL has a query, and a place in a store has none: {shown!r}")
     if scheme == "file":
         if parts.netloc or not parts.path.strip("/"):
-            raise ConfigError(f"{whose} URL names a folder by its whole path, file:///data/run, not {url[:200]!r}")
+            raise ConfigError(f"{whose} URL names a folder by its whole path, file:///data/run, not {shown!r}")
     elif not parts.netloc or not parts.path.strip("/"):
-        raise ConfigError(f"{whose} URL names a bucket and a path in it, {scheme}://bucket/run, not {url[:200]!r}")
+        raise ConfigError(f"{whose} URL names a bucket and a path in it, {scheme}://bucket/run, not {shown!r}")
     if ".." in parts.path.split("/"):
-        raise ConfigError(f"{whose} URL has '..' in its path: {url[:200]!r}")
+        raise ConfigError(f"{whose} URL has '..' in its path: {shown!r}")
     check_place(place_of(url))
     return url.rstrip("/")
 
@@ -65,8 +69,8 @@ def split_asked(endpoint: str) -> tuple[str, int, int | None]:
     """
     url, _, query = endpoint.partition("?")
     said = dict(parse_qsl(query))
-    if not said.keys() <= {"source", "version"} or not all(value.isdigit() for value in said.values()):
-        raise ConfigError(f"{endpoint[:200]!r} asks for what a store does not know")
+    if not said.keys() <= {"source", "version"} or not all(re.fullmatch("[0-9]{1,18}", each) for each in said.values()):
+        raise ConfigError(f"{url[:200]!r} is asked for what a store does not know (the query is not shown here)")
     return url, int(said.get("source", 0)), int(said["version"]) if "version" in said else None
 
 

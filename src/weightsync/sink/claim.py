@@ -17,6 +17,7 @@ import uuid
 import msgspec
 
 from weightsync.errors import (
+    InvalidRequestError,
     ObjectConflictError,
     ObjectMissingError,
     RunClaimedError,
@@ -96,9 +97,12 @@ class ClaimKeeper:
         try:
             self._etag = self._put(claim, etag)
         except ObjectConflictError:
-            raise RunClaimedError(
-                f"{self._store.url} was claimed by somebody else just now", state_left="nothing was written"
-            ) from None
+            now, self._etag = self._found()
+            if now is None or (now.writer, now.epoch) != (claim.writer, epoch):  # else its own: an answer that was lost
+                self._etag = None
+                raise RunClaimedError(
+                    f"{self._store.url} was claimed by somebody else just now", state_left="nothing was written"
+                ) from None
         self._claim = claim
         self._thread.start()
 
@@ -132,7 +136,11 @@ class ClaimKeeper:
                 try:
                     self._etag, self._claim = self._put(claim, self._etag), claim
                 except ObjectConflictError:
-                    found, etag = self._found_quietly()
+                    try:
+                        found, etag = self._found()
+                    except WeightSyncError as error:  # whose it is now is asked the next time
+                        _logger.warning("the claim of %s can't be read: %s", self._store.url, error)
+                        continue
                     if found is not None and (found.writer, found.epoch) == (
                         claim.writer,
                         claim.epoch,
@@ -157,26 +165,23 @@ class ClaimKeeper:
         assert got is not None
         try:
             return msgspec.json.decode(unseal("claim", got.data, None, what=CLAIM), type=Claim), got.etag
-        except (StoreDamagedError, msgspec.DecodeError):  # whoever wrote it is watched as any other
+        except (StoreDamagedError, msgspec.DecodeError, ValueError, RecursionError):  # he is watched as any other
             return Claim(epoch=0, writer="?", who="somebody whose claim is damaged", run_id="?"), got.etag
-
-    def _found_quietly(self) -> tuple[Claim | None, str | None]:
-        try:
-            return self._found()
-        except WeightSyncError:
-            return None, None
 
     def _pointer_epoch(self) -> int:
         try:
             got = self._store.get(POINTER, deadline=Deadline(_CALL_S))
             assert got is not None
             return msgspec.json.decode(unseal("pointer", got.data, None, what=POINTER), type=Pointer).epoch
-        except (ObjectMissingError, StoreDamagedError, SignatureError, msgspec.DecodeError):
+        except (
+            ObjectMissingError, StoreDamagedError, SignatureError, InvalidRequestError, msgspec.DecodeError, ValueError,
+            RecursionError,
+        ):  # fmt: skip
             return max(
                 (
                     int(each.key[1:7])
                     for each in self._store.list_under("", deadline=Deadline(_CALL_S))
-                    if each.key[:1] == "e" and each.key[1:7].isdigit()
+                    if each.key[:1] == "e" and each.key[1:7].isdecimal()
                 ),
                 default=0,
             )

@@ -144,20 +144,23 @@ class Sink:
             return False
         begun_s, deadline = time.monotonic(), Deadline(self._config.write_timeout_s)
         if newest.number <= writer.last_number:
-            self._seen = newest  # its manifest was begun, and is another by now: the next version comes
-            return False
-        taken = self._intake.take(writer.bases, deadline=deadline)
-        nbytes = writer.write(taken, deadline=deadline)
-        self._seen = taken.version
+            version, nbytes = newest, writer.finish(newest, deadline=deadline)
+            if not nbytes:
+                self._seen = newest
+                return False
+        else:
+            taken = self._intake.take(writer.bases, deadline=deadline)
+            version, nbytes = taken.version, writer.write(taken, deadline=deadline)
+        self._seen = version
         assert writer.current is not None
         seconds = time.monotonic() - begun_s
         self._tell(
             Stored(
-                version=taken.version, is_anchor=writer.current.is_anchor, nbytes=nbytes,
+                version=version, is_anchor=writer.current.is_anchor, nbytes=nbytes,
                 total_bytes=writer.current.total_bytes, seconds=seconds,
             )
         )  # fmt: skip
-        _logger.info("%s is in %s: %d bytes in %.3f s", taken.version, self._store.url, nbytes, seconds)
+        _logger.info("%s is in %s: %d bytes in %.3f s", version, self._store.url, nbytes, seconds)
         return True
 
 

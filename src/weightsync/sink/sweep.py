@@ -11,23 +11,34 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 
 import msgspec
 
 from weightsync.clients.chain import Chain
-from weightsync.errors import ObjectMissingError, SignatureError, StoreDamagedError, WeightSyncError
+from weightsync.errors import (
+    InvalidRequestError,
+    ObjectMissingError,
+    SignatureError,
+    StoreAuthError,
+    StoreDamagedError,
+    WeightSyncError,
+)
 from weightsync.objects.base import ObjectStore
 from weightsync.objects.signing import unseal
 from weightsync.sink.writer import ChainWriter
 from weightsync.types import Deadline
-from weightsync.types.store import READERS, ReaderNote, StoredRef, StoredVersion
+from weightsync.types.store import READERS, ReaderNote, StoredRef, StoredVersion, check_key
 
 _NUM_CHAINS = 2
 _READER_S = 120.0
 _MAX_READERS = 1000
 _MAX_NOTE_BYTES = 1 << 16
 _CALL_S = 60.0
+_BELOW_EPOCH = re.compile(r"e([0-9]{6,18})/")
+_NO_RECORD = (InvalidRequestError, StoreDamagedError, SignatureError, msgspec.DecodeError, ValueError, RecursionError)
+"""What bytes of anybody may be."""
 
 _logger = logging.getLogger(__name__)
 
@@ -71,15 +82,19 @@ class Sweeper:
         self._writer.damaged(frozenset(key for note in notes for key in note.damaged))
         needed = self._needed(notes, deadline)
         at_s, gone = time.monotonic(), []
-        listed = [each.key for each in self._store.list_under("", deadline=deadline)]
+        assert self._writer.current is not None
+        epoch = self._writer.current.epoch  # what a later writer has is not this one's to delete
+        listed = [each.key for each in self._store.list_under("", deadline=deadline) if _is_key(each.key)]
         for key in listed:
-            if key in needed or not (key[:1] == "e" and key[1:7].isdigit() and key[7:8] == "/"):
+            below = _BELOW_EPOCH.match(key)
+            if key in needed or below is None or int(below[1]) > epoch:
                 self._unneeded.pop(key, None)
             elif at_s - self._unneeded.setdefault(key, at_s) >= self._keep_s:
                 gone.append(key)
         gone.sort(key=lambda key: "/versions/" not in key)  # manifests first: who finds one finds its bytes
         self._store.delete(gone, deadline=deadline)
-        self._unneeded = {key: since_s for key, since_s in self._unneeded.items() if key in set(listed) - set(gone)}
+        left = set(listed) - set(gone)
+        self._unneeded = {key: since_s for key, since_s in self._unneeded.items() if key in left}
         if gone:
             _logger.info("%s: %d objects that nobody needs are deleted", self._store.url, len(gone))
         return len(gone)
@@ -104,14 +119,9 @@ class Sweeper:
         """All that a chain up to a version has; the last version of the chain before it."""
         needed |= version.keys() | {ref.key}
         needed |= {link.manifest.key for source in version.sources for link in source.links if link.manifest}
-        first = version
         if version.anchor is not None:
             needed.add(version.anchor.manifest.key)
-            try:
-                first = self._chain.manifest(version.anchor.manifest, deadline=deadline)
-            except (ObjectMissingError, StoreDamagedError):
-                return None
-        before = first.before
+        before = version.earlier  # stands in each version: the anchor's manifest may be damaged
         try:
             return None if before is None else (
                 self._chain.manifest(before.manifest, deadline=deadline), before.manifest
@@ -125,7 +135,7 @@ class Sweeper:
             found = self._store.get(key, deadline=deadline)
             assert found is not None
             version = msgspec.json.decode(unseal("version", found.data, None, what=key), type=StoredVersion)
-        except (ObjectMissingError, StoreDamagedError, msgspec.DecodeError):
+        except (ObjectMissingError, *_NO_RECORD):
             return None
         digest = hashlib.sha256(found.data).hexdigest()
         return version, StoredRef(key=key, nbytes=len(found.data), sha256=digest)
@@ -134,7 +144,7 @@ class Sweeper:
         at_s = time.monotonic()
         listed: set[str] = set()
         for each in self._store.list_under(READERS, deadline=deadline):
-            if len(listed) >= _MAX_READERS or each.nbytes > _MAX_NOTE_BYTES:
+            if len(listed) >= _MAX_READERS or each.nbytes > _MAX_NOTE_BYTES or not _is_key(each.key):
                 continue
             listed.add(each.key)
             etag, since_s, note = self._notes.get(each.key, ("", at_s, None))
@@ -142,7 +152,7 @@ class Sweeper:
                 found = self._store.get(each.key, deadline=deadline, unless=etag or None)
                 if found is not None:
                     etag, since_s, note = found.etag, at_s, msgspec.json.decode(found.data, type=ReaderNote)
-            except (ObjectMissingError, StoreDamagedError, msgspec.DecodeError, WeightSyncError):
+            except (ObjectMissingError, StoreAuthError, *_NO_RECORD):  # no answer at all: nothing is swept now
                 note = None
             self._notes[each.key] = etag, since_s, note
         self._notes = {key: said for key, said in self._notes.items() if key in listed}
@@ -151,3 +161,12 @@ class Sweeper:
         return [
             note for _, since_s, note in self._notes.values() if note is not None and at_s - since_s <= self._reader_s
         ]
+
+
+def _is_key(key: str) -> bool:
+    """Whether a listed name is a key of ours: not what a file system or a person has put there."""
+    try:
+        check_key(key)
+    except InvalidRequestError:
+        return False
+    return True

@@ -17,6 +17,7 @@ import msgspec
 
 from weightsync.codec.threads import map_all
 from weightsync.errors import (
+    InvalidRequestError,
     ObjectConflictError,
     ObjectMissingError,
     RunClaimedError,
@@ -29,7 +30,7 @@ from weightsync.objects.signing import Signer, seal, unseal
 from weightsync.objects.urls import place_of
 from weightsync.sink.claim import ClaimKeeper
 from weightsync.sink.intake import Taken
-from weightsync.types import Deadline
+from weightsync.types import Deadline, Version
 from weightsync.types.layout import PublicationLayout
 from weightsync.types.publication import DeltaBase
 from weightsync.types.store import (
@@ -75,6 +76,7 @@ class ChainWriter:
         self._store = store
         self._claim = claim
         self._signer = signer
+        self._trust = None if signer is None else signer.trust
         self._anchor_every = min(anchor_every, MAX_LINKS)
         self._anchor_share = anchor_share
         self._folder = epoch_folder(claim.epoch)
@@ -87,6 +89,7 @@ class ChainWriter:
         self._refused: frozenset[str] = frozenset()
         self._again = False
         self._burnt = -1
+        self._begun: tuple[StoredVersion, bytes] | None = None
         self.current: StoredVersion | None = None
         self.ref: VersionRef | None = None
         self.under_way: set[str] = set()
@@ -145,8 +148,26 @@ class ChainWriter:
         if version.number <= self.last_number or (now is not None and version.run_id != now.version.run_id):
             raise VersionError(f"{version} does not follow {now and now.version}", version=str(version))
         self._claim.check()
+        self._begun = None
         try:
             return self._write(taken, deadline)
+        finally:
+            self.under_way.clear()
+
+    def finish(self, version: Version, *, deadline: Deadline) -> int:
+        """Goes on with a version whose manifest was begun when the store failed; nothing was swept meanwhile.
+
+        Returns:
+            Bytes of its manifest; 0 where that is not the version that was begun last.
+
+        Raises:
+            RunClaimedError, WeightSyncError: see `write`.
+        """
+        if self._begun is None or self._begun[0].version != version:
+            return 0
+        self._claim.check()
+        try:
+            return self._point(*self._begun, deadline)
         finally:
             self.under_way.clear()
 
@@ -183,23 +204,29 @@ class ChainWriter:
             model_digest=_model_digest(taken), anchor=None if taken.fulls is not None else self._anchor,
             before=before, earlier=before if taken.fulls is not None else self._earlier, written_s=time.time(),
         )  # fmt: skip
-        key = f"{self._folder}/versions/{version.number}.json"
         self._burnt = max(self._burnt, version.number)
         raw = seal("version", msgspec.json.encode(record), self._signer)
+        self._begun = record, raw
+        return nbytes + self._point(record, raw, deadline)
+
+    def _point(self, record: StoredVersion, raw: bytes, deadline: Deadline) -> int:
+        """Writes a manifest, and points to it; what it names is there."""
+        version = record.version
+        key = f"{self._folder}/versions/{version.number}.json"
         ref = VersionRef(number=version.number, manifest=self._small(key, raw, deadline))
         self._claim.check()
         self._move(
             Pointer(
                 place=self._place, epoch=self._claim.epoch, version=version, model_id=record.model_id,
-                incarnation=taken.incarnation, current=ref,
+                incarnation=record.incarnation, current=ref,
                 previous=record.before,
             ),
             deadline,
         )  # fmt: skip
-        self.current, self.ref = record, ref
+        self.current, self.ref, self._begun = record, ref, None
         if record.is_anchor:
-            self._anchor, self._earlier, self._again = ref, before, False
-        return nbytes + len(raw)
+            self._anchor, self._earlier, self._again = ref, record.before, False
+        return len(raw)
 
     # --- objects ---
 
@@ -247,7 +274,8 @@ class ChainWriter:
         raise RunClaimedError(f"the pointer of {self._store.url} is moved by somebody else", state_left="it stays")
 
     def _look(self, deadline: Deadline) -> Pointer | None:
-        """The pointer as it is; one that is damaged counts as none, and is replaced."""
+        """The pointer as it is; one that is damaged counts as none, and is replaced. So does one that this writer's
+        key has not signed: what is carried on is signed anew, and nobody else's word may be."""
         try:
             found = self._store.get(POINTER, deadline=deadline)
         except ObjectMissingError:
@@ -256,9 +284,12 @@ class ChainWriter:
         assert found is not None
         self._etag = found.etag
         try:
-            pointer = msgspec.json.decode(unseal("pointer", found.data, None, what=POINTER), type=Pointer)
-        except (StoreDamagedError, SignatureError, msgspec.DecodeError) as error:
-            _logger.warning("the pointer of %s is damaged, and is replaced: %s", self._store.url, error)
+            pointer = msgspec.json.decode(unseal("pointer", found.data, self._trust, what=POINTER), type=Pointer)
+        except (
+            StoreDamagedError, SignatureError, InvalidRequestError, msgspec.DecodeError, UnicodeDecodeError,
+            RecursionError,
+        ) as error:  # fmt: skip
+            _logger.warning("the pointer of %s does not count, and is replaced: %s", self._store.url, error)
             return None
         if pointer.place != self._place:
             _logger.warning("the pointer of %s is of %s, and is replaced", self._store.url, pointer.place)

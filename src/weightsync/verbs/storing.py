@@ -9,7 +9,7 @@ import time
 import msgspec
 
 from weightsync.config import WeightSyncConfig
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.objects.urls import checked_store_url
 from weightsync.trainer.publisher import WeightManager
 from weightsync.trainer.sink_process import SinkProcess
@@ -45,8 +45,13 @@ def sink_config(
     place = store or chosen.store
     if place is None:
         return None
+    url = checked_store_url(place, whose="the store's")
+    if url.startswith("memory://"):  # the writer is a process of its own: nobody else would ever see it
+        raise ConfigError(
+            f"the store's URL is of one process's memory, and a trainer's store is for others: {url[:200]!r}"
+        )
     return SinkConfig(
-        store=checked_store_url(place, whose="the store's"), model_id=model_id, run_id="", agents=(), token=token,
+        store=url, model_id=model_id, run_id="", agents=(), token=token,
         verify=certificate or True, sign_key=sign_key or chosen.sign_key, anchor_every=chosen.anchor_every,
         keep_s=chosen.keep_s, sweep_s=max(1.0, chosen.keep_s / 10),
     )  # fmt: skip

@@ -55,6 +55,20 @@ def test_conditional_puts_of_several_processes_lose_nothing(tmp_path: Path) -> N
     assert found.data == b"120"
 
 
+def test_conditional_puts_of_several_threads_lose_nothing(tmp_path: Path) -> None:
+    """Seen red with the file's lock alone, which is of a process."""
+    url = f"file://{tmp_path}/run"
+    FolderStore(url).put("count", b"0", deadline=Deadline(5), replaces=None)
+    workers = [threading.Thread(target=_count, args=(url, 40), daemon=True) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    found = FolderStore(url).get("count", deadline=Deadline(5))
+    assert found is not None
+    assert found.data == b"160"
+
+
 def test_one_of_many_creates(tmp_path: Path) -> None:
     store, made = FolderStore(f"file://{tmp_path}/run"), []
 
@@ -143,3 +157,46 @@ def test_what_is_no_folder_and_what_is_too_short(tmp_path: Path) -> None:
     store.put_large("x", b"12345", deadline=Deadline(5))
     with pytest.raises(StoreDamagedError):
         store.get_range("x", 3, memoryview(bytearray(5)), deadline=Deadline(5))
+
+
+def test_what_is_no_file_is_damage_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    """A pipe, which never ends; a link to itself hides nothing else. Seen red with a plain open, which waits."""
+    store = FolderStore(f"file://{tmp_path}/run")
+    etag = store.put("x", b"1", deadline=Deadline(5), replaces=None)
+    (tmp_path / "run" / "x").unlink()
+    os.mkfifo(tmp_path / "run" / "x")
+    (tmp_path / "run" / "loop").symlink_to(tmp_path / "run" / "loop")
+    ended: list[str] = []
+
+    def ask() -> None:
+        for call in (
+            lambda: store.get("x", deadline=Deadline(5)),
+            lambda: store.get_range("x", 0, memoryview(bytearray(1)), deadline=Deadline(5)),
+            lambda: store.put("x", b"2", deadline=Deadline(5), replaces=etag),
+        ):
+            with pytest.raises(StoreDamagedError):
+                call()
+            ended.append("x")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert len(ended) == 3
+    assert {each.key for each in store.list_under("", deadline=Deadline(5))} >= {"x", "loop"}
+
+
+def test_who_may_not_sweep_lists_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file aside of a writer that was killed long ago, in a folder that is mounted for reading."""
+    store = FolderStore(f"file://{tmp_path}/run")
+    store.put_large("x", b"1", deadline=Deadline(5))
+    (tmp_path / "run" / ".aside-0").write_bytes(b"half")
+    os.utime(tmp_path / "run" / ".aside-0", (0, 0))
+
+    def refused(path: str) -> None:
+        raise PermissionError(13, "read-only", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refused)
+        assert [each.key for each in store.list_under("", deadline=Deadline(5))] == ["x"]
+    assert [each.key for each in store.list_under("", deadline=Deadline(5))] == ["x"]
+    assert not (tmp_path / "run" / ".aside-0").exists()

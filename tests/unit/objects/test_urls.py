@@ -47,6 +47,15 @@ def test_none(url: str) -> None:
     assert "pw" not in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["az://c/run?sig=SECRET", "https://a.blob.net/c?sig=SECRET", "s3://b?sig=SECRET"])
+def test_a_signature_in_a_query_is_not_quoted(url: str) -> None:
+    """Seen red with the whole URL in the error."""
+    for call in (lambda: checked_store_url(url, whose="a"), lambda: split_asked(url)):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert "SECRET" not in str(caught.value)
+
+
 def test_a_place_is_the_same_by_whatever_way() -> None:
     assert place_of("s3://b/run") == place_of("gs://b/run") == "b/run"
     assert place_of("file:///mnt/one/run") == place_of("file:///elsewhere/run") == "run"

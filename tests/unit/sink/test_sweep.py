@@ -11,6 +11,7 @@ import pytest
 from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of
 from tests.standins.stores import FaultyStore
 from weightsync.objects.folder import FolderStore
+from weightsync.objects.signing import seal
 from weightsync.sink.sweep import Sweeper
 from weightsync.types import Deadline
 from weightsync.types.store import ReaderNote
@@ -83,8 +84,65 @@ def test_notes_that_are_none_are_passed_by(store) -> None:
     store.put(
         "readers/y.json", b'{"reader":"y","beat":1,"manifests":["../../etc"]}', deadline=Deadline(5), replaces=None
     )
+    store.put("readers/z.json", b'{"reader":"\xff","beat":1}', deadline=Deadline(5), replaces=None)
+    named = b'{"reader":"w","beat":1,"manifests":["readers/v.json"]}'
+    store.put("readers/w.json", named, deadline=Deadline(5), replaces=None)
+    store.put("readers/v.json", seal("version", b'"\xff"', None), deadline=Deadline(5), replaces=None)
     sweeper = Sweeper(store, made.writer, keep_s=0.0, every_s=0.0)
     assert sweeper.sweep(now=True) == 0
+
+
+def test_names_that_are_none_of_ours_stop_no_sweep(store, tmp_path) -> None:
+    """As NFS names what is deleted and still open. Seen red with each listed name deleted."""
+    made = Writing(store, anchor_every=1)
+    sweeper = Sweeper(store, made.writer, keep_s=0.0, every_s=0.0)
+    made.write(1)
+    for name in ("e000001/anchors/.nfs0001", "e000001/versions/a b.json", "readers/.nfs0002"):
+        (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_bytes(b"x")
+    for number in range(2, 6):
+        made.write(number)
+        sweeper.sweep(now=True)
+    assert not [key for key in keys(store) if "anchors/00000001" in key or "versions/1.json" in key]
+    assert (tmp_path / "run/e000001/anchors/.nfs0001").exists()
+
+
+def test_a_note_that_can_not_be_read_now_ends_no_reader(store) -> None:
+    """The store does not answer when it is asked for: nothing is deleted by that."""
+    made = Writing(store, anchor_every=1)
+    made.write(1)
+    note = ReaderNote(reader="r", beat=1, manifests=("e000001/versions/1.json",))
+    store.put("readers/r.json", msgspec.json.encode(note), deadline=Deadline(5), replaces=None)
+    away = FaultyStore(store, lambda op, key, _: "unavailable" if op == "get" and key.startswith("readers/") else None)
+    sweeper = Sweeper(away, made.writer, keep_s=0.0, every_s=0.0)
+    for number in range(2, 6):
+        made.write(number)
+        assert sweeper.sweep(now=True) == 0
+    assert "e000001/versions/1.json" in keys(store)
+
+
+def test_the_chain_before_stays_where_the_newest_ones_anchor_is_damaged(store, tmp_path) -> None:
+    """It is what readers go back to."""
+    made = Writing(store, anchor_every=2)
+    for number in range(1, 5):
+        made.write(number)
+    (tmp_path / "run/e000001/versions/3.json").write_bytes(b"damaged")
+    Sweeper(store, made.writer, keep_s=0.0, every_s=0.0).sweep(now=True)
+    with chain_of(store), puller_of(store.url) as reader:
+        assert pulled(reader)[::2] == (2, True)
+
+
+def test_what_a_later_writer_has_is_not_swept_by_the_one_before(store) -> None:
+    """Who was taken over, and does not know it yet."""
+    first = Writing(store, anchor_every=1)
+    first.write(1)
+    first.stand_still()
+    second = Writing(store, seed=SEED + 1)
+    second.write(3)
+    Sweeper(store, first.writer, keep_s=0.0, every_s=0.0).sweep(now=True)
+    with chain_of(store), puller_of(store.url) as reader:
+        assert pulled(reader)[::2] == (3, True)
+    second.claim.release()
 
 
 def test_what_a_dead_writer_left_goes_and_a_lagging_listing_costs_nothing(store) -> None:

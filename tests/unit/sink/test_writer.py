@@ -13,12 +13,23 @@ import pytest
 
 from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of, taken
 from tests.standins.stores import DiedError, FaultyStore
-from weightsync.errors import RunClaimedError, StoreAuthError, StoreUnavailableError, VersionError, WeightSyncError
+from weightsync.clients.chain import Chain
+from weightsync.errors import (
+    RunClaimedError,
+    SignatureError,
+    StoreAuthError,
+    StoreUnavailableError,
+    VersionError,
+    WeightSyncError,
+)
 from weightsync.objects.folder import FolderStore
 from weightsync.objects.repeating import Repeating
+from weightsync.objects.signing import Signer, Trust, make_keys, seal
 from weightsync.sink.claim import ClaimKeeper
+from weightsync.sink.main import Sink
 from weightsync.types import Deadline
-from weightsync.types.store import POINTER, Pointer
+from weightsync.types.sink import SinkConfig
+from weightsync.types.store import CLAIM, POINTER, Pointer
 
 
 @pytest.fixture
@@ -199,3 +210,107 @@ def test_a_damaged_pointer_is_replaced(store) -> None:
     made.write(2)
     with chain_of(store), puller_of(store.url) as reader:
         assert pulled(reader) == (2, 1, True)
+
+
+def test_a_pointer_that_the_key_has_not_signed_is_not_signed_by_the_next_writer(store, tmp_path) -> None:
+    """Whoever can write into the store puts an old manifest's name there: no new epoch makes it the newest for readers.
+    Seen red with a pointer that is carried on unread."""
+    make_keys(f"{tmp_path}/run.secret", f"{tmp_path}/run.public")
+    signer, trust = Signer(f"{tmp_path}/run.secret"), Trust(f"{tmp_path}/run.public")
+    made = Writing(store, signer=signer)
+    made.write(1)
+    old = pointed(store)
+    made.write(2)
+    made.claim.release()
+    reader = Chain(store, trust=trust)
+    assert reader.newest(deadline=Deadline(5)).version.number == 2
+    found = store.get(POINTER, deadline=Deadline(5))
+    forged = seal("pointer", msgspec.json.encode(old), None)
+    store.put(POINTER, forged, deadline=Deadline(5), replaces=found.etag)
+    after = Writing(store, signer=signer)
+    assert store.get(POINTER, deadline=Deadline(5)).data == forged
+    with pytest.raises(SignatureError):
+        reader.newest(deadline=Deadline(5))
+    after.write(3)
+    assert reader.newest(deadline=Deadline(5)).version.number == 3
+    after.claim.release()
+
+
+def test_a_pointer_of_impossible_facts_bars_no_writer(store) -> None:
+    made = Writing(store)
+    made.write(1)
+    found = store.get(POINTER, deadline=Deadline(5))
+    payload = found.data.partition(b"\n")[0].replace(b"e000001/versions", b"../e01/versions")
+    assert payload != found.data.partition(b"\n")[0]
+    store.put(POINTER, seal("pointer", payload, None), deadline=Deadline(5), replaces=found.etag)
+    made.claim.release()
+    Writing(store).write(2)
+    assert (pointed(store).version.number, pointed(store).epoch) == (2, 2)
+
+
+def test_a_claim_whose_answer_was_lost_is_ones_own(store) -> None:
+    lost: list[str] = []
+
+    def rule(op: str, key: str, _: int) -> str | None:
+        if (op, key) == ("put", CLAIM) and not lost:
+            lost.append(key)
+            return "lost"
+        return None
+
+    made = Writing(Repeating(FaultyStore(store, rule), first_s=0.001))
+    made.write(1)
+    assert (lost, made.claim.epoch) == ([CLAIM], 1)
+    made.claim.release()
+
+
+def test_a_claim_that_can_not_be_looked_at_is_not_lost(store) -> None:
+    """The answer of a renewal is lost, and the store is away when it is looked at: it is asked again."""
+    faults: list[str | None] = []
+    faulty = FaultyStore(store, lambda op, key, _: faults.pop(0) if faults and key == CLAIM else None)
+    made = Writing(Repeating(faulty, first_s=0.001))
+    made.stand_still()
+    keeper = made.claim
+    keeper._ended.clear()
+    faults[:] = ["lost", None, "auth"]
+    keeper._thread = threading.Thread(target=keeper._keep, daemon=True)
+    keeper._thread.start()
+    until = Deadline(20)
+    while sum(each == ("put", CLAIM) for each in faulty.ops) < 5:
+        assert not until.expired
+        assert keeper._thread.is_alive(), keeper._lost
+        threading.Event().wait(0.01)
+    keeper.check()
+    made.write(1)
+    keeper.release()
+
+
+class Published:
+    """One version, which stays the newest: the last of a training."""
+
+    def newest(self, **_):
+        return taken(1).version
+
+    def take(self, bases, **_):
+        return taken(1)
+
+
+@pytest.mark.parametrize("part", ["versions", POINTER])
+@pytest.mark.parametrize("fault", ["auth", "lost"])
+def test_the_last_version_is_stored_though_the_store_failed_at_its_last_step(store, part, fault) -> None:
+    """No version comes after it. Seen red where a manifest that was begun is passed by."""
+    made, faults, told = Writing(store), [fault], []
+    made.writer._store = FaultyStore(
+        store, lambda op, key, _: faults.pop() if faults and op == "put" and part in key else None
+    )
+    sink = Sink.__new__(Sink)
+    sink._config = SinkConfig(store=store.url, model_id="m", run_id="r", agents=())
+    sink._tell, sink._store, sink._intake, sink._seen = told.append, store, Published(), None
+    with pytest.raises(WeightSyncError):
+        sink._turn(made.writer, wait_s=0.0)
+    assert sink._turn(made.writer, wait_s=0.0)
+    assert [each.version.number for each in told] == [1]
+    assert not sink._turn(made.writer, wait_s=0.0)
+    assert pointed(store).version.number == 1
+    with puller_of(store.url) as reader:
+        assert pulled(reader) == (1, 0, True)
+    made.claim.release()
