@@ -62,7 +62,6 @@ ELSEWHERE = {
     "engine/vllm/adapter_table": "unit/engine/vllm/test_lora_middleware.py",
     "engine/vllm/answers": "unit/engine/vllm/test_version_middleware.py",
     "engine/vllm/asgi": "unit/engine/vllm/test_lease_middleware.py",
-    "engine/vllm/lora_base": "engines/test_lora_vllm.py",
     "engine/vllm/lora_calls": "unit/engine/vllm/test_lora_middleware.py",
     "engine/vllm/lora_worker": "engines/test_lora_vllm.py",
     "handles/vllm_lora": "engines/test_lora_vllm.py",

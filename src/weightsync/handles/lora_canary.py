@@ -35,8 +35,8 @@ class CanaryWatch:
             replica: which.
 
         Raises:
-            CanaryError: they are further apart than the tolerance, or no numbers; or the engine says to the bit what it said with the
-                version before, which had other bytes, and of which the trainer said something else.
+            CanaryError: they are further apart than the tolerance, or no numbers; or the engine says to the bit what it
+                said with the version before, which had other bytes, and of which the trainer said something else.
         """
         version, digest = str(manifest.version), manifest.model_digest
         if not all(map(math.isfinite, scores)):  # NaN is further from nothing
