@@ -116,7 +116,8 @@ def test_each_answer_is_by_one_version_which_it_names(
     server: Server, trainers: Callable[..., Trainer], serve: Callable[..., Service], num_versions: int
 ) -> None:
     """Two adapters at once, on attention and MLP, each in its versions, under concurrent streams. No request fails;
-    each token's score is PEFT's of the version that the answer names, and no other's; then nothing of old ones is left."""
+    each token's score is PEFT's of the version that the answer names, and no other's; then nothing of old ones is left.
+    """
     before = adapter_folders()
     made = [trainers(model_id, rank=rank, modules=(*ATTENTION, *MLP)) for model_id, rank in RANKS.items()]
     for each in made:
