@@ -147,11 +147,14 @@ class LoraMiddleware:
                 return
         finally:
             self._bodies.done(read)
+        named = self._table.named(model)
+        if named is not None and (named.leaving or named.state == "staged"):
+            # by vLLM's own name for it: it is not proved yet, or vLLM would read a folder that goes, and end
+            await _refuse(send, NotServingError(f"{model} is {named.state}", state_left="not answered"))
+            return
         held = self._table.begin(model)  # the switch: nothing is awaited between this look and the count
         if held is None:
-            if self._table.named(model) is not None:  # vLLM would read a folder that goes, and end
-                await _refuse(send, NotServingError(f"{model} is being unloaded", state_left="not answered"))
-            elif model in self._expected:
+            if model in self._expected:
                 await _refuse(send, NotServingError(f"{model} has no adapter yet", state_left="not loaded"))
             else:
                 await self._app(scope, again(read, receive), send)

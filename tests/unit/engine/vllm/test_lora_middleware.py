@@ -296,6 +296,23 @@ def test_one_that_is_being_unloaded_is_given_no_request() -> None:
     run(body)
 
 
+def test_one_that_is_staged_is_given_no_clients_request() -> None:
+    """It is not proved yet; the canary alone asks it."""
+
+    async def body(there: Client, vllm: Vllm) -> None:
+        await there.serve(1)
+        await there.load(2)
+        name = vllm.loads[1][0]
+        status, _, raw = await there.ask("POST", "/v1/completions", {"model": name, "prompt": [1]})
+        assert (status, json.loads(raw)["error"]["type"]) == (503, "NotServingError")
+        assert not vllm.asked
+        await there.order(SCORE_PATH, session=f"{RUN}/2#actor", tokens=[5, 6, 7])
+        await there.commit(2)
+        assert (await there.complete(name))["header"] == f"{RUN}/2"
+
+    run(body)
+
+
 def test_a_stranger_whose_request_is_the_last_keeps_nothing() -> None:
     """Without vLLM's key it may not unload: what leaves is unloaded in the name of the service."""
 
