@@ -117,8 +117,7 @@ def test_each_answer_is_by_one_version_which_it_names(
 ) -> None:
     """Two adapters at once, on attention and MLP, each in its versions, under concurrent streams. No request fails;
     each token's score is PEFT's of the version that the answer names, and no other's; then nothing of old ones is left.
-
-    Seen red with answers that name the version that is current when they end, and with a switch before the load."""
+    """
     before = adapter_folders()
     made = [trainers(model_id, rank=rank, modules=(*ATTENTION, *MLP)) for model_id, rank in RANKS.items()]
     for each in made:

@@ -1,8 +1,5 @@
-"""Adapters between processes: a trainer of PEFT, hosts that pull or are pushed to, kills, trainers of several ranks.
-
-Broken once: with another scaling at the receiver, logits differ; with the check of the base left out, the wrong host
-takes the adapter; with shards of rank 0 alone, what FSDP2 sends is another adapter.
-"""
+"""Adapters between processes: a trainer of PEFT, hosts that pull or are pushed to, kills, trainers of several
+ranks."""
 
 from __future__ import annotations
 

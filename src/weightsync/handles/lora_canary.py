@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from weightsync.errors import CanaryError
 from weightsync.types import Manifest
 from weightsync.types.canary import Canary, CanaryReading, distance
@@ -33,10 +35,12 @@ class CanaryWatch:
             replica: which.
 
         Raises:
-            CanaryError: they are further apart than the tolerance; or the engine says to the bit what it said with the
-                version before, which had other bytes, and of which the trainer said something else.
+            CanaryError: they are further apart than the tolerance, or no numbers; or the engine says to the bit what it
+                said with the version before, which had other bytes, and of which the trainer said something else.
         """
         version, digest = str(manifest.version), manifest.model_digest
+        if not all(map(math.isfinite, scores)):  # NaN is further from nothing
+            raise CanaryError("the canary says what is no number", version=version, state_left=_SERVED_ON, still=False)
         if self._staged and self.last is not None and self.last.version != version:
             self._staged.clear()
         worst = distance(scores, canary.logprobs)

@@ -90,6 +90,7 @@ class AdapterFolder(Closing):
 
         Raises:
             ManifestMismatchError: a tensor has not come.
+            NoRoomError: shared memory is full.
         """
         if self._missing:
             raise ManifestMismatchError(
@@ -103,8 +104,16 @@ class AdapterFolder(Closing):
             f"{self._folder.path}/{CONFIG_FILE}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
         )
         try:
-            os.write(config, self._config.encode())
+            left = memoryview(self._config.encode())
+            while left:
+                left = left[os.write(config, left) :]
             os.fchmod(config, stat.S_IRUSR)
+        except OSError as error:
+            raise NoRoomError(
+                f"an adapter's configuration has no room in shared memory: {error.strerror}",
+                version=str(manifest.version),
+                state_left="nothing was loaded",
+            ) from error
         finally:
             os.close(config)
         os.fchmod(self._fd, stat.S_IRUSR)

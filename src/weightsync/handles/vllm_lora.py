@@ -238,8 +238,12 @@ class VllmLoraEngine(SteppedEngine):
 
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
         self._session.end(TransferAbortedError(f"aborted: {request.reason}"), name=request.session)
-        self._close_folder()
-        self._state = self._client.order(DROP_PATH, DropAdapter(session=request.session), deadline)
+        try:
+            self._state = self._client.order(DROP_PATH, DropAdapter(session=request.session), deadline)
+            if any(each.session == request.session for each in self._state.adapters):
+                self._hand_over()  # the load had come, and its answer was lost: vLLM may read it still
+        finally:
+            self._close_folder()
 
     # --- what the steps share ---
 
@@ -306,6 +310,11 @@ class VllmLoraEngine(SteppedEngine):
     def _look(self, deadline: Deadline) -> AdapterState:
         self._state = self._client.state(deadline)
         return self._state
+
+    def _hand_over(self) -> None:
+        with self._files:
+            if self._folder is not None:
+                self._folder.hand_over()
 
     def _close_folder(self) -> None:
         with self._files:

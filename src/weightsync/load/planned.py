@@ -262,8 +262,8 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
         """The open bracket goes on as one of a version that is loaded in full."""
         assert self._patch is not None
         _logger.info("all of a version is written: %s", why)
+        self._base, self._comes_whole = None, False  # first: half-written it is of no version either
         self._patch.into_base()
-        self._base, self._comes_whole = None, False
         self._drop_patch()
 
     @property

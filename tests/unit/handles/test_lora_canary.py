@@ -40,6 +40,13 @@ def test_one_that_says_something_else_is_refused() -> None:
     assert raised.value.details["still"] is False
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("-inf")])
+def test_what_is_no_number_is_refused(odd: float) -> None:
+    for scores in ((odd, -2.0), (-1.0, odd)):
+        with pytest.raises(CanaryError, match="no number"):
+            CanaryWatch().check(manifest(1, 1), canary(-1.0, -2.0), scores)
+
+
 def test_one_that_stands_still_is_refused_though_it_is_near() -> None:
     """The trainer's has moved by less than the tolerance. Seen red without the look at the version before."""
     watch = CanaryWatch()

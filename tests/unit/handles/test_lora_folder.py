@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weightsync.errors import ManifestMismatchError, SharedMemoryError, UnsupportedError
+from weightsync.errors import ManifestMismatchError, NoRoomError, SharedMemoryError, UnsupportedError
 from weightsync.handles.lora_folder import AdapterFolder
 from weightsync.host.staged_requests import full_chunks, full_request
 from weightsync.memory import PrivateFolder, Segment, reclaim_dead
@@ -67,6 +68,28 @@ def test_a_folder_with_something_missing_is_not_sealed() -> None:
         folder.take(full_request(chunk, "s", 0, segment.name))
         with pytest.raises(ManifestMismatchError, match="1 tensors have not come"):
             folder.sealed(made)
+
+
+def test_a_configuration_is_written_whole_or_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full /dev/shm takes a part of it."""
+    made, write = manifest(), os.write
+
+    def full(fd: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for writes in (lambda fd, data: write(fd, data[:7]), full):
+        segment, offsets = staged(made)
+        with segment, AdapterFolder(made) as folder:
+            for seq, chunk in enumerate(full_chunks(made.table, offsets, segment.name, 40)):
+                folder.take(full_request(chunk, "s", seq, segment.name))
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "write", writes)
+                if writes is full:
+                    with pytest.raises(NoRoomError, match="No space"):
+                        folder.sealed(made)
+                    continue
+                path = Path("/dev/shm", folder.sealed(made))
+            assert (path / "adapter_config.json").read_text() == CONFIG
 
 
 def test_bytes_of_elsewhere_are_refused() -> None:

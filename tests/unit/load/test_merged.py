@@ -1,7 +1,6 @@
 """An adapter merged into a plain module equals PEFT's merge to the bit, and the base comes back to the bit.
 
-Broken once: with the base taken from what is live, version 2 is merged into version 1; with a subtraction instead of
-the base's own memory, `unmerge` is off in the last bits.
+Broken once: with the base taken from what is live, version 2 is merged into version 1.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from tests.unit.load.test_patching import Kernels
 from tests.unit.load.test_vllm import Live, PlainReload
 from weightsync.errors import LoadError
 from weightsync.load import patching
+from weightsync.load.live import ShardPatch
 from weightsync.load.live_plan import LivePlan
 from weightsync.types import Full
 
@@ -166,3 +167,23 @@ def test_a_write_by_the_plan_that_fails_refuses_to_serve_until_the_engines_own_l
     live.full()
     assert (live.loader.healthy, live.serves(), live.loader.proved) == (True, True, True)
     assert CountedReload.opened == 2
+
+
+def test_a_base_that_was_half_written_is_no_base(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs from that is not what differs from what is live: an element that was left out would stay."""
+
+    def fails(patch: ShardPatch) -> None:
+        live.loader._staging["q"][1, 2] = 7.0
+        raise MemoryError
+
+    before = changed(live, 7.0)
+    live.whole["out"] = torch.rand(4, 6)
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardPatch, "into_base", fails)
+        live.loader.begin(live.manifest())
+        with pytest.raises(MemoryError):
+            live.loader.load_weights([Full(name=name, tensor=tensor) for name, tensor in live.whole.items()])
+        live.loader.abort("no memory")
+    live.whole = before | {"q": live.whole["q"]}
+    live.full()
+    assert live.serves()

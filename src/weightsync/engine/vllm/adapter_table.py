@@ -28,6 +28,7 @@ class Held:
         lora_id: vLLM's number for it, once it is loaded.
         state: see `LoadedAdapter`.
         in_flight: requests that it is answering.
+        loading: whether vLLM has not loaded it yet.
         leaving: whether it is being unloaded.
     """
 
@@ -37,6 +38,7 @@ class Held:
     lora_id: int | None = None
     state: Literal["staged", "current", "retired"] = "staged"
     in_flight: int = 0
+    loading: bool = False
     leaving: bool = False
 
     @property
@@ -121,10 +123,13 @@ class AdapterTable:
 
         Raises:
             TransferAbortedError: there is none of that session: it was dropped, or its time ran out.
+            StateError: vLLM is loading it still.
         """
         held = self.of_session(session)
         if held is None or held.leaving or held.state == "retired":
             raise TransferAbortedError(f"session {session} has no adapter here: it was dropped, or its time ran out")
+        if held.loading:
+            raise StateError(f"session {session} commits, and vLLM is loading its adapter still", state_left="staged")
         former = self._current.get(held.load.model_id)
         if former is not None and former is not held:
             former.state = "retired"

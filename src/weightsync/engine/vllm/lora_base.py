@@ -18,8 +18,7 @@ import torch
 
 from weightsync.codec.digest import digest_of
 from weightsync.errors import BusyError
-from weightsync.tensors import spec_of
-from weightsync.types import HeldTensor, TensorTable
+from weightsync.types import HeldTensor, TensorSpec, TensorTable, dtype_name
 
 _CASTS = (None, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,12 +84,18 @@ def _digest(folder: Path, dtype: torch.dtype | None) -> str | None:
     tensors = dict(_tensors(folder))
     if not tensors or any(tensor.is_floating_point() and tensor.dtype not in _PLAIN for tensor in tensors.values()):
         return None
-    cast = {
-        name: tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+    def cast(tensor: torch.Tensor) -> torch.dtype:
+        return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+
+    specs = TensorTable.of(
+        TensorSpec(name=name, dtype=dtype_name(cast(tensor)), shape=tuple(tensor.shape))
         for name, tensor in tensors.items()
-    }
-    specs = TensorTable.of(spec_of(name, tensor) for name, tensor in cast.items())
-    held = [HeldTensor(spec=spec, box=None, tensor=tensor) for spec, tensor in zip(specs, cast.values(), strict=True)]
+    )
+    held = (  # one copy at a time: all of them together are twice the model, in each worker
+        HeldTensor(spec=spec, box=None, tensor=tensor.to(cast(tensor)))
+        for spec, tensor in zip(specs, tensors.values(), strict=True)
+    )
     return digest_of(held, specs)
 
 

@@ -117,6 +117,7 @@ class LoraMiddleware:
         self._wrong_order = _has_lease(app)
         self._names = host_names((socket.gethostname(),))
         self._bodies = Bodies()
+        self._service: Scope = {}  # of the last order that was allowed: what leaves is unloaded in its name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes what is not its business."""
@@ -146,6 +147,11 @@ class LoraMiddleware:
                 return
         finally:
             self._bodies.done(read)
+        named = self._table.named(model)
+        if named is not None and (named.leaving or named.state == "staged"):
+            # by vLLM's own name for it: it is not proved yet, or vLLM would read a folder that goes, and end
+            await _refuse(send, NotServingError(f"{model} is {named.state}", state_left="not answered"))
+            return
         held = self._table.begin(model)  # the switch: nothing is awaited between this look and the count
         if held is None:
             if model in self._expected:
@@ -171,7 +177,7 @@ class LoraMiddleware:
             )
         finally:
             self._table.end(held)
-            self._sweep(scope)
+            self._sweep()
 
     # --- the service's orders ---
 
@@ -181,6 +187,7 @@ class LoraMiddleware:
                 raise foreign()
             inside, facts = Inside(self._app, scope), VllmFacts(scope["app"])
             await inside.check_allowed()
+            self._service = scope
             if (scope["method"], path) == ("GET", STATE_PATH):
                 reply: AdapterState | Scored = self._state(facts)
             elif scope["method"] == "POST":
@@ -209,7 +216,7 @@ class LoraMiddleware:
             self._table.drop(decode(body, DropAdapter, what="the order").session)
         else:
             raise UnsupportedError(f"there is no order {path}")
-        self._sweep(scope)
+        self._sweep()
         return self._state(facts)
 
     def _state(self, facts: VllmFacts) -> AdapterState:
@@ -232,17 +239,17 @@ class LoraMiddleware:
         for each in self._table:  # a session that its service has forgotten
             if each.load.model_id == order.model_id and each.state == "staged":
                 self._table.drop(each.load.session)
-        self._sweep(scope)
-        await self._settled()
+        self._sweep()
         deadline = Deadline(order.deadline_s)
-        held = Held(load=order, folder=PrivateFolder.taken_over(order.folder), until=deadline)
+        await self._settled(facts, deadline)
+        held = Held(load=order, folder=PrivateFolder.taken_over(order.folder), until=deadline, loading=True)
         try:
             others = len(facts.names() - {each.name for each in self._table})
             self._table.add(held, max_loras=facts.max_loras, others=others)
         except WeightSyncError:
             held.folder.hand_over()  # it is the service's still
             raise
-        asyncio.get_running_loop().call_later(order.deadline_s + 0.1, self._expire, scope)
+        asyncio.get_running_loop().call_later(order.deadline_s + 0.1, self._expire)
         loading = self._spawn(self._load_now(held, inside, facts))
         done, _ = await asyncio.wait({loading}, timeout=deadline.remaining_s)
         if not done:
@@ -259,6 +266,7 @@ class LoraMiddleware:
                 held.folder.close()
                 raise
             held.lora_id = facts.lora_id(held.name)
+            held.loading = False
 
     async def _score(self, order: ScoreAdapter, scope: Scope, inside: Inside) -> Scored:
         held = self._table.of_session(order.session)
@@ -268,26 +276,27 @@ class LoraMiddleware:
             return Scored(logprobs=await inside.score(held.name, order.tokens, order.replica))
         finally:
             self._table.end(held)
-            self._sweep(scope)
+            self._sweep()
 
     # --- what leaves ---
 
-    def _expire(self, scope: Scope) -> None:
+    def _expire(self) -> None:
         self._table.expire()
-        self._sweep(scope)
+        self._sweep()
 
-    def _sweep(self, scope: Scope) -> None:
-        """Begins to unload what nobody needs any more."""
+    def _sweep(self) -> None:
+        """Begins to unload what nobody needs any more. Whose request was the last may not be allowed to unload."""
         for held in self._table.over():
-            self._spawn(self._unload(held, Inside(self._app, scope), VllmFacts(scope["app"])))
+            inside, facts = Inside(self._app, self._service), VllmFacts(self._service["app"])
+            self._spawn(self._unload(held, inside, facts))
 
     async def _unload(self, held: Held, inside: Inside, facts: VllmFacts) -> None:
         """Out of vLLM's list, out of its workers, and then the folder: a worker that is asked for an adapter which it
         has not reads the folder, and ends vLLM where there is none."""
         while True:
             try:
+                await facts.ended(held.name, Deadline(_CALL_S))  # none begins any more; others may be loaded meanwhile
                 async with self._loading:
-                    await facts.ended(held.name, Deadline(_CALL_S))
                     await inside.unload(held.name)
                     if held.lora_id is not None:
                         await inside.drop(held.lora_id)
@@ -298,10 +307,11 @@ class LoraMiddleware:
         held.folder.close()
         self._table.remove(held)
 
-    async def _settled(self) -> None:
-        """What is being unloaded is gone: its slot counts for the next one."""
-        deadline = Deadline(_CALL_S)
+    async def _settled(self, facts: VllmFacts, deadline: Deadline) -> None:
+        """There is a slot; or none of those that are taken is being unloaded; or the time is over."""
         while any(each.leaving for each in self._table) and not deadline.expired:
+            if len(facts.names() | {each.name for each in self._table}) < facts.max_loras:
+                return
             await asyncio.sleep(0.005)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

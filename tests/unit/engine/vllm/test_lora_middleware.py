@@ -62,6 +62,8 @@ class Vllm:
         body = json.loads(raw or b"{}")
         wanted = None if self.token is None else f"Bearer {self.token}".encode()
         if wanted and dict(scope["headers"]).get(b"authorization") != wanted and scope["path"].startswith("/v1"):
+            if (gate := self.gates.get(body.get("user", ""))) is not None:  # who reads slowly
+                await gate.wait()
             await reply(send, 401, {"error": "Unauthorized"})
             return
         await getattr(self, "_" + scope["path"].strip("/").replace("/", "_"))(body, send)
@@ -74,6 +76,8 @@ class Vllm:
         if self.refuses is not None:
             await reply(send, 500, {"error": {"message": self.refuses}})
             return
+        if (gate := self.gates.get("load")) is not None:
+            await gate.wait()
         number = len(self.loads) + 1
         self.loads.append((body["lora_name"], body["lora_path"]))
         self.models.lora_requests[body["lora_name"]] = types.SimpleNamespace(lora_int_id=number)
@@ -229,6 +233,8 @@ def test_a_request_under_way_ends_on_its_version_and_new_ones_are_given_the_next
         assert (told["model"], told["header"]) == ("actor", f"{RUN}/2")
         assert told[FIELD] == [{"index": 0, "spans": [{"version": f"{RUN}/2", "start": 0, "end": 3}]}]
         old_folder = vllm.loads[0][1]
+        for _ in range(100):  # turns in which it could be unloaded
+            await asyncio.sleep(0)
         assert sorted(vllm.workers) == [1, 2]
         assert os.path.isdir(old_folder)
         told_of = (await there.state())["adapters"]
@@ -254,6 +260,92 @@ def test_an_answer_that_outlives_its_request_keeps_its_adapter() -> None:
         assert sorted(vllm.workers) == [1, 2]
         vllm.states.clear()
         await until(lambda: list(vllm.workers) == [2])
+
+    run(body)
+
+
+def test_an_answer_that_goes_on_holds_up_no_load_that_has_a_slot() -> None:
+    async def body(there: Client, vllm: Vllm) -> None:
+        await there.serve(1)
+        vllm.states["background"] = types.SimpleNamespace(lora_name=vllm.loads[0][0])
+        await there.serve(2)
+        await asyncio.wait_for(there.serve(3), 5)
+        await until(lambda: sorted(vllm.workers) == [1, 3])
+        vllm.states.clear()
+        await until(lambda: list(vllm.workers) == [3])
+
+    run(body, slots=3)
+
+
+def test_one_that_is_being_unloaded_is_given_no_request() -> None:
+    """Under vLLM's own name for it, which its metrics tell: vLLM would look for a folder that is gone, and end."""
+
+    async def body(there: Client, vllm: Vllm) -> None:
+        await there.serve(1)
+        name = vllm.loads[0][0]
+        assert (await there.complete(name))["header"] == f"{RUN}/1"
+        vllm.states["background"] = types.SimpleNamespace(lora_name=name)
+        await there.serve(2)
+        num_asked = len(vllm.asked)
+        status, _, raw = await there.ask("POST", "/v1/completions", {"model": name, "prompt": [1]})
+        assert (status, json.loads(raw)["error"]["type"]) == (503, "NotServingError")
+        assert len(vllm.asked) == num_asked
+        vllm.states.clear()
+        await until(lambda: list(vllm.workers) == [2])
+
+    run(body)
+
+
+def test_one_that_is_staged_is_given_no_clients_request() -> None:
+    """It is not proved yet; the canary alone asks it."""
+
+    async def body(there: Client, vllm: Vllm) -> None:
+        await there.serve(1)
+        await there.load(2)
+        name = vllm.loads[1][0]
+        status, _, raw = await there.ask("POST", "/v1/completions", {"model": name, "prompt": [1]})
+        assert (status, json.loads(raw)["error"]["type"]) == (503, "NotServingError")
+        assert not vllm.asked
+        await there.order(SCORE_PATH, session=f"{RUN}/2#actor", tokens=[5, 6, 7])
+        await there.commit(2)
+        assert (await there.complete(name))["header"] == f"{RUN}/2"
+
+    run(body)
+
+
+def test_a_stranger_whose_request_is_the_last_keeps_nothing() -> None:
+    """Without vLLM's key it may not unload: what leaves is unloaded in the name of the service."""
+
+    async def body(there: Client, vllm: Vllm) -> None:
+        await there.serve(1)
+        vllm.gates["slow"] = asyncio.Event()
+        request = {"model": "actor", "prompt": [1], "user": "slow"}
+        refused = asyncio.ensure_future(Client(there._app, vllm).ask("POST", "/v1/completions", request))
+        await asyncio.sleep(0)
+        await there.serve(2)
+        assert [each["in_flight"] for each in (await there.state())["adapters"]] == [1, 0]
+        vllm.gates["slow"].set()
+        assert (await refused)[0] == 401
+        await until(lambda: list(vllm.workers) == [2])
+
+    run(body, token="secret")
+
+
+def test_what_is_being_loaded_is_not_committed() -> None:
+    async def body(there: Client, vllm: Vllm) -> None:
+        await there.serve(1)
+        vllm.gates["load"] = asyncio.Event()
+        loading = asyncio.ensure_future(there.load(2))
+        async with asyncio.timeout(10):
+            while len((await there.state())["adapters"]) < 2:
+                await asyncio.sleep(0.002)
+        status, _, raw = await there.ask("POST", COMMIT_PATH, {"session": f"{RUN}/2#actor"})
+        assert (status, json.loads(raw)["error"]) == (409, "StateError")
+        assert (await there.complete())["header"] == f"{RUN}/1"
+        vllm.gates["load"].set()
+        assert (await loading)[0] == 200
+        await there.commit(2)
+        assert (await there.complete())["header"] == f"{RUN}/2"
 
     run(body)
 
