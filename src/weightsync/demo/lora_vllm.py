@@ -62,6 +62,9 @@ class LoraVllmEngine:
         self._rows: list[list[int]] = held_out.tolist()
         self._served: dict[str, int] = {}
         self._num_refused = 0
+        self._turn = (
+            threading.Lock()
+        )  # vLLM's CPU build (0.32) ends at prompt_logprobs of an adapter beside a generation
         self._has_one = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._generate_all_the_time, name="rollout", daemon=True)
@@ -75,11 +78,10 @@ class LoraVllmEngine:
             threading.Event().wait(0.02)
         self._has_one.set()
         choices: list[dict[str, Any]] = []
-        for (
-            row
-        ) in self._rows:  # one by one: vLLM's CPU build (0.32) was seen to end at a batch of these with an adapter
-            told, version = self._ask([row], max_tokens=1, prompt_logprobs=0)
-            choices += told
+        with self._turn:
+            for row in self._rows:
+                told, version = self._ask([row], max_tokens=1, prompt_logprobs=0)
+                choices += told
         scores = [next(iter(each.values()))["logprob"] for choice in choices for each in choice["prompt_logprobs"][1:]]
         text = self._ask([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)[0][0]["text"]
         return {
@@ -107,7 +109,8 @@ class LoraVllmEngine:
         self._has_one.wait()
         while not self._ended.wait(_REST_S):
             try:
-                _, version = self._ask([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)
+                with self._turn:
+                    _, version = self._ask([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)
             except (EngineError, httpx.HTTPError):
                 self._num_refused += not self._ended.is_set()
                 continue
