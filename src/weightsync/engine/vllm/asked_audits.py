@@ -78,6 +78,10 @@ class AskedAudits:
             except WeightSyncError as error:  # its state says so until a full load
                 _logger.error("live weights are not what was committed: %s", error)
                 ended = VllmAudit(name=name, equal=False, said=f"{type(error).__name__}: {error}")
+            except Exception as error:  # nobody waits for this thread
+                said = as_weightsync_error(error, EngineError, "the audit failed")
+                _logger.error("live weights could not be read: %s", said)
+                ended = VllmAudit(name=name, said=f"{type(said).__name__}: {said}")
             self._note(ended, began_s)
 
         in_thread(run, name="weightsync-vllm-audit-behind")

@@ -58,6 +58,22 @@ def test_a_worker_reads_behind_a_patch_now_and_then(monkeypatch: pytest.MonkeyPa
     assert len(began) == (read + 1 if read else 0)
 
 
+def test_a_reading_behind_a_patch_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for its thread; it says nothing of the weights."""
+    monkeypatch.setenv(EVERY_VARIABLE, "0")
+
+    def audit(session: str) -> bool:
+        raise RuntimeError("the device is gone")
+
+    audits, deadline = AskedAudits(lambda: EngineReply(engine_id="e")), Deadline(20.0)
+    audits.behind("s1", audit)
+    while not audits.ended:
+        deadline.check("end of the reading")
+    (ended,) = audits.ended
+    assert (ended.name, ended.equal) == ("behind s1", None)
+    assert "the device is gone" in str(ended.said)
+
+
 def test_what_a_worker_found_is_kept_under_the_name_that_asked() -> None:
     go, replies = threading.Event(), iter([True, False, None])
 
