@@ -99,9 +99,10 @@ class Vllm:
         if body["model"] not in ("base", *self.models.lora_requests):
             await reply(send, 404, {"error": {"message": f"no model {body['model']}"}})
             return
-        if body.get("prompt_logprobs") is not None:
-            scores = [None, *({str(token): {"logprob": -float(token)}} for token in body["prompt"][1:])]
-            await reply(send, 200, {"model": body["model"], "choices": [{"index": 0, "prompt_logprobs": scores}]})
+        if body.get("allowed_token_ids") is not None:
+            assert "prompt_logprobs" not in body
+            scores = {"token_logprobs": [-float(token) for token in body["allowed_token_ids"]]}
+            await reply(send, 200, {"model": body["model"], "choices": [{"index": 0, "logprobs": scores}]})
             return
         gate = self.gates.get(body.get("user", ""))
         if gate is not None:
