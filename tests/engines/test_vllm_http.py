@@ -10,6 +10,7 @@ import pytest
 
 from tests.engines.vllm_faults import arm, armed
 from tests.engines.vllm_support import (
+    NEEDS_PACKING,
     PACKS,
     SAME,
     Oracle,
@@ -112,6 +113,7 @@ def test_a_failure_leaves_the_old_version_served_and_the_next_sync_works(
     serves(2)
 
 
+@pytest.mark.skipif(not PACKS, reason=NEEDS_PACKING)
 def test_a_reload_that_breaks_half_way_is_never_served(whole: Trainers, vllm_server: Server, serves: Serves) -> None:
     """Live weights are lost in part: vLLM stays paused and says so, until the next sync has put whole ones there.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -24,13 +23,10 @@ from weightsync.handles.releases import since
 from weightsync.handles.vllm_messages import BACKEND, error_in_text
 from weightsync.net.client import JsonClient
 from weightsync.net.messages import encode
-from weightsync.types import Deadline
 
 _T = TypeVar("_T")
 _HEAD = 1000  # characters of a foreign error's text that are kept
 _FIRST_ROUTES = ("/get_world_size", "/is_paused", "/start_weight_update")  # asked before anything is changed
-_VERSION_S = 2.0
-_SLEEPS_SINCE = (0, 32)
 HOW_TO_START = (
     f'start vLLM with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{{"backend":"{BACKEND}"}}\', '
     "in an environment where weightsync is installed"
@@ -85,8 +81,6 @@ class VllmHttpApi(JsonClient):
         super().__init__(url, runs="a vLLM server", token=token, connect_timeout_s=connect_timeout_s)
         if self.url.endswith("/v1"):
             raise ConfigError(f"a vLLM server's URL ends before /v1: {self.url.removesuffix('/v1')}, not {url!r}")
-        self._sleeps: bool | None = None  # whether its sleep of level 0 is a pause; None: not asked yet
-        self._slept = False
 
     @property
     def name(self) -> str:
@@ -94,14 +88,8 @@ class VllmHttpApi(JsonClient):
         return self.url
 
     def world_size(self, *, timeout_s: float) -> int:
-        """Workers of the engine: TP x PP x DP. Before anything is paused, it is asked for its release, once."""
-        deadline = Deadline(timeout_s)
+        """Workers of the engine: TP x PP x DP."""
         body = self._call("GET", "/get_world_size", timeout_s, params={"include_dp": True})
-        if self._sleeps is None:
-            self._sleeps = False
-            with contextlib.suppress(WeightSyncError):
-                patience_s = min(_VERSION_S, deadline.check("answer"))
-                self._sleeps = _sleep_can_pause(self._call("GET", "/version", patience_s).get("version"))
         return int(_field(body, "world_size", int, self.name))
 
     def is_paused(self, *, timeout_s: float) -> bool:
@@ -138,39 +126,17 @@ class VllmHttpApi(JsonClient):
         self._call("POST", "/finish_weight_update", timeout_s, json=body)
 
     def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
-        """Stops generation; returns when it stands.
-
-        By a sleep of level 0, where its release has one: that stops the scheduler as `/pause` does, which then waits
-        for 20 ms (seen with 0.32). `/pause` drops caches besides; else `reset_prefix_cache` has to.
-        """
-        if self._sleeps:
-            try:
-                self._call("POST", "/sleep", timeout_s, params={"level": 0, "mode": mode})
-            except UnsupportedError:  # nothing was done
-                self._sleeps = False
-            except WeightSyncError:
-                self._slept = True  # perhaps
-                raise
-            else:
-                self._slept = True
-                return
+        """Stops generation; returns when it stands."""
         self._call("POST", "/pause", timeout_s, params={"mode": mode, "clear_cache": clear_cache})
 
     def resume(self, *, timeout_s: float) -> None:
         """Goes on with generation."""
-        if self._slept:  # so that its own state and metrics don't say that it sleeps
-            self._call("POST", "/wake_up", timeout_s, params={"tags": "scheduling"})
-            self._slept = False
-        else:
-            self._call("POST", "/resume", timeout_s)
+        self._call("POST", "/resume", timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> bool:
-        """See the protocol. Also what was encoded of images, where a pause has left it."""
-        deadline = Deadline(timeout_s)
+        """See the protocol."""
         params = {"reset_running_requests": True, "reset_external": True}
-        if self._slept:
-            self._call("POST", "/reset_encoder_cache", deadline.check("answer"))
-        body = self._call("POST", "/reset_prefix_cache", deadline.check("answer"), params=params)
+        body = self._call("POST", "/reset_prefix_cache", timeout_s, params=params)
         return bool(body.get("success", True))  # releases that answer without a body raise where it fails
 
     def _call(
@@ -313,12 +279,6 @@ def error_of(text: str, what: str, *, peer: str) -> WeightSyncError:
             f"{peer} has another weight-transfer backend, or none: {HOW_TO_START}; it said: {text[:_HEAD]}", peer=peer
         )
     return EngineError(f"{what}: {text[:_HEAD]}", peer=peer)
-
-
-def _sleep_can_pause(release: object) -> bool:
-    """Whether a release of vLLM has a sleep of level 0, with the modes of a pause: those before were not looked at."""
-    numbers = re.match(r"(\d+)\.(\d+)", release) if isinstance(release, str) else None
-    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _SLEEPS_SINCE
 
 
 def _field(body: dict[str, Any], name: str, kind: type[Any], peer: str) -> Any:

@@ -19,7 +19,10 @@ from weightsync.cli import app, doctor
 from weightsync.net.server import ServerThread, api_app
 
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": ""}
-COMMANDS = ("agent", "check", "controller", "demo", "doctor", "inspect", "pull", "serve", "status", "trace", "verify")
+COMMANDS = (
+    "agent", "check", "controller", "demo", "doctor", "export", "inspect", "keygen", "pull", "serve", "status", "trace",
+    "verify",
+)  # fmt: skip
 LISTENS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
 """To Ctrl-C, though whoever started the tests in the background had it ignored."""
 

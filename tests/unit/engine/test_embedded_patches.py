@@ -208,7 +208,7 @@ def test_a_patch_on_another_base_is_refused_and_loaded_in_full(trainer: Trainer,
         "nothing served": {},
     }[wrong]
     if wrong == "nothing served":
-        rig.loading._ready(version(2), Deadline(LONG_S))
+        rig.loading._ready(pulled, Deadline(LONG_S))
     session = Session(rig, pulled, **base)
     with pytest.raises(VersionError):
         session.begin()
