@@ -180,6 +180,8 @@ class Agents:
             )
         if grant.delta is not None and grant.base != asked.base:
             raise VersionError(f"{endpoint} answered with a delta from another base than was asked for")
+        if grant.transport is Transport.STORE and not isinstance(self.client(endpoint), StoreClient):
+            raise InvalidRequestError(f"{endpoint} is no store, and granted what lies in one", peer=endpoint)
         if self._transport is Transport.SHM and grant.transport is not Transport.SHM:
             raise InvalidRequestError(f"{endpoint} is not on this host: its memory can't be mapped", peer=endpoint)
 

@@ -120,6 +120,9 @@ class TransferGrant(GrantFacts, frozen=True, kw_only=True):
     publication: Publication
 
     def __post_init__(self) -> None:
+        stored = [each.endpoint for each in self.publication.sources if not each.endpoint.startswith("http")]
+        if stored and self.transport is not Transport.STORE:  # no agent sends its receivers to a store, or to a file
+            raise InvalidRequestError(f"an agent's grant names {stored[0]!r}, which is no agent")
         check_transfer_id(self.transfer_id)
         if not 0 <= self.source < len(self.publication.sources):
             raise InvalidRequestError(f"there is no source {self.source}")
