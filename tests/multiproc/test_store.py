@@ -194,7 +194,7 @@ def test_faults_of_the_store_at_random(start: Any, s3: str, tmp_path: Path) -> N
 
 
 def test_a_slow_store_costs_the_trainer_nothing_and_passes_versions_by(start: Any, s3: str, tmp_path: Path) -> None:
-    """Seen red with an upload out of the trainer's own segment."""
+    """What is uploaded is a copy of the writer's own."""
     proxy = FaultProxy(s3)
 
     def slow(method: str, path: str) -> None:

@@ -1,7 +1,4 @@
-"""What a reader makes of damage: it is found, named, and passed by, for the newest version of which all is good.
-
-Seen red without the SHA-256 of ranges, without the trailer's checksum, and with a pointer that may go back.
-"""
+"""What a reader makes of damage: it is found, named, and passed by, for the newest version of which all is good."""
 
 from __future__ import annotations
 

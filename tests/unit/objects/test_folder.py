@@ -41,7 +41,7 @@ def _count(url: str, turns: int) -> None:
 
 
 def test_conditional_puts_of_several_processes_lose_nothing(tmp_path: Path) -> None:
-    """Seen red without the lock."""
+    """One writer at a time replaces."""
     url = f"file://{tmp_path}/run"
     FolderStore(url).put("count", b"0", deadline=Deadline(5), replaces=None)
     spawn = multiprocessing.get_context("fork")
@@ -90,7 +90,7 @@ def test_one_of_many_creates(tmp_path: Path) -> None:
 
 
 def test_a_reader_never_sees_half(tmp_path: Path) -> None:
-    """Seen red where the object is written under its own name."""
+    """It is written aside first."""
     store, ended = FolderStore(f"file://{tmp_path}/run"), threading.Event()
     sizes = set()
 

@@ -1,7 +1,4 @@
-"""What is deleted, and what stays: for the newest chains, for readers that are alive, for what is being written.
-
-Seen red with notes that are not read, and with `keep_s` left out.
-"""
+"""What is deleted, and what stays: for the newest chains, for readers that are alive, for what is being written."""
 
 from __future__ import annotations
 

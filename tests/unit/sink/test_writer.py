@@ -1,7 +1,4 @@
-"""What a writer leaves in a store, and what readers find, whatever breaks at whichever step of a version.
-
-Seen red with the pointer moved before the manifest, with a claim not checked, and with an unconditional pointer.
-"""
+"""What a writer leaves in a store, and what readers find, whatever breaks at whichever step of a version."""
 
 from __future__ import annotations
 
