@@ -1,5 +1,5 @@
-"""A CPU build of torch pins no memory, and SGLang's adapters ask for pinned tensors without looking: they get plain ones
-of the same values."""
+"""A CPU build of torch pins no memory, and SGLang's adapters ask for pinned tensors without looking: they get plain
+ones of the same values."""
 
 from __future__ import annotations
 
