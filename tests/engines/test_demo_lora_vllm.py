@@ -14,6 +14,7 @@ from tests.engines.vllm_support import NEEDS_VLLM, as_the_cpu_is, engine_env, vl
 pytestmark = pytest.mark.timeout(500)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
 def test_each_version_is_served_and_says_what_the_trainer_says(tmp_path: Path) -> None:
     command = [

@@ -14,6 +14,7 @@ from tests.engines.sglang_support import NEEDS_SGLANG, SERVE, sglang_is_there
 from tests.engines.vllm_support import as_the_cpu_is
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not sglang_is_there, reason=NEEDS_SGLANG)
 @pytest.mark.parametrize("path", [["--path", "push"], ["--path", "pull", "--delta"]], ids=["push", "pull"])

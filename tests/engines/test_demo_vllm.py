@@ -16,6 +16,7 @@ from tests.engines.vllm_unpacked import VARIABLE
 from tests.multiproc.family import run_family
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
 def test_ray_actors_train_and_vllm_follows(tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ def by_deltas(folder: Path, *options: str, timeout_s: float) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)
 def test_vllm_follows_by_deltas(tmp_path: Path) -> None:

@@ -359,6 +359,7 @@ def test_the_pages_lines_work(
         is_version(server.logprobs(), 2)
 
 
+@pytest.mark.soak
 def test_a_server_without_a_lease_file_does_not_start(versions: Versions, tmp_path: Path) -> None:
     """It ends by itself, and says why."""
     server = Server(

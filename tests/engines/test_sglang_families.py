@@ -95,6 +95,7 @@ def check(family: str, folder: Path, *, tied: bool, steps: int) -> None:
         _logger.warning("%s: %d steps, %d patched in place, %.2g from a fresh server", family, steps, patched, max(far))
 
 
+@pytest.mark.soak
 def test_a_steps_deltas_are_written_into_live_weights(tmp_path: Path) -> None:
     """Of Qwen3, whose heads have norms of their own."""
     check("Qwen3", tmp_path, tied=False, steps=1)

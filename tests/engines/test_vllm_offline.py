@@ -23,6 +23,7 @@ from tests.engines.vllm_support import (
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(
     any(name in os.environ for name in CPU_LIMITS),
     reason="the limits of this process's CPU features do not hold for a trainer in vLLM's process: it differs",

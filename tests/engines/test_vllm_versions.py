@@ -86,7 +86,7 @@ def publisher_main(conn: Any) -> None:
     os._exit(0)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak)], ids=["tp1", "tp2"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not vllm_is_there:
         pytest.skip(NEEDS_VLLM)
@@ -205,7 +205,7 @@ def preemptions(server: Server) -> float:
     return sum(map(float, counted))
 
 
-@pytest.mark.parametrize("kv_cache", ["clear", "keep"])
+@pytest.mark.parametrize("kv_cache", ["clear", pytest.param("keep", marks=pytest.mark.soak)])
 def test_each_token_is_said_to_be_of_the_version_that_made_it(
     server: Server, pulls: Callable[[str], Pulls], kv_cache: str
 ) -> None:

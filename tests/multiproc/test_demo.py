@@ -18,7 +18,7 @@ from tests.multiproc.family import run_family
 COMMAND = [sys.executable, "-m", "weightsync.cli", "demo", "--size", "tiny"]
 
 
-@pytest.mark.parametrize("strategy", ["broadcast", "packed_cuda_ipc"])
+@pytest.mark.parametrize("strategy", ["broadcast", pytest.param("packed_cuda_ipc", marks=pytest.mark.soak)])
 def test_the_demo_proves_every_version(tmp_path: Path, strategy: str) -> None:
     """Two ranks, two engines: digests equal, losses agree, the engine's loss falls, the files are there."""
     files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
@@ -72,7 +72,7 @@ def test_the_demo_publishes_and_trains_on(tmp_path: Path) -> None:
     assert family.segments() == []
 
 
-@pytest.mark.parametrize("path", ["pull", "push"])
+@pytest.mark.parametrize("path", ["pull", pytest.param("push", marks=pytest.mark.soak)])
 def test_the_demo_moves_deltas(tmp_path: Path, path: str) -> None:
     """At a learning rate of reinforcement learning: a few percent change, less is sent, and the loss falls."""
     files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
@@ -103,6 +103,7 @@ def test_deltas_that_cannot_be_pushed_are_refused_before_anything_starts(options
     assert "--path pull" in ran.stderr
 
 
+@pytest.mark.soak
 def test_an_engine_that_dies_ends_the_demo_in_words(tmp_path: Path) -> None:
     """kill -9 of the engine in the middle: exit code 1, the error by name, no process left behind."""
     demo = subprocess.Popen(

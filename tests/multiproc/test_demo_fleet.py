@@ -12,6 +12,7 @@ import pytest
 from tests.multiproc.family import run_family
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_fleet_goes_on_without_who_is_killed(tmp_path: Path) -> None:
     """Two trainers, three services, one killed and one added: every answer is of a version that its trainer made."""

@@ -74,7 +74,9 @@ def stepped(trainer: Child, number: int) -> torch.Tensor:
 
 def serves(host: Child, run_id: str, number: int) -> Any:
     version, found, status = asked(host)
-    return (found, status) if version is not None and (version.run_id, version.number) == (run_id, number) else None
+    if version is None or (version.run_id, version.number) != (run_id, number):
+        return None
+    return (found, status) if (status.run_id, status.version) == (run_id, number) else None  # said after the commit
 
 
 def test_hosts_serve_what_peft_computes_and_a_killed_trainer_comes_back() -> None:

@@ -78,7 +78,7 @@ def pull(
     trust_key: TrustKey = None,
     verify: Verify = None,
 ) -> None:
-    """Fetches the newest version of an agent, or of an object store, into a folder; its digests prove every tensor.
+    """Fetches the newest version of an agent, or of an object store, into a folder, proved tensor by tensor.
 
     The file is written aside and renamed, so the folder holds the old version or the new one, and never half of one. A
     manifest.json beside it, where there is one, names its version and every tensor's digest. Only what a pull has

@@ -59,7 +59,7 @@ SIZES = {
     ),
     "small": ModelSize(
         hidden=256, layers=3, heads=4, kv_heads=2, head_dim=64, intermediate=768,
-        num_rows=8, row_length=64, updates_per_step=8, learning_rate=1.5e-3,
+        num_rows=8, row_length=64, updates_per_step=4, learning_rate=2.5e-3,
     ),
     "tiny": ModelSize(
         hidden=48, layers=2, heads=3, kv_heads=1, head_dim=32, intermediate=96,
