@@ -16,6 +16,7 @@ from tests.engines.vllm_support import as_the_cpu_is
 pytestmark = pytest.mark.timeout(500)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not sglang_is_there, reason=NEEDS_SGLANG)
 def test_each_version_is_served_and_says_what_the_trainer_says(tmp_path: Path) -> None:
     command = [

@@ -212,7 +212,7 @@ def test_the_base_has_a_place_of_each_batch_and_pinned_adapters_of_others_have_t
         state = await there.state()
         assert (state["max_loras"], state["others"], state["max_lora_rank"]) == (2, 1, 16)
         status, told = await there.load(2)
-        assert (status, told["error"]) == (409, "NoSlotError"), told
+        assert (status, told["error"]) == (503, "NoSlotError"), told
         assert "--max-loras-per-batch" in told["message"]
         del sglang.refs["theirs"]
         await there.serve(2)
@@ -228,7 +228,7 @@ def test_sglang_evicts_nobody_for_an_adapter_of_ours() -> None:
             sglang.refs[name] = types.SimpleNamespace(pinned=False)
         assert (await there.state())["max_loras"] == 1
         await there.serve(1)
-        assert (await there.load(2))[0] == 409
+        assert (await there.load(2))[0] == 503
 
     run(body, per_batch=8, loaded=3)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -85,8 +84,8 @@ def loaded(folder: Path, published: dict[str, torch.Tensor], scheduler: Schedule
         adapter=Adapter(config=canonical_config(known)),
         tensors=TensorTable.of(spec_of(name, tensor) for name, tensor in published.items()),
     )  # fmt: skip
-    digests = tuple(tensor_digest(published[spec.name]) for spec in manifest.tensors)
-    (folder / MANIFEST_FILE).write_bytes(encode(msgspec.structs.replace(manifest, digests=digests)))
+    digests = {name: tensor_digest(tensor) for name, tensor in published.items()}
+    (folder / MANIFEST_FILE).write_bytes(encode(manifest.with_digests(digests, None)))
     request = types.SimpleNamespace(lora_path=str(folder), lora_id="id")
     return proved_load(lambda *_: types.SimpleNamespace(success=True), scheduler, request)
 
