@@ -77,15 +77,8 @@ EXPECTED_VARIABLE = "WEIGHTSYNC_ADAPTERS"
 would say that there is no such model."""
 VERSION_HEADER = b"x-weightsync-version"
 _GENERATES = (
-    "/v1/",
-    "/inference/",
-    "/generate",
-    "/tokenize",
-    "/detokenize",
-    "/score",
-    "/rerank",
-    "/pooling",
-    "/classify",
+    *("/v1/", "/inference/", "/generate", "/tokenize", "/detokenize"),
+    *("/score", "/rerank", "/pooling", "/classify"),
 )
 _OWN_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _MAX_BODY_BYTES = 256 << 20
