@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.engines import sglang_support
 from tests.engines.vllm_support import PROMPTS, Server, build_model, completion, save_checkpoint
 from tests.standins.processes import Child
 
@@ -52,12 +53,14 @@ def lora_server(
 
 
 def peft_model(
-    *, rank: int = 8, modules: Sequence[str] = (*ATTENTION, *MLP), alpha: float | None = None, seed: int = 0
-) -> Any:
-    """A PEFT model over the tiny model in bfloat16, as a trainer of it would have it; its adapter in bfloat16, too."""
+    *, rank: int = 8, modules: Sequence[str] = (*ATTENTION, *MLP), alpha: float | None = None, seed: int = 0,
+    engine: str = "vllm",
+) -> Any:  # fmt: skip
+    """A PEFT model over the tiny model in bfloat16, as a trainer of it would have it; its adapter in bfloat16, too. For
+    "sglang" over the model of its tests, both in float32."""
     from peft import LoraConfig, get_peft_model
 
-    base = build_model(seed).to(torch.bfloat16)
+    base = build_model(seed).to(torch.bfloat16) if engine == "vllm" else sglang_support.build_model(seed)
     config = LoraConfig(r=rank, lora_alpha=2 * rank if alpha is None else alpha, target_modules=list(modules))
     return get_peft_model(base, config, autocast_adapter_dtype=False)
 

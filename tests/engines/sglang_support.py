@@ -126,14 +126,21 @@ class Server:
         checkpoint: what it serves at first.
         folder: for its log.
         tp: tensor-parallel size.
+        options: further words of its command line.
+        env: further variables of its environment.
     """
 
-    def __init__(self, starter: Starter, checkpoint: Path, folder: Path, *, tp: int = 1) -> None:
+    def __init__(
+        self, starter: Starter, checkpoint: Path, folder: Path, *, tp: int = 1, options: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.checkpoint = checkpoint
         self._starter = starter
         self._port = free_port()
         self._tp = tp
+        self._options = tuple(options)
+        self._env = dict(env or {})
         self._log = folder / "sglang.log"
         self.url = f"http://127.0.0.1:{self._port}"
         self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
@@ -145,10 +152,12 @@ class Server:
         arguments = (
             *("--model-path", str(self.checkpoint), "--dtype", "float32", "--custom-weight-loader", LOADER),
             *("--host", "127.0.0.1", "--port", str(self._port), "--tp-size", str(self._tp)),
+            *self._options,
         )
         # without it SGLang wants a NUMA node for each worker
         cores = [str(rank % (os.cpu_count() or 1)) for rank in range(self._tp)]
         environment = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores)} if self._tp > 1 else {}
+        environment |= self._env
         self._pid = self._starter.start(arguments, environment, self._log)
 
     def wait_until_ready(self) -> None:

@@ -230,9 +230,9 @@ def _check_slots(handle: EngineHandle, model_id: str, staleness: int) -> None:
     Raises:
         ConfigError: it has not.
     """
-    from weightsync.handles.vllm_server import VllmServerEngine
+    from weightsync.handles.two_kinds import TwoKinds
 
-    if not isinstance(handle, VllmServerEngine):
+    if not isinstance(handle, TwoKinds):
         return
     slots = handle.adapters(timeout_s=_ANSWER_S)
     others = slots.others + sum(each.model_id != model_id for each in slots.adapters)

@@ -210,7 +210,7 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
     from weightsync.cli.faces import engine_facts
     from weightsync.handles.by_url import engine_at
     from weightsync.handles.http import HttpEngine
-    from weightsync.handles.vllm_server import VllmServerEngine
+    from weightsync.handles.two_kinds import TwoKinds
     from weightsync.types import DescribeRequest, EngineOp
 
     for url in urls:
@@ -218,7 +218,7 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
             handle = engine_at(url, token=token, verify=verify)
             slots = None
             try:
-                if isinstance(handle, VllmServerEngine):
+                if isinstance(handle, TwoKinds):
                     with contextlib.suppress(UnsupportedError):
                         slots = handle.adapters(timeout_s=_ASK_S)
                 told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(layers=True), timeout_s=_ASK_S)

@@ -23,15 +23,20 @@ from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, ByteText
 from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID, adapted
 from weightsync.demo.model import TrainLoop, build_model, held_out_loss, model_size, save_byte_tokenizer
 from weightsync.demo.processes import Processes
+from weightsync.demo.sglang_engine import SGLangServer
 from weightsync.demo.vllm_engine import VllmServer
 from weightsync.errors import ConfigError
 from weightsync.extract.peft import base_extractor
 from weightsync.types.service import NotifyRequest, RegisterSenderRequest
 
+_SERVERS: dict[str, tuple[type[VllmServer], str]] = {
+    "vllm": (VllmServer, "weightsync.demo.lora_vllm"),
+    "sglang": (SGLangServer, "weightsync.demo.lora_sglang"),
+}
 _LOSS_GAP = 1e-5
 """Both compute the same sums of the same bytes; the order of sums is one machine's."""
 _VLLM_GAP = 0.02
-"""vLLM sums in bfloat16 in another order than PEFT."""
+"""vLLM sums in bfloat16 in another order than PEFT; SGLang on a CPU in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +45,8 @@ class LoraOptions:
 
     Attributes:
         steps: versions of the adapter.
-        path: "push" or "pull"; into a vLLM server "pull".
-        engine: "embedded": a PEFT model of ours; "vllm": a vLLM server, whose base is its checkpoint.
+        path: "push" or "pull"; into a server "pull".
+        engine: "embedded": a PEFT model of ours; "vllm" or "sglang": such a server, whose base is its checkpoint.
         size: of the model.
         rank: of the adapter.
         json: where to write the summary; None writes none.
@@ -57,10 +62,10 @@ class LoraOptions:
     step_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.engine not in ("embedded", "vllm"):
-            raise ConfigError(f"--lora runs with --engine embedded or vllm, not {self.engine}")
-        if self.engine == "vllm":
-            VllmServer.check()
+        if self.engine not in ("embedded", *_SERVERS):
+            raise ConfigError(f"--lora runs with --engine embedded, vllm or sglang, not {self.engine}")
+        if self.engine in _SERVERS:
+            _SERVERS[self.engine][0].check()
 
 
 def run_lora(options: LoraOptions, console: Console | None = None) -> list[str]:
@@ -86,18 +91,19 @@ def run_lora(options: LoraOptions, console: Console | None = None) -> list[str]:
             base_loop.step(step)
         for parameter in base.parameters():  # an adapter's base is what its engine computes with
             parameter.data = parameter.data.to(torch.bfloat16)
-        if options.engine == "vllm":
+        if options.engine in _SERVERS:
+            server, module = _SERVERS[options.engine]
             folder = processes.folder / "base"
             base.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
             save_byte_tokenizer(folder)
-            out.print("starting a vLLM server on the base (about a minute)")
-            processes.start("engine-0", "weightsync.demo.lora_vllm", ["--size", options.size, "--model", str(folder)])
+            out.print(f"starting a server of {server.name} on the base (about a minute)")
+            processes.start("engine-0", module, ["--size", options.size, "--model", str(folder)])
         model = adapted(base, options.rank)
         held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
         _, told = processes.next("the engine")
         move: _Push | _Pull
         with contextlib.ExitStack() as opened:
-            kind = _PullOnCheckpoint if options.engine == "vllm" else _Pull if options.path == "pull" else _Push
+            kind = _PullOnCheckpoint if options.engine in _SERVERS else _Pull if options.path == "pull" else _Push
             move = kind(model, told, processes.token, options, opened)
             move.base()
             loop, rows, problems = TrainLoop(model, text, size, rank=0), [], []

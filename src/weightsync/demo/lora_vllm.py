@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID
 from weightsync.demo.model import model_size
 from weightsync.demo.vllm_engine import VllmServer
 from weightsync.errors import EngineError
+from weightsync.handles.two_kinds import TwoKinds
 from weightsync.handles.vllm_lora_messages import MIDDLEWARE
 from weightsync.handles.vllm_server import VllmServerEngine
 from weightsync.host.service import RolloutService
@@ -56,6 +58,9 @@ class LoraVllmEngine:
         size: name of the model's size.
     """
 
+    _unknown: tuple[int, ...] = (404,)
+    """What the server answers for a model that it has not."""
+
     def __init__(self, url: str, size: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=_ASK_S, trust_env=False)
         held_out = ByteText().held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=model_size(size).row_length)
@@ -73,17 +78,16 @@ class LoraVllmEngine:
     def report(self, number: int) -> dict[str, Any]:
         """Loss on the held-out text by the server's own log-probabilities and a sample, both under one version."""
         deadline = Deadline(_ASK_S)
-        while (version := self._ask([[1]], max_tokens=1)[1]) != number:
+        while (version := self._generated([1], 1)[1]) != number:
             deadline.check(f"version {number} in the answers, which are by {version}")
             threading.Event().wait(0.02)
         self._has_one.set()
-        choices: list[dict[str, Any]] = []
+        scores: list[float] = []
         with self._turn:
             for row in self._rows:
-                told, version = self._ask([row], max_tokens=1, prompt_logprobs=0)
-                choices += told
-        scores = [next(iter(each.values()))["logprob"] for choice in choices for each in choice["prompt_logprobs"][1:]]
-        text = self._ask([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)[0][0]["text"]
+                told, version = self._scores(row)
+                scores += told
+        text = self._generated(list(PROMPT.encode()), SAMPLE_BYTES)[0]
         return {
             "version": version, "base": "its checkpoint", "loss": -sum(scores) / len(scores), "sample": PROMPT + text,
             "num_generations": dict(self._served), "num_refused": self._num_refused,
@@ -95,40 +99,54 @@ class LoraVllmEngine:
         self._thread.join(5)
         self._http.close()
 
-    def _ask(self, prompts: list[list[int]], **options: Any) -> tuple[list[dict[str, Any]], int | None]:
-        """The answers, and the number of the version that made them; None before the first."""
-        body = {"model": ADAPTER_ID, "prompt": prompts, "temperature": 0.0, **options}
-        response = self._http.post("/v1/completions", json=body)
-        if response.status_code == 404 and not self._has_one.is_set():
-            return [], None
+    def _scores(self, row: list[int]) -> tuple[list[float], int | None]:
+        """Log-probabilities of a row's tokens but the first, and the number of the version that made them."""
+        (choice,), version = self._asked(row, max_tokens=1, prompt_logprobs=0)
+        return [next(iter(each.values()))["logprob"] for each in choice["prompt_logprobs"][1:]], version
+
+    def _generated(self, prompt: list[int], num_tokens: int) -> tuple[str, int | None]:
+        """A sample, and the number of the version that made it; None before the first."""
+        choices, version = self._asked(prompt, max_tokens=num_tokens)
+        return choices[0]["text"] if choices else "", version
+
+    def _asked(self, prompt: list[int], **options: Any) -> tuple[list[dict[str, Any]], int | None]:
+        body = {"model": ADAPTER_ID, "prompt": prompt, "temperature": 0.0, **options}
+        told, version = self._ask("/v1/completions", body)
+        return told["choices"] if told else [], version
+
+    def _ask(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+        """An answer, and the number of the version that made it; None before the first."""
+        response = self._http.post(path, json=body)
+        if response.status_code in self._unknown and not self._has_one.is_set():
+            return {}, None
         if response.status_code != 200:
-            raise EngineError(f"vLLM answered {response.status_code}: {response.text[:500]}")
-        return response.json()["choices"], int(response.headers["x-weightsync-version"].rpartition("/")[2])
+            raise EngineError(f"the server answered {response.status_code}: {response.text[:500]}")
+        return response.json(), int(response.headers["x-weightsync-version"].rpartition("/")[2])
 
     def _generate_all_the_time(self) -> None:
         self._has_one.wait()
         while not self._ended.wait(_REST_S):
             try:
                 with self._turn:
-                    _, version = self._ask([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)
+                    _, version = self._generated(list(PROMPT.encode()), SAMPLE_BYTES)
             except (EngineError, httpx.HTTPError):
                 self._num_refused += not self._ended.is_set()
                 continue
             self._served[str(version)] = self._served.get(str(version), 0) + 1
 
 
-def main() -> None:
+def serve(server_kind: type[VllmServer], engine_kind: type[LoraVllmEngine], handle: Callable[[str], TwoKinds]) -> None:
     """Runs until standard input closes."""
-    parser = argparse.ArgumentParser(description="The engine of `weightsync demo --lora --engine vllm`.")
+    parser = argparse.ArgumentParser(description="The engine of `weightsync demo --lora` into a server.")
     parser.add_argument("--size", required=True)
     parser.add_argument("--model", required=True, type=Path)
     options = parser.parse_args()
     token = os.environ[TOKEN_VARIABLE]
-    with LoraVllmServer(options.model) as server:
-        engine = VllmServerEngine(server.url, engine_id="engine-0")
+    with server_kind(options.model) as server:
+        engine = handle(server.url)
         config = RolloutConfig(service_id="engine-0", token=token, sender_token=token)
         service = RolloutService({ADAPTER_ID: engine}, config)
-        demo = LoraVllmEngine(server.url, options.size)
+        demo = engine_kind(server.url, options.size)
         try:
             _tell({"service_url": service.start()})
             for line in sys.stdin:
@@ -145,4 +163,4 @@ def _tell(message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(LoraVllmServer, LoraVllmEngine, lambda url: VllmServerEngine(url, engine_id="engine-0"))

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias, get_args
 from weightsync.errors import AuthError, ConfigError, EngineUnreachableError, WeightSyncError
 from weightsync.handles.http import HttpEngine
 from weightsync.handles.probe import Capabilities, Feature, probe
-from weightsync.handles.sglang import SGLangApi, SGLangEngine
+from weightsync.handles.sglang_server import SGLangServerEngine
 from weightsync.handles.vllm_server import VllmServerEngine
 from weightsync.net.http_edge import checked_url
 from weightsync.types import DescribeRequest, EngineHandle, EngineOp
@@ -102,7 +102,7 @@ def engine_at(
         case "vllm":
             return VllmServerEngine(said.url, token=token)
         case "sglang":
-            return SGLangEngine(SGLangApi(said.url, token=token, verify=verify))
+            return SGLangServerEngine(said.url, token=token, verify=verify)
         case "weightsync":
             return HttpEngine(said.url, token=token, verify=verify)
 

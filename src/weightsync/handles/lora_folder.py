@@ -1,4 +1,4 @@
-"""AdapterFolder: one version of an adapter as a folder in shared memory, as PEFT and vLLM load it.
+"""AdapterFolder: one version of an adapter as a folder in shared memory, as PEFT, vLLM and SGLang load it.
 
     adapter_config.json          the publication's, as it was published
     adapter_model.safetensors    its tensors, copied once from the staging or from the trainer's shared memory
@@ -19,8 +19,9 @@ from weightsync.errors import (
     SharedMemoryError,
     UnsupportedError,
 )
-from weightsync.handles.vllm_lora_messages import CONFIG_FILE, TENSORS_FILE
+from weightsync.handles.vllm_lora_messages import CONFIG_FILE, MANIFEST_FILE, TENSORS_FILE
 from weightsync.memory import MappedSegment, PrivateFolder, host_nonce
+from weightsync.net.messages import encode
 from weightsync.plan.safetensors import plan_layout
 from weightsync.types import (
     AnyUpdateRequest,
@@ -85,8 +86,12 @@ class AdapterFolder(Closing):
         else:
             raise _elsewhere()
 
-    def sealed(self, manifest: Manifest) -> str:
+    def sealed(self, manifest: Manifest, *, with_manifest: bool = False) -> str:
         """Writes what is beside the tensors; the folder's name.
+
+        Args:
+            manifest: of what was published.
+            with_manifest: it is written, too, for workers that prove what they load.
 
         Raises:
             ManifestMismatchError: a tensor has not come.
@@ -100,22 +105,9 @@ class AdapterFolder(Closing):
             )
         header = self._layout.header(manifest.version, manifest.model_id)
         os.pwrite(self._fd, header, 0)
-        config = os.open(
-            f"{self._folder.path}/{CONFIG_FILE}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
-        )
-        try:
-            left = memoryview(self._config.encode())
-            while left:
-                left = left[os.write(config, left) :]
-            os.fchmod(config, stat.S_IRUSR)
-        except OSError as error:
-            raise NoRoomError(
-                f"an adapter's configuration has no room in shared memory: {error.strerror}",
-                version=str(manifest.version),
-                state_left="nothing was loaded",
-            ) from error
-        finally:
-            os.close(config)
+        self._write(CONFIG_FILE, self._config.encode(), manifest)
+        if with_manifest:
+            self._write(MANIFEST_FILE, encode(manifest), manifest)
         os.fchmod(self._fd, stat.S_IRUSR)
         os.close(self._fd)
         self._fd = -1
@@ -131,6 +123,23 @@ class AdapterFolder(Closing):
             os.close(self._fd)
             self._fd = -1
         self._folder.close()
+
+    def _write(self, file: str, body: bytes, manifest: Manifest) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        opened = os.open(f"{self._folder.path}/{file}", flags, 0o600)
+        try:
+            left = memoryview(body)
+            while left:
+                left = left[os.write(opened, left) :]
+            os.fchmod(opened, stat.S_IRUSR)
+        except OSError as error:
+            raise NoRoomError(
+                f"an adapter's configuration has no room in shared memory: {error.strerror}",
+                version=str(manifest.version),
+                state_left="nothing was loaded",
+            ) from error
+        finally:
+            os.close(opened)
 
     def _copy(self, handle: SharedMemoryHandle, tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> None:
         if not handle.size_bytes:
@@ -162,7 +171,7 @@ def _shared(handles: Iterable[MemoryHandle], nonce: str) -> SharedMemoryHandle:
 
 def _elsewhere() -> UnsupportedError:
     return UnsupportedError(
-        "an adapter goes to vLLM through shared memory of vLLM's host: publish it and run weightsync serve there, or "
+        "an adapter goes to an engine through shared memory of its host: publish it and run weightsync serve there, or "
         "push from that host with strategy packed_cuda_ipc",
         state_left="nothing was loaded",
     )

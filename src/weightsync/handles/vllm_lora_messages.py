@@ -1,4 +1,5 @@
-"""What travels about adapters to a vLLM server: to its middleware over HTTP, to its workers inside vLLM's own calls.
+"""What travels about adapters to a vLLM or SGLang server: to its middleware over HTTP, to vLLM's workers inside vLLM's
+own calls.
 
     GET  /weightsync/adapters           AdapterState
     POST /weightsync/adapters/load      LoadAdapter     a folder of this host becomes a staged adapter
@@ -27,7 +28,10 @@ SCORE_PATH = f"{STATE_PATH}/score"
 COMMIT_PATH = f"{STATE_PATH}/commit"
 DROP_PATH = f"{STATE_PATH}/drop"
 MIDDLEWARE = "weightsync.engine.vllm.lora_middleware.LoraMiddleware"
+SGLANG_VARIABLE = "WEIGHTSYNC_SGLANG_LORA"
+"""Set to 1 in SGLang's environment: our plug-in does what it is there for. Else it does nothing."""
 TENSORS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+MANIFEST_FILE = "weightsync_manifest.json"
 _MAX_SESSION = 600
 _MAX_TOKENS = 1 << 16
 
@@ -104,12 +108,13 @@ class LoadedAdapter(Message, frozen=True, kw_only=True):
     """One adapter that the server has.
 
     Attributes:
-        name: vLLM's.
+        name: the engine's.
         session, model_id, version, model_digest: see `LoadAdapter`.
         lora_id: vLLM's number for it in its workers; None where this release does not say.
         state: "staged": loaded, and given no request; "current": given all new ones; "retired": no new ones, and goes
             when its last one has ended.
         in_flight: requests that it is answering.
+        unprovable: of SGLang: why its workers have not compared what they hold; None: they have.
     """
 
     name: str
@@ -120,13 +125,14 @@ class LoadedAdapter(Message, frozen=True, kw_only=True):
     lora_id: int | None
     state: Literal["staged", "current", "retired"]
     in_flight: int
+    unprovable: str | None = None
 
 
 class AdapterState(Message, frozen=True, kw_only=True):
     """What a server with the middleware says of its adapters.
 
     Attributes:
-        max_loras: slots: how many adapters may be in one batch; 0: vLLM was started without `--enable-lora`.
+        max_loras: slots: how many adapters may be in one batch; 0: the engine was started without `--enable-lora`.
         max_cpu_loras: how many its workers keep.
         max_lora_rank: the highest rank that it takes.
         num_replicas: data-parallel ones behind this address.

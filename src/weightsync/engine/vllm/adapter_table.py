@@ -1,5 +1,5 @@
-"""AdapterTable: which adapters an API server of vLLM has, which one answers for which model, and who still uses an old
-one. Pure: no I/O, one event loop.
+"""AdapterTable: which adapters a server of vLLM or SGLang has, which one answers for which model, and who still uses an
+old one. Pure: no I/O, one event loop.
 
     staged --commit--> current --another one's commit--> retired --last request ended--> gone
        └----- drop, its deadline, or another staged one of its model -----^
@@ -26,6 +26,7 @@ class Held:
         folder: what it was loaded from; this process's, until it goes.
         until: a staged one goes then.
         lora_id: vLLM's number for it, once it is loaded.
+        unprovable: see `LoadedAdapter`.
         state: see `LoadedAdapter`.
         in_flight: requests that it is answering.
         loading: whether vLLM has not loaded it yet.
@@ -36,6 +37,7 @@ class Held:
     folder: PrivateFolder
     until: Deadline
     lora_id: int | None = None
+    unprovable: str | None = None
     state: Literal["staged", "current", "retired"] = "staged"
     in_flight: int = 0
     loading: bool = False
@@ -58,9 +60,14 @@ class Held:
 
 
 class AdapterTable:
-    """See the module."""
+    """See the module.
 
-    def __init__(self) -> None:
+    Args:
+        advice: how the engine is started with more slots.
+    """
+
+    def __init__(self, advice: str = "Start vLLM with a greater --max-loras") -> None:
+        self._advice = advice
         self._by_name: dict[str, Held] = {}
         self._current: dict[str, Held] = {}
 
@@ -76,6 +83,7 @@ class AdapterTable:
             LoadedAdapter(
                 name=each.name, session=each.load.session, model_id=each.load.model_id, version=each.version,
                 model_digest=each.load.model_digest, lora_id=each.lora_id, state=each.state, in_flight=each.in_flight,
+                unprovable=each.unprovable,
             )
             for each in self._by_name.values()
         )  # fmt: skip
@@ -111,7 +119,7 @@ class AdapterTable:
         who = "; ".join(f"{each.name} ({each.state}, {each.in_flight} requests)" for each in self._by_name.values())
         return NoSlotError(
             f"all {max_loras} slots are taken: {who or 'none of ours'}{f', and {others} of others' if others else ''}. "
-            "Start vLLM with a greater --max-loras: for each adapter the versions that may be under way at once "
+            f"{self._advice}: for each adapter the versions that may be under way at once "
             "(staleness + 1), and one that is being loaded; or wait until old requests have ended",
             version=version,
             state_left=f"{model_id} is served as before",

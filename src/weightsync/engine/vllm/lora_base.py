@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from weightsync.codec.digest import digest_of
-from weightsync.errors import BusyError
-from weightsync.types import HeldTensor, TensorSpec, TensorTable, dtype_name
+from weightsync.errors import BusyError, WrongBaseError
+from weightsync.types import HeldTensor, TensorSpec, TensorTable, Version, dtype_name
+from weightsync.types.adapter import Adapter
 
 _CASTS = (None, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,6 +78,29 @@ class CheckpointDigest:
         finally:
             with self._lock:
                 self._ended = True
+
+
+def check_base(adapter: Adapter, checkpoint: CheckpointDigest, version: Version | None, digest: str | None) -> None:
+    """Raises WrongBaseError where the base is known to be another one. A base that is bound by its version alone
+    may come yet: with a set of models the adapter is staged before the base is committed."""
+    wanted = adapter.base
+    if wanted is None:
+        return
+    has = f"{version} ({digest})" if version is not None else str(checkpoint)
+    if wanted.model_digest is None:
+        assert wanted.version is not None
+        wrong = version is not None and (
+            version.run_id != wanted.version.run_id or version.number > wanted.version.number
+        )
+    elif digest is not None:
+        wrong = digest != wanted.model_digest
+    else:
+        wrong = checkpoint.equals(wanted.model_digest) is False
+    if wrong:
+        raise WrongBaseError(
+            f"the adapter was trained on {wanted}, and this engine has {has}: load that base first",
+            state_left="nothing was changed; the adapter that was served is served on",
+        )
 
 
 def _digest(folder: Path, dtype: torch.dtype | None) -> str | None:

@@ -21,7 +21,6 @@ from weightsync.types import Deadline
 UPDATING_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _CALL_S = 120.0
 _LOOK_S = 0.02
-_NAME = "vLLM"
 
 
 class Inside:
@@ -30,7 +29,12 @@ class Inside:
     Args:
         app: what is behind the middleware.
         scope: of the request on whose behalf they are made.
+
+    Attributes:
+        engine: what it is, for messages.
     """
+
+    engine = "vLLM"
 
     def __init__(self, app: App, scope: Scope) -> None:
         self._app = app
@@ -40,13 +44,17 @@ class Inside:
         """Raises AuthError where the caller may not even list models."""
         await self._good("GET", "/v1/models")
 
-    async def load(self, name: str, folder: str) -> None:
+    async def load(self, name: str, folder: str) -> str | None:
         """Loads an adapter into every replica.
+
+        Returns:
+            Of SGLang: why its workers have not proved it. vLLM's are asked by the service.
 
         Raises:
             EngineError: vLLM refused it, in its own words; it has none of that name.
         """
         await self._good("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        return None
 
     async def unload(self, name: str) -> None:
         """Takes it off vLLM's list. Its workers keep it until they are told, or need its place."""
@@ -95,10 +103,12 @@ class Inside:
 
     def _error(self, status: int, said: bytes, path: str) -> WeightSyncError:
         if status in (401, 403):
-            return AuthError(f"vLLM refuses the token for {path}")
+            return AuthError(f"{self.engine} refuses the token for {path}")
         if status in (404, 405) and path == "/v1/load_lora_adapter" and b"No adapter found" not in said:
             return ConfigError(f"vLLM has no route {path}: start it with {UPDATING_VARIABLE}=True and --enable-lora")
-        return error_of(said.decode("utf-8", "replace"), f"vLLM answered {path} with status {status}", peer=_NAME)
+        return error_of(
+            said.decode("utf-8", "replace"), f"{self.engine} answered {path} with status {status}", peer=self.engine
+        )
 
     async def _call(
         self, method: str, path: str, body: Any = None, *, headers: list[tuple[bytes, bytes]] | None = None
@@ -134,7 +144,7 @@ class Inside:
         try:
             await asyncio.wait_for(self._app(scope, receive, send), _CALL_S)
         except TimeoutError:
-            raise DeadlineExceededError(f"vLLM did not answer {path} within {_CALL_S:g} s") from None
+            raise DeadlineExceededError(f"{self.engine} did not answer {path} within {_CALL_S:g} s") from None
         return status, b"".join(parts)
 
 

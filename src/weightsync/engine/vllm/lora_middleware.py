@@ -77,21 +77,15 @@ EXPECTED_VARIABLE = "WEIGHTSYNC_ADAPTERS"
 would say that there is no such model."""
 VERSION_HEADER = b"x-weightsync-version"
 _GENERATES = (
-    "/v1/",
-    "/inference/",
-    "/generate",
-    "/tokenize",
-    "/detokenize",
-    "/score",
-    "/rerank",
-    "/pooling",
-    "/classify",
+    *("/v1/", "/inference/", "/generate", "/tokenize", "/detokenize"),
+    *("/score", "/rerank", "/pooling", "/classify"),
 )
 _OWN_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _MAX_BODY_BYTES = 256 << 20
 _MAX_COMING_BYTES = 2 * _MAX_BODY_BYTES
 """Of all bodies that are still coming; past it requests pass as they are, and vLLM knows no such model."""
 _MAX_ORDER_BYTES = 1 << 20
+_NAMES = (b'"model"', b'"lora_path"')
 _UNLOAD_RETRY_S = 1.0
 _CALL_S = 60.0
 
@@ -100,7 +94,8 @@ _logger = logging.getLogger(__name__)
 
 class LoraMiddleware:
     """ASGI middleware. One event loop. A `LeaseMiddleware` stands outside of it (behind it on the command line): a
-    request that waits for a set of models is given the adapter that is current when it goes on.
+    request that waits for a set of models is given the adapter that is current when it goes on. SGLang's differs in
+    the first methods (`engine.sglang_lora`).
 
     Args:
         app: what answers.
@@ -111,13 +106,42 @@ class LoraMiddleware:
         self._app = app
         text = os.environ.get(EXPECTED_VARIABLE, "") if expected is None else expected
         self._expected = frozenset(name.strip() for name in text.split(",") if name.strip())
-        self._table = AdapterTable()
+        self._table = AdapterTable(self.slots_advice)
         self._loading = asyncio.Lock()  # vLLM loads and unloads one at a time
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wrong_order = _has_lease(app)
         self._names = host_names((socket.gethostname(),))
         self._bodies = Bodies()
         self._service: Scope = {}  # of the last order that was allowed: what leaves is unloaded in its name
+
+    # --- what is the engine's ---
+
+    slots_advice = "Start vLLM with a greater --max-loras"
+    generates: tuple[str, ...] = _GENERATES
+    own_routes: tuple[str, ...] = _OWN_ROUTES
+
+    def _inside(self, scope: Scope) -> Inside:
+        return Inside(self._app, scope)
+
+    def _facts(self, scope: Scope) -> VllmFacts:
+        return VllmFacts(scope["app"])
+
+    def _asked(self, request: dict[str, Any], path: str) -> str | None:
+        """The name that a request asks for; None: for none that may be ours."""
+        model = request.get("model")
+        return model if isinstance(model, str) else None
+
+    def _given(
+        self, request: dict[str, Any], path: str, held: Held, model: str, send: Send
+    ) -> tuple[dict[str, Any], Send]:
+        """The request as the engine gets it, and what takes its answer."""
+        asked = bool(request.get("return_token_ids"))
+        given = {**request, "model": held.name}
+        if not path.endswith(ROUTES):
+            return given, Renamed(send, held, held.name, model).send
+        if not hides_tokens(given):
+            given["return_token_ids"] = True
+        return given, _Named(send, held, model, asked=asked, number=num_choices(given)).send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes what is not its business."""
@@ -129,7 +153,7 @@ class LoraMiddleware:
             await self._ordered(scope, path, receive, send)
         elif path == "/v1/models" and scope["method"] == "GET":
             await self._app(scope, receive, _Models(send, self._table).send)
-        elif scope.get("method") == "POST" and path.startswith(_GENERATES) and path not in _OWN_ROUTES:
+        elif scope.get("method") == "POST" and path.startswith(self.generates) and path not in self.own_routes:
             await self._answered(scope, path, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -140,9 +164,9 @@ class LoraMiddleware:
         read: list[Message] = []
         try:
             body = await self._bodies.read(receive, read, max_bytes=_MAX_BODY_BYTES, max_coming_bytes=_MAX_COMING_BYTES)
-            request = None if body is None or b'"model"' not in body else request_in(body)
-            model = None if request is None else request.get("model")
-            if request is None or not isinstance(model, str):
+            request = None if body is None or not any(each in body for each in _NAMES) else request_in(body)
+            model = None if request is None else self._asked(request, path)
+            if request is None or model is None:
                 await self._app(scope, again(read, receive), send)
                 return
         finally:
@@ -160,20 +184,11 @@ class LoraMiddleware:
                 await self._app(scope, again(read, receive), send)
             return
         try:
-            spans = path.endswith(ROUTES)
-            asked = bool(request.get("return_token_ids"))
-            request = {**request, "model": held.name}
-            if spans and not hides_tokens(request):
-                request["return_token_ids"] = True
-            rewritten = json.dumps(request).encode()
+            given, out = self._given(request, path, held, model, send)
+            rewritten = json.dumps(given).encode()
             head: Message = {"type": "http.request", "body": rewritten, "more_body": False}
-            out = (
-                _Named(send, held, model, asked=asked, number=num_choices(request))
-                if spans
-                else _Renamed(send, held, model)
-            )
             await self._app(
-                {**scope, "headers": with_length(scope["headers"], len(rewritten))}, again([head], receive), out.send
+                {**scope, "headers": with_length(scope["headers"], len(rewritten))}, again([head], receive), out
             )
         finally:
             self._table.end(held)
@@ -185,7 +200,7 @@ class LoraMiddleware:
         try:
             if is_of_another_page(scope, self._names):
                 raise foreign()
-            inside, facts = Inside(self._app, scope), VllmFacts(scope["app"])
+            inside, facts = self._inside(scope), self._facts(scope)
             await inside.check_allowed()
             self._service = scope
             if (scope["method"], path) == ("GET", STATE_PATH):
@@ -231,8 +246,8 @@ class LoraMiddleware:
         facts.check()
         if order.model_id in facts.base_names():
             raise ConfigError(
-                f"vLLM serves its base as {order.model_id!r}, which is this adapter's model: start it with another "
-                "--served-model-name, or publish under another model_id",
+                f"the base is served as {order.model_id!r}, which is this adapter's model: start the engine with "
+                "another --served-model-name, or publish under another model_id",
                 state_left="nothing was changed",
             )
         self._table.expire()
@@ -254,13 +269,13 @@ class LoraMiddleware:
         done, _ = await asyncio.wait({loading}, timeout=deadline.remaining_s)
         if not done:
             self._table.drop(order.session)
-            raise DeadlineExceededError(f"vLLM did not load {held.name} within {order.deadline_s:g} s")
+            raise DeadlineExceededError(f"{inside.engine} did not load {held.name} within {order.deadline_s:g} s")
         loading.result()
 
     async def _load_now(self, held: Held, inside: Inside, facts: VllmFacts) -> None:
         async with self._loading:
             try:
-                await inside.load(held.name, held.folder.path)
+                held.unprovable = await inside.load(held.name, held.folder.path)
             except BaseException:
                 self._table.remove(held)
                 held.folder.close()
@@ -287,7 +302,7 @@ class LoraMiddleware:
     def _sweep(self) -> None:
         """Begins to unload what nobody needs any more. Whose request was the last may not be allowed to unload."""
         for held in self._table.over():
-            inside, facts = Inside(self._app, self._service), VllmFacts(self._service["app"])
+            inside, facts = self._inside(self._service), self._facts(self._service)
             self._spawn(self._unload(held, inside, facts))
 
     async def _unload(self, held: Held, inside: Inside, facts: VllmFacts) -> None:
@@ -334,7 +349,7 @@ class _Named(Answers):
         def spans_of(answers: Mapping[int, Answer]) -> list[list[VersionSpan]]:
             return [whole_span(held.version, len(each.tokens)) for each in answers.values()]
 
-        super().__init__(_Renamed(send, held, model).send, spans_of, asked=asked, num_choices=number)
+        super().__init__(Renamed(send, held, held.name, model).send, spans_of, asked=asked, num_choices=number)
 
     def rename(self, told: dict[str, Any]) -> None:
         """What a middleware nearer to vLLM says is of the base's weights."""
@@ -342,13 +357,13 @@ class _Named(Answers):
             told[BASE_FIELD] = told.pop(FIELD)
 
 
-class _Renamed:
-    """An answer whose header has the version, and in which vLLM's name for it is the model's again."""
+class Renamed:
+    """An answer whose header has the version, and in which the engine's name for it is the model's again."""
 
-    def __init__(self, send: Send, held: Held, model: str) -> None:
+    def __init__(self, send: Send, held: Held, old: str, model: str) -> None:
         self._send = send
         self._version = str(held.version).encode()
-        self._old, self._new = held.name.encode(), model.encode()
+        self._old, self._new = old.encode(), model.encode()
         self._start: Message | None = None
         self._parts: list[bytes] = []
 

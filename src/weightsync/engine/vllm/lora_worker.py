@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weightsync.engine.vllm.lora_base import CheckpointDigest
+from weightsync.engine.vllm.lora_base import CheckpointDigest, check_base
 from weightsync.errors import (
     ConfigError,
     DigestMismatchError,
@@ -26,7 +26,6 @@ from weightsync.errors import (
     ManifestMismatchError,
     StateError,
     UnsupportedError,
-    WrongBaseError,
 )
 from weightsync.handles.vllm_lora_messages import TENSORS_FILE, AdapterOrder
 from weightsync.memory.private_folder import check_private
@@ -74,35 +73,13 @@ class WorkerAdapters:
             if order.manifest.adapter is None:
                 raise InvalidRequestError("the manifest is of no adapter")
             if order.what == "check":
-                self._check_base(order.manifest.adapter, *base)
+                check_base(order.manifest.adapter, self._checkpoint, *base)
                 self._check(order.manifest, order.manifest.adapter)
             else:
                 assert order.folder is not None
                 self._prove(order.manifest, order.manifest.adapter, order.folder, order.lora_id)
 
     # --- before anything is loaded ---
-
-    def _check_base(self, adapter: Adapter, version: Version | None, digest: str | None) -> None:
-        """Raises WrongBaseError where the base is known to be another one. A base that is bound by its version alone
-        may come yet: with a set of models the adapter is staged before the base is committed."""
-        wanted = adapter.base
-        if wanted is None:
-            return
-        has = f"{version} ({digest})" if version is not None else str(self._checkpoint)
-        if wanted.model_digest is None:
-            assert wanted.version is not None
-            wrong = version is not None and (
-                version.run_id != wanted.version.run_id or version.number > wanted.version.number
-            )
-        elif digest is not None:
-            wrong = digest != wanted.model_digest
-        else:
-            wrong = self._checkpoint.equals(wanted.model_digest) is False
-        if wrong:
-            raise WrongBaseError(
-                f"the adapter was trained on {wanted}, and this engine has {has}: load that base first",
-                state_left=_SERVED_ON,
-            )
 
     def _check(self, manifest: Manifest, adapter: Adapter) -> None:
         manager = self._manager
@@ -173,7 +150,7 @@ class WorkerAdapters:
         modules = self._modules(manifest)
         dtype = manager.lora_config.lora_dtype
         seen: set[tuple[str, int]] = set()
-        for name, tensor in _read(manifest, folder):
+        for name, tensor in read_proved(manifest, folder):
             module, half = modules[name]
             place = self._place(module)
             assert place is not None
@@ -270,7 +247,7 @@ class WorkerAdapters:
         return (module, 0) if module in manager.modules else None
 
 
-def _read(manifest: Manifest, folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+def read_proved(manifest: Manifest, folder: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The folder's tensors, each with the digest of the manifest.
 
     Raises:
@@ -304,11 +281,11 @@ def _stacked(layer: Any, half: str) -> tuple[torch.Tensor, ...]:
 def _compare(name: str, expected: torch.Tensor, found: torch.Tensor | None, what: str) -> None:
     if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
         raise DigestMismatchError(f"{what} has nothing of the adapter's there, or something else", parameter=name)
-    if not torch.equal(_bits(expected), _bits(found.to("cpu"))):
+    if not torch.equal(bits(expected), bits(found.to("cpu"))):
         raise DigestMismatchError(f"{what} is not what was published", parameter=name)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 

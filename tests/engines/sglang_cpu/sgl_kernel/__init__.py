@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__path__: list[str] = []
+from sgl_kernel.pins import unpin
+
+unpin()
 
 
 def assign_req_to_token_pool_cpu(

@@ -173,8 +173,12 @@ class Client:
         told: dict[str, Any] = json.loads(body)
         return told
 
+    def fill(self, folder: str) -> None:
+        """What an engine wants to find in it."""
+
     async def load(self, number: int, *, model: str = "actor", deadline_s: float = 60.0) -> tuple[int, dict[str, Any]]:
         folder = PrivateFolder(shared=True)
+        self.fill(folder.path)
         message = {
             "session": f"{RUN}/{number}#{model}", "model_id": model, "version": {"run_id": RUN, "number": number},
             "model_digest": f"wsd2:{number:032x}", "folder": folder.name, "deadline_s": deadline_s,

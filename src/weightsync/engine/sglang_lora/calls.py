@@ -1,0 +1,191 @@
+"""What the middleware asks of the SGLang that it stands before: its own routes, from inside, and what its state shows.
+
+SGLang keeps a registry of adapters in the process of its HTTP server, and evicts from it and from its slots whoever was
+used least lately, unless it is pinned: ours are pinned, and counted, so none of them is read again from a folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+from weightsync.engine.sglang_lora.worker import MARK, num_proofs
+from weightsync.engine.vllm.asgi import App, Scope
+from weightsync.engine.vllm.lora_base import CheckpointDigest, check_base
+from weightsync.engine.vllm.lora_calls import Inside
+from weightsync.errors import (
+    AuthError,
+    BusyError,
+    ConfigError,
+    EngineError,
+    InvalidRequestError,
+    UnsupportedError,
+    WeightSyncError,
+    error_from_dict,
+)
+from weightsync.handles.vllm_lora_messages import MANIFEST_FILE
+from weightsync.net.messages import decode
+from weightsync.types import Deadline, Manifest, Version
+
+_DEFAULT = "default"
+_LOOK_S = 0.02
+_LEFT = "nothing was changed; the adapter that was served is served on"
+_checkpoints: dict[str, CheckpointDigest] = {}
+
+
+class SGLangInside(Inside):
+    """See `Inside`.
+
+    Args:
+        app, scope: see `Inside`.
+        tokenizer_manager: SGLang's.
+    """
+
+    engine = "SGLang"
+
+    def __init__(self, app: App, scope: Scope, tokenizer_manager: Any) -> None:
+        super().__init__(app, scope)
+        self._arguments = tokenizer_manager.server_args
+
+    async def check_allowed(self) -> None:
+        """Raises AuthError where the caller could not load an adapter at SGLang's own door, by SGLang's own rule."""
+        try:
+            from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+        except ImportError as error:
+            raise UnsupportedError("this release of SGLang has other keys than 0.5.23") from error
+        fields = dict(self._scope.get("headers", ()))
+        decision = decide_request_auth(
+            method=str(self._scope["method"]), path="/load_lora_adapter",
+            authorization_header=fields.get(b"authorization", b"").decode("latin-1") or None,
+            api_key=self._arguments.api_key, admin_api_key=self._arguments.admin_api_key,
+            auth_level=AuthLevel.ADMIN_OPTIONAL,
+        )  # fmt: skip
+        if not decision.allowed:
+            raise AuthError("SGLang refuses the token")
+
+    async def load(self, name: str, folder: str) -> str | None:
+        """Checks the base, then loads; see `Inside.load`. After an error SGLang has none of that name.
+
+        Raises:
+            WrongBaseError: the adapter belongs to another base.
+            ConfigError, ManifestMismatchError: SGLang has no place for it.
+            DigestMismatchError: what a worker holds is not what was published.
+        """
+        body = (Path(folder) / MANIFEST_FILE).read_bytes()
+        await self._check_base(decode(body, Manifest, what="the folder's manifest"))
+        # pinned: SGLang never evicts it, and never reads its folder again
+        asked = {"lora_name": name, "lora_path": folder, "pinned": True}
+        status, said = await self._call("POST", "/load_lora_adapter", asked)
+        if status != 200:
+            await self._call("POST", "/unload_lora_adapter", {"lora_name": name})  # some worker may have it
+            raise _typed(said) or self._error(status, said, "/load_lora_adapter")
+        workers = int(self._arguments.tp_size) * int(self._arguments.pp_size)
+        if (found := num_proofs(folder)) < workers:
+            return f"{found} of SGLang's {workers} workers have compared what they hold: our plug-in is not in all"
+        return None
+
+    async def unload(self, name: str) -> None:
+        """Ends it, when its last request has ended. One that is not there is no error."""
+        status, said = await self._call("POST", "/unload_lora_adapter", {"lora_name": name})
+        if status != 200 and b"does not exist" not in said:
+            raise self._error(status, said, "/unload_lora_adapter")
+
+    async def drop(self, lora_id: int) -> None:
+        """SGLang's workers let go when it is unloaded."""
+
+    async def score(self, name: str, tokens: tuple[int, ...], replica: int | None) -> tuple[float, ...]:
+        """Log-probabilities of a prompt's tokens but the first."""
+        asked = {
+            "input_ids": list(tokens), "lora_path": name, "return_logprob": True, "logprob_start_len": 0,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        }  # fmt: skip
+        body = await self._good("POST", "/generate", asked)
+        try:
+            return tuple(float(each[0]) for each in json.loads(body)["meta_info"]["input_token_logprobs"][1:])
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise EngineError(f"SGLang told no log-probabilities of a prompt: {error!r:.200}") from error
+
+    async def _check_base(self, manifest: Manifest) -> None:
+        if manifest.adapter is None:
+            raise InvalidRequestError("the manifest is of no adapter")
+        path, called = str(self._arguments.model_path), str(self._arguments.weight_version)
+        version = None if called == _DEFAULT else _version(called)
+        base = manifest.adapter.base
+        if called != _DEFAULT and (version is None or base is None or base.model_digest is not None):
+            return None  # somebody has loaded other weights, whose digest nobody knows
+        config = types.SimpleNamespace(model_config=types.SimpleNamespace(model=path))
+        checkpoint = _checkpoints.setdefault(path, CheckpointDigest(config))
+        while True:
+            try:
+                return check_base(manifest.adapter, checkpoint, version, None)
+            except BusyError:  # it is being read, once
+                await asyncio.sleep(_LOOK_S)
+
+
+class SGLangFacts:
+    """What SGLang shows of itself; see `VllmFacts`.
+
+    A batch has places for `--max-loras-per-batch` adapters, of which the base is one; SGLang pins all but one of them.
+
+    Args:
+        tokenizer_manager: SGLang's.
+    """
+
+    num_replicas = 1
+
+    def __init__(self, tokenizer_manager: Any) -> None:
+        self._manager = tokenizer_manager
+        arguments = tokenizer_manager.server_args
+        self._enabled = bool(arguments.enable_lora) and int(arguments.dp_size) == 1
+        loaded = tokenizer_manager.lora_registry.get_all_adapters()
+        self._pinned = {name for name, ref in loaded.items() if ref.pinned}
+        slots = int(arguments.max_loras_per_batch) - 1 if self._enabled else 0
+        most = arguments.max_loaded_loras
+        self.max_cpu_loras = slots if most is None else int(most) - (len(loaded) - len(self._pinned))
+        self.max_loras = max(0, min(slots, self.max_cpu_loras))
+        self.max_lora_rank = int(arguments.max_lora_rank or 0)
+        self.updating = self._enabled
+
+    def check(self) -> None:
+        """Raises ConfigError where this SGLang takes no adapters."""
+        if not self._enabled:
+            raise ConfigError(
+                "this SGLang takes no adapters: start it with --enable-lora and --dp-size 1", state_left=_LEFT
+            )
+
+    def names(self) -> set[str]:
+        """Of all adapters that take a slot for good."""
+        return set(self._pinned)
+
+    def base_names(self) -> set[str]:
+        """Under which it serves its base."""
+        return {str(self._manager.served_model_name)}
+
+    def lora_id(self, name: str) -> int | None:
+        """It has no number."""
+        return None
+
+    async def ended(self, name: str, deadline: Deadline) -> None:
+        """SGLang's own unload waits for the last answer."""
+
+
+def _version(called: str) -> Version | None:
+    run_id, _, number = called.rpartition("/")
+    return Version(run_id=run_id, number=int(number)) if run_id and number.isdecimal() else None
+
+
+def _typed(said: bytes) -> WeightSyncError | None:
+    """What a worker of ours says, or what is known of SGLang's own words."""
+    try:
+        words = str(json.loads(said)["error_message"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    _, found, rest = words.partition(MARK)
+    if found:
+        return error_from_dict(json.JSONDecoder().raw_decode(rest)[0], peer="SGLang")
+    if "incompatible with the current LoRA memory pool" in words:
+        return ConfigError(f"SGLang has no place for it: {words}", state_left=_LEFT)
+    return EngineError(f"SGLang did not load it: {words}", state_left=_LEFT)

@@ -1,0 +1,122 @@
+"""SGLangLoraMiddleware: `LoraMiddleware` for SGLang: its routes, how requests name an adapter, what answers say.
+
+    /generate    {"lora_path": "actor"}      -> {"lora_path": "actor@run/12#..."}; meta_info says weight_version(s)
+    /v1/...      {"model": "base:actor"}, {"model": "actor"}, or {"lora_path": "actor"} beside the base's name
+                                             -> {"model": "base:actor@run/12#..."}
+
+What SGLang itself says of versions is of the base: it stands in `base_weight_version(s)`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from weightsync.engine.sglang_lora.calls import SGLangFacts, SGLangInside
+from weightsync.engine.vllm.adapter_table import Held
+from weightsync.engine.vllm.asgi import App, Message, Scope, Send
+from weightsync.engine.vllm.lora_middleware import LoraMiddleware, Renamed
+
+_GENERATE = "/generate"
+_VERSION, _VERSIONS = "weight_version", "weight_versions"
+
+
+class SGLangLoraMiddleware(LoraMiddleware):
+    """See `LoraMiddleware`.
+
+    Args:
+        app: SGLang's, with all that it has put before it.
+        tokenizer_manager: SGLang's, which knows its adapters.
+        expected: see `LoraMiddleware`.
+    """
+
+    slots_advice = "Start SGLang with a greater --max-loras-per-batch (one of them is the base's)"
+    generates = (
+        *("/v1/", "/generate", "/encode", "/classify", "/score", "/rerank", "/tokenize", "/detokenize"),
+        *("/invocations", "/vertex_generate", "/api/"),
+    )
+    own_routes = ("/v1/loads",)
+
+    def __init__(self, app: App, tokenizer_manager: Any, *, expected: str | None = None) -> None:
+        super().__init__(app, expected=expected)
+        self._tokenizer_manager = tokenizer_manager
+
+    def _inside(self, scope: Scope) -> SGLangInside:
+        return SGLangInside(self._app, scope, self._tokenizer_manager)
+
+    def _facts(self, scope: Scope) -> SGLangFacts:  # type: ignore[override]
+        return SGLangFacts(self._tokenizer_manager)
+
+    def _asked(self, request: dict[str, Any], path: str) -> str | None:
+        base = str(self._tokenizer_manager.served_model_name)
+        names = [request.get("model"), request.get("lora_path")]
+        if path.startswith(_GENERATE):
+            names = names[1:]
+        for name in names:
+            if isinstance(name, list) and name and all(each == name[0] for each in name):
+                name = name[0]  # a batch by one adapter
+            if not isinstance(name, str):
+                continue
+            name = name.removeprefix(f"{base}:")
+            if name in self._expected or self._table.current(name) or self._table.named(name):
+                return name
+        return None
+
+    def _given(
+        self, request: dict[str, Any], path: str, held: Held, model: str, send: Send
+    ) -> tuple[dict[str, Any], Send]:
+        if path.startswith(_GENERATE):
+            return {**request, "lora_path": held.name}, _Generated(send, held).send
+        said = request.get("model")
+        name = f"{self._tokenizer_manager.served_model_name}:{held.name}"
+        given = {key: value for key, value in request.items() if key != "lora_path"}
+        return {**given, "model": name}, Renamed(send, held, name, said if isinstance(said, str) else model).send
+
+
+class _Generated:
+    """An answer of /generate, whole or as events, that says its version."""
+
+    def __init__(self, send: Send, held: Held) -> None:
+        self._out = Renamed(send, held, held.name, held.load.model_id)  # the header; its length
+        self._version = str(held.version)
+        self._kind = b""
+        self._rest = b""
+
+    async def send(self, message: Message) -> None:
+        """Takes a message of the application's, and sends what the client gets."""
+        if message["type"] == "http.response.start":
+            self._kind = dict(message.get("headers", ())).get(b"content-type", b"")
+        elif message["type"] == "http.response.body":
+            body, more = message.get("body", b""), message.get("more_body", False)
+            if self._kind.startswith(b"text/event-stream"):
+                *lines, self._rest = (self._rest + body).split(b"\n")
+                body = b"".join(self._line(line) + b"\n" for line in lines)
+                if not more:
+                    body, self._rest = body + self._line(self._rest), b""
+            elif self._kind.startswith(b"application/json"):
+                self._rest += body
+                body = b"" if more else self._said(self._rest)
+            message = {**message, "body": body}
+        await self._out.send(message)
+
+    def _line(self, line: bytes) -> bytes:
+        head, found, rest = line.partition(b"data: ")
+        return head + found + self._said(rest) if found and rest.startswith((b"{", b"[{")) else line
+
+    def _said(self, body: bytes) -> bytes:
+        try:
+            told = json.loads(body)
+        except ValueError:
+            return body
+        for each in told if isinstance(told, list) else [told]:
+            meta = each.get("meta_info") if isinstance(each, dict) else None
+            if isinstance(meta, dict):
+                for name in (_VERSION, _VERSIONS):
+                    if name in meta:
+                        meta[f"base_{name}"] = meta.pop(name)
+                meta[_VERSION] = self._version
+                num_tokens = meta.get("completion_tokens")
+                if isinstance(num_tokens, int):
+                    spans = [{"version": self._version, "start": 0, "end": num_tokens}] if num_tokens else []
+                    meta[_VERSIONS] = spans
+        return json.dumps(told).encode()

@@ -1,0 +1,283 @@
+"""SGLangLoraMiddleware around a small application that loads and answers as SGLang's server does.
+
+tests/engines/test_lora_sglang.py runs it in a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import types
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.engine.vllm.test_lora_middleware import RUN, Client, reply, until
+from tests.unit.handles.test_lora_folder import manifest
+from weightsync.engine.sglang_lora.middleware import SGLangLoraMiddleware
+from weightsync.engine.sglang_lora.worker import MARK
+from weightsync.errors import DigestMismatchError
+from weightsync.handles.vllm_lora_messages import MANIFEST_FILE, SCORE_PATH, STATE_PATH
+from weightsync.memory import reclaim_dead
+from weightsync.net.messages import encode
+
+TOKEN = "admin"
+
+
+class SGLang:
+    """An ASGI application: SGLang's routes for adapters, and generations that wait until they are let go on; and its
+    tokenizer manager.
+
+    Args:
+        per_batch: `--max-loras-per-batch`.
+        loaded: `--max-loaded-loras`.
+        key: `--admin-api-key`.
+    """
+
+    def __init__(self, *, per_batch: int = 3, loaded: int | None = None, key: str | None = None) -> None:
+        self.refs: dict[str, Any] = {}
+        self.gates: dict[str, asyncio.Event] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.refuses: str | None = None
+        self.proves = True
+        self.served_model_name = "base"
+        self.lora_registry = types.SimpleNamespace(get_all_adapters=lambda: dict(self.refs))
+        self.server_args = types.SimpleNamespace(
+            enable_lora=True, dp_size=1, tp_size=1, pp_size=1, max_loras_per_batch=per_batch, max_loaded_loras=loaded,
+            max_lora_rank=16, api_key=None, admin_api_key=key, model_path="/nonexistent", weight_version="default",
+        )  # fmt: skip
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = json.loads((await receive()).get("body") or b"{}")
+        await getattr(self, "_" + scope["path"].strip("/").replace("/", "_"))(body, send)
+
+    async def _load_lora_adapter(self, body: Any, send: Any) -> None:
+        assert body["pinned"] is True
+        if self.refuses is not None:
+            await reply(send, 400, {"success": False, "error_message": self.refuses})
+            return
+        if self.proves:
+            Path(body["lora_path"], "weightsync_proved.1").touch()
+        self.refs[body["lora_name"]] = types.SimpleNamespace(pinned=True, path=body["lora_path"])
+        await reply(send, 200, {"success": True})
+
+    async def _unload_lora_adapter(self, body: Any, send: Any) -> None:
+        ref = self.refs.pop(body["lora_name"], None)
+        assert ref is None or os.path.isdir(ref.path), "the folder went first"
+        told = {"success": ref is not None, "error_message": "" if ref else "LoRA does not exist"}
+        await reply(send, 200 if ref else 400, told)
+
+    async def _generate(self, body: Any, send: Any) -> None:
+        self.asked.append(body)
+        if (gate := self.gates.get(body.get("rid", ""))) is not None:
+            await gate.wait()
+        meta = {
+            "completion_tokens": 3, "weight_version": "default", "weight_versions": [], "input_token_logprobs": [],
+        }  # fmt: skip
+        if body.get("return_logprob"):
+            meta["input_token_logprobs"] = [
+                [None, 0, None],
+                *([-float(each), each, None] for each in body["input_ids"][1:]),
+            ]
+        told = {"text": "x", "meta_info": meta}
+        if not body.get("stream"):
+            await reply(send, 200, [told, told] if isinstance(body.get("input_ids", [0])[0], list) else told)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        event = b"data: " + json.dumps(told).encode() + b"\n\n"
+        for part in (event[:9], event[9:], b"data: [DONE]\n\n"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _v1_completions(self, body: Any, send: Any) -> None:
+        self.asked.append(body)
+        await reply(send, 200, {"model": body["model"], "choices": [{"text": "of base"}]})
+
+
+class SGLangClient(Client):
+    """Requests to it."""
+
+    def fill(self, folder: str) -> None:
+        Path(folder, MANIFEST_FILE).write_bytes(encode(manifest()))
+
+    async def generate(self, lora_path: Any = "actor", **options: Any) -> dict[str, Any]:
+        body = {"input_ids": [1], "lora_path": lora_path, **options}
+        status, fields, answer = await self.ask("POST", "/generate", body)
+        assert status == 200, answer
+        return {"told": json.loads(answer), "header": fields.get(b"x-weightsync-version", b"").decode()}
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SGLang's own rule for its keys, which is not installed here."""
+
+    def decide(*, authorization_header: str | None, admin_api_key: str | None, auth_level: str, **_: Any) -> Any:
+        assert auth_level == "admin"
+        return types.SimpleNamespace(allowed=not admin_api_key or authorization_header == f"Bearer {admin_api_key}")
+
+    auth = types.ModuleType("sglang.srt.utils.auth")
+    auth.AuthLevel = types.SimpleNamespace(ADMIN_OPTIONAL="admin")  # type: ignore[attr-defined]
+    auth.decide_request_auth = decide  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.utils.auth", auth)
+    yield
+    reclaim_dead()
+
+
+def run(
+    test: Callable[[SGLangClient, SGLang], Awaitable[None]],
+    *,
+    token: str | None = None,
+    expected: str = "",
+    **options: Any,
+) -> None:
+    async def body() -> None:
+        sglang = SGLang(**options)
+        app = SGLangLoraMiddleware(sglang, sglang, expected=expected)
+        await test(SGLangClient(app, sglang, token=token), sglang)  # type: ignore[arg-type]
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_generation_under_way_ends_on_its_version_and_new_ones_are_given_the_next() -> None:
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        await there.serve(1)
+        sglang.gates["slow"] = asyncio.Event()
+        slow = asyncio.ensure_future(there.generate(rid="slow"))
+        await until(lambda: len(sglang.asked) == 1)
+        await there.serve(2)
+        told = await there.generate()
+        assert told["header"] == f"{RUN}/2"
+        meta = told["told"]["meta_info"]
+        assert meta["weight_version"] == f"{RUN}/2"
+        assert meta["weight_versions"] == [{"version": f"{RUN}/2", "start": 0, "end": 3}]
+        assert (meta["base_weight_version"], meta["base_weight_versions"]) == ("default", [])
+        assert [each["lora_path"] for each in sglang.asked] == [f"actor@{RUN}/{n}#actor" for n in (1, 2)]
+        for _ in range(100):  # turns in which it could be unloaded
+            await asyncio.sleep(0)
+        assert len(sglang.refs) == 2
+        sglang.gates["slow"].set()
+        assert (await slow)["header"] == f"{RUN}/1"
+        await until(lambda: list(sglang.refs) == [f"actor@{RUN}/2#actor"])
+
+    run(body)
+
+
+def test_events_and_batches_say_the_version_each() -> None:
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        await there.serve(1)
+        _, fields, raw = await there.ask("POST", "/generate", {"input_ids": [1], "lora_path": "actor", "stream": True})
+        first, done, rest = raw.split(b"\n\n")
+        assert json.loads(first.removeprefix(b"data: "))["meta_info"]["weight_version"] == f"{RUN}/1"
+        assert (done, rest, fields[b"x-weightsync-version"]) == (b"data: [DONE]", b"", f"{RUN}/1".encode())
+        told = await there.generate(["actor", "actor"], input_ids=[[1], [2]])
+        assert [each["meta_info"]["weight_version"] for each in told["told"]] == [f"{RUN}/1"] * 2
+
+    run(body)
+
+
+def test_openai_names_reach_sglang_as_base_and_adapter_and_come_back() -> None:
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        await there.serve(1)
+        for request in ({"model": "actor"}, {"model": "base:actor"}, {"model": "base", "lora_path": "actor"}):
+            told = await there.complete(**request)
+            assert (told["model"], told["header"]) == (request["model"], f"{RUN}/1")
+            assert sglang.asked[-1]["model"] == f"base:actor@{RUN}/1#actor"
+            assert "lora_path" not in sglang.asked[-1]
+        assert (await there.complete("base"))["header"] == ""
+        assert (await there.generate("another"))["header"] == ""
+
+    run(body)
+
+
+def test_before_it_has_an_adapter_a_model_that_is_expected_is_refused() -> None:
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        status, fields, _ = await there.ask("POST", "/generate", {"input_ids": [1], "lora_path": "actor"})
+        assert (status, fields[b"retry-after"]) == (503, b"1")
+        assert not sglang.asked
+
+    run(body, expected="actor")
+
+
+def test_the_base_has_a_place_of_each_batch_and_pinned_adapters_of_others_have_theirs() -> None:
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        sglang.refs["theirs"] = types.SimpleNamespace(pinned=True)
+        sglang.refs["passing"] = types.SimpleNamespace(pinned=False)
+        await there.serve(1)
+        state = await there.state()
+        assert (state["max_loras"], state["others"], state["max_lora_rank"]) == (2, 1, 16)
+        status, told = await there.load(2)
+        assert (status, told["error"]) == (503, "NoSlotError"), told
+        assert "--max-loras-per-batch" in told["message"]
+        del sglang.refs["theirs"]
+        await there.serve(2)
+
+    run(body)
+
+
+def test_sglang_evicts_nobody_for_an_adapter_of_ours() -> None:
+    """`--max-loaded-loras`: with all of them loaded SGLang would end the one that was used least lately."""
+
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        for name in ("one", "two"):
+            sglang.refs[name] = types.SimpleNamespace(pinned=False)
+        assert (await there.state())["max_loras"] == 1
+        await there.serve(1)
+        assert (await there.load(2))[0] == 503
+
+    run(body, per_batch=8, loaded=3)
+
+
+def test_what_a_worker_says_is_typed_again_and_sglangs_own_words_stay() -> None:
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        for words, error in (
+            (
+                MARK + json.dumps(DigestMismatchError("other bits", parameter="q").to_dict()) + " | more",
+                "DigestMismatchError",
+            ),
+            ("rank 8 is incompatible with the current LoRA memory pool configuration", "ConfigError"),
+            ("DoRA", "EngineError"),
+        ):
+            sglang.refuses = words
+            _, told = await there.load(1)
+            assert told["error"] == error, told
+            assert not (await there.state())["adapters"]
+
+    run(body)
+
+
+def test_workers_without_the_plugin_prove_nothing_and_it_is_said() -> None:
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        sglang.proves = False
+        _, told = await there.load(1)
+        assert "0 of SGLang's 1 workers" in told["adapters"][0]["unprovable"]
+        sglang.proves = True
+        _, told = await there.load(2)
+        assert told["adapters"][-1].get("unprovable") is None
+
+    run(body)
+
+
+def test_the_canary_is_one_generation_by_the_staged_adapter() -> None:
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        await there.load(1)
+        told = await there.order(SCORE_PATH, session=f"{RUN}/1#actor", tokens=[4, 5, 6])
+        assert told["logprobs"] == [-5.0, -6.0]
+        assert sglang.asked[-1]["lora_path"] == f"actor@{RUN}/1#actor"
+        status, _, _ = await there.ask("POST", "/generate", {"input_ids": [1], "lora_path": f"actor@{RUN}/1#actor"})
+        assert status == 503, "a staged adapter answers no client"
+
+    run(body)
+
+
+@pytest.mark.parametrize(("token", "status"), [(None, 401), ("wrong", 401), (TOKEN, 200)])
+def test_orders_need_the_key_that_loads_need(token: str | None, status: int) -> None:
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        assert (await there.ask("GET", STATE_PATH))[0] == status
+
+    run(body, token=token, key=TOKEN)
