@@ -35,8 +35,10 @@ def ray_cluster() -> Iterator[Any]:
     }.items():
         patch.setenv(name, value)
     import ray
+    from ray._private.authentication_test_utils import reset_auth_token_state
     from ray.cluster_utils import Cluster
 
+    reset_auth_token_state()  # another test of this worker may have imported Ray: it read the variables then
     node = {"num_cpus": 4, "num_gpus": NUM_GPUS_A_NODE, "object_store_memory": STORE_BYTES, "temp_dir": folder}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
