@@ -67,9 +67,8 @@ class LoraVllmEngine:
         self._rows: list[list[int]] = held_out.tolist()
         self._served: dict[str, int] = {}
         self._num_refused = 0
-        self._turn = (
-            threading.Lock()
-        )  # vLLM's CPU build (0.32) ends at prompt_logprobs of an adapter beside a generation
+        # vLLM's CPU build (0.32) ends at prompt_logprobs of an adapter beside a generation
+        self._turn = threading.Lock()
         self._has_one = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._generate_all_the_time, name="rollout", daemon=True)
@@ -124,8 +123,9 @@ class LoraVllmEngine:
         return response.json(), int(response.headers["x-weightsync-version"].rpartition("/")[2])
 
     def _generate_all_the_time(self) -> None:
-        self._has_one.wait()
         while not self._ended.wait(_REST_S):
+            if not self._has_one.is_set():
+                continue
             try:
                 with self._turn:
                     _, version = self._generated(list(PROMPT.encode()), SAMPLE_BYTES)

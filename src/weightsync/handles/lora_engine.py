@@ -18,7 +18,6 @@ that it is loaded: it stays when this process is killed, and is removed when the
 from __future__ import annotations
 
 import abc
-import logging
 import threading
 from typing import ClassVar
 
@@ -66,8 +65,6 @@ from weightsync.types import (
     StageRequest,
 )
 from weightsync.types.adapter import Adapter
-
-_logger = logging.getLogger(__name__)
 
 
 class AdapterClient(JsonClient):
@@ -117,7 +114,7 @@ class LoraEngine(SteppedEngine):
     Attributes:
         kind: what the server is, for messages.
         how_to_start: what it needs.
-        rank_option, slots_option: of its command line.
+        slots_option: of its command line.
 
     Args:
         peer: how errors name the server.
@@ -128,7 +125,6 @@ class LoraEngine(SteppedEngine):
 
     kind: ClassVar[str]
     how_to_start: ClassVar[str]
-    rank_option: ClassVar[str] = "--max-lora-rank"
     slots_option: ClassVar[str]
     with_manifest: ClassVar[bool] = False
     """Whether the server's workers find the publication's manifest in the folder."""
@@ -141,7 +137,6 @@ class LoraEngine(SteppedEngine):
         self._model_id = model_id
         self._group: str | None = None
         self._folder: AdapterFolder | None = None
-        self._staged: Manifest | None = None
         self._state: AdapterState | None = None
         self._unprovable: str | None = None
         self._canary = CanaryWatch()
@@ -218,7 +213,6 @@ class LoraEngine(SteppedEngine):
         with self._log.phase("verify"):
             self._unprovable = self._proved(manifest, name, held, deadline)
             self._ask_canary(request, self._state.num_replicas, deadline)
-        self._staged = manifest
         return msgspec.structs.replace(
             self._reply(),
             digests_equal=True if self._unprovable is None else None,
@@ -263,7 +257,7 @@ class LoraEngine(SteppedEngine):
         if adapter.max_rank > state.max_lora_rank:
             raise ConfigError(
                 f"the adapter has rank {adapter.max_rank}, and {self.kind} takes at most {state.max_lora_rank}: start "
-                f"it with {self.rank_option} {adapter.max_rank}",
+                f"it with --max-lora-rank {adapter.max_rank}",
                 version=str(manifest.version),
                 state_left="nothing was changed; the adapter that was served is served on",
             )

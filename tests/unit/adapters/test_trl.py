@@ -133,15 +133,16 @@ def test_an_iterator_is_walked_to_its_end_where_a_tensor_is_wrong() -> None:
     transfer.destroy()
 
 
+@pytest.mark.alone
 def test_a_host_that_is_away_costs_its_time_once() -> None:
     """One that never answers; then a second at each sync. Training goes on."""
     dead = f"http://127.0.0.1:{free_port()}"
-    transfer = WeightTransfer("actor", to=dead, token=TOKEN, port=0, wait_s=12.0, last_wait_s=1.0)
+    transfer = WeightTransfer("actor", to=dead, token=TOKEN, port=0, wait_s=5.0, last_wait_s=1.0)
     model = build(5)
-    for at_most_s in (20.0, 10.0):  # the first waits for its own agent's start, too
+    for _ in range(2):
         began_s = time.monotonic()
         synced(transfer, model)
-        assert time.monotonic() - began_s < at_most_s
+        assert time.monotonic() - began_s < 10.0
         assert list(transfer.not_serving) == [dead]
     transfer.destroy()
 

@@ -31,7 +31,8 @@ from weightsync.net.messages import decode
 from weightsync.types import Deadline, Manifest, Version
 
 _DEFAULT = "default"
-_LOOK_S = 0.02
+_LOOK_S = 0.2
+_READ_S = 600.0
 _LEFT = "nothing was changed; the adapter that was served is served on"
 _checkpoints: dict[str, CheckpointDigest] = {}
 
@@ -118,10 +119,12 @@ class SGLangInside(Inside):
             return None  # somebody has loaded other weights, whose digest nobody knows
         config = types.SimpleNamespace(model_config=types.SimpleNamespace(model=path))
         checkpoint = _checkpoints.setdefault(path, CheckpointDigest(config))
+        deadline = Deadline(_READ_S)
         while True:
-            try:
-                return check_base(manifest.adapter, checkpoint, version, None)
+            try:  # in a thread: it waits a little for the one that reads, and this loop carries all answers
+                return await asyncio.to_thread(check_base, manifest.adapter, checkpoint, version, None)
             except BusyError:  # it is being read, once
+                deadline.check("read the base's checkpoint")
                 await asyncio.sleep(_LOOK_S)
 
 
