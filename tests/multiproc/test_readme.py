@@ -25,22 +25,10 @@ README = Path(__file__).parents[2] / "README.md"
 _PORTS = ("8000", "8123", "8765", "9000")
 
 
-HOST = """
-import weightsync
-
-service = weightsync.serve({"actor": model}, sources=["http://127.0.0.1:8765"])
-
-def answer(prompt):
-    with service.generation("actor") as version:
-        return version, model.generate(prompt)
-"""
-"""What README says of a torch module in a sentence. Its command beside a vLLM is tested in tests/engines."""
-
-
 def blocks() -> list[str]:
-    """Publishing trainer, pushing trainer."""
+    """Publishing trainer, rollout host, pushing trainer. The host's command is tested in tests/engines."""
     found = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(found) == 2
+    assert len(found) == 3
     return found
 
 
@@ -99,10 +87,10 @@ def serves_three_steps(told: tuple[int | None, dict[str, bytes]]) -> None:
 
 
 def test_the_readmes_trainer_publishes_and_its_host_serves_the_last_version() -> None:
-    trainer, _ = blocks()
+    trainer, service, _ = blocks()
     ports = some_ports()
     with children() as start:
-        serving = start(host, HOST, ports, talk=True)
+        serving = start(host, service, ports, talk=True)
         assert serving.recv() == "listening"
         run_ranks(train, 2, trainer, ports)
         serving.conn.send("what do you serve?")
@@ -114,7 +102,7 @@ def test_the_readmes_trainer_pushes() -> None:
     with children() as start:
         serving = start(engine, int(ports["8123"]), talk=True)
         assert serving.recv() == "listening"
-        run_ranks(train, 2, blocks()[1], ports)
+        run_ranks(train, 2, blocks()[2], ports)
         serving.conn.send("what do you serve?")
         serves_three_steps(serving.recv())
 
@@ -123,7 +111,6 @@ def test_readmes_lines_are_few() -> None:
     """A trainer is six lines, a host one call or command."""
     for block in blocks():
         assert len([line for line in block.splitlines() if line.strip() and not line.lstrip().startswith("#")]) <= 6
-    assert 'weightsync.serve({"actor": model}, sources=[' in README.read_text()
     host_lines = re.findall(r"^weightsync serve .*$", README.read_text(), re.MULTILINE)
     assert len(host_lines) == 1
 
