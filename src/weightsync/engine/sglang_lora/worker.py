@@ -58,7 +58,10 @@ def proved_load(original: Callable[..., Any], scheduler: Any, request: Any) -> A
     except Exception as caught:
         error = as_weightsync_error(caught, EngineError, "the proof failed")
         _logger.warning("an adapter is let go again: %s", error)
-        scheduler.tp_worker.unload_lora_adapter(request)
+        try:  # what is raised here would end SGLang's scheduler
+            scheduler.tp_worker.unload_lora_adapter(request)
+        except Exception:
+            _logger.exception("it could not be let go: the server's process asks for that again")
         return manager.create_lora_update_result(success=False, error_message=MARK + json.dumps(error.to_dict()))
     return result
 

@@ -130,6 +130,22 @@ def test_what_is_held_otherwise_is_let_go_again(
     assert (num_proofs(str(folder)), scheduler.unloaded) == (0, ["id"])
 
 
+def test_one_that_can_not_be_let_go_is_told_all_the_same(folder: Path) -> None:
+    """Seen red with an error that goes on into SGLang's scheduler, and ends it."""
+    published = tensors("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj")
+    weights = held(published)
+    _flip(weights)
+    scheduler = Scheduler(weights)
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("planted")
+
+    scheduler.tp_worker.unload_lora_adapter = fail
+    result = loaded(folder, published, scheduler)
+    assert not result.success
+    assert "DigestMismatchError" in result.error_message
+
+
 def test_a_shape_that_ends_sglang_in_the_middle_of_a_batch_is_refused(folder: Path) -> None:
     published = {
         name: torch.cat((each, each), -1) for name, each in tensors("self_attn.o_proj").items() if "_A." in name
