@@ -38,8 +38,8 @@ from tests.engines.sglang_support import (
 from tests.engines.vllm_support import PROMPTS
 from tests.standins.processes import children
 from weightsync.errors import WeightSyncError
+from weightsync.handles.lora_messages import SGLANG_VARIABLE
 from weightsync.handles.sglang_server import SGLangServerEngine
-from weightsync.handles.vllm_lora_messages import SGLANG_VARIABLE
 from weightsync.types.service import ModelStatus
 from weightsync.verbs.serving import Service
 

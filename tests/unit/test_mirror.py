@@ -64,7 +64,7 @@ ELSEWHERE = {
     "engine/vllm/asgi": "unit/engine/vllm/test_lease_middleware.py",
     "engine/vllm/lora_calls": "unit/engine/vllm/test_lora_middleware.py",
     "engine/vllm/lora_worker": "engines/test_lora_vllm.py",
-    "handles/vllm_lora_messages": "unit/engine/vllm/test_lora_middleware.py",
+    "handles/lora_messages": "unit/engine/vllm/test_lora_middleware.py",
     "handles/vllm_server": "engines/test_lora_vllm.py",
     "handles/lora_engine": "unit/handles/test_vllm_lora.py",
     "handles/two_kinds": "engines/test_lora_vllm.py",

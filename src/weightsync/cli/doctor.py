@@ -21,7 +21,7 @@ from weightsync.errors import UnsupportedError, WeightSyncError
 from weightsync.types.process import num_cores
 
 if TYPE_CHECKING:
-    from weightsync.handles.vllm_lora_messages import AdapterState
+    from weightsync.handles.lora_messages import AdapterState
     from weightsync.types import EngineReply
 
 _SHM = Path("/dev/shm")

@@ -24,8 +24,8 @@ from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID
 from weightsync.demo.model import model_size
 from weightsync.demo.vllm_engine import VllmServer
 from weightsync.errors import EngineError
+from weightsync.handles.lora_messages import MIDDLEWARE
 from weightsync.handles.two_kinds import TwoKinds
-from weightsync.handles.vllm_lora_messages import MIDDLEWARE
 from weightsync.handles.vllm_server import VllmServerEngine
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig

@@ -34,8 +34,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.lora_canary import CanaryWatch
 from weightsync.handles.lora_folder import AdapterFolder
-from weightsync.handles.stepped import SteppedEngine
-from weightsync.handles.vllm_lora_messages import (
+from weightsync.handles.lora_messages import (
     COMMIT_PATH,
     DROP_PATH,
     LOAD_PATH,
@@ -49,6 +48,7 @@ from weightsync.handles.vllm_lora_messages import (
     ScoreAdapter,
     Scored,
 )
+from weightsync.handles.stepped import SteppedEngine
 from weightsync.net.client import JsonClient
 from weightsync.net.http_edge import told_error
 from weightsync.types import (

@@ -19,7 +19,7 @@ from weightsync.errors import (
     SharedMemoryError,
     UnsupportedError,
 )
-from weightsync.handles.vllm_lora_messages import CONFIG_FILE, MANIFEST_FILE, TENSORS_FILE
+from weightsync.handles.lora_messages import CONFIG_FILE, MANIFEST_FILE, TENSORS_FILE
 from weightsync.memory import MappedSegment, PrivateFolder, host_nonce
 from weightsync.net.messages import encode
 from weightsync.plan.safetensors import plan_layout

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from weightsync.handles.lora_engine import LoraEngine
-from weightsync.handles.vllm_lora_messages import SGLANG_VARIABLE, LoadedAdapter
+from weightsync.handles.lora_messages import SGLANG_VARIABLE, LoadedAdapter
 from weightsync.types import Deadline, Manifest
 
 HOW_TO_START = (

@@ -13,8 +13,8 @@ import msgspec
 
 from weightsync.errors import WeightSyncError
 from weightsync.handles.lora_engine import AdapterClient, LoraEngine
+from weightsync.handles.lora_messages import AdapterState
 from weightsync.handles.stepped import SteppedEngine
-from weightsync.handles.vllm_lora_messages import AdapterState
 from weightsync.types import (
     AbortRequest,
     AuditRequest,

@@ -10,9 +10,9 @@ import msgspec
 
 from weightsync.errors import BusyError, InvalidRequestError, UnsupportedError
 from weightsync.handles.lora_engine import AdapterClient, LoraEngine
+from weightsync.handles.lora_messages import MIDDLEWARE, AdapterOrder, LoadedAdapter
 from weightsync.handles.vllm_api import HOW_TO_START as PLUGIN_START
 from weightsync.handles.vllm_api import VllmHttpApi
-from weightsync.handles.vllm_lora_messages import MIDDLEWARE, AdapterOrder, LoadedAdapter
 from weightsync.handles.vllm_messages import VllmInitMessage, as_info
 from weightsync.types import Deadline, Manifest
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from weightsync.errors import InvalidRequestError, StateError, WeightSyncError, error_from_dict
-from weightsync.handles.vllm_lora_messages import AdapterOrder
+from weightsync.handles.lora_messages import AdapterOrder
 from weightsync.net.messages import decode, encode
 from weightsync.types import (
     AbortRequest,

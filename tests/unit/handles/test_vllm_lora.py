@@ -10,8 +10,8 @@ import pytest
 from tests.unit.handles.test_lora_folder import manifest
 from weightsync.errors import EngineUnreachableError, WeightSyncError
 from weightsync.handles.lora_folder import AdapterFolder
+from weightsync.handles.lora_messages import AdapterState, LoadedAdapter
 from weightsync.handles.vllm_lora import VllmLoraEngine
-from weightsync.handles.vllm_lora_messages import AdapterState, LoadedAdapter
 from weightsync.types import AbortRequest, EngineOp
 
 

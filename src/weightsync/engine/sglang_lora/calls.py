@@ -26,7 +26,7 @@ from weightsync.errors import (
     WeightSyncError,
     error_from_dict,
 )
-from weightsync.handles.vllm_lora_messages import MANIFEST_FILE
+from weightsync.handles.lora_messages import MANIFEST_FILE
 from weightsync.net.messages import decode
 from weightsync.types import Deadline, Manifest, Version
 

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 from typing import Any
 
-from weightsync.handles.vllm_lora_messages import SGLANG_VARIABLE
+from weightsync.handles.lora_messages import SGLANG_VARIABLE
 
 _SERVER = ("sglang.srt.entrypoints.http_server", "_setup_and_run_http_server")
 _WORKER = ("sglang.srt.managers.scheduler", "Scheduler", "load_lora_adapter")

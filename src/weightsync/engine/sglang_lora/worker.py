@@ -26,7 +26,7 @@ from weightsync.errors import (
     UnsupportedError,
     as_weightsync_error,
 )
-from weightsync.handles.vllm_lora_messages import MANIFEST_FILE
+from weightsync.handles.lora_messages import MANIFEST_FILE
 from weightsync.net.messages import decode
 from weightsync.types import Manifest
 

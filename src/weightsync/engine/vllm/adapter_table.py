@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from weightsync.errors import NoSlotError, StateError, TransferAbortedError
-from weightsync.handles.vllm_lora_messages import LoadAdapter, LoadedAdapter, internal_name
+from weightsync.handles.lora_messages import LoadAdapter, LoadedAdapter, internal_name
 from weightsync.memory import PrivateFolder
 from weightsync.types import Deadline, Version
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from weightsync.engine.vllm.asgi import App, Message, Scope
 from weightsync.errors import AuthError, ConfigError, DeadlineExceededError, EngineError, WeightSyncError
+from weightsync.handles.lora_messages import AdapterOrder
 from weightsync.handles.vllm_api import error_of
-from weightsync.handles.vllm_lora_messages import AdapterOrder
 from weightsync.handles.vllm_messages import VllmInitMessage, as_info
 from weightsync.types import Deadline
 

@@ -53,7 +53,7 @@ from weightsync.errors import (
     WeightSyncError,
     as_weightsync_error,
 )
-from weightsync.handles.vllm_lora_messages import (
+from weightsync.handles.lora_messages import (
     COMMIT_PATH,
     DROP_PATH,
     LOAD_PATH,

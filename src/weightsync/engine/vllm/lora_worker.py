@@ -27,7 +27,7 @@ from weightsync.errors import (
     StateError,
     UnsupportedError,
 )
-from weightsync.handles.vllm_lora_messages import TENSORS_FILE, AdapterOrder
+from weightsync.handles.lora_messages import TENSORS_FILE, AdapterOrder
 from weightsync.memory.private_folder import check_private
 from weightsync.types import Manifest, Version
 from weightsync.types.adapter import Adapter

@@ -14,18 +14,22 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.engine.vllm.test_lora_middleware import RUN, Client, reply, until
 from tests.unit.handles.test_lora_folder import manifest
+from weightsync.engine.sglang_lora import calls
 from weightsync.engine.sglang_lora.middleware import SGLangLoraMiddleware
 from weightsync.engine.sglang_lora.worker import MARK
-from weightsync.errors import DigestMismatchError
-from weightsync.handles.vllm_lora_messages import MANIFEST_FILE, SCORE_PATH, STATE_PATH
+from weightsync.errors import BusyError, DigestMismatchError
+from weightsync.handles.lora_messages import MANIFEST_FILE, SCORE_PATH, STATE_PATH
 from weightsync.memory import reclaim_dead
 from weightsync.net.messages import encode
+from weightsync.types import Base
 
 TOKEN = "admin"
+DIGEST = f"wsd2:{7:032x}"
 
 
 class SGLang:
@@ -247,6 +251,39 @@ def test_what_a_worker_says_is_typed_again_and_sglangs_own_words_stay() -> None:
             _, told = await there.load(1)
             assert told["error"] == error, told
             assert not (await there.state())["adapters"]
+
+    run(body)
+
+
+def test_a_checkpoint_is_read_beside_the_loop_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red where the loop itself waits for the reader, and where nobody looks at a deadline."""
+    asked = []
+
+    class Reading:
+        def equals(self, digest: str) -> bool:
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            asked.append(digest)
+            raise BusyError("it is being read")
+
+    monkeypatch.setattr(calls, "_READ_S", 0.3)
+    monkeypatch.setitem(calls._checkpoints, "/nonexistent", Reading())  # type: ignore[misc]
+
+    plain = manifest()
+    assert plain.adapter is not None
+    bound = msgspec.structs.replace(plain.adapter, base=Base(model_id="base", model_digest=DIGEST))
+    monkeypatch.setattr(
+        SGLangClient, "fill",
+        lambda _, folder: Path(folder, MANIFEST_FILE).write_bytes(
+            encode(msgspec.structs.replace(plain, adapter=bound))
+        ),
+    )  # fmt: skip
+
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        _, told = await there.load(1)
+        assert told["error"] == "DeadlineExceededError", told
+        assert set(asked) == {DIGEST}
+        assert not (await there.state())["adapters"]
 
     run(body)
 

@@ -14,7 +14,7 @@ import pytest
 
 from weightsync.engine.sglang_lora import plugin
 from weightsync.engine.sglang_lora.middleware import SGLangLoraMiddleware
-from weightsync.handles.vllm_lora_messages import SGLANG_VARIABLE
+from weightsync.handles.lora_messages import SGLANG_VARIABLE
 
 ROOT = Path(__file__).parents[4]
 GROUP = "sglang.srt.plugins"

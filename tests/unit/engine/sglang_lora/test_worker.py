@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from weightsync.codec.tensor_digest import tensor_digest
 from weightsync.engine.sglang_lora.worker import MARK, num_proofs, proved_load
-from weightsync.handles.vllm_lora_messages import MANIFEST_FILE, TENSORS_FILE
+from weightsync.handles.lora_messages import MANIFEST_FILE, TENSORS_FILE
 from weightsync.memory import PrivateFolder
 from weightsync.net.messages import encode
 from weightsync.tensors import spec_of

@@ -19,7 +19,7 @@ from weightsync.engine.vllm.answers import BASE_FIELD, FIELD
 from weightsync.engine.vllm.lease_middleware import UNGUARDED, LeaseMiddleware
 from weightsync.engine.vllm.lora_calls import UPDATING_VARIABLE
 from weightsync.engine.vllm.lora_middleware import LoraMiddleware
-from weightsync.handles.vllm_lora_messages import COMMIT_PATH, DROP_PATH, LOAD_PATH, SCORE_PATH, STATE_PATH
+from weightsync.handles.lora_messages import COMMIT_PATH, DROP_PATH, LOAD_PATH, SCORE_PATH, STATE_PATH
 from weightsync.memory import PrivateFolder, reclaim_dead
 
 RUN = "run-1"
