@@ -5,9 +5,11 @@ A version's weights are made from its number alone, so every process has the sam
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from torch import nn
 from tests.engines import sglang_support
 from tests.engines.vllm_support import PROMPTS, Server, build_model, completion, save_checkpoint
 from tests.standins.processes import Child
+from weightsync.errors import WeightSyncError
+from weightsync.types.service import ModelStatus
+from weightsync.verbs.serving import Service
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -25,6 +30,7 @@ MAX_RANK = 64
 BASE = "base"
 MIDDLEWARE = "weightsync.engine.vllm.lora_middleware.LoraMiddleware"
 ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+SERVED_S = 60.0
 STRENGTH = 0.3
 """So strong that two versions say clearly different things."""
 CLOSE, FAR = 0.05, 0.2
@@ -216,3 +222,34 @@ def adapter_folders() -> set[str]:
         name for name in os.listdir("/dev/shm")
         if name.startswith("weightsync-ipc-") and os.path.exists(f"/dev/shm/{name}/adapter_model.safetensors")
     }  # fmt: skip
+
+
+def served(service: Service, trainer: Trainer, *, within_s: float = SERVED_S) -> ModelStatus:
+    """Returns when the trainer's newest version is served."""
+    end = time.monotonic() + within_s
+    while True:
+        status = service.model_status(trainer.model_id)
+        if (status.run_id, status.version) == (trainer.run_id, trainer.version) and not status.errors:
+            return status
+        assert time.monotonic() < end, f"{status}; {status.errors}; {status.sender_errors}"
+        time.sleep(0.01)  # between two looks
+
+
+def refused(service: Service, trainer: Trainer, *, within_s: float = SERVED_S) -> str:
+    """What is said of a version that the engine does not take."""
+    end = time.monotonic() + within_s
+    while not (errors := service.model_status(trainer.model_id).errors):
+        assert time.monotonic() < end
+        time.sleep(0.01)  # between two looks
+    return "; ".join(errors.values())
+
+
+def until(condition: Callable[[], object], *, within_s: float = SERVED_S) -> None:
+    """Returns when it holds."""
+    end = time.monotonic() + within_s
+    while True:
+        with contextlib.suppress(WeightSyncError):
+            if condition():
+                return
+        assert time.monotonic() < end
+        time.sleep(0.02)  # between two looks

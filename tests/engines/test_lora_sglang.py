@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,11 @@ from tests.engines.lora_kit import (
     Trainer,
     adapter_folders,
     peft_model,
+    refused,
     scores_of,
+    served,
     set_version,
+    until,
 )
 from tests.engines.sglang_support import (
     NEEDS_SGLANG,
@@ -37,10 +39,8 @@ from tests.engines.sglang_support import (
 )
 from tests.engines.vllm_support import PROMPTS
 from tests.standins.processes import children
-from weightsync.errors import WeightSyncError
 from weightsync.handles.lora_messages import SGLANG_VARIABLE
 from weightsync.handles.sglang_server import SGLangServerEngine
-from weightsync.types.service import ModelStatus
 from weightsync.verbs.serving import Service
 
 pytestmark = [
@@ -51,7 +51,6 @@ SLOTS = 3
 CLOSE, FAR = 1e-4, 0.2
 """SGLang and PEFT compute the same float32 weights in other orders; of two versions some token's are further apart."""
 NUM_STREAMS, NUM_TOKENS = 3, 40
-SERVED_S = 60.0
 OPTIONS = (
     *("--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "16", "--served-model-name", "base"),
     *("--lora-target-modules", *ATTENTION, *MLP, "--max-loras-per-batch", str(SLOTS + 1)),
@@ -95,26 +94,6 @@ def serve(server: Server) -> Iterator[Callable[[Trainer], Service]]:
         yield begin
 
 
-def served(service: Service, trainer: Trainer, *, within_s: float = SERVED_S) -> ModelStatus:
-    """Returns when the trainer's newest version is served."""
-    end = time.monotonic() + within_s
-    while True:
-        status = service.model_status("actor")
-        if (status.run_id, status.version) == (trainer.run_id, trainer.version) and not status.errors:
-            return status
-        assert time.monotonic() < end, f"{status}; {status.errors}; {status.sender_errors}"
-        time.sleep(0.01)  # between two looks
-
-
-def refused(service: Service, *, within_s: float = SERVED_S) -> str:
-    """What is said of a version that the engine does not take."""
-    end = time.monotonic() + within_s
-    while not (errors := service.model_status("actor").errors):
-        assert time.monotonic() < end
-        time.sleep(0.01)  # between two looks
-    return "; ".join(errors.values())
-
-
 def says(server: Server) -> list[list[float]]:
     """The server's scores of the prompts, by the model's name."""
     scores = []
@@ -140,17 +119,6 @@ def loaded(server: Server) -> list[dict[str, Any]]:
         assert engine.adapters(timeout_s=10).max_loras == SLOTS
     found: list[dict[str, Any]] = server.http.get("/weightsync/adapters").json()["adapters"]
     return found
-
-
-def until(condition: Callable[[], object], *, within_s: float = SERVED_S) -> None:
-    """Returns when it holds."""
-    end = time.monotonic() + within_s
-    while True:
-        with contextlib.suppress(WeightSyncError):
-            if condition():
-                return
-        assert time.monotonic() < end
-        time.sleep(0.02)  # between two looks
 
 
 def stream(server: Server, prompt: list[int]) -> tuple[str, list[int], list[float]]:
@@ -260,7 +228,7 @@ def test_what_does_not_fit_is_refused_and_the_old_adapter_is_served_on(
     served(first, good)
     bad = trainer(**options)
     bad.publish()
-    assert said in refused(serve(bad))
+    assert said in refused(serve(bad), bad)
     check_serves(server, good)
     until(lambda: len(loaded(server)) == 1)
 
@@ -281,7 +249,7 @@ def test_full_slots_are_refused_until_one_is_free(
             told = server.http.post("/load_lora_adapter", json=body)
             assert told.status_code == 200, told.text
         made.publish()
-        assert "NoSlotError" in refused(service)
+        assert "NoSlotError" in refused(service, made)
         check_serves(server, made, 1)
     finally:
         for name in others:
@@ -302,12 +270,12 @@ def test_a_canary_that_is_off_or_stands_still_fails_the_sync(
     assert (reading.version, reading.tolerance) == (f"{made.run_id}/1", CLOSE)
     assert reading.worst <= CLOSE
     made.publish(lie=1.0)
-    assert "CanaryError" in refused(service)
+    assert "CanaryError" in refused(service, made)
     check_serves(server, made, 1)
     made.publish(mute=True)
     served(service, made)
     made.publish(mute=True, lie=0.001)
-    assert "stands still" in refused(service)
+    assert "stands still" in refused(service, made)
     made.publish()
     served(service, made)
     assert distance(says(server), made.scores[made.version]) <= CLOSE

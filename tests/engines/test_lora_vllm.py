@@ -10,7 +10,6 @@ import itertools
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,16 @@ from tests.engines.lora_kit import (
     adapter_folders,
     lora_server,
     peft_model,
+    refused,
+    served,
     set_version,
     stream,
+    until,
     worker_adapters,
 )
 from tests.engines.vllm_support import NEEDS_VLLM, PROMPTS, Server, distance, vllm_is_there
 from tests.multiproc.trainers import VOCAB
 from tests.standins.processes import children
-from weightsync.errors import WeightSyncError
-from weightsync.types.service import ModelStatus
 from weightsync.verbs.serving import Service
 
 pytestmark = pytest.mark.timeout(600)
@@ -45,7 +45,6 @@ SLOTS = 6
 RANKS = {"actor": 8, "critic": 64}
 NUM_STREAMS = 20
 NUM_TOKENS = 24
-SERVED_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -75,26 +74,6 @@ def serve(server: Server) -> Iterator[Callable[..., Service]]:
             return stack.enter_context(weightsync.serve(models, sources=sources, port=0, **options))
 
         yield begin
-
-
-def served(service: Service, trainer: Trainer, *, within_s: float = SERVED_S) -> ModelStatus:
-    """Returns when the trainer's newest version is served."""
-    end = time.monotonic() + within_s
-    while True:
-        status = service.model_status(trainer.model_id)
-        if (status.run_id, status.version) == (trainer.run_id, trainer.version) and not status.errors:
-            return status
-        assert time.monotonic() < end, f"{status}; {status.errors}; {status.sender_errors}"
-        time.sleep(0.01)  # between two looks
-
-
-def refused(service: Service, trainer: Trainer, *, within_s: float = SERVED_S) -> str:
-    """What is said of a version that the engine does not take."""
-    end = time.monotonic() + within_s
-    while not (errors := service.model_status(trainer.model_id).errors):
-        assert time.monotonic() < end
-        time.sleep(0.01)  # between two looks
-    return "; ".join(errors.values())
 
 
 def says(server: Server, model: str) -> list[list[float]]:
@@ -325,17 +304,6 @@ def loaded(server: Server, model: str | None = None) -> list[dict[str, Any]]:
         for each in found
         if model in (None, each["model_id"])
     ]
-
-
-def until(condition: Callable[[], object], *, within_s: float = SERVED_S) -> None:
-    """Returns when it holds."""
-    end = time.monotonic() + within_s
-    while True:
-        with contextlib.suppress(WeightSyncError):
-            if condition():
-                return
-        assert time.monotonic() < end
-        time.sleep(0.02)  # between two looks
 
 
 def test_the_oracle_tells_versions_apart() -> None:
