@@ -97,10 +97,17 @@ def trainer_main(url: str, conn: Any) -> None:
 
 
 def _setup(
-    api: Any, extractor: ModuleWeightExtractor, *, dtype: str | None = "bfloat16", changes: bool = False, **handle: Any
+    api: Any,
+    extractor: ModuleWeightExtractor,
+    *,
+    dtype: str | None = "bfloat16",
+    changes: bool = False,
+    pause_timeout_s: float = SECONDS["pause_timeout_s"],
+    **handle: Any,
 ) -> PushSync:
     codec = ChangesCodec() if changes else None
-    return PushSync(extractor, VllmEngine(api, engine_id="vllm", **handle), dtype=dtype, codec=codec, **SECONDS)
+    seconds = {**SECONDS, "pause_timeout_s": pause_timeout_s}
+    return PushSync(extractor, VllmEngine(api, engine_id="vllm", **handle), dtype=dtype, codec=codec, **seconds)
 
 
 @contextlib.contextmanager
