@@ -4,7 +4,7 @@ A worker takes one group of tests after the other. A group is a file, so that wh
 once; files that share more are named in TOGETHER. Groups that take long come first, so that short ones fill the end.
 At most two groups run a real engine at once: a vLLM or SGLang that starts keeps a core busy.
 A worker that has run Ray's tests ends with them: a process that was Ray's driver keeps threads that outlive the
-cluster, and no other test runs there. So they come so late that they end with the others.
+cluster, and no other test runs there. So they come when short ones alone are left for the others.
 A test marked `alone` looks at the whole machine, or needs it quiet: no other test runs beside it.
 """
 
@@ -45,19 +45,21 @@ FIRST = (
     "engines/test_pull_vllm.py",
     "engines/test_vllm_http.py",
     "engines/test_vllm_in_flight.py",
+    "adapters/test_trl.py",
     "multiproc/test_push_faults.py",
     "multiproc/test_demo.py",
     "engines",
     "multiproc",
     "hosts",
+    "adapters",
     "documents",
     "gpu",
     "contract",
     "unit/engine/test_embedded_patches.py",
+    "cluster",
 )
-"""Files and folders that take long, longest first; the others follow in their usual order, Ray's before LAST."""
+"""Files and folders that take long, longest first; the others follow in their usual order."""
 
-LAST = tuple(f"unit/{room}" for room in ("load", "memory", "net", "trainer", "transfer", "types", "update", "verbs"))
 MOST_ENGINES = 2
 
 
@@ -114,11 +116,9 @@ def _group(file: str) -> str:
 
 
 def _has_engine(group: str) -> bool:
-    return group.startswith("engines/") or group == ENGINE
+    return group.startswith(("engines/", "adapters/test_trl")) or group == ENGINE
 
 
-def _turn(file: str) -> float:
-    if file.startswith(LAST):
-        return len(FIRST) + 1
-    others = len(FIRST) + 0.5 * (_group(file) == RAY)
-    return min((FIRST.index(place) for place in (file, file.partition("/")[0]) if place in FIRST), default=others)
+def _turn(file: str) -> int:
+    places = (file, file.partition("/")[0])
+    return min((FIRST.index(place) for place in places if place in FIRST), default=len(FIRST))

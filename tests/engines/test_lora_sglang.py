@@ -191,6 +191,7 @@ def test_each_answer_is_by_one_version_which_it_names(
     assert [card["id"] for card in cards] == ["base", "actor"]
 
 
+@pytest.mark.soak
 def test_a_server_that_starts_again_comes_back_with_its_adapter(
     server: Server, trainer: Callable[..., Trainer], serve: Callable[[Trainer], Service]
 ) -> None:

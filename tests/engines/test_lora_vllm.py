@@ -160,6 +160,7 @@ def check_answers(trainer: Trainer, answers: Sequence[Asked]) -> None:
                 assert off <= CLOSE if wanted else off >= FAR, (trainer.model_id, number, shown, off)
 
 
+@pytest.mark.soak
 def test_a_server_that_starts_again_comes_back_with_its_adapter(
     server: Server, trainers: Callable[..., Trainer], serve: Callable[..., Service]
 ) -> None:

@@ -106,7 +106,6 @@ def test_a_trainer_is_killed_and_nothing_is_left(start: Start, tmp_path: Path, p
         trainer.answer()
     wait_until(lambda: not agents_of(tmp_path), "its agent has ended")
     if phase == "has made the folder":  # there was no agent yet: whoever makes a segment next removes it
-        assert folders_of(trainer.pid)
         reclaim_dead()
     wait_until(lambda: not folders_of(trainer.pid), "its folder has gone")
     wait_until(lambda: not shm_of(trainer.pid), "its segments have gone")
