@@ -7,6 +7,7 @@ used least lately, unless it is pinned: ours are pinned, and counted, so none of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import types
 from pathlib import Path
@@ -53,19 +54,7 @@ class SGLangInside(Inside):
 
     async def check_allowed(self) -> None:
         """Raises AuthError where the caller could not load an adapter at SGLang's own door, by SGLang's own rule."""
-        try:
-            from sglang.srt.utils.auth import AuthLevel, decide_request_auth
-        except ImportError as error:
-            raise UnsupportedError("this release of SGLang has other keys than 0.5.23") from error
-        fields = dict(self._scope.get("headers", ()))
-        decision = decide_request_auth(
-            method=str(self._scope["method"]), path="/load_lora_adapter",
-            authorization_header=fields.get(b"authorization", b"").decode("latin-1") or None,
-            api_key=self._arguments.api_key, admin_api_key=self._arguments.admin_api_key,
-            auth_level=AuthLevel.ADMIN_OPTIONAL,
-        )  # fmt: skip
-        if not decision.allowed:
-            raise AuthError("SGLang refuses the token")
+        check_key(self._scope, self._arguments, path="/load_lora_adapter", level="ADMIN_OPTIONAL")
 
     async def load(self, name: str, folder: str) -> str | None:
         """Checks the base, then loads; see `Inside.load`. After an error SGLang has none of that name.
@@ -79,10 +68,14 @@ class SGLangInside(Inside):
         await self._check_base(decode(body, Manifest, what="the folder's manifest"))
         # pinned: SGLang never evicts it, and never reads its folder again
         asked = {"lora_name": name, "lora_path": folder, "pinned": True}
-        status, said = await self._call("POST", "/load_lora_adapter", asked)
-        if status != 200:
-            await self._call("POST", "/unload_lora_adapter", {"lora_name": name})  # some worker may have it
-            raise _typed(said) or self._error(status, said, "/load_lora_adapter")
+        try:
+            status, said = await self._call("POST", "/load_lora_adapter", asked, limited=False)
+            if status != 200:
+                raise _typed(said) or self._error(status, said, "/load_lora_adapter")
+        except Exception:
+            with contextlib.suppress(Exception):  # some worker may have it
+                await self.unload(name)
+            raise
         workers = int(self._arguments.tp_size) * int(self._arguments.pp_size)
         if (found := num_proofs(folder)) < workers:
             return f"{found} of SGLang's {workers} workers have compared what they hold: our plug-in is not in all"
@@ -90,7 +83,7 @@ class SGLangInside(Inside):
 
     async def unload(self, name: str) -> None:
         """Ends it, when its last request has ended. One that is not there is no error."""
-        status, said = await self._call("POST", "/unload_lora_adapter", {"lora_name": name})
+        status, said = await self._call("POST", "/unload_lora_adapter", {"lora_name": name}, limited=False)
         if status != 200 and b"does not exist" not in said:
             raise self._error(status, said, "/unload_lora_adapter")
 
@@ -126,6 +119,29 @@ class SGLangInside(Inside):
             except BusyError:  # it is being read, once
                 deadline.check("read the base's checkpoint")
                 await asyncio.sleep(_LOOK_S)
+
+
+def check_key(scope: Scope, arguments: Any, *, path: str, level: str) -> None:
+    """Raises AuthError where SGLang's own rule for its keys refuses a request to that path.
+
+    Args:
+        scope: of the request.
+        arguments: SGLang's.
+        path: what it asks.
+        level: the name of SGLang's `AuthLevel` for it.
+    """
+    try:
+        from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+    except ImportError as error:
+        raise UnsupportedError("this release of SGLang has other keys than 0.5.23") from error
+    fields = dict(scope.get("headers", ()))
+    decision = decide_request_auth(
+        method=str(scope["method"]), path=path,
+        authorization_header=fields.get(b"authorization", b"").decode("latin-1") or None,
+        api_key=arguments.api_key, admin_api_key=arguments.admin_api_key, auth_level=getattr(AuthLevel, level),
+    )  # fmt: skip
+    if not decision.allowed:
+        raise AuthError("SGLang refuses the token")
 
 
 class SGLangFacts:
@@ -172,7 +188,18 @@ class SGLangFacts:
         return None
 
     async def ended(self, name: str, deadline: Deadline) -> None:
-        """SGLang's own unload waits for the last answer."""
+        """Returns when SGLang counts no answer by that adapter. Its own unload waits for them too, and holds up all
+        loads meanwhile.
+
+        Raises:
+            DeadlineExceededError: one goes on.
+        """
+        registry = self._manager.lora_registry
+        held = registry.get_all_adapters().get(name)
+        counter = getattr(registry, "_counters", {}).get(getattr(held, "lora_id", None))
+        while counter is not None and counter.value() > 0:
+            deadline.check(f"end of the last answer by {name}")
+            await asyncio.sleep(_LOOK_S)
 
 
 def _version(called: str) -> Version | None:

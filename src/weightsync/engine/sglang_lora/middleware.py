@@ -12,12 +12,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weightsync.engine.sglang_lora.calls import SGLangFacts, SGLangInside
+from weightsync.engine.sglang_lora.calls import SGLangFacts, SGLangInside, check_key
 from weightsync.engine.vllm.adapter_table import Held
-from weightsync.engine.vllm.asgi import App, Message, Scope, Send
-from weightsync.engine.vllm.lora_middleware import LoraMiddleware, Renamed
+from weightsync.engine.vllm.asgi import App, Message, Scope, Send, route_of
+from weightsync.engine.vllm.lora_answers import Renamed
+from weightsync.engine.vllm.lora_middleware import LoraMiddleware
+from weightsync.errors import UnsupportedError
 
 _GENERATE = "/generate"
+_ROUTES = (_GENERATE, "/v1/completions", "/v1/chat/completions", "/invocations")
+"""Those that compute by an adapter that they are given. Others take a model's name, and answer by the base."""
+_COUNTS = ("/v1/tokenize", "/v1/detokenize")
+"""What these answer is the same by all versions."""
 _VERSION, _VERSIONS = "weight_version", "weight_versions"
 
 
@@ -32,7 +38,7 @@ class SGLangLoraMiddleware(LoraMiddleware):
 
     slots_advice = "Start SGLang with a greater --max-loras-per-batch (one of them is the base's)"
     generates = (
-        *("/v1/", "/generate", "/encode", "/classify", "/score", "/rerank", "/tokenize", "/detokenize"),
+        *("/v1/", "/generate", "/encode", "/classify", "/score", "/rerank", "/pooling"),
         *("/invocations", "/vertex_generate", "/api/"),
     )
     own_routes = ("/v1/loads",)
@@ -47,17 +53,36 @@ class SGLangLoraMiddleware(LoraMiddleware):
     def _facts(self, scope: Scope) -> SGLangFacts:  # type: ignore[override]
         return SGLangFacts(self._tokenizer_manager)
 
+    def _check_client(self, scope: Scope) -> None:
+        check_key(scope, self._tokenizer_manager.server_args, path=route_of(scope), level="NORMAL")
+
     def _asked(self, request: dict[str, Any], path: str) -> str | None:
-        base = str(self._tokenizer_manager.served_model_name)
-        names = [request.get("model"), request.get("lora_path")]
-        if path.startswith(_GENERATE):
-            names = names[1:]
-        for name in names:
-            if isinstance(name, list) and name and all(each == name[0] for each in name):
-                name = name[0]  # a batch by one adapter
-            if not isinstance(name, str):
+        if path in _COUNTS:
+            return None
+        for key in ("model", "lora_path") if path != _GENERATE else ("lora_path",):
+            value = request.get(key)
+            each = value if isinstance(value, list) else [value]
+            names = {name for name in map(self._ours, each) if name is not None}
+            if not names:
                 continue
-            name = name.removeprefix(f"{base}:")
+            if path not in _ROUTES:
+                raise UnsupportedError(
+                    f"SGLang answers {path} by its base: adapters answer {', '.join(_ROUTES)}",
+                    state_left="not answered",
+                )
+            if len(names) > 1 or None in map(self._ours, each):
+                raise UnsupportedError(
+                    f"{key} names several adapters: send a request for each", state_left="not answered"
+                )
+            return names.pop()
+        return None
+
+    def _ours(self, asked: Any) -> str | None:
+        """The adapter of ours that a name means: "actor", "base:actor", or SGLang's own name for it. SGLang takes
+        what is behind a colon, whatever is before it."""
+        if not isinstance(asked, str):
+            return None
+        for name in (asked, asked.partition(":")[2]):
             if name in self._expected or self._table.current(name) or self._table.named(name):
                 return name
         return None
@@ -65,7 +90,7 @@ class SGLangLoraMiddleware(LoraMiddleware):
     def _given(
         self, request: dict[str, Any], path: str, held: Held, model: str, send: Send
     ) -> tuple[dict[str, Any], Send]:
-        if path.startswith(_GENERATE):
+        if path == _GENERATE:
             return {**request, "lora_path": held.name}, _Generated(send, held).send
         said = request.get("model")
         name = f"{self._tokenizer_manager.served_model_name}:{held.name}"

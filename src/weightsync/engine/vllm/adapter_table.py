@@ -180,4 +180,5 @@ class AdapterTable:
 
     def remove(self, held: Held) -> None:
         """It is gone."""
-        self._by_name.pop(held.name, None)
+        if self._by_name.get(held.name) is held:  # and not another one that its session brought
+            del self._by_name[held.name]

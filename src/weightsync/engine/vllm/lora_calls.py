@@ -53,12 +53,12 @@ class Inside:
         Raises:
             EngineError: vLLM refused it, in its own words; it has none of that name.
         """
-        await self._good("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        await self._good("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, limited=False)
         return None
 
     async def unload(self, name: str) -> None:
         """Takes it off vLLM's list. Its workers keep it until they are told, or need its place."""
-        status, body = await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        status, body = await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, limited=False)
         if status not in (200, 404):
             raise self._error(status, body, "/v1/unload_lora_adapter")
 
@@ -94,9 +94,15 @@ class Inside:
         return tuple(scores)
 
     async def _good(
-        self, method: str, path: str, body: Any = None, *, headers: list[tuple[bytes, bytes]] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        limited: bool = True,
     ) -> bytes:
-        status, said = await self._call(method, path, body, headers=headers)
+        status, said = await self._call(method, path, body, headers=headers, limited=limited)
         if status != 200:
             raise self._error(status, said, path)
         return said
@@ -111,8 +117,16 @@ class Inside:
         )
 
     async def _call(
-        self, method: str, path: str, body: Any = None, *, headers: list[tuple[bytes, bytes]] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        limited: bool = True,
     ) -> tuple[int, bytes]:
+        """One call. Loads and unloads have no limit: one that was cancelled would go on in the workers, whose reply
+        SGLang would take for the next one's. Who waits for them has a deadline of his own."""
         sent = b"" if body is None else json.dumps(body).encode()
         known = [(name, value) for name, value in self._scope["headers"] if name in (b"authorization", b"host")]
         fields = [*known, (b"content-type", b"application/json"), (b"content-length", str(len(sent)).encode())]
@@ -142,7 +156,7 @@ class Inside:
                     over.set()
 
         try:
-            await asyncio.wait_for(self._app(scope, receive, send), _CALL_S)
+            await asyncio.wait_for(self._app(scope, receive, send), _CALL_S if limited else None)
         except TimeoutError:
             raise DeadlineExceededError(f"{self.engine} did not answer {path} within {_CALL_S:g} s") from None
         return status, b"".join(parts)

@@ -19,11 +19,11 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any
 
 from weightsync.engine.vllm.adapter_table import AdapterTable, Held
-from weightsync.engine.vllm.answers import BASE_FIELD, FIELD, ROUTES, Answers, hides_tokens, num_choices
+from weightsync.engine.vllm.answers import ROUTES, hides_tokens, num_choices
 from weightsync.engine.vllm.asgi import (
     App,
     Bodies,
@@ -35,15 +35,16 @@ from weightsync.engine.vllm.asgi import (
     answer,
     foreign,
     is_of_another_page,
-    request_in,
     route_of,
     told,
     with_length,
 )
 from weightsync.engine.vllm.lease_middleware import LeaseMiddleware
+from weightsync.engine.vllm.lora_answers import Completions, Models, Renamed
 from weightsync.engine.vllm.lora_calls import Inside, VllmFacts
-from weightsync.engine.vllm.spans import Answer
+from weightsync.engine.vllm.lora_requests import Requests
 from weightsync.errors import (
+    BusyError,
     ConfigError,
     DeadlineExceededError,
     EngineError,
@@ -69,23 +70,18 @@ from weightsync.handles.lora_messages import (
 from weightsync.memory import PrivateFolder
 from weightsync.net.messages import decode, encode
 from weightsync.net.origin import host_names
-from weightsync.types import Deadline, VersionSpan
-from weightsync.types.spans import whole_span
+from weightsync.types import Deadline
 
 EXPECTED_VARIABLE = "WEIGHTSYNC_ADAPTERS"
 """Models, by commas, whose requests are refused (503) before they have an adapter, e.g. after a restart: vLLM itself
 would say that there is no such model."""
-VERSION_HEADER = b"x-weightsync-version"
 _GENERATES = (
     *("/v1/", "/inference/", "/generate", "/tokenize", "/detokenize"),
     *("/score", "/rerank", "/pooling", "/classify"),
 )
+_METHODS = ("POST", "PUT")  # SGLang takes either
 _OWN_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_MAX_BODY_BYTES = 256 << 20
-_MAX_COMING_BYTES = 2 * _MAX_BODY_BYTES
-"""Of all bodies that are still coming; past it requests pass as they are, and vLLM knows no such model."""
 _MAX_ORDER_BYTES = 1 << 20
-_NAMES = (b'"model"', b'"lora_path"')
 _UNLOAD_RETRY_S = 1.0
 _CALL_S = 60.0
 
@@ -111,7 +107,7 @@ class LoraMiddleware:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wrong_order = _has_lease(app)
         self._names = host_names((socket.gethostname(),))
-        self._bodies = Bodies()
+        self._requests = Requests()
         self._service: Scope = {}  # of the last order that was allowed: what leaves is unloaded in its name
 
     # --- what is the engine's ---
@@ -126,8 +122,15 @@ class LoraMiddleware:
     def _facts(self, scope: Scope) -> VllmFacts:
         return VllmFacts(scope["app"])
 
+    def _check_client(self, scope: Scope) -> None:
+        """Raises AuthError where the engine refuses the client whatever it asks: no more is read of it."""
+
     def _asked(self, request: dict[str, Any], path: str) -> str | None:
-        """The name that a request asks for; None: for none that may be ours."""
+        """The name that a request asks for; None: for none that may be ours.
+
+        Raises:
+            UnsupportedError: it names one of ours in a way that the engine would not answer by that adapter.
+        """
         model = request.get("model")
         return model if isinstance(model, str) else None
 
@@ -136,12 +139,14 @@ class LoraMiddleware:
     ) -> tuple[dict[str, Any], Send]:
         """The request as the engine gets it, and what takes its answer."""
         asked = bool(request.get("return_token_ids"))
+        if not isinstance(request.get("vllm_xargs") or {}, dict):
+            raise InvalidRequestError("vllm_xargs is an object", state_left="not answered")
         given = {**request, "model": held.name}
         if not path.endswith(ROUTES):
             return given, Renamed(send, held, held.name, model).send
         if not hides_tokens(given):
             given["return_token_ids"] = True
-        return given, _Named(send, held, model, asked=asked, number=num_choices(given)).send
+        return given, Completions(send, held, model, asked=asked, number=num_choices(given)).send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes what is not its business."""
@@ -152,8 +157,8 @@ class LoraMiddleware:
         if path == STATE_PATH or path.startswith(f"{STATE_PATH}/"):
             await self._ordered(scope, path, receive, send)
         elif path == "/v1/models" and scope["method"] == "GET":
-            await self._app(scope, receive, _Models(send, self._table).send)
-        elif scope.get("method") == "POST" and path.startswith(self.generates) and path not in self.own_routes:
+            await self._app(scope, receive, Models(send, self._table).send)
+        elif scope.get("method") in _METHODS and path.startswith(self.generates) and path not in self.own_routes:
             await self._answered(scope, path, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -163,14 +168,17 @@ class LoraMiddleware:
     async def _answered(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
         read: list[Message] = []
         try:
-            body = await self._bodies.read(receive, read, max_bytes=_MAX_BODY_BYTES, max_coming_bytes=_MAX_COMING_BYTES)
-            request = None if body is None or not any(each in body for each in _NAMES) else request_in(body)
+            self._check_client(scope)
+            request = await self._requests.read(receive, read)
             model = None if request is None else self._asked(request, path)
             if request is None or model is None:
                 await self._app(scope, again(read, receive), send)
                 return
+        except WeightSyncError as error:
+            await _refuse(send, error)
+            return
         finally:
-            self._bodies.done(read)
+            self._requests.done(read)
         named = self._table.named(model)
         if named is not None and (named.leaving or named.state == "staged"):
             # by vLLM's own name for it: it is not proved yet, or vLLM would read a folder that goes, and end
@@ -184,7 +192,11 @@ class LoraMiddleware:
                 await self._app(scope, again(read, receive), send)
             return
         try:
-            given, out = self._given(request, path, held, model, send)
+            try:
+                given, out = self._given(request, path, held, model, send)
+            except InvalidRequestError as error:
+                await _refuse(send, error)
+                return
             rewritten = json.dumps(given).encode()
             head: Message = {"type": "http.request", "body": rewritten, "more_body": False}
             await self._app(
@@ -342,96 +354,8 @@ class LoraMiddleware:
         await send({"type": "lifespan.startup.failed", "message": why})
 
 
-class _Named(Answers):
-    """A completion by an adapter: it says the model's name, and the version."""
-
-    def __init__(self, send: Send, held: Held, model: str, *, asked: bool, number: int | None) -> None:
-        def spans_of(answers: Mapping[int, Answer]) -> list[list[VersionSpan]]:
-            return [whole_span(held.version, len(each.tokens)) for each in answers.values()]
-
-        super().__init__(Renamed(send, held, held.name, model).send, spans_of, asked=asked, num_choices=number)
-
-    def rename(self, told: dict[str, Any]) -> None:
-        """What a middleware nearer to vLLM says is of the base's weights."""
-        if FIELD in told:
-            told[BASE_FIELD] = told.pop(FIELD)
-
-
-class Renamed:
-    """An answer whose header has the version, and in which the engine's name for it is the model's again."""
-
-    def __init__(self, send: Send, held: Held, old: str, model: str) -> None:
-        self._send = send
-        self._version = str(held.version).encode()
-        self._old, self._new = old.encode(), model.encode()
-        self._start: Message | None = None
-        self._parts: list[bytes] = []
-
-    async def send(self, message: Message) -> None:
-        """Takes a message of the application's, and sends what the client gets."""
-        if message["type"] == "http.response.start":
-            headers = [*message.get("headers", ()), (VERSION_HEADER, self._version)]
-            message = {**message, "headers": headers}
-            kind = dict(headers).get(b"content-type", b"")
-            if kind.startswith(b"application/json") and b"content-encoding" not in dict(headers):
-                self._start = message
-            else:
-                await self._send(message)
-        elif message["type"] != "http.response.body":
-            await self._send(message)
-        elif self._start is None:  # events come whole
-            await self._send({**message, "body": message.get("body", b"").replace(self._old, self._new)})
-        else:
-            self._parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                body = b"".join(self._parts).replace(self._old, self._new)
-                await self._send({**self._start, "headers": with_length(self._start["headers"], len(body))})
-                await self._send({**message, "body": body})
-
-
-class _Models:
-    """The list of models: an adapter has its model's name, once."""
-
-    def __init__(self, send: Send, table: AdapterTable) -> None:
-        self._send = send
-        self._table = table
-        self._start: Message | None = None
-        self._body = b""
-
-    async def send(self, message: Message) -> None:
-        """Takes a message of the application's, and sends what the client gets."""
-        if message["type"] == "http.response.start":
-            self._start = message
-            return
-        if message["type"] != "http.response.body":
-            await self._send(message)
-            return
-        self._body += message.get("body", b"")
-        if message.get("more_body", False):
-            return
-        assert self._start is not None
-        body = self._listed(self._body) if self._start["status"] == 200 else self._body
-        await self._send({**self._start, "headers": with_length(self._start.get("headers", ()), len(body))})
-        await self._send({**message, "body": body})
-
-    def _listed(self, body: bytes) -> bytes:
-        try:
-            listed = json.loads(body)
-            cards = list(listed["data"])
-            shown = []
-            for card in cards:
-                held = self._table.named(card["id"])
-                if held is None:
-                    shown.append(card)
-                elif held.state == "current":
-                    shown.append({**card, "id": held.load.model_id})
-        except (ValueError, KeyError, TypeError):
-            return body
-        return json.dumps({**listed, "data": shown}).encode()
-
-
 async def _refuse(send: Send, error: WeightSyncError) -> None:
-    headers = [(b"retry-after", b"1")] if isinstance(error, NotServingError) else []
+    headers = [(b"retry-after", b"1")] if isinstance(error, NotServingError | BusyError) else []
     await answer(send, error.http_status, json.dumps(told(error)).encode(), headers)
 
 

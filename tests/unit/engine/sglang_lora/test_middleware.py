@@ -22,6 +22,7 @@ from tests.unit.handles.test_lora_folder import manifest
 from weightsync.engine.sglang_lora import calls
 from weightsync.engine.sglang_lora.middleware import SGLangLoraMiddleware
 from weightsync.engine.sglang_lora.worker import MARK
+from weightsync.engine.vllm import lora_calls
 from weightsync.errors import BusyError, DigestMismatchError
 from weightsync.handles.lora_messages import MANIFEST_FILE, SCORE_PATH, STATE_PATH
 from weightsync.memory import reclaim_dead
@@ -40,19 +41,25 @@ class SGLang:
         per_batch: `--max-loras-per-batch`.
         loaded: `--max-loaded-loras`.
         key: `--admin-api-key`.
+        client_key: `--api-key`.
     """
 
-    def __init__(self, *, per_batch: int = 3, loaded: int | None = None, key: str | None = None) -> None:
+    def __init__(
+        self, *, per_batch: int = 3, loaded: int | None = None, key: str | None = None, client_key: str | None = None
+    ) -> None:
         self.refs: dict[str, Any] = {}
         self.gates: dict[str, asyncio.Event] = {}
         self.asked: list[dict[str, Any]] = []
         self.refuses: str | None = None
         self.proves = True
+        self.loading: list[str] = []
         self.served_model_name = "base"
-        self.lora_registry = types.SimpleNamespace(get_all_adapters=lambda: dict(self.refs))
+        self.counts: dict[str, Any] = {}
+        self.lora_registry = types.SimpleNamespace(get_all_adapters=lambda: dict(self.refs), _counters=self.counts)
         self.server_args = types.SimpleNamespace(
             enable_lora=True, dp_size=1, tp_size=1, pp_size=1, max_loras_per_batch=per_batch, max_loaded_loras=loaded,
-            max_lora_rank=16, api_key=None, admin_api_key=key, model_path="/nonexistent", weight_version="default",
+            max_lora_rank=16, api_key=client_key, admin_api_key=key, model_path="/nonexistent",
+            weight_version="default",
         )  # fmt: skip
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -61,12 +68,17 @@ class SGLang:
 
     async def _load_lora_adapter(self, body: Any, send: Any) -> None:
         assert body["pinned"] is True
+        if (gate := self.gates.get("load")) is not None:
+            self.loading.append(body["lora_name"])
+            await gate.wait()
+            self.loading.pop()
         if self.refuses is not None:
             await reply(send, 400, {"success": False, "error_message": self.refuses})
             return
         if self.proves:
             Path(body["lora_path"], "weightsync_proved.1").touch()
-        self.refs[body["lora_name"]] = types.SimpleNamespace(pinned=True, path=body["lora_path"])
+        name = body["lora_name"]
+        self.refs[name] = types.SimpleNamespace(pinned=True, path=body["lora_path"], lora_id=name)
         await reply(send, 200, {"success": True})
 
     async def _unload_lora_adapter(self, body: Any, send: Any) -> None:
@@ -97,6 +109,13 @@ class SGLang:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _v1_score(self, body: Any, send: Any) -> None:
+        self.asked.append(body)
+        await reply(send, 200, {"model": body["model"], "scores": [0.5]})  # by the base, whatever is named
+
+    _vertex_generate = _v1_responses = _classify = _v1_score
+    _v1_tokenize = _v1_score
+
     async def _v1_completions(self, body: Any, send: Any) -> None:
         self.asked.append(body)
         await reply(send, 200, {"model": body["model"], "choices": [{"text": "of base"}]})
@@ -119,12 +138,16 @@ class SGLangClient(Client):
 def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """SGLang's own rule for its keys, which is not installed here."""
 
-    def decide(*, authorization_header: str | None, admin_api_key: str | None, auth_level: str, **_: Any) -> Any:
-        assert auth_level == "admin"
+    def decide(
+        *, authorization_header: str | None, api_key: str | None, admin_api_key: str | None, auth_level: str, **_: Any
+    ) -> Any:
+        assert auth_level in ("admin", "normal")
+        if auth_level == "normal":
+            return types.SimpleNamespace(allowed=not api_key or authorization_header == f"Bearer {api_key}")
         return types.SimpleNamespace(allowed=not admin_api_key or authorization_header == f"Bearer {admin_api_key}")
 
     auth = types.ModuleType("sglang.srt.utils.auth")
-    auth.AuthLevel = types.SimpleNamespace(ADMIN_OPTIONAL="admin")  # type: ignore[attr-defined]
+    auth.AuthLevel = types.SimpleNamespace(ADMIN_OPTIONAL="admin", NORMAL="normal")  # type: ignore[attr-defined]
     auth.decide_request_auth = decide  # type: ignore[attr-defined]
     for name in ("sglang", "sglang.srt", "sglang.srt.utils"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -197,6 +220,93 @@ def test_openai_names_reach_sglang_as_base_and_adapter_and_come_back() -> None:
         assert (await there.generate("another"))["header"] == ""
 
     run(body)
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/v1/responses", "/vertex_generate", "/classify"])
+@pytest.mark.parametrize("body", [{"model": "actor"}, {"model": "base:actor"}, {"model": "base", "lora_path": "actor"}])
+def test_what_sglang_would_answer_by_its_base_is_refused_for_an_adapter(path: str, body: dict[str, Any]) -> None:
+    """Seen in a real one: bit for bit the base's scores, with the adapter's version in the header."""
+
+    async def test(there: SGLangClient, sglang: SGLang) -> None:
+        await there.serve(1)
+        status, fields, _ = await there.ask("POST", path, body)
+        assert (status, b"x-weightsync-version" in fields, sglang.asked) == (422, False, [])
+        assert (await there.ask("POST", path, {"model": "base"}))[0] == 200
+        assert (await there.ask("POST", "/v1/tokenize", {"model": "actor"}))[0] == 200, "of no version"
+
+    run(test)
+
+
+def test_sglangs_own_name_for_an_adapter_gets_past_nobody() -> None:
+    """By PUT, written with escapes, in UTF-16, behind any prefix, beside another key, or in a batch."""
+
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        await there.serve(1)
+        await there.load(2)
+        served, staged = (f"actor@{RUN}/{number}#actor" for number in (1, 2))
+        for name, status in ((served, 200), (staged, 503)):
+            plain = {"input_ids": [1], "lora_path": name}
+            escaped = json.dumps(plain).replace("lora_path", "lora\\u005fpath").encode()
+            wide = json.dumps(plain).encode("utf-16")
+            for method, asked in (
+                ("POST", plain), ("PUT", plain), ("POST", escaped), ("POST", wide),
+                ("POST", {**plain, "vllm_xargs": 1}), ("POST", {**plain, "lora_path": f"x:{name}"}),
+            ):  # fmt: skip
+                got, fields, _ = await there.ask(method, "/generate", asked)
+                assert (got, fields.get(b"x-weightsync-version")) == (
+                    status, f"{RUN}/1".encode() if status == 200 else None,
+                ), asked  # fmt: skip
+            for mixed in ([name, None], [name, "theirs"], [served, "actor"]):
+                assert (await there.ask("POST", "/generate", {**plain, "lora_path": mixed}))[0] == 422
+            completion = {"model": f"x:{name}", "prompt": [1]}
+            assert (await there.ask("POST", "/v1/completions", completion))[0] == status
+        assert all(staged not in json.dumps(each) for each in sglang.asked)
+
+    run(body)
+
+
+def test_who_has_no_key_is_not_read() -> None:
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        status, _, _ = await there.ask("POST", "/generate", b" " * 1000, ends=False)
+        assert status == 401
+
+    run(body, client_key="key")
+
+
+def test_a_load_that_takes_too_long_ends_by_itself_and_its_reply_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen with SGLang's own communicator: behind a load that was cancelled each reply went to the next order."""
+    monkeypatch.setattr(lora_calls, "_CALL_S", 0.05)
+
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        await there.serve(1)
+        sglang.gates["load"] = asyncio.Event()
+        for number in (2, 3):
+            status, told = await there.load(number, deadline_s=0.2)
+            assert (status, told["error"]) == (504, "DeadlineExceededError"), told
+            assert len(sglang.loading) == 1, "it goes on; one at a time"
+        sglang.gates["load"].set()
+        await until(lambda: list(sglang.refs) == [f"actor@{RUN}/1#actor"])
+        sglang.gates.clear()
+        await there.serve(4)
+        assert (await there.generate())["header"] == f"{RUN}/4"
+
+    run(body, per_batch=5)
+
+
+def test_an_answer_that_sglang_still_counts_holds_up_no_load() -> None:
+    """Its unload waits for such a one under the lock of all loads."""
+
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        await there.serve(1)
+        old, number = f"actor@{RUN}/1#actor", [1]
+        sglang.counts[old] = types.SimpleNamespace(value=lambda: number[0])
+        await there.serve(2)
+        await there.serve(3)
+        assert old in sglang.refs
+        number[0] = 0
+        await until(lambda: list(sglang.refs) == [f"actor@{RUN}/3#actor"])
+
+    run(body, per_batch=5)
 
 
 def test_before_it_has_an_adapter_a_model_that_is_expected_is_refused() -> None:
