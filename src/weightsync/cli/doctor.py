@@ -146,8 +146,8 @@ def _shm(model_gb: float) -> Finding:
     limit = _limit_bytes()
     if model_gb and usage.free < 2 * model_gb * 1e9:
         advice = (
-            f"a trainer of {model_gb:g} GB keeps two versions there, a host one: enlarge it (docker --shm-size, or "
-            "mount -o remount,size=...), or remove what dead processes left"
+            f"a trainer of {model_gb:g} GB keeps two versions there ({2 * model_gb:g} GB), a host one: enlarge it "
+            "(docker --shm-size, or mount -o remount,size=...), or remove what dead processes left"
         )
         return _wrong(what, found, advice)
     if limit is not None and usage.total > limit:

@@ -51,6 +51,11 @@ def fetched(
         WeightSyncError: see `Puller.pull`.
     """
     stored = is_store_url(endpoint)
+    if not stored and "://" not in endpoint:
+        raise ConfigError(
+            f"{endpoint} is no URL: name an agent, http://HOST:PORT, or a place in a store, "
+            "s3://bucket/run, gs://..., az://..., file:///whole/path"
+        )
     if version is not None:
         if not stored:
             raise ConfigError(f"{endpoint} is an agent, which has its newest version alone: leave --version out")

@@ -96,7 +96,10 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
         return f"{manifest.model_id} {manifest.version} in {path}", shown, facts
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{what} is no agent's URL (http://HOST:PORT), no safetensors file, and no folder with one")
+        store = f"; fetch a store's version first: weightsync pull {what} --out FOLDER" if "://" in what else ""
+        raise ConfigError(
+            f"{what} is no agent's URL (http://HOST:PORT), no safetensors file, and no folder with one{store}"
+        )
     if file.stat().st_size == 0:
         raise ConfigError(f"{file} is empty, no safetensors file: fetch or write it again")
     with (

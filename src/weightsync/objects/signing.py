@@ -140,7 +140,8 @@ def make_keys(secret: str, public: str) -> None:
         for path in written:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        raise ConfigError(f"no keys were written: {error}") from error
+        advice = ": name another pair, or remove it first" if isinstance(error, FileExistsError) else ""
+        raise ConfigError(f"no keys were written: {error}{advice}") from error
 
 
 def _trailer(payload: bytes, signature: str | None) -> bytes:

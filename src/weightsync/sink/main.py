@@ -36,7 +36,7 @@ from weightsync.types.sink import Begun, Claimed, SinkConfig, SinkEvent, Stored,
 _WAIT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("weightsync.sink.main")  # it runs as __main__
 
 
 def main() -> None:

@@ -139,7 +139,8 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
-        raise ConfigError(f"{folder} has no *.safetensors file: give a checkpoint's folder")
+        what = "has no *.safetensors file" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"{folder} {what}: give a checkpoint's folder, with its *.safetensors files")
     for name in names:
         if not os.path.isfile(folder / name):  # unlike Path's, it takes any name
             raise ConfigError(f"{folder / name} is missing")
