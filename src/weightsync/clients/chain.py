@@ -35,7 +35,16 @@ from weightsync.objects.signing import Trust, unseal
 from weightsync.objects.urls import place_of
 from weightsync.types import Deadline
 from weightsync.types.layout import PublicationLayout
-from weightsync.types.store import POINTER, READERS, Pointer, ReaderNote, StoredRef, StoredVersion, VersionRef
+from weightsync.types.store import (
+    EPOCH_PATTERN,
+    POINTER,
+    READERS,
+    Pointer,
+    ReaderNote,
+    StoredRef,
+    StoredVersion,
+    VersionRef,
+)
 
 _SOONEST_S, _LATEST_S, _SHARE = 0.1, 2.0, 0.05
 _BEAT_S = 20.0
@@ -46,7 +55,7 @@ _NUM_KEPT = 300
 _MAX_RECOVER = 16
 _MUTE_S = 300.0
 """So long no note is tried after a refusal: a credential may have expired, and come anew."""
-_MANIFEST = re.compile(r"e([0-9]{6,18})/versions/([0-9]{1,18})\.json")
+_MANIFEST = re.compile(EPOCH_PATTERN + r"versions/([0-9]{1,18})\.json")
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from weightsync.objects.urls import asked_url, is_store_url, split_asked
 from weightsync.types import Deadline, Version
 from weightsync.types.layout import KnownLayouts, PublicationHead
 from weightsync.types.publication import DeltaBase, DeltaLink, Publication, Source
-from weightsync.types.store import StoredBlob, StoredLink, StoredSource, StoredVersion
+from weightsync.types.store import StoredBlob, StoredLink, StoredSource, StoredVersion, epoch_folder
 from weightsync.types.transfer_messages import (
     AgentVersion,
     FinishRequest,
@@ -230,7 +230,7 @@ def _links_from(base: DeltaBase, version: StoredVersion, source: int) -> tuple[S
 
 
 def _key_of(version: StoredVersion) -> str:
-    return f"e{version.epoch:06d}/versions/{version.version.number}.json"
+    return f"{epoch_folder(version.epoch)}/versions/{version.version.number}.json"
 
 
 def client_at(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import time
 
 import msgspec
@@ -29,14 +28,13 @@ from weightsync.objects.base import ObjectStore
 from weightsync.objects.signing import unseal
 from weightsync.sink.writer import ChainWriter
 from weightsync.types import Deadline
-from weightsync.types.store import READERS, ReaderNote, StoredRef, StoredVersion, check_key
+from weightsync.types.store import READERS, ReaderNote, StoredRef, StoredVersion, check_key, epoch_of
 
 _NUM_CHAINS = 2
 _READER_S = 120.0
 _MAX_READERS = 1000
 _MAX_NOTE_BYTES = 1 << 16
 _CALL_S = 60.0
-_BELOW_EPOCH = re.compile(r"e([0-9]{6,18})/")
 _NO_RECORD = (InvalidRequestError, StoreDamagedError, SignatureError, msgspec.DecodeError, ValueError, RecursionError)
 """What bytes of anybody may be."""
 
@@ -86,8 +84,8 @@ class Sweeper:
         epoch = self._writer.current.epoch  # what a later writer has is not this one's to delete
         listed = [each.key for each in self._store.list_under("", deadline=deadline) if _is_key(each.key)]
         for key in listed:
-            below = _BELOW_EPOCH.match(key)
-            if key in needed or below is None or int(below[1]) > epoch:
+            below = epoch_of(key)
+            if key in needed or below is None or below > epoch:
                 self._unneeded.pop(key, None)
             elif at_s - self._unneeded.setdefault(key, at_s) >= self._keep_s:
                 gone.append(key)
