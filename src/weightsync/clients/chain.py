@@ -35,7 +35,16 @@ from weightsync.objects.signing import Trust, unseal
 from weightsync.objects.urls import place_of
 from weightsync.types import Deadline
 from weightsync.types.layout import PublicationLayout
-from weightsync.types.store import POINTER, READERS, Pointer, ReaderNote, StoredRef, StoredVersion, VersionRef
+from weightsync.types.store import (
+    EPOCH_PATTERN,
+    POINTER,
+    READERS,
+    Pointer,
+    ReaderNote,
+    StoredRef,
+    StoredVersion,
+    VersionRef,
+)
 
 _SOONEST_S, _LATEST_S, _SHARE = 0.1, 2.0, 0.05
 _BEAT_S = 20.0
@@ -46,7 +55,7 @@ _NUM_KEPT = 300
 _MAX_RECOVER = 16
 _MUTE_S = 300.0
 """So long no note is tried after a refusal: a credential may have expired, and come anew."""
-_MANIFEST = re.compile(r"e([0-9]{6,18})/versions/([0-9]{1,18})\.json")
+_MANIFEST = re.compile(EPOCH_PATTERN + r"versions/([0-9]{1,18})\.json")
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
@@ -59,16 +68,19 @@ class Chain:
         store: the place.
         trust: whose manifests are taken; None: anybody's.
         beat_s: how often the reader's note is renewed at least; 0: none is left.
+        seen: the newest pointer that is known of; nothing older is taken.
     """
 
-    def __init__(self, store: ObjectStore, *, trust: Trust | None, beat_s: float = _BEAT_S) -> None:
+    def __init__(
+        self, store: ObjectStore, *, trust: Trust | None, beat_s: float = _BEAT_S, seen: Pointer | None = None
+    ) -> None:
         self.store = store
         self._place = place_of(store.url)
         self._trust = trust
         self._lock = threading.RLock()
         self._pointer: Pointer | None = None
         self._etag: str | None = None
-        self._seen = (0, -1)
+        self._seen = seen
         self._manifests: dict[str, StoredVersion] = {}
         self._layouts: dict[str, PublicationLayout] = {}
         self._bad: dict[str, float] = {}
@@ -121,6 +133,12 @@ class Chain:
             if version.version.number < number:
                 break
         raise VersionError(f"{self.store.url} does not have version {number} (any more)", version=number)
+
+    @property
+    def seen(self) -> Pointer | None:
+        """The newest pointer that it knows of, be it read or recovered."""
+        with self._lock:
+            return self._seen
 
     def is_newer(self, known: tuple[str, int] | None) -> bool:
         """Whether what is known of the pointer is another version than that."""
@@ -254,7 +272,7 @@ class Chain:
     def _look(self, deadline: Deadline) -> None:
         what = f"{self.store.url}/{POINTER}"
         with self._lock:
-            etag = self._etag
+            etag, known = self._etag, self._recovered
         found = None
         try:
             found = self.store.get(POINTER, deadline=deadline, unless=etag)
@@ -262,7 +280,7 @@ class Chain:
                 return
             pointer = self._read("pointer", found.data, Pointer, what=what)
         except ObjectMissingError:
-            if self._pointer is not None:
+            if self._seen is not None:
                 raise StoreDamagedError(f"{what} is gone") from None
             raise NotPublishedError(f"nothing is written at {self.store.url} yet") from None
         except (StoreDamagedError, SignatureError) as error:
@@ -271,17 +289,19 @@ class Chain:
             _logger.warning("%s: %s; the newest manifest that is good counts", self.store.url, error)
             recovered = self._recover(deadline, error)
             with self._lock:
-                if self._pointer is not None and recovered.order < self._pointer.order:
+                if self._seen is None or recovered.order >= self._seen.order:
+                    self._seen = recovered
+                elif recovered.current != self._seen.current:
                     raise  # what was found before is gone: nobody goes back
                 self._pointer = recovered
                 self._recovered = None if found is None else found.etag
             return
         with self._lock:
-            if pointer.order < self._seen and self._etag != etag:
-                return  # another thread has asked meanwhile, and has a newer answer
-            if pointer.order < self._seen:
+            if self._seen is not None and pointer.order < self._seen.order:
+                if (self._etag, self._recovered) != (etag, known):
+                    return  # another thread has asked meanwhile, and has a newer answer
                 raise StoreDamagedError(f"{what} went back to {pointer.version}: an old one was put there again")
-            self._pointer, self._etag, self._seen, self._recovered = pointer, found.etag, pointer.order, None
+            self._pointer, self._etag, self._seen, self._recovered = pointer, found.etag, pointer, None
             self._changed_s = time.monotonic()
 
     def _back_from_newest(self, deadline: Deadline) -> Iterator[StoredVersion]:

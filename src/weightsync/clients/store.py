@@ -27,7 +27,7 @@ from weightsync.objects.urls import asked_url, is_store_url, split_asked
 from weightsync.types import Deadline, Version
 from weightsync.types.layout import KnownLayouts, PublicationHead
 from weightsync.types.publication import DeltaBase, DeltaLink, Publication, Source
-from weightsync.types.store import StoredBlob, StoredLink, StoredSource, StoredVersion
+from weightsync.types.store import Pointer, StoredBlob, StoredLink, StoredSource, StoredVersion, epoch_folder
 from weightsync.types.transfer_messages import (
     AgentVersion,
     FinishRequest,
@@ -41,6 +41,10 @@ from weightsync.types.transfer_messages import (
 _TAKE_UP_S = 3600.0
 """Nobody takes an immutable object away while the reader's note is renewed."""
 _chains: dict[tuple[str, str | None], tuple[Chain, int]] = {}
+_seen: dict[tuple[str, str | None], Pointer] = {}
+"""What chains had seen that nobody reads any more: a process goes back by no new client. Of places with a key alone: in
+others anybody may put anything there."""
+_NUM_SEEN = 256
 _chains_lock = threading.Lock()
 
 
@@ -230,7 +234,7 @@ def _links_from(base: DeltaBase, version: StoredVersion, source: int) -> tuple[S
 
 
 def _key_of(version: StoredVersion) -> str:
-    return f"e{version.epoch:06d}/versions/{version.version.number}.json"
+    return f"{epoch_folder(version.epoch)}/versions/{version.version.number}.json"
 
 
 def client_at(
@@ -247,7 +251,7 @@ def _chain_at(url: str, trust_key: str | None) -> Chain:
         chain, count = _chains.get((url, trust_key), (None, 0))
         if chain is None:
             trust = None if trust_key is None else Trust(trust_key)
-            chain = Chain(open_store(url, whose="a source's"), trust=trust)
+            chain = Chain(open_store(url, whose="a source's"), trust=trust, seen=_seen.get((url, trust_key)))
         _chains[url, trust_key] = chain, count + 1
         return chain
 
@@ -259,4 +263,9 @@ def _let_go(url: str, trust_key: str | None) -> None:
             _chains[url, trust_key] = chain, count - 1
             return
         del _chains[url, trust_key]
+        if trust_key is not None and chain.seen is not None:
+            _seen.pop((url, trust_key), None)
+            _seen[url, trust_key] = chain.seen
+            while len(_seen) > _NUM_SEEN:
+                del _seen[next(iter(_seen))]
     chain.close()

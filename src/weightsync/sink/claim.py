@@ -28,7 +28,7 @@ from weightsync.errors import (
 from weightsync.objects.base import ObjectStore
 from weightsync.objects.signing import seal, unseal
 from weightsync.types import Deadline
-from weightsync.types.store import CLAIM, POINTER, Claim, Pointer
+from weightsync.types.store import CLAIM, MAX_EPOCH, POINTER, Claim, Pointer, epoch_of
 
 _LOOKS = 8
 _CALL_S = 15.0
@@ -71,6 +71,7 @@ class ClaimKeeper:
 
         Raises:
             RunClaimedError: he is alive; or `ended` was set. Nothing was changed.
+            StoreDamagedError: the epoch there is the last one: nobody has counted so far. Nothing was changed.
             WeightSyncError: the store can't be asked.
         """
         found, etag = self._found()
@@ -93,6 +94,12 @@ class ClaimKeeper:
                 if found is None or found.released:
                     break
         epoch = 1 + max(0 if found is None else found.epoch, self._pointer_epoch())
+        if epoch > MAX_EPOCH:
+            raise StoreDamagedError(
+                f"{self._store.url} has epoch {MAX_EPOCH}, after which there is none: somebody has put it there; take "
+                "another place",
+                state_left="nothing was written",
+            )
         claim = msgspec.structs.replace(self._claim, epoch=epoch)
         try:
             self._etag = self._put(claim, etag)
@@ -165,7 +172,9 @@ class ClaimKeeper:
         assert got is not None
         try:
             return msgspec.json.decode(unseal("claim", got.data, None, what=CLAIM), type=Claim), got.etag
-        except (StoreDamagedError, msgspec.DecodeError, ValueError, RecursionError):  # he is watched as any other
+        except (  # he is watched as any other
+            StoreDamagedError, SignatureError, InvalidRequestError, msgspec.DecodeError, ValueError, RecursionError,
+        ):  # fmt: skip
             return Claim(epoch=0, writer="?", who="somebody whose claim is damaged", run_id="?"), got.etag
 
     def _pointer_epoch(self) -> int:
@@ -177,11 +186,5 @@ class ClaimKeeper:
             ObjectMissingError, StoreDamagedError, SignatureError, InvalidRequestError, msgspec.DecodeError, ValueError,
             RecursionError,
         ):  # fmt: skip
-            return max(
-                (
-                    int(each.key[1:7])
-                    for each in self._store.list_under("", deadline=Deadline(_CALL_S))
-                    if each.key[:1] == "e" and each.key[1:7].isdecimal()
-                ),
-                default=0,
-            )
+            listed = self._store.list_under("", deadline=Deadline(_CALL_S))
+            return max((epoch_of(each.key) or 0 for each in listed), default=0)

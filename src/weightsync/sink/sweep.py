@@ -5,13 +5,13 @@
     deleted   what a listing shows that is not needed, and was not needed for `keep_s`, by this process's own clock
 
 A listing that lags shows less: that is deleted later. Readers' clocks are never compared: a note that changes is alive.
+Where there are more notes than are read at once, nothing is deleted but those of the dead.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import time
 
 import msgspec
@@ -29,14 +29,14 @@ from weightsync.objects.base import ObjectStore
 from weightsync.objects.signing import unseal
 from weightsync.sink.writer import ChainWriter
 from weightsync.types import Deadline
-from weightsync.types.store import READERS, ReaderNote, StoredRef, StoredVersion, check_key
+from weightsync.types.store import READERS, ReaderNote, StoredRef, StoredVersion, check_key, epoch_of
 
 _NUM_CHAINS = 2
 _READER_S = 120.0
 _MAX_READERS = 1000
+"""So many notes are read at once."""
 _MAX_NOTE_BYTES = 1 << 16
 _CALL_S = 60.0
-_BELOW_EPOCH = re.compile(r"e([0-9]{6,18})/")
 _NO_RECORD = (InvalidRequestError, StoreDamagedError, SignatureError, msgspec.DecodeError, ValueError, RecursionError)
 """What bytes of anybody may be."""
 
@@ -63,7 +63,8 @@ class Sweeper:
         self._reader_s = reader_s
         self._swept_s = time.monotonic()
         self._unneeded: dict[str, float] = {}
-        self._notes: dict[str, tuple[str, float, ReaderNote | None]] = {}
+        self._notes: dict[str, tuple[str, float, ReaderNote | None]] = {}  # what was read last stands last
+        self._is_crowded = False
         self._chain = Chain(store, trust=None, beat_s=0.0)  # what it deletes by is its own, or named by nobody's word
 
     def sweep(self, *, now: bool = False) -> int:
@@ -80,14 +81,16 @@ class Sweeper:
     def _sweep(self, deadline: Deadline) -> int:
         notes = self._live_notes(deadline)
         self._writer.damaged(frozenset(key for note in notes for key in note.damaged))
+        if self._is_crowded:  # who reads what is not known
+            return 0
         needed = self._needed(notes, deadline)
         at_s, gone = time.monotonic(), []
         assert self._writer.current is not None
         epoch = self._writer.current.epoch  # what a later writer has is not this one's to delete
         listed = [each.key for each in self._store.list_under("", deadline=deadline) if _is_key(each.key)]
         for key in listed:
-            below = _BELOW_EPOCH.match(key)
-            if key in needed or below is None or int(below[1]) > epoch:
+            below = epoch_of(key)
+            if key in needed or below is None or below > epoch:
                 self._unneeded.pop(key, None)
             elif at_s - self._unneeded.setdefault(key, at_s) >= self._keep_s:
                 gone.append(key)
@@ -141,26 +144,44 @@ class Sweeper:
         return version, StoredRef(key=key, nbytes=len(found.data), sha256=digest)
 
     def _live_notes(self, deadline: Deadline) -> list[ReaderNote]:
-        at_s = time.monotonic()
-        listed: set[str] = set()
-        for each in self._store.list_under(READERS, deadline=deadline):
-            if len(listed) >= _MAX_READERS or each.nbytes > _MAX_NOTE_BYTES or not _is_key(each.key):
-                continue
-            listed.add(each.key)
-            etag, since_s, note = self._notes.get(each.key, ("", at_s, None))
+        """What readers say that are alive; some of it, where there are too many."""
+        at_s, listed = time.monotonic(), self._listed_notes(deadline)
+        self._notes = {key: said for key, said in self._notes.items() if key in listed}
+        in_turn = [*sorted(listed - self._notes.keys()), *self._notes][:_MAX_READERS]
+        live: list[ReaderNote] = []
+        dead: list[str] = []
+        for key in in_turn:
+            etag, since_s, note = self._notes.get(key, ("", at_s, None))
             try:
-                found = self._store.get(each.key, deadline=deadline, unless=etag or None)
+                found = self._store.get(key, deadline=deadline, unless=None if note is None else etag)
                 if found is not None:
-                    etag, since_s, note = found.etag, at_s, msgspec.json.decode(found.data, type=ReaderNote)
+                    etag, since_s, note = found.etag, since_s if found.etag == etag else at_s, None
+                    note = msgspec.json.decode(found.data, type=ReaderNote)
             except (ObjectMissingError, StoreAuthError, *_NO_RECORD):  # no answer at all: nothing is swept now
                 note = None
-            self._notes[each.key] = etag, since_s, note
-        self._notes = {key: said for key, said in self._notes.items() if key in listed}
-        dead = [key for key, (_, since_s, _) in self._notes.items() if at_s - since_s > 10 * self._reader_s]
+            if note is not None and at_s - since_s <= self._reader_s:
+                live.append(note)
+            if at_s - since_s > 10 * self._reader_s:
+                dead.append(key)
+            self._notes.pop(key, None)
+            self._notes[key] = etag, since_s, None if self._is_crowded else note
         self._store.delete(dead, deadline=deadline)
-        return [
-            note for _, since_s, note in self._notes.values() if note is not None and at_s - since_s <= self._reader_s
-        ]
+        return live
+
+    def _listed_notes(self, deadline: Deadline) -> set[str]:
+        listed = {
+            each.key
+            for each in self._store.list_under(READERS, deadline=deadline)
+            if each.nbytes <= _MAX_NOTE_BYTES and _is_key(each.key)
+        }
+        is_crowded = len(listed) > _MAX_READERS
+        if is_crowded and not self._is_crowded:
+            _logger.warning(
+                "%s has %d readers' notes, and %d are read at once: nothing is deleted until there are fewer",
+                self._store.url, len(listed), _MAX_READERS,
+            )  # fmt: skip
+        self._is_crowded = is_crowded
+        return listed
 
 
 def _is_key(key: str) -> bool:

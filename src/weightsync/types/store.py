@@ -27,7 +27,11 @@ CLAIM, POINTER = "claim.json", "pointer.json"
 READERS = "readers"
 SHA256_BYTES = 32
 MAX_LINKS = 256
+MAX_EPOCH = 10**18 - 1
+EPOCH_PATTERN = "e([0-9]{6,18})/"
+"""What a key below a writer's folder begins with; its group is the epoch."""
 _KEY = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._/-]{0,300}")
+_EPOCH = re.compile(EPOCH_PATTERN)
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -46,6 +50,18 @@ def check_place(place: str) -> None:
 def epoch_folder(epoch: int) -> str:
     """Where a writer's objects lie."""
     return f"e{epoch:06d}"
+
+
+def epoch_of(key: str) -> int | None:
+    """In which writer's folder a key lies; None: in nobody's."""
+    found = _EPOCH.match(key)
+    return None if found is None else int(found[1])
+
+
+def check_epoch(epoch: int) -> None:
+    """Raises InvalidRequestError where no writer can have that epoch: what lies in a store is not trusted."""
+    if not 0 <= epoch <= MAX_EPOCH:
+        raise InvalidRequestError(f"an epoch is from 0 to {MAX_EPOCH}")
 
 
 class StoredRef(Message, frozen=True, kw_only=True):
@@ -173,6 +189,7 @@ class StoredVersion(Message, frozen=True, kw_only=True):
     written_s: float = 0.0
 
     def __post_init__(self) -> None:
+        check_epoch(self.epoch)
         check_id("model_id", self.model_id)
         check_model_digest(self.model_digest, version=str(self.version))
         if not 1 <= len(self.sources) <= MAX_SOURCES:
@@ -223,6 +240,9 @@ class Pointer(Message, frozen=True, kw_only=True):
     incarnation: str | None = None
     previous: VersionRef | None = None
 
+    def __post_init__(self) -> None:
+        check_epoch(self.epoch)
+
     @property
     def order(self) -> tuple[int, int]:
         """What rises from pointer to pointer."""
@@ -247,6 +267,9 @@ class Claim(Message, frozen=True, kw_only=True):
     run_id: str
     beat: int = 0
     released: bool = False
+
+    def __post_init__(self) -> None:
+        check_epoch(self.epoch)
 
 
 class ReaderNote(Message, frozen=True, kw_only=True):

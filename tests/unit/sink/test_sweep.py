@@ -89,6 +89,48 @@ def test_notes_that_are_none_are_passed_by(store) -> None:
     assert sweeper.sweep(now=True) == 0
 
 
+def put_notes(store, names, beat: int = 1) -> None:
+    for name in names:
+        note = ReaderNote(reader=name, beat=beat, manifests=("e000001/versions/1.json",))
+        found = store.get(f"readers/{name}.json", deadline=Deadline(5)).etag if beat > 1 else None
+        store.put(f"readers/{name}.json", msgspec.json.encode(note), deadline=Deadline(5), replaces=found)
+
+
+def test_nothing_is_swept_where_there_are_more_notes_than_are_read(store, monkeypatch, caplog) -> None:
+    """The reader of version 1 is not among those that are read. Seen red where the others are passed by."""
+    monkeypatch.setattr("weightsync.sink.sweep._MAX_READERS", 3)
+    made = Writing(store, anchor_every=1)
+    sweeper = Sweeper(store, made.writer, keep_s=0.0, every_s=0.0, reader_s=60.0)
+    made.write(1)
+    put_notes(store, "abcd")
+    for number in range(2, 6):
+        made.write(number)
+        assert sweeper.sweep(now=True) == 0
+    assert sum("readers' notes" in each.message for each in caplog.records) == 1
+    store.delete(["readers/a.json"], deadline=Deadline(5))  # three are left, which stand as they were
+    assert sweeper.sweep(now=True) > 0
+    assert "e000001/versions/1.json" in keys(store)
+    assert "e000001/versions/2.json" not in keys(store)
+    put_notes(store, "a")
+    sweeper.sweep(now=True)
+    assert sum("readers' notes" in each.message for each in caplog.records) == 2
+
+
+def test_notes_of_the_dead_end_no_sweeping_for_ever(store, monkeypatch) -> None:
+    """There are more than are read at once; those of the living come first. Seen red where only the first are read."""
+    monkeypatch.setattr("weightsync.sink.sweep._MAX_READERS", 3)
+    made = Writing(store, anchor_every=1)
+    sweeper = Sweeper(store, made.writer, keep_s=0.0, every_s=0.0, reader_s=0.0)
+    made.write(1)
+    put_notes(store, ["a", "b", "c", *(f"dead-{n}" for n in range(4))])
+    for turn in range(2, 10):
+        made.write(turn)
+        put_notes(store, "abc", turn)
+        sweeper.sweep(now=True)
+    assert not [each.key for each in store.list_under("readers", deadline=Deadline(5)) if "dead" in each.key]
+    assert "e000001/versions/2.json" not in keys(store)
+
+
 def test_names_that_are_none_of_ours_stop_no_sweep(store, tmp_path) -> None:
     """As NFS names what is deleted and still open. Seen red with each listed name deleted."""
     made = Writing(store, anchor_every=1)

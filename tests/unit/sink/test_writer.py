@@ -15,6 +15,7 @@ from weightsync.errors import (
     RunClaimedError,
     SignatureError,
     StoreAuthError,
+    StoreDamagedError,
     StoreUnavailableError,
     VersionError,
     WeightSyncError,
@@ -26,7 +27,7 @@ from weightsync.sink.claim import ClaimKeeper
 from weightsync.sink.main import Sink
 from weightsync.types import Deadline
 from weightsync.types.sink import SinkConfig
-from weightsync.types.store import CLAIM, POINTER, Pointer
+from weightsync.types.store import CLAIM, MAX_EPOCH, POINTER, Pointer
 
 
 @pytest.fixture
@@ -243,6 +244,51 @@ def test_a_pointer_of_impossible_facts_bars_no_writer(store) -> None:
     made.claim.release()
     Writing(store).write(2)
     assert (pointed(store).version.number, pointed(store).epoch) == (2, 2)
+
+
+@pytest.mark.parametrize(("folder", "epoch"), [("e1000000", 1000000), ("e000007", 7)])
+def test_the_epoch_of_a_folder_is_read_as_it_is_written(store, folder, epoch) -> None:
+    """Where nothing else is left to read it from. Seen red with its first six digits."""
+    for key in (f"{folder}/x", "e00012/x", "e1234567890123456789/x", "engines/x", "e2000000"):
+        store.put(key, b"x", deadline=Deadline(5), replaces=None)
+    made = Writing(store)
+    assert made.claim.epoch == epoch + 1
+    made.claim.release()
+
+
+@pytest.mark.parametrize("epoch", [MAX_EPOCH + 1, (1 << 64) - 1, -1])
+@pytest.mark.parametrize("name", [POINTER, CLAIM])
+def test_an_epoch_that_can_not_be_bars_no_writer(store, name, epoch) -> None:
+    """Whoever can write into the store has put it there. Seen red with epochs that have no bound."""
+    made = Writing(store)
+    made.write(1)
+    made.claim.release()
+    found = store.get(name, deadline=Deadline(5))
+    payload = found.data.partition(b"\n")[0].replace(b'"epoch":1', b'"epoch":%d' % epoch)
+    store.put(name, seal(name.partition(".")[0], payload, None), deadline=Deadline(5), replaces=found.etag)
+    after = Writing(store)
+    after.write(2)
+    assert pointed(store).epoch == 2
+    after.claim.release()
+
+
+@pytest.mark.parametrize("name", [POINTER, CLAIM, "folder"])
+def test_the_last_epoch_has_no_next_one(store, name) -> None:
+    """A typed error; nothing is written."""
+    made = Writing(store)
+    made.write(1)
+    made.claim.release()
+    if name == "folder":
+        store.delete([POINTER], deadline=Deadline(5))
+        store.put(f"e{MAX_EPOCH}/x.json", b"x", deadline=Deadline(5), replaces=None)
+    else:
+        found = store.get(name, deadline=Deadline(5))
+        payload = found.data.partition(b"\n")[0].replace(b'"epoch":1', b'"epoch":%d' % MAX_EPOCH)
+        store.put(name, seal(name.partition(".")[0], payload, None), deadline=Deadline(5), replaces=found.etag)
+    before = store.get(CLAIM, deadline=Deadline(5)).data
+    with pytest.raises(StoreDamagedError, match="epoch"):
+        Writing(store)
+    assert store.get(CLAIM, deadline=Deadline(5)).data == before
 
 
 def test_a_claim_whose_answer_was_lost_is_ones_own(store) -> None:
