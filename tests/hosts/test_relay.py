@@ -189,22 +189,22 @@ def test_chaos(fleet: Callable[..., Fleet]) -> None:
 
 @pytest.mark.soak
 def test_chaos_over_a_hundred_versions(fleet: Callable[..., Fleet]) -> None:
-    """The trainer's offload is as fast as with nobody there."""
+    """The trainer's offload is as fast as another one's that nobody reads from, at the same time on the same cores."""
     seed = int(os.environ.get("CHAOS_SEED", time.time_ns() % 10_000))
     _logger.warning("CHAOS_SEED=%d", seed)
-    alone = fleet(0, mib=4.0)
-    before = [float(str(alone.publish(version)["offload_s"])) for version in range(100)]
-    there = fleet(6, mib=4.0)
-    times: list[float] = []
-    publish = there.publish
+    alone, there = fleet(0, mib=4.0), fleet(6, mib=4.0)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    both = {False: alone.publish, True: there.publish}
 
     def timed(version: int, *, wait: bool = True) -> dict[str, object]:
-        said = publish(version, wait=wait)
-        times.append(float(str(said["offload_s"])))
-        return said
+        said = {}
+        for followed in (version % 2 == 0, version % 2 == 1):  # each is the first one as often as the other
+            said[followed] = both[followed](version, wait=wait)
+            times[followed].append(float(str(said[followed]["offload_s"])))
+        return said[True]
 
     there.publish = timed  # type: ignore[method-assign]
     chaos(there, 100, seed=seed)
-    p99, p99_alone = (statistics.quantiles(found, n=100)[98] for found in (times, before))
-    _logger.warning("offload p99 %.1f ms, without receivers %.1f ms", 1e3 * p99, 1e3 * p99_alone)
-    assert p99 <= 1.2 * p99_alone
+    p99 = {followed: statistics.quantiles(found, n=100)[98] for followed, found in times.items()}
+    _logger.warning("offload p99 %.1f ms, of one without receivers %.1f ms", 1e3 * p99[True], 1e3 * p99[False])
+    assert p99[True] <= 1.2 * p99[False]
