@@ -127,7 +127,7 @@ def _obey(agent: TransferAgent, channel: HostChannel[Order], outbox: _Outbox) ->
                     channel.send(_PONG)
                     agent.show(order.phases)
                 case ResetOrder():
-                    agent.reset()
+                    agent.reset(order.still_s)
                 case PublishOrder():
                     layout = _publish(agent, order, layout, outbox)
                 case EndOrder():

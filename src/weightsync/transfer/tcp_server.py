@@ -185,16 +185,24 @@ class BlockServer:
         with self._lock:
             return self._why_over.get(transfer_id) or "the agent does not know it (any more)"
 
-    def reset(self, *, keep: Version | None) -> int:
+    def reset(self, *, keep: Version | None, still_s: float = 0.0) -> int:
         """Ends all transfers but those of one version, those whose bytes stay, and those whose lease is read; says how
         many. What is older than that version is not granted any more.
+
+        Args:
+            keep: that version.
+            still_s: those alone that have not moved for so long, and others may be granted still; 0: all.
         """
         with self._lock:
-            self._floor = keep
+            if not still_s:
+                self._floor = keep
             old = [
                 each
                 for each in self._transfers.values()
-                if each.version != keep and not each.lasting and (not each.leased or each.idle_s > _LEASE_IDLE_S)
+                if each.version != keep
+                and not each.lasting
+                and (not each.leased or each.idle_s > _LEASE_IDLE_S)
+                and each.still_s >= still_s
             ]
             for receiver_id in dict.fromkeys(each.receiver_id for each in old):
                 self._cut[receiver_id] = self._cut.pop(receiver_id, 0) + 1
@@ -262,6 +270,7 @@ class BlockServer:
         if self._tls is not None:
             connection.sendall(head)
             connection.sendall(os.pread(transfer.fd, length, offset))
+            transfer.moved()
             self._count(length)
             return
         connection.sendall(head, socket.MSG_MORE)
@@ -276,6 +285,7 @@ class BlockServer:
             sent = os.sendfile(connection.fileno(), transfer.fd, offset, end - offset)
             if sent == 0:
                 raise ConnectionAbortedError("the segment is shorter than it was")
+            transfer.moved()
             offset += sent
             self._count(sent)
 
