@@ -107,7 +107,7 @@ class Pulls:
         self._version += 1
         model = steps if isinstance(steps, nn.Module) else model_after(steps)
         assert self.manager.offload(model.named_parameters(), self._version).published
-        self.manager.wait_published(self._version, timeout_s=30)
+        self.manager.wait_published(self._version, timeout_s=120)
 
     def sync(self, *, wait_s: float = SYNC_S) -> ModelStatus:
         """Returns when the server serves what was published last."""

@@ -68,7 +68,7 @@ def publisher_main(conn: Any) -> None:
             if few:
                 nudge(nudged)
             assert manager.offload(nudged.named_parameters(), version).published
-            manager.wait_published(version, timeout_s=30)
+            manager.wait_published(version, timeout_s=120)
             conn.send(version)
     os._exit(0)
 

@@ -92,7 +92,7 @@ def trainer_main(conn: Any) -> None:
             sparse_step(model, version)
             kept[f"{manager.run_id}/{version}"] = {name: t.float().numpy() for name, t in cast_weights(model).items()}
             assert manager.offload(model.named_parameters(), version).published
-            manager.wait_published(version, timeout_s=30)
+            manager.wait_published(version, timeout_s=120)
             conn.send(version)
     os._exit(0)
 

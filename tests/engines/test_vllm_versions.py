@@ -81,7 +81,7 @@ def publisher_main(conn: Any) -> None:
         while (order := conn.recv()) is not None:
             version, _, _ = order
             assert manager.offload(telling_model(version).named_parameters(), version).published
-            manager.wait_published(version, timeout_s=30)
+            manager.wait_published(version, timeout_s=120)
             conn.send(version)
     os._exit(0)
 

@@ -154,7 +154,7 @@ class _Trainer:
         weights = cast_weights(self._model)
         checkpoint = save_checkpoint(self._folder / f"v{self._version}", self._model, weights)
         assert self._manager.offload(self._model.named_parameters(), self._version).published
-        self._manager.wait_published(self._version, timeout_s=30)
+        self._manager.wait_published(self._version, timeout_s=120)
         changed = {name: int((weights[name] != old).sum()) for name, old in self._before.items()}
         self._before, self._never = weights, {name for name in self._never if not changed[name]}
         return {

@@ -78,7 +78,7 @@ def test_the_demo_moves_deltas(tmp_path: Path, path: str) -> None:
     files = ["--json", str(tmp_path / "summary.json"), "--out", str(tmp_path)]
     ran = subprocess.run(
         [*COMMAND, "--path", path, "--delta", "--steps", "4", *files],
-        capture_output=True, text=True, timeout=110, check=False,
+        capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "came as deltas" in ran.stdout
