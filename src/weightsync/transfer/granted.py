@@ -133,11 +133,11 @@ class Transfer:
 
     @property
     def still_s(self) -> float:
-        """For how long nothing of it was asked for or sent."""
+        """For how long nothing of it was asked for or sent, nor was it renewed."""
         return time.monotonic() - self._moved_s
 
     def moved(self) -> None:
-        """Something of it was asked for, or sent."""
+        """Something of it was asked for, or sent, or it was renewed."""
         self._moved_s = time.monotonic()
 
     def attach(self, connection: socket.socket) -> bool:

@@ -175,6 +175,7 @@ class BlockServer:
             transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.over:
             raise TransferAbortedError(f"this transfer is over: {self.why_over(transfer_id)}")
+        transfer.moved()
         if not transfer.idle.renew():
             raise TransferAbortedError(
                 f"nothing was read of this transfer for {RENEWABLE_S:g} s, for which it may be renewed: ask for another"
