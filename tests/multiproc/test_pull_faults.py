@@ -64,8 +64,7 @@ WHERE = {
 @pytest.mark.parametrize("where", WHERE)
 def test_two_publications_during_a_pull(start: Start, trainer: Trainer, where: str, tmp_path: Path) -> None:
     """Faults 1, 2 and 18: whatever is published while a pull stands still, it never reports the old version with other
-    bytes. It begins anew at the newest; and the trainer has waited until the segment was given back, and not beyond its
-    guard: who stands still gives it back at once.
+    bytes. It begins anew at the newest; and the trainer that wanted the segment has waited, but not beyond its guard.
     """
     at, transport = WHERE[where]
     hook = Hook(at=at, do="wait", path=str(tmp_path / "hook")).set()
@@ -76,7 +75,7 @@ def test_two_publications_during_a_pull(start: Start, trainer: Trainer, where: s
     publish(trainer)
     said = trainer.publish(newest := next(_versions))
     assert said["published"]
-    assert 0.001 < said["waited_s"] < GUARD_S + SLACK_S, "a segment that is read is not written at once"
+    assert 0.5 * GUARD_S < said["waited_s"] < GUARD_S + SLACK_S, "a segment that is read is not written at once"
     hook.check_cancelled()
     said = receiver.answer()
     assert said["right"]

@@ -189,17 +189,15 @@ class TransferAgent:
         """The trainer's own phases, at `/timeline`."""
         self._told.extend(phases)
 
-    def reset(self, still_s: float = 0.0) -> int:
-        """Ends all transfers but those of the newest publication, and those that have moved within so many seconds;
-        says how many.
+    def reset(self) -> int:
+        """Ends all transfers but those of the newest publication; says how many.
 
         A proof under way goes on: where publications come faster than proofs, none would ever end.
         """
-        if not still_s:
-            self._deltas.let_go()
+        self._deltas.let_go()
         current = self._current
         served = None if current is None else current.publication.manifest.version
-        return self._blocks.reset(keep=self._prover.newest or served, still_s=still_s)
+        return self._blocks.reset(keep=self._prover.newest or served)
 
     def close(self) -> None:
         """Cuts everything. Idempotent."""

@@ -127,7 +127,7 @@ def _obey(agent: TransferAgent, channel: HostChannel[Order], outbox: _Outbox) ->
                     channel.send(_PONG)
                     agent.show(order.phases)
                 case ResetOrder():
-                    agent.reset(order.still_s)
+                    agent.reset()
                 case PublishOrder():
                     layout = _publish(agent, order, layout, outbox)
                 case EndOrder():

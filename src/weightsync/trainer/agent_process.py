@@ -82,7 +82,7 @@ class AgentProcess:
         self._good: _Told | None = None  # the last one that was proved
         self._done: _Told | None = None  # the last one that was proved, or refused
         self._num_deaths = 0  # with `_publication`, before it was done with
-        self._order: ResetOrder | None = None
+        self._resets = False
         self._phases: deque[PhaseRecord] = deque(maxlen=_MAX_PHASES)  # that no agent was told of yet
         self._run: AgentRun | None = None
         self._started = threading.Event()
@@ -128,11 +128,9 @@ class AgentProcess:
         along. Returns at once."""
         self._phases.append(record)
 
-    def reset(self, still_s: float = 0.0) -> None:
-        """Tells it to end what reads superseded segments and has not moved for so many seconds. Returns at once."""
-        with self._lock:
-            if self._order is None or still_s < self._order.still_s:
-                self._order = ResetOrder(still_s=still_s)
+    def reset(self) -> None:
+        """Tells it to end whatever reads superseded segments. Returns at once."""
+        self._resets = True
         self._wake()
 
     def close(self) -> None:
@@ -222,11 +220,10 @@ class AgentProcess:
 
     def _give_orders(self, run: AgentRun, told: _Told | None) -> tuple[_Told | None, bool]:
         """The version that it was told of last; and whether it does not take what there is for it now."""
+        if self._resets and run.send(ResetOrder()):
+            self._resets = False
         with self._lock:
-            newest, order = self._publication, self._order
-        if order is not None and run.send(order):
-            with self._lock:
-                self._order = None if self._order is order else self._order
+            newest = self._publication
         if newest is not None and newest is not told:
             try:
                 if run.publish(newest.publication, newest.source):
@@ -234,8 +231,7 @@ class AgentProcess:
             except StateError as error:
                 self._give_up(newest, error.message)
         with self._lock:
-            is_left = self._publication is not None and self._publication is not told
-            return told, is_left or self._order is not None
+            return told, self._resets or (self._publication is not None and self._publication is not told)
 
     def _hear(self, event: Event) -> None:
         self._patience.heard()

@@ -17,8 +17,6 @@ _POLL_S = 0.002
 _NUM_SEGMENTS = 2
 _NUM_WITH_LEASE = 3
 _RESET_AT = 0.75
-_STILL_S = 0.1
-"""A transfer of a superseded version that has not moved for so long holds up no step: its link is cut, or its host."""
 _LOOKS_UNTIL_SHRINK = 4
 """Two seconds: a receiver that takes lease after lease would need the third segment again at once."""
 
@@ -66,18 +64,17 @@ class PublicationBuffer:
         """In words, why the last `acquire` that gave nothing did so."""
         return self._why_not
 
-    def acquire(self, reset_superseded: Callable[[float], None]) -> WriteTurn | None:
+    def acquire(self, reset_superseded: Callable[[], None]) -> WriteTurn | None:
         """A segment that nobody reads and that does not hold the newest version; None where there is none.
 
         Args:
-            reset_superseded: ends transfers of all but the newest version that have not moved for so many seconds:
-                called at once, and now and then, for those that stand still; and with 0 when most of `guard_s` is over.
+            reset_superseded: called when most of `guard_s` is over: ends transfers of all but the newest version.
 
         Raises:
             SharedMemoryError: there is no room for the first two segments. Nothing was changed.
         """
         guard, patience = Deadline(self._guard_s), Deadline(_RESET_AT * self._guard_s)
-        told, looks_again = False, Deadline(0.0)
+        told = False
         failure: SharedMemoryError | None = None
         while True:
             turn = self._free()
@@ -92,14 +89,11 @@ class PublicationBuffer:
             if turn is not None:
                 return turn
             if patience.expired and not told:
-                reset_superseded(0.0)
+                reset_superseded()
                 told = True
             elif guard.expired:
                 self._why_not = self._said_of(failure)
                 return None
-            elif looks_again.expired and not told:
-                reset_superseded(_STILL_S)
-                looks_again = Deadline(_STILL_S / 2)
             threading.Event().wait(min(_POLL_S, guard.remaining_s))
 
     def written(self, turn: WriteTurn) -> None:

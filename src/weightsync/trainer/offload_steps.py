@@ -165,12 +165,12 @@ class OffloadSteps:
                 error = as_weightsync_error(caught, StateError, "the weights can't be read")
         return Agreed(weights=parts if parts is not None else extractor or [], error=error)
 
-    def acquire(self, agreed: Agreed, reset: Callable[[float], None]) -> Acquired:
+    def acquire(self, agreed: Agreed, reset: Callable[[], None]) -> Acquired:
         """A segment on each host. `give_back` comes after, whatever happens.
 
         Args:
             agreed: of this offload.
-            reset: where no segment is free, see `PublicationBuffer.acquire`.
+            reset: ends transfers of superseded versions, where no segment is free.
 
         Raises:
             WeightSyncError: on every rank, where one failed; nothing is held.

@@ -428,9 +428,9 @@ class WeightManager:
             seconds=now_s() - begun_s, waited_s=waited_s, copied_bytes=0, why=why,
         )  # fmt: skip
 
-    def _reset(self, still_s: float) -> None:
+    def _reset(self) -> None:
         if self._agent is not None:
-            self._agent.reset(still_s)
+            self._agent.reset()
 
     def _show(self, record: PhaseRecord) -> None:
         """The agent shows what the trainer does, and knows what itself did."""

@@ -97,7 +97,6 @@ class Transfer:
         self.why_over = ""
         self._num_reading = 0
         self.idle = idle or IdleClock()
-        self._moved_s = time.monotonic()
         self._lease_ends_s = None if lease_s is None else time.monotonic() + lease_s
         self._segment = Lock(source.segment, Reader.SENT if lease_s is None else Reader.MAPPED)
         try:
@@ -131,15 +130,6 @@ class Transfer:
         """For how long nobody has read it, nor what was granted with it; 0 while somebody does."""
         return self.idle.seconds(time.monotonic())
 
-    @property
-    def still_s(self) -> float:
-        """For how long nothing of it was asked for or sent, nor was it renewed."""
-        return time.monotonic() - self._moved_s
-
-    def moved(self) -> None:
-        """Something of it was asked for, or sent, or it was renewed."""
-        self._moved_s = time.monotonic()
-
     def attach(self, connection: socket.socket) -> bool:
         """A connection begins to read; False where the transfer is over."""
         with self._lock:
@@ -147,7 +137,6 @@ class Transfer:
                 return False
             self._connections.add(connection)
             self._num_reading += 1
-        self.moved()
         self.idle.count(1)
         return True
 

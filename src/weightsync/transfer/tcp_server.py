@@ -175,7 +175,6 @@ class BlockServer:
             transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.over:
             raise TransferAbortedError(f"this transfer is over: {self.why_over(transfer_id)}")
-        transfer.moved()
         if not transfer.idle.renew():
             raise TransferAbortedError(
                 f"nothing was read of this transfer for {RENEWABLE_S:g} s, for which it may be renewed: ask for another"
@@ -186,24 +185,16 @@ class BlockServer:
         with self._lock:
             return self._why_over.get(transfer_id) or "the agent does not know it (any more)"
 
-    def reset(self, *, keep: Version | None, still_s: float = 0.0) -> int:
+    def reset(self, *, keep: Version | None) -> int:
         """Ends all transfers but those of one version, those whose bytes stay, and those whose lease is read; says how
         many. What is older than that version is not granted any more.
-
-        Args:
-            keep: that version.
-            still_s: those alone that have not moved for so long, and others may be granted still; 0: all.
         """
         with self._lock:
-            if not still_s:
-                self._floor = keep
+            self._floor = keep
             old = [
                 each
                 for each in self._transfers.values()
-                if each.version != keep
-                and not each.lasting
-                and (not each.leased or each.idle_s > _LEASE_IDLE_S)
-                and each.still_s >= still_s
+                if each.version != keep and not each.lasting and (not each.leased or each.idle_s > _LEASE_IDLE_S)
             ]
             for receiver_id in dict.fromkeys(each.receiver_id for each in old):
                 self._cut[receiver_id] = self._cut.pop(receiver_id, 0) + 1
@@ -271,7 +262,6 @@ class BlockServer:
         if self._tls is not None:
             connection.sendall(head)
             connection.sendall(os.pread(transfer.fd, length, offset))
-            transfer.moved()
             self._count(length)
             return
         connection.sendall(head, socket.MSG_MORE)
@@ -286,7 +276,6 @@ class BlockServer:
             sent = os.sendfile(connection.fileno(), transfer.fd, offset, end - offset)
             if sent == 0:
                 raise ConnectionAbortedError("the segment is shorter than it was")
-            transfer.moved()
             offset += sent
             self._count(sent)
 

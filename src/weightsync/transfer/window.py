@@ -101,9 +101,8 @@ def settle(in_flight: dict[int, tuple[Future[Any], ...]], *, upto: int, deadline
 def _raise_first(in_flight: dict[int, tuple[Future[Any], ...]], deadline: Deadline) -> None:
     """Raises a failure, preferring an engine's own words to the broken connection that follows from them."""
     answers = [both[0] for both in in_flight.values()]
-    futures = answers + [
-        future for both in in_flight.values() for future in both[1:]
-    ]  # of two as bad, the engine's words
+    # of two that are as bad, the engine's words are found first
+    futures = answers + [future for both in in_flight.values() for future in both[1:]]
     failed = _failures(futures)
     if failed and all(is_consequence(error) for error in failed):
         wait_for(answers, timeout=min(_WORDS_GRACE_S, deadline.remaining_s))

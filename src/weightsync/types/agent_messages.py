@@ -49,13 +49,7 @@ class PublishOrder(_Said, tag="publish", frozen=True, kw_only=True):
 
 
 class ResetOrder(_Said, tag="reset", frozen=True, kw_only=True):
-    """End what reads superseded segments.
-
-    Attributes:
-        still_s: and has not moved for so many seconds; 0: all of it.
-    """
-
-    still_s: float = 0.0
+    """End whatever reads superseded segments."""
 
 
 class Ping(_Said, tag="ping", frozen=True, kw_only=True):

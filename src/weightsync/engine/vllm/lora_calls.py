@@ -93,16 +93,9 @@ class Inside:
                 raise EngineError(f"vLLM told no log-probability of a token: {error!r:.200}") from error
         return tuple(scores)
 
-    async def _good(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        headers: list[tuple[bytes, bytes]] | None = None,
-        limited: bool = True,
-    ) -> bytes:
-        status, said = await self._call(method, path, body, headers=headers, limited=limited)
+    async def _good(self, method: str, path: str, body: Any = None, **options: Any) -> bytes:
+        """The body of a good answer; options as of `_call`."""
+        status, said = await self._call(method, path, body, **options)
         if status != 200:
             raise self._error(status, said, path)
         return said
