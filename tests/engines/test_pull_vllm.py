@@ -46,7 +46,7 @@ from weightsync.update.session import UpdateSession
 
 pytestmark = pytest.mark.timeout(600)
 SYNC_S = 40.0
-NUM_TOKENS = 4000
+NUM_TOKENS = 2000
 
 
 def publisher_main(conn: Any) -> None:

@@ -32,6 +32,7 @@ def install(folder: Path) -> dict[str, str]:
         "[vllm.general_plugins]\nweightsync_faults = tests.engines.vllm_faults:register\n"
         "weightsync_unpacked = tests.engines.vllm_unpacked:register\n"
         "weightsync_commits = tests.engines.vllm_commits:register\n"
+        "weightsync_forks = tests.engines.vllm_forks:register\n"
     )
     (info / "entry_points.txt").write_text(entry, encoding="utf-8")
     root = Path(__file__).parents[2]

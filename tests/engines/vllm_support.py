@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.engines import vllm_faults
+from tests.engines import vllm_faults, vllm_forks
 from tests.multiproc.trainers import VOCAB, hf_config
 from tests.standins.processes import free_port
 
@@ -110,7 +110,8 @@ class Server:
         self._port = free_port()
         self._tp = tp
         self._options = options if counts else ("--disable-log-stats", *options)
-        self._env = {**engine_env(tp), **vllm_faults.install(folder), **(env or {})}
+        forks = {vllm_forks.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
+        self._env = {**engine_env(tp), **vllm_faults.install(folder), **forks, **(env or {})}
         self._log = folder / "vllm.log"
         self.url = f"http://127.0.0.1:{self._port}"
         self.http = httpx.Client(
