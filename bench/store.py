@@ -1,31 +1,36 @@
 """`store_pull`: a chain's anchor and first delta, from an object store to staged, over plain reads of the same objects.
 
 A receiver that has nothing: from the first request to the staged, proved version (pointer, manifests, layout, ranges
-with their SHA-256, the delta decoded into the staging), against one plain read of each of these objects. The store is
-an S3 server in a process of its own (moto) where that is installed, else a folder. `detail` has the delta alone, whose
-read is so short on loopback that its decoding is most of it, and bytes a version against a full, for a change of 1 % of
-the elements.
+with their SHA-256, the delta decoded into the staging), against plain reads of each of these objects, in ranges as long
+and as many at once, by the same client. The store is a folder that another process shows as S3 where moto and
+obstore are installed, else a folder. `detail` has the delta alone, whose read is so short on loopback that its decoding
+is most of it, and bytes a version against a full, for a change of 1 % of the elements.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import importlib.util
 import os
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from bench.harness import BenchArgs, Row
 from weightsync.clients.store import client_at
 from weightsync.host.puller import Puller
+from weightsync.objects.base import ObjectStore
 from weightsync.objects.opened import open_store
 from weightsync.objects.urls import asked_url
 from weightsync.trainer.publisher import WeightManager
@@ -37,15 +42,39 @@ from weightsync.types.store import POINTER
 ROWS = {"store_pull": "anchor and first delta of a chain from an object store, to staged, over plain reads of the same"}
 _TARGET = 1.2
 _TIMEOUT_S = 300.0
+_NUM_STREAMS, _RANGE_BYTES = 6, 8 << 20
 _CHANGED = 100
 """One element in so many changes."""
 
 
 def run(args: BenchArgs) -> list[Row]:
     """Measures the row."""
+    if any(importlib.util.find_spec(name) is None for name in ("obstore", "moto")):
+        with tempfile.TemporaryDirectory() as folder:
+            url = f"file://{folder}/run"
+            _write(url, args)
+            return [_measured(url, url, "a folder", args)]
+    os.environ.update(AWS_ACCESS_KEY_ID="bench", AWS_SECRET_ACCESS_KEY="bench", AWS_REGION="us-east-1")
+    url = "s3://bucket/run"
+    with tempfile.TemporaryDirectory() as folder:
+        with _serving("moto.server", "-H", "127.0.0.1", "-p", str(_free_port())):
+            _write(url, args)
+            store = open_store(url)
+            for each in list(store.list_under("", deadline=Deadline(60.0))):
+                copy = Path(folder, "run", each.key)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                data = bytearray(each.nbytes)
+                store.get_range(each.key, 0, memoryview(data), deadline=Deadline(_TIMEOUT_S))
+                copy.write_bytes(data)
+        with _serving("bench.store_server", folder, str(_free_port())):
+            return [_measured(url, f"file://{folder}/run", "S3 over loopback (a server that sends files)", args)]
+
+
+def _write(url: str, args: BenchArgs) -> None:
+    """Two versions into the store: a full and a delta."""
     flat = torch.full((args.num_bytes // 2,), 0.5, dtype=torch.bfloat16)
     weights = {f"w{index}": part for index, part in enumerate(flat.chunk(8))}
-    with _place() as (url, what), WeightManager("bench", run_id="bench") as manager:
+    with WeightManager("bench", run_id="bench") as manager:
         manager.start(deltas=True)
         sink = SinkProcess(SinkConfig(store=url, model_id="bench", run_id="bench", agents=manager.endpoints))
         sink.start(wait_s=30.0)
@@ -57,13 +86,13 @@ def run(args: BenchArgs) -> list[Row]:
                     raise RuntimeError(f"version {version} is not stored: {why}")
         finally:
             sink.close()
-        return [_measured(url, what, args)]
 
 
-def _measured(url: str, what: str, args: BenchArgs) -> Row:
-    store = open_store(url)
+def _measured(url: str, listing: str, what: str, args: BenchArgs) -> Row:
+    store = open_store(listing)
     listed = {each.key: each.nbytes for each in store.list_under("e000001", deadline=Deadline(60.0))}
     listed[POINTER] = next(each.nbytes for each in store.list_under("", deadline=Deadline(60.0)) if each.key == POINTER)
+    store = open_store(url)
     delta = next(key for key in listed if "/deltas/" in key)
     full = next(key for key in listed if "/anchors/" in key)
     buffers = {key: memoryview(bytearray(nbytes)) for key, nbytes in listed.items()}
@@ -72,7 +101,7 @@ def _measured(url: str, what: str, args: BenchArgs) -> Row:
     for _ in range(args.repeats):
         for key in listed:
             begun_s = time.perf_counter()
-            store.get_range(key, 0, buffers[key], deadline=Deadline(_TIMEOUT_S))
+            _read(store, key, buffers[key])
             plain[key].append(time.perf_counter() - begun_s)
         seconds = _pull(url)
         joined.append(sum(seconds))
@@ -88,6 +117,23 @@ def _measured(url: str, what: str, args: BenchArgs) -> Row:
             "full_bytes": listed[full], "delta_share": listed[delta] / listed[full],
         },
     )  # fmt: skip
+
+
+def _read(store: ObjectStore, key: str, into: memoryview) -> None:
+    """An object in ranges as long and as many at once as the library's, looked at by nobody."""
+    starts = collections.deque(range(0, len(into), _RANGE_BYTES))
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                start = starts.popleft()
+                store.get_range(key, start, into[start : start + _RANGE_BYTES], deadline=Deadline(_TIMEOUT_S))
+
+    streams = [threading.Thread(target=work) for _ in range(min(_NUM_STREAMS, len(starts)))]
+    for stream in streams:
+        stream.start()
+    for stream in streams:
+        stream.join()
 
 
 def _pull(url: str) -> tuple[float, float]:
@@ -112,22 +158,12 @@ def _pull(url: str) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def _place() -> Iterator[tuple[str, str]]:
-    try:
-        import moto.server  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: F401
-        import obstore  # noqa: F401
-    except ImportError:
-        with tempfile.TemporaryDirectory() as folder:
-            yield f"file://{folder}/run", "a folder"
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    endpoint = f"http://127.0.0.1:{port}"
+def _serving(module: str, *words: str) -> Iterator[None]:
+    """An S3 server in a process of its own, with a bucket; the last of its words is its port."""
+    endpoint = f"http://127.0.0.1:{words[-1]}"
     server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-m", module, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         end_s = time.monotonic() + 60.0
         while True:
@@ -135,14 +171,17 @@ def _place() -> Iterator[tuple[str, str]]:
                 urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=5)
                 break
             if time.monotonic() > end_s:
-                raise RuntimeError("moto's server does not start")
+                raise RuntimeError(f"{module} does not start")
             time.sleep(0.1)
-        for name, value in (
-            ("AWS_ACCESS_KEY_ID", "bench"), ("AWS_SECRET_ACCESS_KEY", "bench"), ("AWS_REGION", "us-east-1"),
-            ("AWS_ENDPOINT_URL", endpoint),
-        ):  # fmt: skip
-            os.environ[name] = value
-        yield "s3://bucket/run", "S3 (moto's server) over loopback"
+        os.environ["AWS_ENDPOINT_URL"] = endpoint
+        yield
     finally:
         server.kill()
         server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,6 +1,6 @@
 """Hosts that relay, each on a network of its own: what comes from whom, and that no bad peer costs a wrong byte.
 
-The long form is a hundred versions of chaos; the short one is its first few.
+The long form is two hundred versions of chaos; the short one is its first few.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -22,6 +23,7 @@ from weightsync.testing.hosts import Hosts
 MIB = 8.0
 RUN = "run"
 PULL_S = 60.0
+STEP_S = 0.5  # what a trainer computes between two versions, at the least
 
 _logger = logging.getLogger(__name__)
 
@@ -188,15 +190,18 @@ def test_chaos(fleet: Callable[..., Fleet]) -> None:
 
 
 @pytest.mark.soak
-def test_chaos_over_a_hundred_versions(fleet: Callable[..., Fleet]) -> None:
+@pytest.mark.timeout(900)
+def test_chaos_over_two_hundred_versions(fleet: Callable[..., Fleet]) -> None:
     """The trainer's offload is as fast as another one's that nobody reads from, at the same time on the same cores."""
     seed = int(os.environ.get("CHAOS_SEED", time.time_ns() % 10_000))
     _logger.warning("CHAOS_SEED=%d", seed)
     alone, there = fleet(0, mib=4.0), fleet(6, mib=4.0)
     times: dict[bool, list[float]] = {False: [], True: []}
     both = {False: alone.publish, True: there.publish}
+    step = threading.Event()
 
     def timed(version: int, *, wait: bool = True) -> dict[str, object]:
+        step.wait(STEP_S)
         said = {}
         for followed in (version % 2 == 0, version % 2 == 1):  # each is the first one as often as the other
             said[followed] = both[followed](version, wait=wait)
@@ -204,7 +209,9 @@ def test_chaos_over_a_hundred_versions(fleet: Callable[..., Fleet]) -> None:
         return said[True]
 
     there.publish = timed  # type: ignore[method-assign]
-    chaos(there, 100, seed=seed)
-    p99 = {followed: statistics.quantiles(found, n=100)[98] for followed, found in times.items()}
-    _logger.warning("offload p99 %.1f ms, of one without receivers %.1f ms", 1e3 * p99[True], 1e3 * p99[False])
+    chaos(there, 200, seed=seed)
+    p99 = {followed: statistics.quantiles(found, n=100, method="inclusive")[98] for followed, found in times.items()}
+    for followed, found in times.items():
+        most = [round(1e3 * each, 1) for each in sorted(found)[-8:]]
+        _logger.warning("offload with receivers: %s, p99 %.1f ms, most %s", followed, 1e3 * p99[followed], most)
     assert p99[True] <= 1.2 * p99[False]

@@ -1,4 +1,4 @@
-"""PublicationBuffer: the segments of one trainer host, of which the trainer always finds one to write."""
+"""PublicationBuffer: the segments of one trainer host, of which the trainer finds one to write whoever reads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from weightsync.types import Deadline
 
 _POLL_S = 0.002
 _NUM_SEGMENTS = 2
-_NUM_WITH_LEASE = 3
+_NUM_BESIDE_READERS = 3
 _RESET_AT = 0.75
 _LOOKS_UNTIL_SHRINK = 4
-"""Two seconds: a receiver that takes lease after lease would need the third segment again at once."""
+"""Two seconds: a receiver that is slower than a step would need the third segment again at once."""
 
 _logger = logging.getLogger(__name__)
 
@@ -32,11 +32,12 @@ class WriteTurn:
 
 
 class PublicationBuffer:
-    """Two segments, a third only while somebody holds a lease on one. One thread at a time.
+    """Two segments, a third only while somebody still reads a version that is not the newest. One thread at a time.
 
     Memory is allocated when it is first needed, whole: a write never meets a full /dev/shm. The first two are made by
     `acquire` itself, since nothing can be published without them; the third, and whatever is given back, is a
-    background thread's work (`SpareSegment`), which also looks whether a lease has ended while nothing is published.
+    background thread's work (`SpareSegment`). The thread looks half a second after each version whether a superseded
+    one is still read, by a lease or by a transfer: the third segment is there, then, before the next step wants it.
 
     Args:
         size_bytes: of each segment.
@@ -50,13 +51,13 @@ class PublicationBuffer:
         self._segments: list[Segment] = []
         self._current: Segment | None = None
         self._lock = threading.Lock()  # of the list of segments, between the trainer's thread and the spare's
-        self._spare = SpareSegment(size_bytes, wanted=self._leased, still_needed=self._tend, let_go=let_go)
+        self._spare = SpareSegment(size_bytes, wanted=self._held, still_needed=self._tend, let_go=let_go)
         self._why_not = ""
         self._num_idle_looks = 0
 
     @property
     def num_segments(self) -> int:
-        """How many hold, or held, a version: two, or three under a lease."""
+        """How many hold, or held, a version: two, or three beside a reader."""
         return len(self._segments)
 
     @property
@@ -83,9 +84,9 @@ class PublicationBuffer:
             if turn is None and failure is None:
                 try:
                     turn = self._third()
-                except SharedMemoryError as error:  # a receiver's lease is no reason to end the trainer's step
+                except SharedMemoryError as error:  # a receiver is no reason to end the trainer's step
                     failure = error
-                    _logger.warning("no third segment beside a lease: %s", error)
+                    _logger.warning("no third segment beside a reader: %s", error)
             if turn is not None:
                 return turn
             if patience.expired and not told:
@@ -101,7 +102,7 @@ class PublicationBuffer:
         with self._lock:
             self._current = turn.segment
             turn.lock.close()
-            self._shrink()
+        self._spare.tend()
 
     def given_up(self, turn: WriteTurn) -> None:
         """Nothing was published from it."""
@@ -127,7 +128,7 @@ class PublicationBuffer:
         """Why there was no segment."""
         third = ""
         if failure is not None:
-            third = f"; no third segment beside a lease: {failure}"
+            third = f"; no third segment: {failure}"
         elif self._spare.under_way:
             third = "; a third one is being made, and will be there for a later version"
         return (
@@ -158,11 +159,11 @@ class PublicationBuffer:
                     self._spare.give_back(segment)
         return None
 
-    def _leased(self) -> bool:
-        """Whether anybody maps a segment that does not hold the newest version. From any thread."""
+    def _held(self) -> bool:
+        """Whether anybody maps or is sent a segment that does not hold the newest version. From any thread."""
         for segment in list(self._segments):
             with contextlib.suppress(SharedMemoryError):
-                if segment is not self._current and is_read(segment.name, Reader.MAPPED):
+                if segment is not self._current and any(is_read(segment.name, kind) for kind in Reader):
                     return True
         return False
 
@@ -172,15 +173,13 @@ class PublicationBuffer:
         Raises:
             SharedMemoryError: it could not be made.
         """
-        if len(self._segments) >= _NUM_WITH_LEASE or not self._leased():
+        if len(self._segments) >= _NUM_BESIDE_READERS or not self._held():
             return None
         spare = self._spare.take()
         if spare is None:
             self._spare.ask()
             return None
-        turn = self._grown(spare)
-        self._spare.tend()
-        return turn
+        return self._grown(spare)
 
     def _grown(self, segment: Segment) -> WriteTurn:
         try:
@@ -193,19 +192,22 @@ class PublicationBuffer:
         return turn
 
     def _tend(self) -> bool:
-        """Gives back what no lease needs any more; whether something is left that a lease needs. From the spare's
-        thread.
+        """Begins to make the third segment where the next version will want it, and gives it back when no reader needs
+        it any more; whether it is to be looked again. From the spare's thread.
         """
         with self._lock:
-            self._num_idle_looks = 0 if self._leased() else self._num_idle_looks + 1
+            held, few = self._held(), len(self._segments) < _NUM_BESIDE_READERS
+            self._num_idle_looks = 0 if held else self._num_idle_looks + 1
+            if held and few:
+                self._spare.ask()
             if self._num_idle_looks >= _LOOKS_UNTIL_SHRINK:
                 self._num_idle_looks = 0
                 self._shrink()
-            return len(self._segments) > _NUM_SEGMENTS or self._spare.made
+            return held or not few or self._spare.made
 
     def _shrink(self) -> None:
-        """Gives the third segment back when there is no lease any more. Under one it would be needed again at once."""
-        if self._leased():
+        """Gives the third segment back when nobody needs it. Beside a reader it would be wanted again at once."""
+        if self._held():
             return
         self._spare.discard()
         for segment in self._segments if len(self._segments) > _NUM_SEGMENTS else ():

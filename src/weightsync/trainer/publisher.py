@@ -56,8 +56,8 @@ class WeightManager:
         host: where the agent listens; beyond loopback only with a token.
         port: of the agent's HTTP; 0 lets the system choose.
         advertise: host name under which receivers reach the agent; `host` where not given.
-        lease_s: a receiver over TCP that is slower than two steps may hold a version for so long at most, which costs a
-            third segment; 0: not at all.
+        lease_s: a receiver over TCP whose transfers were cut for a newer version, twice, may hold one for so long at
+            most; 0: not at all.
         agent_timeout_s: an agent that answers nothing for so long is killed and started again.
         token: bearer token.
         certificate, key: PEM files: agents speak TLS.

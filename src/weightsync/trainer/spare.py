@@ -84,8 +84,9 @@ class SpareSegment:
     def tend(self) -> None:
         """Begins to ask whether what was taken is still needed. Returns at once."""
         with self._changed:
-            self._tended = not self._closed
-            self._runs()
+            if not (self._tended or self._closed):  # a second call does not put the next look off
+                self._tended = True
+                self._runs()
 
     def discard(self) -> None:
         """Gives back one that was made and not taken."""

@@ -7,7 +7,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,20 @@ def written(buffer: PublicationBuffer) -> str:
 
 
 def third(buffer: PublicationBuffer) -> WriteTurn | None:
-    """A turn where a lease makes a third segment needed: it is there for the second try, if not for the first."""
+    """A turn where a reader makes a third segment needed: it is there for the second try, if not for the first."""
     turn = buffer.acquire(nothing)
     if turn is None:
         assert buffer._spare.settle(20)
         turn = buffer.acquire(nothing)
     return turn
+
+
+def soon(holds: Callable[[], bool]) -> None:
+    """Returns when it holds."""
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)  # between two looks
 
 
 def locked(name: str) -> bool:
@@ -62,7 +70,7 @@ def locked(name: str) -> bool:
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(["publish", "give up", "map newest", "send newest", "map any", "let go"]), max_size=30))
 def test_no_reader_is_written_over_and_memory_is_bounded(own_folder: Path, steps: list[str]) -> None:
-    """Seen to fail: a third segment without a lease, one kept after it, the newest handed out."""
+    """Seen to fail: a third segment without a reader, the newest handed out."""
     buffer = PublicationBuffer(4096, guard_s=0.0)
     readers: list[Lock] = []
     newest: str | None = None
@@ -78,11 +86,11 @@ def test_no_reader_is_written_over_and_memory_is_bounded(own_folder: Path, steps
                 readers.append(Lock(sorted(names)[0], Reader.MAPPED))
             elif step in ("publish", "give up"):
                 in_use = {name for name in names if locked(name)}
-                leased = any(is_read(name, Reader.MAPPED) for name in names if name != newest)
+                held = any(is_read(name, kind) for name in names if name != newest for kind in Reader)
                 turn = third(buffer)
                 if turn is None:
                     assert set(names) - {newest} <= in_use
-                    assert len(names) == (3 if leased else len(names)) >= 2
+                    assert len(names) == (3 if held else len(names)) >= 2
                     continue
                 assert turn.segment.name not in in_use | {newest}
                 with pytest.raises(BlockingIOError):
@@ -96,10 +104,7 @@ def test_no_reader_is_written_over_and_memory_is_bounded(own_folder: Path, steps
                 assert buffer._spare.settle(20)
                 there = os.listdir(own_folder)
                 assert newest is None or newest in there
-                assert buffer.num_segments == len(there) <= (3 if leased else max(2, len(names)))
-                idle = [name for name in there if name != newest and not locked(name)]
-                if step == "publish" and len(there) == 3 and idle:
-                    assert any(is_read(name, Reader.MAPPED) for name in there if name != newest)
+                assert buffer.num_segments == len(there) <= (3 if held else max(2, len(names)))
     finally:
         for reader in readers:
             reader.close()
@@ -130,8 +135,11 @@ def test_the_trainers_segments_are_locked_in_memory() -> None:
     buffer.close()
 
 
-def test_a_third_segment_stays_while_its_lease_does_and_its_pages_go_with_it(own_folder: Path) -> None:
-    """Though another rank still maps it. Seen to fail: locked pages (mlock) that MADV_REMOVE leaves where they are."""
+def test_a_third_segment_stays_while_its_lease_does_and_its_pages_go_with_it(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages go though another rank still maps it. Seen to fail: locked pages (mlock) that MADV_REMOVE leaves where they are."""
+    monkeypatch.setattr(spare, "_TEND_EVERY_S", 0.02)
     told: list[int] = []
     buffer = PublicationBuffer(1 << 20, guard_s=0.0, let_go=lambda memory: told.append(memory[0]))
     first = written(buffer)
@@ -145,7 +153,7 @@ def test_a_third_segment_stays_while_its_lease_does_and_its_pages_go_with_it(own
     mapped = {name: SharedSegment(name) for name in os.listdir(own_folder)}
     for index, each in enumerate(mapped.values()):
         each.memory[:] = bytes([index + 1]) * (1 << 20)
-    written(buffer)
+    soon(lambda: len(os.listdir(own_folder)) == 2)
     assert buffer._spare.settle(20)
     (gone,) = set(mapped) - set(os.listdir(own_folder))
     assert told == [list(mapped).index(gone) + 1]
@@ -155,11 +163,35 @@ def test_a_third_segment_stays_while_its_lease_does_and_its_pages_go_with_it(own
     buffer.close()
 
 
+def test_a_third_segment_is_there_before_the_step_that_wants_it(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receiver is slower than a step, by a lease or over a network. Seen to fail: over a network each second step
+    waited for most of the guard."""
+    monkeypatch.setattr(spare, "_TEND_EVERY_S", 0.02)
+    for kind in Reader:
+        buffer = PublicationBuffer(4096, guard_s=20.0)
+        with Lock(written(buffer), kind):
+            assert len(os.listdir(own_folder)) == 1
+            written(buffer)
+            soon(lambda: len(os.listdir(own_folder)) == 3)
+            begun_s = time.monotonic()
+            turn = buffer.acquire(nothing)
+            assert time.monotonic() - begun_s < 0.1
+            assert turn is not None
+            buffer.written(turn)
+            assert buffer.num_segments == 3
+        soon(lambda: len(os.listdir(own_folder)) == 2)
+        buffer.close()
+
+
 def test_who_reads_a_superseded_version_is_reset_before_the_guard_ends() -> None:
     """Once, when most of the guard is over; and the segment that this gives back is taken."""
     buffer = PublicationBuffer(4096, guard_s=0.4)
-    names = [written(buffer), written(buffer)]
-    reader = Lock(names[0], Reader.SENT)
+    names = [written(buffer)]
+    other = Lock(names[0], Reader.SENT)
+    names += [written(buffer), written(buffer)]
+    reader, other = other, Lock(names[1], Reader.SENT)
     begun = time.monotonic()
     resets: list[float] = []
 
@@ -180,6 +212,7 @@ def test_who_reads_a_superseded_version_is_reset_before_the_guard_ends() -> None
     assert 0.35 < time.monotonic() - begun < 3
     assert told == [1]
     reader.close()
+    other.close()
     buffer.close()
 
 
@@ -281,7 +314,10 @@ def test_a_segment_that_comes_free_within_the_guard_is_taken_and_the_spare_goes_
     buffer.close()
 
 
-def test_a_spare_segment_that_nobody_took_goes_when_the_lease_has_ended(own_folder: Path) -> None:
+def test_a_spare_segment_that_nobody_took_goes_when_the_lease_has_ended(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spare, "_TEND_EVERY_S", 0.02)
     buffer = PublicationBuffer(4096, guard_s=0.0)
     names = [written(buffer), written(buffer)]
     with Lock(names[0], Reader.MAPPED):
@@ -289,8 +325,7 @@ def test_a_spare_segment_that_nobody_took_goes_when_the_lease_has_ended(own_fold
         assert buffer._spare.settle(20)
         assert len(os.listdir(own_folder)) == 3
     assert written(buffer) == names[0]
-    assert buffer._spare.settle(20)
-    assert sorted(os.listdir(own_folder)) == sorted(names)
+    soon(lambda: sorted(os.listdir(own_folder)) == sorted(names))
     buffer.close()
 
 
@@ -298,13 +333,13 @@ def test_giving_back_holds_up_nobody_and_comes_before_a_new_one(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen to fail: `written` waited for the kernel to free the pages. Never four at a time."""
+    monkeypatch.setattr(spare, "_TEND_EVERY_S", 0.02)
     buffer = PublicationBuffer(4096, guard_s=0.0)
     first = written(buffer)
     with Lock(first, Reader.MAPPED):
         written(buffer)
         written(buffer)
-    frees, makes = Gate(monkeypatch, "give_back_pages"), Gate(monkeypatch, "_allocated")
-    newest = written(buffer)
+        frees, makes = Gate(monkeypatch, "give_back_pages"), Gate(monkeypatch, "_allocated")
     assert frees.come.wait(20)
     names = os.listdir(own_folder)
     assert len(names) == buffer.num_segments == 2
@@ -342,13 +377,14 @@ def test_closing_waits_for_what_is_being_made_and_leaves_nothing(
 
 def test_a_thread_that_cannot_be_had_costs_a_version_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = PublicationBuffer(4096, guard_s=0.0)
-    first = written(buffer)
-    written(buffer)
-    with Lock(first, Reader.MAPPED):
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", _no_thread)
-            assert third(buffer) is None
-            assert "no thread" in buffer.why_not
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _no_thread)
+        first = written(buffer)
+        written(buffer)
+        lease = Lock(first, Reader.MAPPED)
+        assert third(buffer) is None
+        assert "no thread" in buffer.why_not
+    with lease:
         assert third(buffer) is not None
     buffer.close()
 
@@ -399,21 +435,12 @@ def test_the_third_segment_goes_some_time_after_its_lease_though_nothing_is_publ
             looks[0] += 1
 
         monkeypatch.setattr(buffer._spare, "_look", counted)
-        end = time.monotonic() + 10
-        while looks[0] < 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        soon(lambda: looks[0] >= 3)
         assert len(os.listdir(own_folder)) == 3, "the lease needs it"
-    end = time.monotonic() + 10
-    while len(os.listdir(own_folder)) == 3:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    soon(lambda: len(os.listdir(own_folder)) == 2)
     assert newest in os.listdir(own_folder)
     assert buffer.num_segments == 2
-    end = time.monotonic() + 10
-    while buffer._spare._thread is not None:
-        assert time.monotonic() < end, "there is nothing left to look at"
-        time.sleep(0.01)
+    soon(lambda: buffer._spare._thread is None)  # there is nothing left to look at
     assert {written(buffer), written(buffer)} == set(os.listdir(own_folder))
     buffer.close()
 
