@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.spine import build, shard
 from tests.standins.processes import run_ranks
 from weightsync.clients.agent import AgentClient

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.multiproc.pull_kit import wait_until
 from tests.standins.processes import children
 from weightsync import EmbeddedEngine, ModuleWeightLoader
 from weightsync.clients.agent import AgentClient

@@ -383,6 +383,10 @@ def test_one_receiver_stands_still(transport: str, tmp_path: Any) -> None:
             wait_until(lambda: trainer.ask("segments") == 2, "the third segment is there only beside a reader")
         else:
             said = still.answer()
-            assert (said["version"], said["right"]) == (f"{run_of(7)}/{versions}", True)
+            assert said["right"], said
+            if not said["version"].endswith(f"/{versions}"):  # what it was sent was kept for it
+                still.ask("release")
+                said = still.pull(trainer.endpoint)
+                assert (said["version"], said["right"]) == (f"{run_of(7)}/{versions}", True)
         trainer.ask("close")
         wait_until(lambda: not shm_of(trainer.pid), "the trainer's segments go")

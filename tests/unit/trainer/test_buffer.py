@@ -138,7 +138,7 @@ def test_the_trainers_segments_are_locked_in_memory() -> None:
 def test_a_third_segment_stays_while_its_lease_does_and_its_pages_go_with_it(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages go though another rank still maps it. Seen to fail: locked pages (mlock) that MADV_REMOVE leaves where they are."""
+    """Though another rank still maps it. Seen to fail: locked pages (mlock) that MADV_REMOVE leaves where they are."""
     monkeypatch.setattr(spare, "_TEND_EVERY_S", 0.02)
     told: list[int] = []
     buffer = PublicationBuffer(1 << 20, guard_s=0.0, let_go=lambda memory: told.append(memory[0]))
