@@ -54,6 +54,7 @@ class PublicationBuffer:
         self._spare = SpareSegment(size_bytes, wanted=self._held, still_needed=self._tend, let_go=let_go)
         self._why_not = ""
         self._num_idle_looks = 0
+        self._has_asked = False
 
     @property
     def num_segments(self) -> int:
@@ -101,6 +102,7 @@ class PublicationBuffer:
         """The segment holds the newest version now; from here on it may be read."""
         with self._lock:
             self._current = turn.segment
+            self._has_asked = False
             turn.lock.close()
         self._spare.tend()
 
@@ -198,7 +200,8 @@ class PublicationBuffer:
         with self._lock:
             held, few = self._held(), len(self._segments) < _NUM_BESIDE_READERS
             self._num_idle_looks = 0 if held else self._num_idle_looks + 1
-            if held and few:
+            if held and few and not self._has_asked:  # once a version: where there is no room, trying takes as long
+                self._has_asked = True
                 self._spare.ask()
             if self._num_idle_looks >= _LOOKS_UNTIL_SHRINK:
                 self._num_idle_looks = 0

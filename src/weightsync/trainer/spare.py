@@ -171,13 +171,15 @@ class SpareSegment:
 
     def _look(self) -> None:
         """Whether there is anything left to be tended. Not under the lock, since more is done than asked."""
+        with self._changed:
+            self._tended = False  # who calls `tend` meanwhile has another look
         needed = True
         try:
             needed = self._still_needed()
         except Exception as error:  # it is asked again
             _logger.warning("nobody can tell whether a third segment is needed: %r", error)
         with self._changed:
-            self._tended = self._tended and needed
+            self._tended = (self._tended or needed) and not self._closed
 
     def _make(self) -> None:
         made: Segment | None = None

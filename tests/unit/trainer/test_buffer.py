@@ -185,6 +185,31 @@ def test_a_third_segment_is_there_before_the_step_that_wants_it(
         buffer.close()
 
 
+def test_where_there_is_no_room_a_third_segment_is_tried_once_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: tried at each look, half a second apart; a try may fill /dev/shm before it fails."""
+    monkeypatch.setattr(spare, "_TEND_EVERY_S", 0.01)
+    buffer = PublicationBuffer(4096, guard_s=0.0)
+    looks, real, tries = [0], buffer._spare._look, []
+
+    def counted() -> None:
+        real()
+        looks[0] += 1
+
+    def no_segment(size_bytes: int) -> Segment:
+        tries.append(size_bytes)
+        raise SharedMemoryError("no room")
+
+    monkeypatch.setattr(buffer._spare, "_look", counted)
+    with Lock(written(buffer), Reader.SENT):
+        turn = buffer.acquire(nothing)
+        assert turn is not None
+        monkeypatch.setattr(spare, "pinned_segment", no_segment)
+        buffer.written(turn)
+        soon(lambda: looks[0] >= 5)
+        assert len(tries) == 1
+    buffer.close()
+
+
 def test_who_reads_a_superseded_version_is_reset_before_the_guard_ends() -> None:
     """Once, when most of the guard is over; and the segment that this gives back is taken."""
     buffer = PublicationBuffer(4096, guard_s=0.4)
