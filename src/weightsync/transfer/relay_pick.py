@@ -22,6 +22,9 @@ _AHEAD = 2
 _TIERS = 4
 """How many hosts have a block is counted up to so many."""
 _MAX_WRONG = 3
+_MAX_REFUSED = 2
+"""A block that so many peers were asked for, and did not give, is the agent's to give: peers that stand still cost ten
+seconds each, and may be asked again soon after."""
 _IDLE_S = 2.0
 """A stream to a peer that has nothing of use for so long ends; it is opened again when it has."""
 _PATIENCE_S, _PATIENCE_TIMES = 1.0, 8.0
@@ -88,6 +91,7 @@ class Swarm:
         self._agent_todo: collections.deque[int] = collections.deque()
         self._agent_asked: dict[int, float] = {}
         self._agent_wrong: collections.Counter[int] = collections.Counter()
+        self._refused: collections.Counter[int] = collections.Counter()
         self._peers: dict[str, _Peer] = {}
         self._times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMES)
         self._lonely = (0, 0.0)
@@ -179,12 +183,12 @@ class Swarm:
                     usable |= peer.have
                 else:
                     bad |= peer.have
-            lonely = self._missing & ~self._in_flight & ~usable
+            lonely = self._free() & ~usable
             since, since_s = self._lonely
             long = lonely & since if self._clock() - since_s > _STUCK_S else 0
             if not since & lonely or self._clock() - since_s > 2 * _STUCK_S:
                 self._lonely = lonely, self._clock()
-            return lonely & (bad | long)
+            return lonely & (bad | long) | self._for_agent()
 
     def want(self, at_least: int, again_s: float) -> int:
         """How many blocks more could be taken from the agent until it is asked again."""
@@ -251,6 +255,12 @@ class Swarm:
     def _free(self) -> int:
         return self._missing & ~self._in_flight
 
+    def _for_agent(self) -> int:
+        """Blocks that peers were asked for often enough."""
+        if self.agent_error is not None:
+            return 0
+        return self._free() & set_of(block for block, count in self._refused.items() if count >= _MAX_REFUSED)
+
     def _next_of_agent(self) -> int | None:
         while self._agent_todo:
             block = self._agent_todo.popleft()
@@ -261,7 +271,7 @@ class Swarm:
     def _pick(self, peer: _Peer) -> int | None:
         """The rarest block that it has, and that is needed; one that a host of this zone has is not fetched from
         another zone."""
-        useful = peer.have & self._free()
+        useful = peer.have & self._free() & ~self._for_agent()
         for block in self._agent_todo:
             useful &= ~(1 << block)
         if self._zone is not None and peer.facts.zone != self._zone:
@@ -327,6 +337,7 @@ class Swarm:
         with self.changed:
             peer = self._peers.get(name)
             for block in blocks:
+                self._refused[block] += 1
                 if peer is not None:
                     peer.asked.pop(block, None)
                 self._in_flight &= ~(1 << block)

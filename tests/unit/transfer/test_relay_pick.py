@@ -83,6 +83,26 @@ def test_what_only_bad_peers_have_is_stuck() -> None:
     assert there.stuck() == 0b1111
 
 
+def test_a_block_that_two_peers_did_not_give_is_the_agents() -> None:
+    """Peers that stand still cost ten seconds each. Seen to fail: asked again and again in turns, as long as their
+    pauses were shorter than that; a version of one block took more than a minute."""
+    clock = Clock()
+    there = swarm([3], clock=clock)
+    told = [peer(name, [3]) for name in ("a", "b", "c")]
+    for name in ("a", "b"):
+        assert there.stuck() == 0
+        there.told(told, [])
+        assert there.take_from_peer(name, wait=False) == 3
+        clock.now_s += 10
+        there.not_from_peer(name, [3])
+        there.peer_failed(name)
+    there.told(told, [])
+    assert there.take_from_peer("c", wait=False) is None
+    assert there.stuck() == 1 << 3
+    there.agent_failed(EngineUnreachableError("gone"))
+    assert there.take_from_peer("c", wait=False) == 3, "a peer is the only hope"
+
+
 def test_a_peer_that_is_slow_is_named() -> None:
     """After blocks have come fast elsewhere its patience is a second; before any, the stream's."""
     clock = Clock()
