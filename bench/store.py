@@ -2,9 +2,10 @@
 
 A receiver that has nothing: from the first request to the staged, proved version (pointer, manifests, layout, ranges
 with their SHA-256, the delta decoded into the staging), against plain reads of each of these objects, in ranges as long
-and as many at once, by the same client. The store is a folder that another process shows as S3 where moto and
-obstore are installed, else a folder. `detail` has the delta alone, whose read is so short on loopback that its decoding
-is most of it, and bytes a version against a full, for a change of 1 % of the elements.
+and as many at once, by the same client. The store is a folder that a process on another host shows as S3, over a link
+of 2 Gbit/s, as root on Linux with moto and obstore; else over loopback, where server and receiver share the cores and
+the receiver's own work stands beside a read that costs no time; without moto and obstore the folder itself. `detail`
+has the delta alone, loopback's ratio, and bytes a version against a full, for a change of 1 % of the elements.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import importlib.util
+import json
 import os
 import socket
 import statistics
@@ -24,6 +26,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +36,7 @@ from weightsync.host.puller import Puller
 from weightsync.objects.base import ObjectStore
 from weightsync.objects.opened import open_store
 from weightsync.objects.urls import asked_url
+from weightsync.testing.hosts import Hosts, why_not
 from weightsync.trainer.publisher import WeightManager
 from weightsync.trainer.sink_process import SinkProcess
 from weightsync.types import Deadline
@@ -43,31 +47,55 @@ ROWS = {"store_pull": "anchor and first delta of a chain from an object store, t
 _TARGET = 1.2
 _TIMEOUT_S = 300.0
 _NUM_STREAMS, _RANGE_BYTES = 6, 8 << 20
+_URL = "s3://bucket/run"
+_MBIT = 2000.0
 _CHANGED = 100
 """One element in so many changes."""
 
 
 def run(args: BenchArgs) -> list[Row]:
     """Measures the row."""
-    if any(importlib.util.find_spec(name) is None for name in ("obstore", "moto")):
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        if any(importlib.util.find_spec(name) is None for name in ("obstore", "moto")):
             url = f"file://{folder}/run"
             _write(url, args)
-            return [_measured(url, url, "a folder", args)]
+            return [_row("a folder", _measured(url, url, args.repeats))]
+        written = f"file://{folder}/run"
+        _write_by_moto(Path(folder, "run"), args)
+        port = str(_free_port())
+        with _serving("bench.store_server", folder, "127.0.0.1", port):
+            loopback = _measured(_URL, written, args.repeats)
+        if why_not() is not None:
+            return [_row("S3 over loopback", loopback)]
+        with Hosts(2, mbit=_MBIT) as (there, here):
+            os.environ["AWS_ENDPOINT_URL"] = endpoint = f"http://{there.address}:{port}"
+            server = there.popen([sys.executable, "-m", "bench.store_server", folder, there.address, port])
+            try:
+                here.call(_wait_for, endpoint)
+                command = [sys.executable, "-m", "bench.store", _URL, written, str(args.repeats)]
+                linked = json.loads(here.run(command, timeout_s=1800.0).stdout.splitlines()[-1])
+            finally:
+                server.kill()
+                server.wait()
+        return [_row(f"S3 over {_MBIT:g} Mbit/s", {**linked, "loopback": loopback})]
+
+
+def _row(store: str, found: dict[str, Any]) -> Row:
+    return Row(row="store_pull", ratio=found.pop("ratio"), target=_TARGET, detail={"store": store, **found})
+
+
+def _write_by_moto(folder: Path, args: BenchArgs) -> None:
+    """What the trainer's side writes to S3, copied into a folder."""
     os.environ.update(AWS_ACCESS_KEY_ID="bench", AWS_SECRET_ACCESS_KEY="bench", AWS_REGION="us-east-1")
-    url = "s3://bucket/run"
-    with tempfile.TemporaryDirectory() as folder:
-        with _serving("moto.server", "-H", "127.0.0.1", "-p", str(_free_port())):
-            _write(url, args)
-            store = open_store(url)
-            for each in list(store.list_under("", deadline=Deadline(60.0))):
-                copy = Path(folder, "run", each.key)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                data = bytearray(each.nbytes)
-                store.get_range(each.key, 0, memoryview(data), deadline=Deadline(_TIMEOUT_S))
-                copy.write_bytes(data)
-        with _serving("bench.store_server", folder, str(_free_port())):
-            return [_measured(url, f"file://{folder}/run", "S3 over loopback (a server that sends files)", args)]
+    with _serving("moto.server", "-H", "127.0.0.1", "-p", str(_free_port())):
+        _write(_URL, args)
+        store = open_store(_URL)
+        for each in list(store.list_under("", deadline=Deadline(60.0))):
+            copy = folder / each.key
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            data = bytearray(each.nbytes)
+            store.get_range(each.key, 0, memoryview(data), deadline=Deadline(_TIMEOUT_S))
+            copy.write_bytes(data)
 
 
 def _write(url: str, args: BenchArgs) -> None:
@@ -88,7 +116,8 @@ def _write(url: str, args: BenchArgs) -> None:
             sink.close()
 
 
-def _measured(url: str, listing: str, what: str, args: BenchArgs) -> Row:
+def _measured(url: str, listing: str, repeats: int) -> dict[str, Any]:
+    """The ratio, and what else is to be known."""
     store = open_store(listing)
     listed = {each.key: each.nbytes for each in store.list_under("e000001", deadline=Deadline(60.0))}
     listed[POINTER] = next(each.nbytes for each in store.list_under("", deadline=Deadline(60.0)) if each.key == POINTER)
@@ -98,7 +127,7 @@ def _measured(url: str, listing: str, what: str, args: BenchArgs) -> Row:
     buffers = {key: memoryview(bytearray(nbytes)) for key, nbytes in listed.items()}
     plain: dict[str, list[float]] = {key: [] for key in listed}
     joined, followed = [], []
-    for _ in range(args.repeats):
+    for _ in range(repeats):
         for key in listed:
             begun_s = time.perf_counter()
             _read(store, key, buffers[key])
@@ -109,14 +138,11 @@ def _measured(url: str, listing: str, what: str, args: BenchArgs) -> Row:
     plain_s = {key: statistics.median(times) for key, times in plain.items()}
     few_s = sum(plain_s[key] for key in (POINTER, "e000001/versions/2.json", delta))
     ratio = statistics.median(joined) / sum(plain_s.values())
-    return Row(
-        row="store_pull", ratio=ratio, target=_TARGET,
-        detail={
-            "store": what, "plain_s": sum(plain_s.values()), "pull_s": statistics.median(joined),
-            "delta_alone_s": statistics.median(followed), "delta_plain_s": few_s, "delta_bytes": listed[delta],
-            "full_bytes": listed[full], "delta_share": listed[delta] / listed[full],
-        },
-    )  # fmt: skip
+    return {
+        "ratio": ratio, "plain_s": sum(plain_s.values()), "pull_s": statistics.median(joined),
+        "delta_alone_s": statistics.median(followed), "delta_plain_s": few_s, "delta_bytes": listed[delta],
+        "full_bytes": listed[full], "delta_share": listed[delta] / listed[full],
+    }  # fmt: skip
 
 
 def _read(store: ObjectStore, key: str, into: memoryview) -> None:
@@ -160,24 +186,27 @@ def _pull(url: str) -> tuple[float, float]:
 @contextlib.contextmanager
 def _serving(module: str, *words: str) -> Iterator[None]:
     """An S3 server in a process of its own, with a bucket; the last of its words is its port."""
-    endpoint = f"http://127.0.0.1:{words[-1]}"
-    server = subprocess.Popen(
-        [sys.executable, "-m", module, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-m", module, *words]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        end_s = time.monotonic() + 60.0
-        while True:
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=5)
-                break
-            if time.monotonic() > end_s:
-                raise RuntimeError(f"{module} does not start")
-            time.sleep(0.1)
-        os.environ["AWS_ENDPOINT_URL"] = endpoint
+        os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{words[-1]}"
+        _wait_for(os.environ["AWS_ENDPOINT_URL"])
         yield
     finally:
         server.kill()
         server.wait()
+
+
+def _wait_for(endpoint: str) -> None:
+    """Returns when there is a bucket."""
+    end_s = time.monotonic() + 60.0
+    while True:
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=5)
+            return
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"{endpoint} does not answer")
+        time.sleep(0.1)
 
 
 def _free_port() -> int:
@@ -185,3 +214,7 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measured(sys.argv[1], sys.argv[2], int(sys.argv[3]))))

@@ -2,7 +2,7 @@
 
 moto's server copies an object whole for each range of it, so that nothing else could be measured: it takes what is
 published, and this one shows that, and takes the notes of readers. Run as a module with the folder, which is the only
-bucket, and a port.
+bucket, an address and a port.
 """
 
 from __future__ import annotations
@@ -57,5 +57,5 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    with http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), _Handler) as server:
+    with http.server.ThreadingHTTPServer((sys.argv[2], int(sys.argv[3])), _Handler) as server:
         server.serve_forever()
