@@ -138,5 +138,6 @@ def test_no_lease_where_the_trainer_wants_none() -> None:
         for version in range(1, 9):
             trainer.publish(version)
             assert not any(is_read(name, Reader.MAPPED) for name in shm_of(trainer.pid))
+            assert trainer.ask("segments") == 2
             time.sleep(0.1)
         receiver.close()

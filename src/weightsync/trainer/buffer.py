@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from weightsync.errors import SharedMemoryError
 from weightsync.memory import Lock, Reader, Segment, is_read
@@ -36,22 +36,31 @@ class PublicationBuffer:
 
     Memory is allocated when it is first needed, whole: a write never meets a full /dev/shm. The first two are made by
     `acquire` itself, since nothing can be published without them; the third, and whatever is given back, is a
-    background thread's work (`SpareSegment`). The thread looks half a second after each version whether a superseded
+    background thread's work (`SpareSegment`). The thread looks within half a second after each version whether a superseded
     one is still read, by a lease or by a transfer: the third segment is there, then, before the next step wants it.
 
     Args:
         size_bytes: of each segment.
+        beside: the kinds of readers beside which there may be a third segment.
         guard_s: how long `acquire` waits for readers of superseded versions, or for the third segment, at most.
         let_go: told of a segment's memory before it is given back, for whoever has pinned its pages; from a thread.
     """
 
-    def __init__(self, size_bytes: int, *, guard_s: float, let_go: Callable[[memoryview], None] | None = None) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        *,
+        guard_s: float,
+        beside: Collection[Reader] = tuple(Reader),
+        let_go: Callable[[memoryview], None] | None = None,
+    ) -> None:
         self.size_bytes = size_bytes
+        self._beside = beside
         self._guard_s = guard_s
         self._segments: list[Segment] = []
         self._current: Segment | None = None
-        self._lock = threading.Lock()  # of the list of segments, between the trainer's thread and the spare's
-        self._spare = SpareSegment(size_bytes, wanted=self._held, still_needed=self._tend, let_go=let_go)
+        self._lock = threading.RLock()  # of the list of segments, between the trainer's thread and the spare's
+        self._spare = SpareSegment(size_bytes, still_needed=self._tend, let_go=let_go)
         self._why_not = ""
         self._num_idle_looks = 0
         self._has_asked = False
@@ -162,10 +171,10 @@ class PublicationBuffer:
         return None
 
     def _held(self) -> bool:
-        """Whether anybody maps or is sent a segment that does not hold the newest version. From any thread."""
+        """Whether one that does not hold the newest version is read, so that there may be a third. From any thread."""
         for segment in list(self._segments):
             with contextlib.suppress(SharedMemoryError):
-                if segment is not self._current and any(is_read(segment.name, kind) for kind in Reader):
+                if segment is not self._current and any(is_read(segment.name, kind) for kind in self._beside):
                     return True
         return False
 
@@ -175,13 +184,14 @@ class PublicationBuffer:
         Raises:
             SharedMemoryError: it could not be made.
         """
-        if len(self._segments) >= _NUM_BESIDE_READERS or not self._held():
-            return None
-        spare = self._spare.take()
-        if spare is None:
-            self._spare.ask()
-            return None
-        return self._grown(spare)
+        with self._lock:  # all of it: to the spare's thread one is taken and listed at once
+            if len(self._segments) >= _NUM_BESIDE_READERS or not self._held():
+                return None
+            spare = self._spare.take()
+            if spare is None:
+                self._spare.ask()
+                return None
+            return self._grown(spare)
 
     def _grown(self, segment: Segment) -> WriteTurn:
         try:

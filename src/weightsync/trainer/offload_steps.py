@@ -26,6 +26,7 @@ from weightsync.errors import (
     as_weightsync_error,
 )
 from weightsync.extract.base import WeightExtractor
+from weightsync.memory import Reader
 from weightsync.observe import Recorder, now_s
 from weightsync.plan.boxes import whole_box
 from weightsync.trainer.buffer import PublicationBuffer, WriteTurn
@@ -80,6 +81,7 @@ class OffloadSteps:
         ranks: they take part.
         hosts: host of each rank.
         model_id, dtype, guard_s, timeout_s: see `WeightManager`.
+        leases: whether receivers over TCP may cost a third segment.
         recorder: where phases go.
 
     Attributes:
@@ -95,6 +97,7 @@ class OffloadSteps:
         model_id: str,
         dtype: str | None,
         guard_s: float,
+        leases: bool,
         timeout_s: float,
         recorder: Recorder,
     ) -> None:
@@ -105,6 +108,7 @@ class OffloadSteps:
         self._model_id = model_id
         self._dtype = dtype
         self._guard_s = guard_s
+        self._beside = tuple(Reader) if leases else (Reader.MAPPED,)
         self._timeout_s = timeout_s
         self._recorder = recorder
         self._plan: HostPlan | None = None
@@ -316,5 +320,5 @@ class OffloadSteps:
         if self._ranks.rank in plan.leaders:
             layout = plan.layouts[plan.leaders.index(self._ranks.rank)]
             self.buffer = PublicationBuffer(
-                max(1, layout.total_bytes), guard_s=self._guard_s, let_go=self._writer.let_go
+                max(1, layout.total_bytes), guard_s=self._guard_s, beside=self._beside, let_go=self._writer.let_go
             )

@@ -57,7 +57,7 @@ class WeightManager:
         port: of the agent's HTTP; 0 lets the system choose.
         advertise: host name under which receivers reach the agent; `host` where not given.
         lease_s: a receiver over TCP whose transfers were cut for a newer version, twice, may hold one for so long at
-            most; 0: not at all.
+            most; 0: not at all, and no receiver over TCP costs a third segment.
         agent_timeout_s: an agent that answers nothing for so long is killed and started again.
         token: bearer token.
         certificate, key: PEM files: agents speak TLS.
@@ -243,7 +243,7 @@ class WeightManager:
         self._run_id = told[0]["run_id"]
         self._steps = OffloadSteps(
             ranks, self._hosts, model_id=self._model_id, dtype=self._dtype, guard_s=self._guard_s,
-            timeout_s=self._timeout_s, recorder=self.recorder,
+            leases=self._config.lease_s > 0, timeout_s=self._timeout_s, recorder=self.recorder,
         )  # fmt: skip
         self._endpoints = [what["endpoint"] for what in told]
 

@@ -22,7 +22,6 @@ class SpareSegment:
 
     Args:
         size_bytes: of the segment.
-        wanted: asked when it has been made, from the thread; where it says no, it is given back at once.
         still_needed: asked every half second, from the thread, from `ask` or `tend` on until it says no. It may
             `discard` and `give_back`.
         let_go: told of a segment's memory before it is given back, from the thread.
@@ -32,12 +31,10 @@ class SpareSegment:
         self,
         size_bytes: int,
         *,
-        wanted: Callable[[], bool],
         still_needed: Callable[[], bool],
         let_go: Callable[[memoryview], None] | None,
     ) -> None:
         self._size_bytes = size_bytes
-        self._wanted = wanted
         self._still_needed = still_needed
         self._let_go = let_go
         self._changed = threading.Condition()
@@ -84,9 +81,10 @@ class SpareSegment:
     def tend(self) -> None:
         """Begins to ask whether what was taken is still needed. Returns at once."""
         with self._changed:
+            self._error = None  # of a version before this one
             if not (self._tended or self._closed):  # a second call does not put the next look off
                 self._tended = True
-                self._runs()
+                self._tended = self._runs()
 
     def discard(self) -> None:
         """Gives back one that was made and not taken."""
@@ -184,16 +182,14 @@ class SpareSegment:
     def _make(self) -> None:
         made: Segment | None = None
         error: SharedMemoryError | None = None
-        wanted = False
         try:
             made = pinned_segment(self._size_bytes)
-            wanted = self._wanted()
         except Exception as caught:
             error = caught if isinstance(caught, SharedMemoryError) else SharedMemoryError(f"no segment: {caught!r}")
         with self._changed:
             self._asked = False
             self._error = error
-            if wanted and not self._closed:
+            if not self._closed:  # though its reader may have gone: `still_needed` gives it back, if it is not wanted
                 self._made, made = made, None
         if made is not None:
             self.free(made)

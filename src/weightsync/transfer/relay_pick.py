@@ -22,9 +22,6 @@ _AHEAD = 2
 _TIERS = 4
 """How many hosts have a block is counted up to so many."""
 _MAX_WRONG = 3
-_MAX_REFUSED = 2
-"""A block that so many peers were asked for, and did not give, is the agent's to give: peers that stand still cost ten
-seconds each, and may be asked again soon after."""
 _IDLE_S = 2.0
 """A stream to a peer that has nothing of use for so long ends; it is opened again when it has."""
 _PATIENCE_S, _PATIENCE_TIMES = 1.0, 8.0
@@ -91,7 +88,8 @@ class Swarm:
         self._agent_todo: collections.deque[int] = collections.deque()
         self._agent_asked: dict[int, float] = {}
         self._agent_wrong: collections.Counter[int] = collections.Counter()
-        self._refused: collections.Counter[int] = collections.Counter()
+        self._slow: set[str] = set()
+        self._refused: dict[str, int] = {}  # which blocks a peer was asked for and did not give
         self._peers: dict[str, _Peer] = {}
         self._times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMES)
         self._lonely = (0, 0.0)
@@ -180,7 +178,8 @@ class Swarm:
             usable = bad = 0
             for name, peer in self._peers.items():
                 if self._standing.usable(name):
-                    usable |= peer.have
+                    usable |= self._gives(name, peer)
+                    bad |= peer.have & ~self._gives(name, peer)
                 else:
                     bad |= peer.have
             lonely = self._free() & ~usable
@@ -188,7 +187,7 @@ class Swarm:
             long = lonely & since if self._clock() - since_s > _STUCK_S else 0
             if not since & lonely or self._clock() - since_s > 2 * _STUCK_S:
                 self._lonely = lonely, self._clock()
-            return lonely & (bad | long) | self._for_agent()
+            return lonely & (bad | long)
 
     def want(self, at_least: int, again_s: float) -> int:
         """How many blocks more could be taken from the agent until it is asked again."""
@@ -200,16 +199,21 @@ class Swarm:
     def slow_peers(self) -> list[str]:
         """Peers whose block takes too long: they are to be cut."""
         with self.changed:
-            patience_s = self._first_patience_s
             if self._times_s:
-                patience_s = min(patience_s, max(_PATIENCE_S, _PATIENCE_TIMES * statistics.median(self._times_s)))
+                patience_s = max(_PATIENCE_S, _PATIENCE_TIMES * statistics.median(self._times_s))
+                patience_s = min(self._first_patience_s, patience_s)
+            else:  # who stands still costs half of what the one before it did
+                patience_s = min(self._first_patience_s, _PATIENCE_S)
+                patience_s = max(patience_s, self._first_patience_s / 2 ** len(self._slow))
             now_s = self._clock()
             # a peer answers in turns: each answer is waited for from the one before it on
-            return [
+            slow = [
                 name
                 for name, peer in self._peers.items()
                 if peer.asked and now_s - max(peer.since_s, min(peer.asked.values())) > patience_s
             ]
+            self._slow.update(slow)
+            return slow
 
     # --- taking ---
 
@@ -255,11 +259,9 @@ class Swarm:
     def _free(self) -> int:
         return self._missing & ~self._in_flight
 
-    def _for_agent(self) -> int:
-        """Blocks that peers were asked for often enough."""
-        if self.agent_error is not None:
-            return 0
-        return self._free() & set_of(block for block, count in self._refused.items() if count >= _MAX_REFUSED)
+    def _gives(self, name: str, peer: _Peer) -> int:
+        """What it has and has not refused in this read. Where the agent is gone all that it has: it may be the last."""
+        return peer.have if self.agent_error is not None else peer.have & ~self._refused.get(name, 0)
 
     def _next_of_agent(self) -> int | None:
         while self._agent_todo:
@@ -271,7 +273,7 @@ class Swarm:
     def _pick(self, peer: _Peer) -> int | None:
         """The rarest block that it has, and that is needed; one that a host of this zone has is not fetched from
         another zone."""
-        useful = peer.have & self._free() & ~self._for_agent()
+        useful = self._gives(peer.facts.receiver_id, peer) & self._free()
         for block in self._agent_todo:
             useful &= ~(1 << block)
         if self._zone is not None and peer.facts.zone != self._zone:
@@ -337,7 +339,7 @@ class Swarm:
         with self.changed:
             peer = self._peers.get(name)
             for block in blocks:
-                self._refused[block] += 1
+                self._refused[name] = self._refused.get(name, 0) | 1 << block
                 if peer is not None:
                     peer.asked.pop(block, None)
                 self._in_flight &= ~(1 << block)
