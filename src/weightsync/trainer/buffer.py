@@ -36,8 +36,9 @@ class PublicationBuffer:
 
     Memory is allocated when it is first needed, whole: a write never meets a full /dev/shm. The first two are made by
     `acquire` itself, since nothing can be published without them; the third, and whatever is given back, is a
-    background thread's work (`SpareSegment`). The thread looks within half a second after each version whether a superseded
-    one is still read, by a lease or by a transfer: the third segment is there, then, before the next step wants it.
+    background thread's work (`SpareSegment`). The thread looks within half a second after each version whether a
+    superseded one is still read, by a lease or by a transfer: the third segment is there, then, before the next step
+    wants it.
 
     Args:
         size_bytes: of each segment.
