@@ -38,6 +38,18 @@ def describe(server: Server) -> EngineReply:
         handle.close()
 
 
+def test_a_look_at_a_healthy_server_leaves_no_error_in_its_log(vllm_server: Server) -> None:
+    """Seen to fail: fifty lines of tracebacks for each, in worker, core and server."""
+    before = (vllm_server.folder / "vllm.log").stat().st_size
+    for _ in range(3):
+        assert describe(vllm_server).engine_id
+    with (vllm_server.folder / "vllm.log").open(encoding="utf-8", errors="replace") as log:
+        log.seek(before)
+        told = log.read()
+    assert "Traceback" not in told
+    assert "weightsync-error" not in told
+
+
 def idle(server: Server) -> None:
     """No pause and no update was left behind: vLLM takes a start, and the finish that belongs to it."""
     assert server.get("/is_paused") == {"is_paused": False}

@@ -18,6 +18,7 @@ import msgspec
 from weightsync.engine.vllm import version_board
 from weightsync.engine.vllm.asked_audits import AskedAudits, merged_audits
 from weightsync.engine.vllm.peers import BackendError, Peers
+from weightsync.engine.vllm.quiet_log import keep_told_states_out
 from weightsync.errors import (
     EngineError,
     InvalidRequestError,
@@ -51,6 +52,7 @@ _AGREE_S = 120.0  # for steps outside of a session; joining ends by its own dead
 
 def register() -> None:
     """Tells vLLM of the backend. Idempotent and cheap: vLLM calls it in every process, and imports the class later."""
+    keep_told_states_out()
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError as error:
