@@ -38,7 +38,7 @@ def describe(server: Server) -> EngineReply:
         handle.close()
 
 
-def test_a_look_at_a_healthy_server_leaves_no_error_in_its_log(vllm_server: Server) -> None:
+def test_a_look_at_a_healthy_server_leaves_no_error_in_its_log(whole: Trainers, vllm_server: Server) -> None:
     """Seen to fail: fifty lines of tracebacks for each, in worker, core and server."""
     before = (vllm_server.folder / "vllm.log").stat().st_size
     for _ in range(3):
