@@ -235,6 +235,12 @@ def _hook_agents(hooks: list[Hook]) -> None:
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
+def third_stands(folder: Path) -> Hook:
+    """For a trainer that a test wants to keep at two segments: the third is being made until `check_cancelled`."""
+    at = "weightsync.trainer.spare:pinned_segment"
+    return Hook(at=at, do="wait", path=str(folder / "third")).set()
+
+
 class Trainer(Actor):
     """A trainer of one rank."""
 

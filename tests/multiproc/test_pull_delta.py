@@ -23,6 +23,7 @@ from tests.multiproc.pull_kit import (
     content,
     run_of,
     shm_of,
+    third_stands,
     wait_until,
 )
 from tests.standins.processes import Child, children
@@ -215,7 +216,8 @@ def test_the_trainer_comes_first(start: Start, tmp_path: Path) -> None:
     """
     diff = Hook(at="weightsync.codec.delta:_encode_unit", do="wait", path=str(tmp_path / "diff"))
     kib = 36 << 10  # several units
-    trainer = Trainer(start, next(_seeds), kib=kib, guard_s=GUARD_S, agent_hooks=[diff])
+    third = third_stands(tmp_path)
+    trainer = Trainer(start, next(_seeds), kib=kib, guard_s=GUARD_S, hook=third, agent_hooks=[diff])
     receiver = Receiver(start, kib=kib)
     trainer.publish(0)
     pull(trainer, receiver, 0)
@@ -226,6 +228,7 @@ def test_the_trainer_comes_first(start: Start, tmp_path: Path) -> None:
     assert said["waited_s"] < GUARD_S + SLACK_S
     assert not said["published"], "a diff that stands still keeps its base until it looks up"
     diff.check_cancelled()
+    third.check_cancelled()
     assert trainer.ask("delta", 1) is None, "what was begun is dropped"
     assert trainer.publish(3)["published"]
     pull(trainer, receiver, 3)

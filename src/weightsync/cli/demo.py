@@ -102,6 +102,8 @@ def demo(
     The table shows, for each version, both losses, bytes, milliseconds of each phase and how long generation was
     paused. The command exits with 1 on any mismatch. It needs no GPU.
 
+    With --delta give it 5 steps or more: some versions go in full, so that both pauses can be told beside each other.
+
     Example: weightsync demo --steps 5 --path pull --delta
     """
     with told():

@@ -41,8 +41,9 @@ class TransferProgress(Message, frozen=True, kw_only=True):
         percent = 100 * self.done_bytes / self.total_bytes if self.total_bytes else 100
         left_s = self.left_s
         left = "" if left_s is None else f", {left_s:.0f} s to go" if left_s >= 9.95 else f", {left_s:.1f} s to go"
+        decimals = 3 if 0 < self.total_bytes < 10e6 else 0
         return (
-            f"{self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB ({percent:.0f} %), "
+            f"{self.done_bytes / 1e6:.{decimals}f} of {self.total_bytes / 1e6:.{decimals}f} MB ({percent:.0f} %), "
             f"{self.rate_bytes_s / 1e6:.0f} MB/s{left}"
         )
 

@@ -219,15 +219,15 @@ def test_many_threads(lease: ServingLease) -> None:
     assert lease.left_s > 1990.0
 
 
-WRITER_LEASE_S = 1.5
-WRITER = """
+WRITER_LEASE_S = 5.0  # more than a busy machine keeps a process waiting
+WRITER = f"""
 import sys
 from weightsync.memory import ServingLease, boot_s
 lease = ServingLease(sys.argv[1])
 print("there", flush=True)
 while True:
-    lease.renew(boot_s() + 1.5)
-    lease.hold(boot_s() + 1.5)
+    lease.renew(boot_s() + {WRITER_LEASE_S})
+    lease.hold(boot_s() + {WRITER_LEASE_S})
     lease.lift()
 """
 
