@@ -141,7 +141,7 @@ class Staging:
         if target is None or (target.layout is not layout and target.layout != layout):
             self.close()
             try:
-                target = self._target = Target(layout, Segment(max(1, layout.total_bytes)))
+                target = self._target = Target(layout, Segment(max(1, layout.total_bytes), mapped=False))
             except SharedMemoryError as error:
                 raise NoRoomError(error.message, state_left="nothing is staged") from error
         target.begin(manifest.version, proof)

@@ -22,8 +22,11 @@ class Advice(enum.IntEnum):
     POPULATE_WRITE = 23
 
 
-def advise(mapped: mmap.mmap, advice: Advice) -> None:
-    """Gives advice for all of a writable or private mapping; nothing happens where it is refused."""
+def advise(mapped: mmap.mmap, advice: Advice, *, part: slice = slice(None)) -> None:
+    """Gives advice for all of a writable or private mapping, or for a part that begins with a page; nothing happens
+    where it is refused.
+    """
+    start, stop, _ = part.indices(len(mapped))
     with contextlib.suppress(OSError, AttributeError, ValueError):
-        first = ctypes.c_char.from_buffer(mapped)  # held in the call: nobody unmaps it, or maps something else there
-        ctypes.CDLL(None).madvise(ctypes.byref(first), ctypes.c_size_t(len(mapped)), ctypes.c_int(advice))
+        first = ctypes.c_char.from_buffer(mapped, start)  # held in the call: nobody unmaps it, or maps another there
+        ctypes.CDLL(None).madvise(ctypes.byref(first), ctypes.c_size_t(stop - start), ctypes.c_int(advice))

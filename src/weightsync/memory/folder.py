@@ -12,6 +12,7 @@ PREFIX = "weightsync-"
 _NAME = re.compile(r"weightsync-[0-9A-Za-z][0-9A-Za-z-]{0,200}")
 
 _path = "/dev/shm"
+_MOUNTS = "/proc/mounts"
 
 
 def folder() -> str:
@@ -40,6 +41,17 @@ def free_bytes() -> int:
     """Bytes that are left for shared memory."""
     facts = os.statvfs(folder())
     return facts.f_bavail * facts.f_frsize
+
+
+def huge_to_who_asks() -> bool:
+    """Whether huge pages go to a mapping that asks for them before it has a page, and to no other."""
+    try:
+        with open(_MOUNTS, encoding="utf-8", errors="replace") as file:
+            mounts = [line.split() for line in file]
+    except OSError:
+        return False
+    options = [fields[3].split(",") for fields in mounts if len(fields) > 3 and fields[1] == _path]
+    return bool(options) and "huge=advise" in options[-1]
 
 
 def read_head(name: str, num_bytes: int, *, need_bytes: int) -> bytes:

@@ -15,11 +15,12 @@ import mmap
 import os
 import re
 import secrets
+import threading
 import weakref
 
 from weightsync.errors import SharedMemoryError, WeightSyncError
 from weightsync.memory.advice import Advice, advise
-from weightsync.memory.folder import PREFIX, folder, free_bytes, open_own, path_of
+from weightsync.memory.folder import PREFIX, folder, free_bytes, huge_to_who_asks, open_own, path_of
 from weightsync.memory.lease import Lock
 from weightsync.memory.private_folder import reclaim_folders
 from weightsync.types.closing import Closing
@@ -28,6 +29,7 @@ _OWNED = re.compile(PREFIX + r"[0-9]+-[0-9a-f]{16}")
 _ROOM = "raise the size of /dev/shm (a container's --shm-size) or lower chunk_bytes"
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_MAPPED_AT_ONCE_BYTES = 64 << 20
 
 _live: weakref.WeakSet[Segment] = weakref.WeakSet()
 
@@ -43,13 +45,15 @@ class Segment(Closing):
 
     Args:
         size_bytes: above 0.
+        mapped: whether its pages are mapped when it is made. False: a thread maps them while others write already,
+            unless that cost it its huge pages.
 
     Raises:
         SharedMemoryError: there is no room; says how much is left. Nothing was allocated.
         UnsupportedError: the system has no named shared memory.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, *, mapped: bool = True) -> None:
         if size_bytes < 1:
             raise SharedMemoryError(f"a segment has at least one byte, not {size_bytes}")
         reclaim_dead()
@@ -59,13 +63,15 @@ class Segment(Closing):
         self._closed = False
         _live.add(self)
         self._unlink_at_exit = weakref.finalize(self, _unlink, self.name, self._pid)
+        self._mapping: threading.Thread | None = None
+        self._given_back = False
         try:
-            self._map = self._allocated()
+            self._map = self._allocated(mapped or huge_to_who_asks())
         except BaseException:
             self.close()
             raise
 
-    def _allocated(self) -> mmap.mmap:
+    def _allocated(self, all_mapped: bool) -> mmap.mmap:
         left = free_bytes()
         if self.size_bytes > left:
             raise SharedMemoryError(
@@ -75,7 +81,8 @@ class Segment(Closing):
         try:
             mapped = self._mapped()
             advise(mapped, Advice.HUGEPAGE)  # before there is any page: those that are there stay as small as they are
-            advise(mapped, Advice.POPULATE_WRITE)  # not MAP_POPULATE: Python's mmap would hold its lock all the while
+            if all_mapped:
+                advise(mapped, Advice.POPULATE_WRITE)  # not MAP_POPULATE: Python's mmap would hold its lock meanwhile
             os.posix_fallocate(self._lock_fd, 0, self.size_bytes)  # without it a write could end in SIGBUS
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -86,7 +93,23 @@ class Segment(Closing):
                 f"{folder()} has {free_bytes()} left{f'; {_ROOM}' if full else ''}",
                 state_left="nothing was allocated",
             ) from error
+        if not all_mapped:
+            self._map_behind(mapped)
         return mapped
+
+    def _map_behind(self, mapped: mmap.mmap) -> None:
+        """Begins to map all pages, piece by piece: the process can't map anything else while one is under way."""
+
+        def work() -> None:
+            for start in range(0, self.size_bytes, _MAPPED_AT_ONCE_BYTES):
+                if self._closed or self._given_back:
+                    return
+                advise(mapped, Advice.POPULATE_WRITE, part=slice(start, start + _MAPPED_AT_ONCE_BYTES))
+
+        thread = threading.Thread(target=work, name="weightsync-pages", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the process has too many: each page is mapped when it is written
+            thread.start()
+            self._mapping = thread
 
     def _mapped(self) -> mmap.mmap:
         """All of it, without a page yet. A mapping keeps a copy of its descriptor: one of the locked descriptor would
@@ -112,6 +135,9 @@ class Segment(Closing):
 
     def give_back_pages(self) -> None:
         """Frees the memory though others map it: they read zeros. Only when nobody reads it any more."""
+        self._given_back = True
+        if self._mapping is not None:
+            self._mapping.join()  # what it maps after the pages were given back would be there again
         self._call("munlock")  # locked pages can't be removed
         advise(self._map, Advice.REMOVE)
 

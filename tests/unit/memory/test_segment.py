@@ -8,6 +8,8 @@ import os
 import resource
 import signal
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,9 +67,9 @@ def test_the_kernel_is_told_what_helps_and_nothing_else(monkeypatch: pytest.Monk
     red with either of them given, and without the pages at once."""
     told: list[Advice] = []
 
-    def advise(mapped: mmap.mmap, advice: Advice) -> None:
+    def advise(mapped: mmap.mmap, advice: Advice, *, part: slice = slice(None)) -> None:
         told.append(advice)
-        advice_module.advise(mapped, advice)
+        advice_module.advise(mapped, advice, part=part)
 
     for module in (segment_module, mapped_module):
         monkeypatch.setattr(module, "advise", advise)
@@ -78,6 +80,62 @@ def test_the_kernel_is_told_what_helps_and_nothing_else(monkeypatch: pytest.Monk
         made.give_back_pages()
         assert told[3:] == [Advice.REMOVE]
         assert not any(made.memory)
+
+
+def _resident_kib(path: Path) -> int:
+    """Of the mappings of a file in this process."""
+    entries = Path("/proc/self/smaps").read_text().split(str(path))[1:]
+    return sum(int(each.split("Rss:")[1].split()[0]) for each in entries)
+
+
+def test_pages_are_mapped_behind_whoever_fills_it(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is allocated at once, so no write can fail; a thread maps it in pieces. Seen red without the thread."""
+    monkeypatch.setattr(segment_module, "_MAPPED_AT_ONCE_BYTES", 1 << 20)
+    with Segment((5 << 20) + 100, mapped=False) as made:
+        assert os.stat(own_folder / made.name).st_blocks * 512 > 5 << 20
+        made.memory[3 << 20] = 7
+        assert made._mapping is not None
+        made._mapping.join()
+        assert _resident_kib(own_folder / made.name) == 5 * 1024 + 4
+        assert made.memory[3 << 20] == 7, "what was written stays"
+        assert not any(made.memory[: 3 << 20])
+
+
+def test_nothing_is_mapped_that_was_given_back(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red without the wait: pages came back after they were freed, and stayed as long as anybody mapped them."""
+    begun, goes_on, pieces = threading.Event(), threading.Event(), []
+
+    def advise(mapped: mmap.mmap, advice: Advice, *, part: slice = slice(None)) -> None:
+        if advice is Advice.POPULATE_WRITE:
+            pieces.append(part)
+            begun.set()
+            goes_on.wait(20.0)
+        advice_module.advise(mapped, advice, part=part)
+
+    monkeypatch.setattr(segment_module, "advise", advise)
+    monkeypatch.setattr(segment_module, "_MAPPED_AT_ONCE_BYTES", 1 << 20)
+    with Segment(3 << 20, mapped=False) as made:
+        assert begun.wait(20.0)
+        giving = threading.Thread(target=made.give_back_pages)
+        giving.start()
+        while not made._given_back:
+            time.sleep(0.001)
+        goes_on.set()
+        giving.join()
+        assert len(pieces) == 1
+        assert not any(made.memory)
+
+
+def test_where_only_who_asks_has_huge_pages_all_is_mapped_first(
+    own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocated first, pages would stay small."""
+    mounts = tmp_path.parent / "mounts"
+    monkeypatch.setattr(folder, "_MOUNTS", str(mounts))
+    for options, behind in (("rw,huge=advise", False), ("rw,huge=always", True), ("rw", True)):
+        mounts.write_text(f"tmpfs {own_folder} tmpfs rw,huge=advise 0 0\nx {own_folder} tmpfs {options} 0 0\n")
+        with Segment(4096, mapped=False) as made:
+            assert (made._mapping is not None) == behind, options
 
 
 def test_views_that_are_alive_survive_the_close() -> None:

@@ -21,5 +21,6 @@ def test_before_anything_came_nobody_knows_how_long_it_takes() -> None:
 
 
 def test_nothing_to_move_is_all_of_it() -> None:
-    assert str(TransferProgress(done_bytes=94_000, total_bytes=394_000, seconds=1.0)).startswith("0.094 of 0.394 MB (24 %)")
+    small = TransferProgress(done_bytes=94_000, total_bytes=394_000, seconds=1.0)
+    assert str(small).startswith("0.094 of 0.394 MB (24 %)")
     assert str(TransferProgress(done_bytes=0, total_bytes=0, seconds=0.0)) == "0 of 0 MB (100 %), 0 MB/s"
