@@ -217,10 +217,11 @@ def worker_adapters(server: Server) -> list[int]:
 
 
 def adapter_folders() -> set[str]:
-    """Folders of adapters in shared memory, whoever made them."""
+    """Folders of adapters in shared memory made by this process; other tests' may lie beside them."""
     return {
         name for name in os.listdir("/dev/shm")
-        if name.startswith("weightsync-ipc-") and os.path.exists(f"/dev/shm/{name}/adapter_model.safetensors")
+        if name.startswith(f"weightsync-ipc-{os.getpid()}-")
+        and os.path.exists(f"/dev/shm/{name}/adapter_model.safetensors")
     }  # fmt: skip
 
 

@@ -223,10 +223,11 @@ class StoredVersion(Message, frozen=True, kw_only=True):
 
 
 class Pointer(Message, frozen=True, kw_only=True):
-    """The newest version. It never goes back within an epoch, and epochs rise.
+    """The newest version. Its number never goes back within the epoch that wrote it, and epochs rise.
 
     Attributes:
-        place, epoch: as of `StoredVersion`.
+        place: as of `StoredVersion`.
+        epoch: of the writer that moved it last: who takes over moves it before it has a version of its own.
         version, model_id, incarnation: of the newest.
         current: its manifest.
         previous: that of the one before, in case the newest is damaged.
@@ -245,8 +246,9 @@ class Pointer(Message, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """What rises from pointer to pointer."""
-        return self.epoch, self.version.number
+        """What rises from pointer to pointer: the epoch that wrote the version, and its number in that."""
+        written = epoch_of(self.current.manifest.key)
+        return self.epoch if written is None else written, self.version.number
 
 
 class Claim(Message, frozen=True, kw_only=True):

@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from tests.standins.stored import Writing
+from tests.multiproc.pull_kit import run_of
+from tests.standins.stored import SEED, Writing
 from tests.standins.stores import FaultyStore
 from weightsync.clients import store as clients
 from weightsync.clients.chain import Chain
@@ -77,6 +78,26 @@ def test_an_answer_from_before_another_thread_recovered_is_none_that_went_back(k
     (folder / POINTER).write_bytes(pointers[2])
     with pytest.raises(StoreDamagedError, match="went back"):
         chain.newest(deadline=Deadline(5))
+
+
+def test_a_run_that_took_over_may_begin_below_the_one_before(kept, keys) -> None:
+    """Its writer takes the pointer over first, with the old version in it; a reader that saw that takes the new run's
+    first version too, and nothing older from then on. Seen red: such readers stood still until the new run had passed
+    the number of the old one."""
+    folder, pointers = kept
+    chain = Chain(store_at(folder), trust=keys[1])
+    after = Writing(store_at(folder), seed=SEED + 1, signer=keys[0], anchor_every=3)
+    taken_over = (folder / POINTER).read_bytes()
+    assert taken_over != pointers[6]
+    assert chain.newest(deadline=Deadline(5)).version.number == 6
+    after.write(1)
+    newest = chain.newest(deadline=Deadline(5)).version
+    assert (newest.run_id, newest.number) == (run_of(SEED + 1), 1)
+    for old in (taken_over, pointers[6], pointers[2]):
+        (folder / POINTER).write_bytes(old)
+        with pytest.raises(StoreDamagedError, match="went back"):
+            chain.newest(deadline=Deadline(5))
+    after.claim.release()
 
 
 def newest_of(folder, trust_key) -> int | None:

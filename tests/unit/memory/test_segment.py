@@ -126,16 +126,12 @@ def test_nothing_is_mapped_that_was_given_back(own_folder: Path, monkeypatch: py
         assert not any(made.memory)
 
 
-def test_where_only_who_asks_has_huge_pages_all_is_mapped_first(
-    own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("huge", [True, False])
+def test_where_only_who_asks_has_huge_pages_all_is_mapped_first(huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Allocated first, pages would stay small."""
-    mounts = tmp_path.parent / "mounts"
-    monkeypatch.setattr(folder, "_MOUNTS", str(mounts))
-    for options, behind in (("rw,huge=advise", False), ("rw,huge=always", True), ("rw", True)):
-        mounts.write_text(f"tmpfs {own_folder} tmpfs rw,huge=advise 0 0\nx {own_folder} tmpfs {options} 0 0\n")
-        with Segment(4096, mapped=False) as made:
-            assert (made._mapping is not None) == behind, options
+    monkeypatch.setattr(segment_module, "huge_to_who_asks", lambda: huge)
+    with Segment(4096, mapped=False) as made:
+        assert (made._mapping is None) == huge
 
 
 def test_views_that_are_alive_survive_the_close() -> None:
