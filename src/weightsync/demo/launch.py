@@ -173,10 +173,12 @@ def _show_end(
             highlight=False,
             soft_wrap=True,
         )
-        if summary["paused_full_s"] is not None:
+        if summary["paused_full_s"] is not None and summary["paused_first_s"] is not None:
             console.print(
                 f"No new generation could start for {1e3 * summary['paused_delta_s']:.0f} ms where changes alone "
-                f"came, and for {1e3 * summary['paused_full_s']:.0f} ms where all was loaded (medians).",
+                f"came, for {1e3 * summary['paused_full_s']:.0f} ms where a whole version came (medians), and for "
+                f"{1e3 * summary['paused_first_s']:.0f} ms at the first one, which an engine loads as it would by "
+                "itself.",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -69,7 +69,8 @@ def summarize(
         `steps` (a list, one object a step), `versions`, `digests_equal` (false if any step's is, else null if any
         can't be proved, else true), `loss_gap_max`, `num_steps_asked`, `loss_gap_tolerance`,
         `by_deltas` (whether deltas were asked for), `paused_delta_s` and `paused_full_s` (medians of the versions that
-        came as deltas, and of the full ones behind the first, for which an engine gets ready; null without any).
+        came as deltas, and of the full ones behind the first; null without any), `paused_first_s` (of the first, which
+        an engine loads as it would without us; null where that was a delta).
     """
     digests = [row.digests_equal for row in rows]
     gaps = [row.loss_gap for row in rows]
@@ -83,6 +84,7 @@ def summarize(
         "by_deltas": by_deltas,
         "paused_delta_s": _median([row.paused_s for row in rows if row.density is not None]),
         "paused_full_s": _median([row.paused_s for row in rows[1:] if row.density is None]),
+        "paused_first_s": _median([row.paused_s for row in rows[:1] if row.density is None]),
     }
 
 

@@ -71,7 +71,7 @@ def test_unprovable_is_told_and_no_fault() -> None:
 
 
 def test_pauses_of_deltas_and_of_full_versions_are_told_apart() -> None:
-    """The first version is neither: an engine gets ready for it."""
+    """The first version is neither: an engine loads it as it would by itself."""
     rows = [
         row(number, paused_s=paused_s, density=density)
         for number, paused_s, density in (
@@ -83,7 +83,7 @@ def test_pauses_of_deltas_and_of_full_versions_are_told_apart() -> None:
         )
     ]
     summary = summarize(rows, num_steps_asked=5, by_deltas=True)
-    assert (summary["paused_delta_s"], summary["paused_full_s"]) == (0.2, 0.8)
+    assert (summary["paused_delta_s"], summary["paused_full_s"], summary["paused_first_s"]) == (0.2, 0.8, 9.0)
     summary = summarize(rows[:1], num_steps_asked=1)
     assert (summary["paused_delta_s"], summary["paused_full_s"]) == (None, None)
 
