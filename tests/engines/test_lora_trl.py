@@ -48,14 +48,16 @@ def test_from_step_to_served(server: Server, tmp_path: Path, capsys: pytest.Capt
     theirs: list[float] = []
     with (
         weightsync.publish(model, "actor", port=0, last_wait_s=0, canary=list(PROMPTS[0])) as publisher,
-        weightsync.serve({"actor": f"vllm+{server.url}"}, sources=[publisher.endpoint], port=0),
+        weightsync.serve({"actor": f"vllm+{server.url}"}, sources=[publisher.endpoint], port=0) as service,
     ):
         for turn in range(1, NUM_TURNS + 2):
             set_version(model, turn)
             began_s = time.monotonic()
             version = str(publisher.step().version)
-            while answered(server, "actor") != version:
+            while (status := service.model_status("actor")).version != turn or status.run_id != publisher.run_id:
                 assert time.monotonic() - began_s < 60
+                time.sleep(0.002)  # between two looks: of the server none, which is idle in TRL's turn, too
+            assert answered(server, "actor") == version
             ours.append(time.monotonic() - began_s)
 
             set_version(model, 1000 + turn)

@@ -21,6 +21,7 @@ from weightsync.types import Deadline
 UPDATING_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _CALL_S = 120.0
 _LOOK_S = 0.02
+_SCORED_AT_ONCE = 16
 
 
 class Inside:
@@ -74,24 +75,40 @@ class Inside:
 
     async def score(self, name: str, tokens: tuple[int, ...], replica: int | None) -> tuple[float, ...]:
         """Log-probabilities of a prompt's tokens but the first: each is asked for as the one token that may follow what
-        is before it. vLLM tells them as they are without that limit (its default, `--logprobs-mode raw_logprobs`).
+        is before it, some at the same time. vLLM tells them as they are without that limit (its default,
+        `--logprobs-mode raw_logprobs`).
 
         `prompt_logprobs` would be one call: vLLM's CPU build (0.32) ends at it where the same batch generates by an
         adapter.
         """
-        extra = [] if replica is None else [(b"x-data-parallel-rank", str(replica).encode())]
-        scores = []
-        for count, token in enumerate(tokens[1:], 1):
-            asked = {
-                "model": name, "prompt": list(tokens[:count]), "max_tokens": 1, "temperature": 0.0, "logprobs": 0,
-                "allowed_token_ids": [token], "return_tokens_as_token_ids": True,
-            }  # fmt: skip
-            body = await self._good("POST", "/v1/completions", asked, headers=extra)
-            try:
-                scores.append(float(json.loads(body)["choices"][0]["logprobs"]["token_logprobs"][0]))
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise EngineError(f"vLLM told no log-probability of a token: {error!r:.200}") from error
+        few, scores, failed = asyncio.Semaphore(_SCORED_AT_ONCE), [0.0] * (len(tokens) - 1), list[Exception]()
+
+        async def ask(count: int) -> None:
+            async with few:
+                try:
+                    if not failed:
+                        scores[count - 1] = await self._score(name, tokens[:count], tokens[count], replica)
+                except Exception as error:
+                    failed.append(error)
+
+        async with asyncio.TaskGroup() as group:  # none is under way any more when this returns, or raises
+            for count in range(1, len(tokens)):
+                group.create_task(ask(count))
+        if failed:
+            raise failed[0]
         return tuple(scores)
+
+    async def _score(self, name: str, before: tuple[int, ...], token: int, replica: int | None) -> float:
+        extra = [] if replica is None else [(b"x-data-parallel-rank", str(replica).encode())]
+        asked = {
+            "model": name, "prompt": list(before), "max_tokens": 1, "temperature": 0.0, "logprobs": 0,
+            "allowed_token_ids": [token], "return_tokens_as_token_ids": True,
+        }  # fmt: skip
+        body = await self._good("POST", "/v1/completions", asked, headers=extra)
+        try:
+            return float(json.loads(body)["choices"][0]["logprobs"]["token_logprobs"][0])
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise EngineError(f"vLLM told no log-probability of a token: {error!r:.200}") from error
 
     async def _good(self, method: str, path: str, body: Any = None, **options: Any) -> bytes:
         """The body of a good answer; options as of `_call`."""

@@ -42,6 +42,8 @@ class Vllm:
         self.asked: list[dict[str, Any]] = []
         self.refuses: str | None = None
         self.fields: dict[str, Any] = {}
+        self.scoring = self.most_scoring = 0
+        self.refuses_token: int | None = None
         self.models = types.SimpleNamespace(lora_requests={}, base_model_paths=[types.SimpleNamespace(name="base")])
         self.states: dict[str, Any] = {}
         lora = types.SimpleNamespace(max_loras=slots, max_cpu_loras=slots, max_lora_rank=64)
@@ -102,6 +104,14 @@ class Vllm:
             return
         if body.get("allowed_token_ids") is not None:
             assert "prompt_logprobs" not in body
+            self.scoring += 1
+            self.most_scoring = max(self.most_scoring, self.scoring)
+            if (gate := self.gates.get(f"score {body['allowed_token_ids'][0]}")) is not None:
+                await gate.wait()
+            self.scoring -= 1
+            if body["allowed_token_ids"] == [self.refuses_token]:
+                await reply(send, 500, {"error": {"message": "out of memory"}})
+                return
             scores = {"token_logprobs": [-float(token) for token in body["allowed_token_ids"]]}
             await reply(send, 200, {"model": body["model"], "choices": [{"index": 0, "logprobs": scores}]})
             return
@@ -504,6 +514,48 @@ def test_the_canary_is_asked_of_a_staged_adapter() -> None:
         told = await there.order(SCORE_PATH, session=f"{RUN}/2#actor", tokens=[5, 6, 7])
         assert told["logprobs"] == [-6.0, -7.0]
         assert vllm.asked[-1]["model"] == f"actor@{RUN}/2#actor"
+
+    run(body)
+
+
+def test_the_canarys_tokens_are_asked_for_together_and_no_more_than_a_few() -> None:
+    """Whichever is answered first. One after the other took as many steps of the engine as the prompt has tokens."""
+
+    async def body(there: Client, vllm: Vllm) -> None:
+        await there.load(1)
+        vllm.gates["score 1"] = asyncio.Event()
+        asked = asyncio.create_task(there.order(SCORE_PATH, session=f"{RUN}/1#actor", tokens=list(range(41))))
+        await until(lambda: len(vllm.asked) == 40)
+        assert not asked.done()
+        vllm.gates["score 1"].set()
+        assert (await asked)["logprobs"] == [-float(token) for token in range(1, 41)]
+        assert 2 <= vllm.most_scoring <= 16
+        assert sorted((tuple(each["prompt"]), *each["allowed_token_ids"]) for each in vllm.asked) == [
+            (tuple(range(token)), token) for token in range(1, 41)
+        ]
+
+    run(body)
+
+
+def test_a_canary_that_fails_has_nothing_under_way_any_more() -> None:
+    """Else its adapter would be dropped under a request: vLLM ends where a worker finds the folder gone. Seen red where
+    the first failure was told at once."""
+
+    async def body(there: Client, vllm: Vllm) -> None:
+        await there.load(1)
+        vllm.refuses_token, vllm.gates["score 9"] = 7, asyncio.Event()
+        order = {"session": f"{RUN}/1#actor", "tokens": list(range(41))}
+        asked = asyncio.create_task(there.ask("POST", SCORE_PATH, order))
+        await until(lambda: vllm.scoring == 1 and len(vllm.asked) > 9)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not asked.done()
+        assert (await there.state())["adapters"][0]["in_flight"] == 1
+        vllm.gates["score 9"].set()
+        status, _, said = await asked
+        assert (status >= 400, b"out of memory" in said) == (True, True)
+        assert len(vllm.asked) < 40, "the others are not asked for"
+        assert ((await there.state())["adapters"][0]["in_flight"], vllm.scoring) == (0, 0)
 
     run(body)
 
