@@ -21,6 +21,7 @@ from tests.engines import sglang_support
 from tests.engines.vllm_support import PROMPTS, Server, build_model, completion, save_checkpoint
 from tests.standins.processes import Child
 from weightsync.errors import WeightSyncError
+from weightsync.memory import reclaim_dead
 from weightsync.types.service import ModelStatus
 from weightsync.verbs.serving import Service
 
@@ -33,9 +34,9 @@ ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 SERVED_S = 60.0
 STRENGTH = 0.3
 """So strong that two versions say clearly different things."""
-CLOSE, FAR = 0.05, 0.2
-"""Of log-probabilities. vLLM and PEFT compute the same bfloat16 weights in other orders, and are closer than CLOSE; of
-two versions some token's are further apart than FAR."""
+CLOSE, FAR = 0.08, 0.2
+"""Of log-probabilities. vLLM and PEFT compute the same bfloat16 weights in other orders, and are closer than CLOSE: 0.057
+was seen. Of two versions some token's are further apart than FAR."""
 
 
 def lora_options(*, max_loras: int = 4, max_rank: int = MAX_RANK) -> tuple[str, ...]:
@@ -217,7 +218,9 @@ def worker_adapters(server: Server) -> list[int]:
 
 
 def adapter_folders() -> set[str]:
-    """Folders of adapters in shared memory made by this process; other tests' may lie beside them."""
+    """Folders of adapters in shared memory made by this process, but those of servers that are gone; other tests' may
+    lie beside them."""
+    reclaim_dead()
     return {
         name for name in os.listdir("/dev/shm")
         if name.startswith(f"weightsync-ipc-{os.getpid()}-")

@@ -206,7 +206,6 @@ def test_a_server_that_starts_again_comes_back_with_its_adapter(
     server.wait_until_ready()
     until(lambda: service.model_status("actor").engines == {server.url: f"{made.run_id}/1"})
     check_serves(server, made)
-    weightsync.memory.reclaim_dead()
     assert len(adapter_folders()) == 1
 
 

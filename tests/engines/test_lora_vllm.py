@@ -176,7 +176,6 @@ def test_a_server_that_starts_again_comes_back_with_its_adapter(
     server.wait_until_ready()
     until(lambda: service.model_status("actor").engines == {server.url: f"{trainer.run_id}/1"})
     check_serves(server, trainer)
-    weightsync.memory.reclaim_dead()
     assert len(adapter_folders()) == 1
 
 
@@ -273,6 +272,7 @@ def test_a_hundred_versions_leave_nothing(
     """No file, no slot, no memory: the processes' is flat over the last half."""
     import psutil
 
+    before = set(worker_adapters(server))  # of others, which vLLM's own route leaves in its worker
     trainer = trainers("actor", rank=64)
     trainer.publish()
     service = serve(trainer)
@@ -284,7 +284,7 @@ def test_a_hundred_versions_leave_nothing(
             until(lambda: len(loaded(server, "actor")) == 1)
             group = [each for each in psutil.process_iter() if _group_of(each.pid) == server.pid]
             sizes.append(sum(each.memory_info().rss for each in group))
-            assert len(worker_adapters(server)) == len(loaded(server))
+            assert len(set(worker_adapters(server)) - before) == len(loaded(server))
             assert adapter_folders() == {each["folder"] for each in loaded(server)}
     adapter = sum(tensor.numel() * 2 for name, tensor in peft_model(rank=64).named_parameters() if "lora_" in name)
     assert sizes[-1] - sizes[4] < 10 * adapter, sizes  # 50 versions
