@@ -35,8 +35,8 @@ SERVED_S = 60.0
 STRENGTH = 0.3
 """So strong that two versions say clearly different things."""
 CLOSE, FAR = 0.08, 0.2
-"""Of log-probabilities. vLLM and PEFT compute the same bfloat16 weights in other orders, and are closer than CLOSE (up to
-0.057 was seen); of two versions some token's are further apart than FAR."""
+"""Of log-probabilities. vLLM and PEFT compute the same bfloat16 weights in other orders, and are closer than CLOSE
+(up to 0.057 was seen); of two versions some token's are further apart than FAR."""
 
 
 def lora_options(*, max_loras: int = 4, max_rank: int = MAX_RANK) -> tuple[str, ...]:
