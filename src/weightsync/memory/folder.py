@@ -43,15 +43,18 @@ def free_bytes() -> int:
     return facts.f_bavail * facts.f_frsize
 
 
-def huge_to_who_asks() -> bool:
-    """Whether huge pages go to a mapping that asks for them before it has a page, and to no other."""
+def huge_option() -> str:
+    """How the folder's file system grants huge pages: "advise" to a mapping that asks for them before it has a page and to
+    no other; "never" where nothing is said.
+    """
     try:
         with open(_MOUNTS, encoding="utf-8", errors="replace") as file:
             mounts = [line.split() for line in file]
     except OSError:
-        return False
+        return "never"
     options = [fields[3].split(",") for fields in mounts if len(fields) > 3 and fields[1] == _path]
-    return bool(options) and "huge=advise" in options[-1]
+    of_last = options[-1] if options else []
+    return next((each.removeprefix("huge=") for each in of_last if each.startswith("huge=")), "never")
 
 
 def read_head(name: str, num_bytes: int, *, need_bytes: int) -> bytes:

@@ -20,7 +20,7 @@ import weakref
 
 from weightsync.errors import SharedMemoryError, WeightSyncError
 from weightsync.memory.advice import Advice, advise
-from weightsync.memory.folder import PREFIX, folder, free_bytes, huge_to_who_asks, open_own, path_of
+from weightsync.memory.folder import PREFIX, folder, free_bytes, huge_option, open_own, path_of
 from weightsync.memory.lease import Lock
 from weightsync.memory.private_folder import reclaim_folders
 from weightsync.types.closing import Closing
@@ -66,7 +66,7 @@ class Segment(Closing):
         self._mapping: threading.Thread | None = None
         self._given_back = False
         try:
-            self._map = self._allocated(mapped or huge_to_who_asks())
+            self._map = self._allocated(mapped or huge_option() == "advise")
         except BaseException:
             self.close()
             raise

@@ -16,6 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from weightsync.cli import app, doctor
+from weightsync.memory import folder
 from weightsync.net.server import ServerThread, api_app
 
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": ""}
@@ -118,7 +119,7 @@ def test_a_doctor_names_the_switch_of_huge_pages_that_counts(
     (tmp_path / "switch").write_text(" ".join(f"[{word}]" if word == switch else word for word in words))
     (tmp_path / "mounts").write_text(f"tmpfs /dev/shm tmpfs rw,huge=always 0 0\ntmpfs /dev/shm tmpfs {option} 0 0\n")
     monkeypatch.setattr(doctor, "_THP", tmp_path / "switch")
-    monkeypatch.setattr(doctor, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(folder, "_MOUNTS", str(tmp_path / "mounts"))
     found = doctor._huge_pages()
     assert (found.mark, says in f"{found.found}: {found.advice}") == (mark, True), found
 

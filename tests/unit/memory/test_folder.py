@@ -10,17 +10,17 @@ from weightsync.memory import folder
 
 
 @pytest.mark.parametrize(
-    ("options", "asks"),
-    [("rw,huge=advise", True), ("rw,nosuid,huge=advise,inode64", True), ("rw,huge=always", False), ("rw", False)],
+    ("options", "huge"),
+    [("rw,huge=advise", "advise"), ("rw,huge=always,inode64", "always"), ("rw", "never")],
 )
-def test_who_has_to_ask_for_huge_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, asks: bool
+def test_the_last_mount_says_who_has_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, huge: str
 ) -> None:
-    """The last mount at the folder counts; other folders' do not."""
+    """Other folders' do not count."""
     mounts = tmp_path / "mounts"
     monkeypatch.setattr(folder, "_MOUNTS", str(mounts))
     monkeypatch.setattr(folder, "_path", "/dev/shm")
-    other = "rw" if asks else "rw,huge=advise"
+    other = "rw" if huge == "advise" else "rw,huge=advise"
     lines = [
         f"tmpfs /dev/shm tmpfs {other} 0 0",
         f"tmpfs /dev/shm tmpfs {options} 0 0",
@@ -28,9 +28,9 @@ def test_who_has_to_ask_for_huge_pages(
         "x",
     ]
     mounts.write_text("\n".join(lines))
-    assert folder.huge_to_who_asks() == asks
+    assert folder.huge_option() == huge
 
 
 def test_a_system_that_does_not_say_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "_MOUNTS", str(tmp_path / "gone"))
-    assert not folder.huge_to_who_asks()
+    assert folder.huge_option() == "never"

@@ -9,7 +9,6 @@ import resource
 import signal
 import stat
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,22 +115,26 @@ def test_nothing_is_mapped_that_was_given_back(own_folder: Path, monkeypatch: py
     monkeypatch.setattr(segment_module, "_MAPPED_AT_ONCE_BYTES", 1 << 20)
     with Segment(3 << 20, mapped=False) as made:
         assert begun.wait(20.0)
-        giving = threading.Thread(target=made.give_back_pages)
-        giving.start()
-        while not made._given_back:
-            time.sleep(0.001)
-        goes_on.set()
-        giving.join()
+        thread = made._mapping
+        assert thread is not None
+        join = thread.join
+
+        def goes_on_and_joins() -> None:
+            goes_on.set()
+            join()
+
+        monkeypatch.setattr(thread, "join", goes_on_and_joins)
+        made.give_back_pages()
         assert len(pieces) == 1
         assert not any(made.memory)
 
 
-@pytest.mark.parametrize("huge", [True, False])
-def test_where_only_who_asks_has_huge_pages_all_is_mapped_first(huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("huge", ["advise", "always", "never"])
+def test_where_only_who_asks_has_huge_pages_all_is_mapped_first(huge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Allocated first, pages would stay small."""
-    monkeypatch.setattr(segment_module, "huge_to_who_asks", lambda: huge)
+    monkeypatch.setattr(segment_module, "huge_option", lambda: huge)
     with Segment(4096, mapped=False) as made:
-        assert (made._mapping is None) == huge
+        assert (made._mapping is None) == (huge == "advise")
 
 
 def test_views_that_are_alive_survive_the_close() -> None:
