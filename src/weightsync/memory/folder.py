@@ -44,8 +44,8 @@ def free_bytes() -> int:
 
 
 def huge_option() -> str:
-    """How the folder's file system grants huge pages: "advise" to a mapping that asks for them before it has a page and to
-    no other; "never" where nothing is said.
+    """How the folder's file system grants huge pages: "never", "always", or "advise", to a mapping that asks for them
+    before it has a page and to no other; "never" where nothing is said.
     """
     try:
         with open(_MOUNTS, encoding="utf-8", errors="replace") as file:
