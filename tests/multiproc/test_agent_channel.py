@@ -81,6 +81,25 @@ def test_an_agent_is_killed_and_the_next_one_serves(start: Start, tmp_path: Path
     assert folders_of(trainer.pid) == []
 
 
+def test_while_no_agent_runs_its_ports_are_nobody_elses(start: Start, tmp_path: Path) -> None:
+    """Any connection of this host may be given a free port of that range, and the next agent could not listen then."""
+    hook = Hook(at="weightsync.agent.api:TransferAgent.__init__", do="wait", path=str(tmp_path / "agent"))
+    trainer = Trainer(start, 1, agent_hooks=[hook])
+    sockets = psutil.Process(trainer.agent_pid).net_connections(kind="tcp")
+    ports = [each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN]
+    assert len(ports) == 2, "of HTTP, and of blocks"
+    hook.set()
+    os.kill(trainer.agent_pid, 9)
+    hook.reached()
+    for port in ports:
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind(("127.0.0.1", port))
+        with pytest.raises(ConnectionRefusedError):  # at once, and not when a time is over
+            socket.create_connection(("127.0.0.1", port))
+    hook.check_cancelled()
+    trainer.publish(0)
+
+
 @pytest.mark.parametrize("phase", ["connects", "starts"])
 def test_the_first_agent_is_killed_and_its_trainer_is_told_at_once(start: Start, tmp_path: Path, phase: str) -> None:
     at, after = AGENT[phase]

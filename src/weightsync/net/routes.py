@@ -95,3 +95,24 @@ def listening(host: str, port: int, *, backlog: int = 2048) -> socket.socket:
         listener.close()
         raise ConfigError(f"can't listen on {host}:{port}: {error}; choose another port or host") from error
     return listener
+
+
+def held_port(host: str, port: int) -> socket.socket | None:
+    """Keeps a port for a process that listens there, dies, and is started again: meanwhile the kernel gives it to nobody
+    else's connection. It does not listen, so who connects meanwhile is refused at once. `listening` still finds it free.
+
+    Args:
+        port: 0: any that is free.
+
+    Returns:
+        The socket that keeps it until it is closed; None where the port is taken already, or the address is not
+        this host's: who listens there says so.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # both sides have it, and this one never listens
+        holder.bind((host, port))
+    except (OSError, OverflowError):
+        holder.close()
+        return None
+    return holder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from weightsync.errors import StateError
+from weightsync.net.routes import held_port
 from weightsync.trainer.agent_run import AgentRun
 from weightsync.trainer.watchdog import Patience
 from weightsync.types import PhaseRecord, Version
@@ -56,6 +58,8 @@ class _Told:
 class AgentProcess:
     """Starts the agent, tells it what to serve, and starts it again on the same ports when it dies or hangs.
 
+    Between two agents this process keeps the ports, so that nobody's connection gets one of them.
+
     The trainer never waits for it: a thread of its own tells it what is newest, and asks it for a sign of life again
     and again, over a channel that no receiver can fill.
 
@@ -93,6 +97,7 @@ class AgentProcess:
         self._answer_within_s = answer_within_s
         self._patience = Patience(answer_within_s)
         self._pause_s = _RESTART_S
+        self._ports = contextlib.ExitStack()
         self.endpoint = ""
         self.host_nonce = ""
 
@@ -103,9 +108,13 @@ class AgentProcess:
             ConfigError: it could not listen, or the token is missing.
             EngineUnreachableError: it did not start in time, or died.
         """
+        self._config = msgspec.structs.replace(
+            self._config, port=self._kept(self._config.port), blocks_port=self._kept(self._config.blocks_port)
+        )
         self._thread.start()
         self._started.wait()  # at most as long as an agent may take, see `_begin`
         if self._failure is not None:
+            self._ports.close()
             raise self._failure
         return self.endpoint
 
@@ -139,10 +148,19 @@ class AgentProcess:
         self._wake()
         if self._thread.is_alive():
             self._thread.join(2 * _END_S)
+        self._ports.close()
         with self._lock:
             if self._wake_fd >= 0 and not self._thread.is_alive():
                 os.close(self._wake_fd)
                 self._wake_fd = -1
+
+    def _kept(self, port: int) -> int:
+        """The port, or any where it is 0, which is this process's from now on."""
+        holder = held_port(self._config.host, port)
+        if holder is None:
+            return port
+        self._ports.enter_context(holder)
+        return int(holder.getsockname()[1])
 
     def _wake(self) -> None:
         with self._lock:
