@@ -98,8 +98,9 @@ def listening(host: str, port: int, *, backlog: int = 2048) -> socket.socket:
 
 
 def held_port(host: str, port: int) -> socket.socket | None:
-    """Keeps a port for a process that listens there, dies, and is started again: meanwhile the kernel gives it to nobody
-    else's connection. It does not listen, so who connects meanwhile is refused at once. `listening` still finds it free.
+    """Keeps a port for a process that listens there, dies, and is started again: meanwhile nobody else is given it.
+
+    It does not listen: who connects meanwhile is refused at once. `listening` still finds it free.
 
     Args:
         port: 0: any that is free.
