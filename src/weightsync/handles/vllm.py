@@ -258,8 +258,9 @@ class VllmEngine(SteppedEngine):
         committed, self._committed = self._committed, None
         if committed == self._paused_by == request.session:  # all workers have just said that they serve it
             with self._log.phase("resume"):
+                if not self._patches:  # a whole version may have been written where it differs
+                    self._look(deadline, written=True)  # first: behind it vLLM computes kept requests anew
                 self._go_on(deadline)
-            self._look(deadline, written=not self._patches)  # whole versions may have been written where they differ
             return
         state = self._look(deadline)
         if not self._is_ours(state):

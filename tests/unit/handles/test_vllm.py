@@ -445,6 +445,21 @@ def test_who_was_superseded_lifts_no_pause_of_who_took_over() -> None:
     assert not api.paused, "whose pause it is lifts it"
 
 
+def test_nobody_waits_until_kept_requests_are_computed_anew() -> None:
+    """vLLM does that in the step behind its resume, and answers nothing meanwhile: seconds for long ones."""
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    handle.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+
+    def resume(**_: Any) -> None:
+        api.paused, api.busy = False, True
+
+    api.resume = resume  # type: ignore[method-assign]
+    handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5)
+    assert not api.paused
+
+
 def test_in_place_sends_nothing_without_its_pause() -> None:
     api = Engine()
     handle = joined(api, "run", in_place=True)
