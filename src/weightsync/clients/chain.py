@@ -289,15 +289,15 @@ class Chain:
             _logger.warning("%s: %s; the newest manifest that is good counts", self.store.url, error)
             recovered = self._recover(deadline, error)
             with self._lock:
-                if self._seen is None or recovered.order >= self._seen.order:
+                if self._seen is None or recovered.current != self._seen.current:
+                    if self._seen is not None and recovered.goes_back(self._seen):
+                        raise  # what was found before is gone: nobody goes back
                     self._seen = recovered
-                elif recovered.current != self._seen.current:
-                    raise  # what was found before is gone: nobody goes back
                 self._pointer = recovered
                 self._recovered = None if found is None else found.etag
             return
         with self._lock:
-            if self._seen is not None and pointer.order < self._seen.order:
+            if self._seen is not None and pointer.goes_back(self._seen):
                 if (self._etag, self._recovered) != (etag, known):
                     return  # another thread has asked meanwhile, and has a newer answer
                 raise StoreDamagedError(f"{what} went back to {pointer.version}: an old one was put there again")

@@ -66,6 +66,8 @@ _ALREADY = "already active"  # vLLM's words
 _AUDIT_POLL_S = 0.3
 _MEND_FIRST_S = 0.5
 _MEND_ATTEMPT_S = 20.0
+_WRITTEN_S = 2.0
+"""A paused vLLM says at once how much it has written; where it does not, nobody stands still for that."""
 _MEND_MARGIN_S = 300.0  # beyond the pause's lease
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -256,13 +258,13 @@ class VllmEngine(SteppedEngine):
 
     def _resume(self, request: ResumeRequest, deadline: Deadline) -> None:
         committed, self._committed = self._committed, None
-        if committed == self._paused_by == request.session:  # all workers have just said that they serve it
-            with self._log.phase("resume"):
-                if not self._patches:  # a whole version may have been written where it differs
-                    self._look(deadline, written=True)  # first: behind it vLLM computes kept requests anew
-                self._go_on(deadline)
-            return
-        state = self._look(deadline)
+        if committed != self._paused_by or committed != request.session:
+            self._look(deadline)
+        elif not self._patches:  # all workers have just said that they serve it, perhaps written where it differs
+            with contextlib.suppress(WeightSyncError), self._log.phase("look"):
+                # now: behind its resume vLLM computes kept requests anew, and answers nothing meanwhile
+                self._look(Deadline(min(_WRITTEN_S, deadline.check("answer"))), written=True)
+        state = self._state
         if not self._is_ours(state):
             raise StateError(
                 f"can't resume: run {state.run_id} or its session {state.session} has the engine now",

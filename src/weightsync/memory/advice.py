@@ -26,7 +26,7 @@ def advise(mapped: mmap.mmap, advice: Advice, *, part: slice = slice(None)) -> N
     """Gives advice for all of a writable or private mapping, or for a part that begins with a page; nothing happens
     where it is refused.
     """
-    start, stop, _ = part.indices(len(mapped))
-    with contextlib.suppress(OSError, AttributeError, ValueError):
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # among them: it is closed
+        start, stop, _ = part.indices(len(mapped))
         first = ctypes.c_char.from_buffer(mapped, start)  # held in the call: nobody unmaps it, or maps another there
         ctypes.CDLL(None).madvise(ctypes.byref(first), ctypes.c_size_t(stop - start), ctypes.c_int(advice))

@@ -155,6 +155,8 @@ class Segment(Closing):
         self._unlink_at_exit()
         if os.getpid() == self._pid:
             os.close(self._lock_fd)
+            if self._mapping is not None:
+                self._mapping.join()  # it holds the memory for as long as it maps a piece
         if hasattr(self, "_map"):
             with contextlib.suppress(BufferError):  # views are alive: it is unmapped with the last of them
                 self._map.close()

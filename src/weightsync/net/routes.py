@@ -100,7 +100,8 @@ def listening(host: str, port: int, *, backlog: int = 2048) -> socket.socket:
 def held_port(host: str, port: int) -> socket.socket | None:
     """Keeps a port for a process that listens there, dies, and is started again: meanwhile nobody else is given it.
 
-    It does not listen: who connects meanwhile is refused at once. `listening` still finds it free.
+    It does not listen: who connects meanwhile is refused at once. `listening` still finds it free, as does whoever
+    names this port and allows its reuse: the kernel alone gives it to nobody.
 
     Args:
         port: 0: any that is free.
@@ -113,7 +114,7 @@ def held_port(host: str, port: int) -> socket.socket | None:
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # both sides have it, and this one never listens
         holder.bind((host, port))
-    except (OSError, OverflowError):
+    except (OSError, OverflowError, ValueError, TypeError):
         holder.close()
         return None
     return holder

@@ -21,7 +21,7 @@ from weightsync.trainer.watchdog import Patience
 from weightsync.types import PhaseRecord, Version
 from weightsync.types.agent_config import AgentConfig
 from weightsync.types.agent_messages import Event, NotPublished, Ping, Pong, Published, ResetOrder
-from weightsync.types.process import of_one_process
+from weightsync.types.process import closed_in_children, of_one_process
 from weightsync.types.publication import Publication
 
 _START_S = 60.0
@@ -108,9 +108,10 @@ class AgentProcess:
             ConfigError: it could not listen, or the token is missing.
             EngineUnreachableError: it did not start in time, or died.
         """
-        self._config = msgspec.structs.replace(
-            self._config, port=self._kept(self._config.port), blocks_port=self._kept(self._config.blocks_port)
-        )
+        asked = {"port": self._config.port, "blocks_port": self._config.blocks_port}
+        kept = {name: self._kept(asked[name]) for name in sorted(asked, key=lambda name: asked[name] == 0)}
+        self._config = msgspec.structs.replace(self._config, **kept)
+        closed_in_children(self, lambda agent: agent._ports.close())
         self._thread.start()
         self._started.wait()  # at most as long as an agent may take, see `_begin`
         if self._failure is not None:

@@ -225,6 +225,8 @@ class StoredVersion(Message, frozen=True, kw_only=True):
 class Pointer(Message, frozen=True, kw_only=True):
     """The newest version. Its number never goes back within the epoch that wrote it, and epochs rise.
 
+    A reader that has seen a writer's pointer takes none of an earlier writer any more: that one was fenced.
+
     Attributes:
         place: as of `StoredVersion`.
         epoch: of the writer that moved it last: who takes over moves it before it has a version of its own.
@@ -243,6 +245,12 @@ class Pointer(Message, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_epoch(self.epoch)
+        if self.order[0] > self.epoch:
+            raise InvalidRequestError(f"a pointer of epoch {self.epoch} names a version of epoch {self.order[0]}")
+
+    def goes_back(self, seen: Pointer) -> bool:
+        """Whether it is older than one that was seen."""
+        return self.epoch < seen.epoch or self.order < seen.order
 
     @property
     def order(self) -> tuple[int, int]:

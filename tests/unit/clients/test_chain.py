@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import shutil
 
@@ -185,6 +186,18 @@ def test_an_older_manifest_under_a_newer_number_is_refused(place, keys, caplog) 
     found = Chain(store_at(place), trust=keys[1]).newest(deadline=Deadline(5))
     assert found.version.number == 5  # the pointer's previous
     assert "versions/6.json" in caplog.text
+
+
+def test_a_pointer_to_a_version_of_a_later_writer_is_none(place, keys) -> None:
+    """Whoever took it would refuse all that come after it."""
+    path = place / POINTER
+    pointer = json.loads(path.read_bytes().partition(b"\n")[0])
+    pointer["current"]["manifest"]["key"] = "e999999999999999999/versions/6.json"
+    path.write_bytes(seal("pointer", json.dumps(pointer).encode(), keys[0]))
+    chain = Chain(store_at(place), trust=keys[1])
+    assert chain.newest(deadline=Deadline(5)).version.number == 6  # the newest manifest that is good counts
+    assert chain.seen is not None
+    assert chain.seen.order == (pointer["epoch"], 6)
 
 
 def test_an_older_pointer_is_refused_by_whoever_has_seen_a_newer_one(place, keys) -> None:

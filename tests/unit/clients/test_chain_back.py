@@ -90,6 +90,17 @@ def test_a_run_that_took_over_may_begin_below_the_one_before(kept, keys) -> None
     taken_over = (folder / POINTER).read_bytes()
     assert taken_over != pointers[6]
     assert chain.newest(deadline=Deadline(5)).version.number == 6
+    for old in (pointers[6], pointers[2]):  # of the writer that was fenced
+        (folder / POINTER).write_bytes(old)
+        with pytest.raises(StoreDamagedError, match="went back"):
+            chain.newest(deadline=Deadline(5))
+    (folder / POINTER).write_bytes(b"damaged")
+    later = Chain(store_at(folder), trust=keys[1], seen=chain.seen)  # recovers the same version, and the fence stays
+    assert later.newest(deadline=Deadline(5)).version.number == 6
+    (folder / POINTER).write_bytes(pointers[6])
+    with pytest.raises(StoreDamagedError, match="went back"):
+        later.newest(deadline=Deadline(5))
+    (folder / POINTER).write_bytes(taken_over)
     after.write(1)
     newest = chain.newest(deadline=Deadline(5)).version
     assert (newest.run_id, newest.number) == (run_of(SEED + 1), 1)

@@ -413,6 +413,8 @@ class Engine:
         self.calls.append(next(iter(info)))
         if "begin" in info:
             self.state = msgspec.structs.replace(self.state, session=info["begin"]["session"], updating=True)
+        elif "commit" in info:
+            self.state = msgspec.structs.replace(self.state, session=None, healthy=True)
 
 
 def joined(api: Engine, run_id: str, **options: Any) -> VllmEngine:
@@ -458,6 +460,27 @@ def test_nobody_waits_until_kept_requests_are_computed_anew() -> None:
     api.resume = resume  # type: ignore[method-assign]
     handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5)
     assert not api.paused
+
+
+def test_it_goes_on_though_it_does_not_say_how_much_it_has_written() -> None:
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    handle.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+    api.busy = True
+    handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5)
+    assert not api.paused
+
+
+def test_a_pause_of_who_took_over_behind_the_commit_is_not_lifted() -> None:
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    handle.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+    api.state = VllmState(run_id="other", group="h", session="t", healthy=True)
+    with pytest.raises(StateError, match="has the engine now"):
+        handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5)
+    assert api.paused
 
 
 def test_in_place_sends_nothing_without_its_pause() -> None:

@@ -81,13 +81,13 @@ class Inside:
         `prompt_logprobs` would be one call: vLLM's CPU build (0.32) ends at it where the same batch generates by an
         adapter.
         """
-        few, scores, failed = asyncio.Semaphore(_SCORED_AT_ONCE), [0.0] * (len(tokens) - 1), list[Exception]()
+        few, scores, failed = asyncio.Semaphore(_SCORED_AT_ONCE), dict[int, float](), list[Exception]()
 
         async def ask(count: int) -> None:
             async with few:
                 try:
                     if not failed:
-                        scores[count - 1] = await self._score(name, tokens[:count], tokens[count], replica)
+                        scores[count] = await self._score(name, tokens[:count], tokens[count], replica)
                 except Exception as error:
                     failed.append(error)
 
@@ -96,7 +96,9 @@ class Inside:
                 group.create_task(ask(count))
         if failed:
             raise failed[0]
-        return tuple(scores)
+        if len(scores) != len(tokens) - 1:  # a call that was cancelled within the server fails nothing by itself
+            raise EngineError(f"{self.engine} gave {len(scores)} of {len(tokens) - 1} log-probabilities")
+        return tuple(scores[count] for count in range(1, len(tokens)))
 
     async def _score(self, name: str, before: tuple[int, ...], token: int, replica: int | None) -> float:
         extra = [] if replica is None else [(b"x-data-parallel-rank", str(replica).encode())]

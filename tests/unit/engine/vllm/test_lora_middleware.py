@@ -44,6 +44,7 @@ class Vllm:
         self.fields: dict[str, Any] = {}
         self.scoring = self.most_scoring = 0
         self.refuses_token: int | None = None
+        self.cancels_token: int | None = None
         self.models = types.SimpleNamespace(lora_requests={}, base_model_paths=[types.SimpleNamespace(name="base")])
         self.states: dict[str, Any] = {}
         lora = types.SimpleNamespace(max_loras=slots, max_cpu_loras=slots, max_lora_rank=64)
@@ -112,6 +113,8 @@ class Vllm:
             if body["allowed_token_ids"] == [self.refuses_token]:
                 await reply(send, 500, {"error": {"message": "out of memory"}})
                 return
+            if body["allowed_token_ids"] == [self.cancels_token]:
+                raise asyncio.CancelledError
             scores = {"token_logprobs": [-float(token) for token in body["allowed_token_ids"]]}
             await reply(send, 200, {"model": body["model"], "choices": [{"index": 0, "logprobs": scores}]})
             return
@@ -556,6 +559,19 @@ def test_a_canary_that_fails_has_nothing_under_way_any_more() -> None:
         assert (status >= 400, b"out of memory" in said) == (True, True)
         assert len(vllm.asked) < 40, "the others are not asked for"
         assert ((await there.state())["adapters"][0]["in_flight"], vllm.scoring) == (0, 0)
+
+    run(body)
+
+
+def test_a_canarys_token_whose_call_was_cancelled_in_the_server_has_no_score() -> None:
+    """A group of tasks passes over one that ended so. Seen red: it was told as 0.0, a probability of one."""
+
+    async def body(there: Client, vllm: Vllm) -> None:
+        await there.load(1)
+        vllm.cancels_token = 7
+        order = {"session": f"{RUN}/1#actor", "tokens": list(range(11))}
+        status, _, said = await there.ask("POST", SCORE_PATH, order)
+        assert (status >= 400, b"9 of 10" in said) == (True, True), said
 
     run(body)
 
