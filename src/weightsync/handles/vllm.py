@@ -246,7 +246,7 @@ class VllmEngine(SteppedEngine):
         with self._log.phase("commit"):
             self._stale_cache = self._clear
             self._send_update(VllmUpdateMessage(commit=request), deadline)
-            self._believe(version=session.version, digest=self._digest, session=None, healthy=True)
+            self._believe(version=session.version, digest=self._digest, session=None, healthy=True, written=None)
             if self._several:
                 self._name_version(self._state, deadline)
             else:

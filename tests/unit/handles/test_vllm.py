@@ -431,6 +431,15 @@ def begun(handle: VllmEngine, session: str, *, paused: bool = True) -> None:
         handle.call(EngineOp.PAUSE, PauseRequest(session=session, timeout_s=1.0, lease_s=5.0), timeout_s=5)
 
 
+def committed() -> tuple[Engine, VllmEngine]:
+    """Paused; its session "s" has committed, and not resumed."""
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    handle.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+    return api, handle
+
+
 def test_who_was_superseded_lifts_no_pause_of_who_took_over() -> None:
     api = Engine()
     old = joined(api, "old")
@@ -449,10 +458,7 @@ def test_who_was_superseded_lifts_no_pause_of_who_took_over() -> None:
 
 def test_nobody_waits_until_kept_requests_are_computed_anew() -> None:
     """vLLM does that in the step behind its resume, and answers nothing meanwhile: seconds for long ones."""
-    api = Engine()
-    handle = joined(api, "run")
-    begun(handle, "s")
-    handle.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+    api, handle = committed()
 
     def resume(**_: Any) -> None:
         api.paused, api.busy = False, True
@@ -463,20 +469,19 @@ def test_nobody_waits_until_kept_requests_are_computed_anew() -> None:
 
 
 def test_it_goes_on_though_it_does_not_say_how_much_it_has_written() -> None:
-    api = Engine()
-    handle = joined(api, "run")
-    begun(handle, "s")
-    handle.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+    """And the number of the version before is not told for it."""
+    api, handle = committed()
+    api.state = msgspec.structs.replace(api.state, written=7)
+    assert handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5).written == 7
+    begun(handle, "t")
+    handle.call(EngineOp.COMMIT, CommitRequest(session="t"), timeout_s=5)
     api.busy = True
-    handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5)
+    assert handle.call(EngineOp.RESUME, ResumeRequest(session="t"), timeout_s=5).written is None
     assert not api.paused
 
 
 def test_a_pause_of_who_took_over_behind_the_commit_is_not_lifted() -> None:
-    api = Engine()
-    handle = joined(api, "run")
-    begun(handle, "s")
-    handle.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+    api, handle = committed()
     api.state = VllmState(run_id="other", group="h", session="t", healthy=True)
     with pytest.raises(StateError, match="has the engine now"):
         handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5)
