@@ -238,6 +238,10 @@ class WeightSyncController:
         model.wait(lambda model: model.up_to_date or not model.under_way, timeout_s, given_up)
         return model.up_to_date
 
+    def ended_by(self, model_tag: str, report: Callable[[], None], *, timeout_s: float) -> None:
+        """Calls `report`, which ends the sync that is under way, and waits until the model's state shows that."""
+        self._model(model_tag).ended_by(report, timeout_s)
+
     def look_again(self, model_tag: str) -> None:
         """Who waits for this model looks whether it still has to: a `given_up` was set."""
         self._model(model_tag).look_again()

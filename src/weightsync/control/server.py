@@ -51,6 +51,8 @@ from weightsync.types.timeline import Timeline
 _MAX_WAITING = 256
 _MAX_AT_GATES = 16_384
 _MAX_ASKING = 64
+_SHOWN_S = 5.0
+"""So long a rank waits until a push that it reports is counted."""
 """Announcements without a run, whose agents are asked: each has a thread of its own meanwhile."""
 _T = TypeVar("_T")
 _M = TypeVar("_M")
@@ -276,8 +278,14 @@ class ControllerServer:
         return NextPushReply(order=order)
 
     async def _push_done(self, _: Request, asked: PushDoneRequest) -> PushDoneReply:
-        error = None if asked.error is None else error_from_dict(asked.error)
-        self._orders_of(asked).done(asked.order_id, error or cast(SyncReport, asked.report))
+        """Answers when the model's state shows it: who asks behind `push.step` sees what the engines serve."""
+        orders, error = self._orders_of(asked), None if asked.error is None else error_from_dict(asked.error)
+
+        def report() -> None:
+            orders.done(asked.order_id, error or cast(SyncReport, asked.report))
+
+        ended = functools.partial(self._controller.ended_by, asked.model_tag, report, timeout_s=_SHOWN_S)
+        await asyncio.wrap_future(in_thread(ended, name="weightsync-push-done"))
         return PushDoneReply()
 
     def _orders_of(self, asked: ModelRequest) -> PushOrders:

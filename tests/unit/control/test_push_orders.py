@@ -12,6 +12,7 @@ import pytest
 from tests.multiproc.pull_kit import wait_until
 from weightsync.clients.controller import ControllerClient
 from weightsync.control.build import build_controller
+from weightsync.control.methods.push import PushMethod
 from weightsync.control.push_orders import PushOrders
 from weightsync.errors import (
     DeadlineExceededError,
@@ -208,6 +209,24 @@ def test_a_trainer_that_was_restarted_is_ordered_at_once_though_the_old_one_has_
         assert order is not None
         client.push_done("actor", order, report(1, "new"))
         assert client.wait_version("new", "actor", 1, wait_s=LONG_S)
+
+
+def test_a_rank_that_has_reported_finds_its_version_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks behind `push.step`. The method takes its time with the report."""
+    checked = PushMethod._checked
+
+    def slow(method: PushMethod, model_tag: str, version: Version, ended: SyncReport) -> int:
+        threading.Event().wait(0.3)
+        return checked(method, model_tag, version, ended)
+
+    monkeypatch.setattr(PushMethod, "_checked", slow)
+    config = {"sync_method": "push", "fleet": {"port": 0, "models": ["actor"]}}
+    with build_controller(config) as built, contextlib.closing(ControllerClient(built.url)) as client:
+        client.train_worker_notify_weight_update("trainer", "actor", "r", 1)
+        order = client.next_push("actor", 1, "r", wait_s=LONG_S)
+        assert order is not None
+        client.push_done("actor", order, report(1))
+        assert client.rollout_service_state("actor").rollout_model_version == 1
 
 
 def test_a_report_of_another_run_is_no_success() -> None:
