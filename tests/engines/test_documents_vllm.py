@@ -7,7 +7,9 @@ import pytest
 from tests.engines.conftest import Versions
 from tests.engines.vllm_support import (
     DIFFERENT,
+    LIMITED,
     NEEDS_VLLM,
+    NOT_LIMITED,
     SAME,
     distance,
     engine_env,
@@ -18,6 +20,7 @@ from tests.engines.vllm_support import (
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
 
 
+@pytest.mark.skipif(LIMITED, reason=NOT_LIMITED)
 def test_the_example_usage_loads_a_real_vllm_model(versions: Versions) -> None:
     """After the second sync it answers as it did when it was fresh, from the second step's checkpoint; after the first
     it does not.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,10 @@ import pytest
 from tests.engines import vllm_faults
 from tests.engines.conftest import Versions
 from tests.engines.vllm_support import (
-    CPU_LIMITS,
     DIFFERENT,
+    LIMITED,
     NEEDS_VLLM,
+    NOT_LIMITED,
     SAME,
     distance,
     engine_env,
@@ -24,10 +24,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not vllm_is_there, re
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(
-    any(name in os.environ for name in CPU_LIMITS),
-    reason="the limits of this process's CPU features do not hold for a trainer in vLLM's process: it differs",
-)
+@pytest.mark.skipif(LIMITED, reason=NOT_LIMITED)
 def test_the_oracle_offline_with_two_workers(tied_versions: Versions, tmp_path: Path) -> None:
     """The oracle, and failures of one worker alone: the first, whose error vLLM's executor stops to listen at, and the
     last; and strangers who speak while a session is open. After each, the next sync works and what it synced is served.

@@ -46,7 +46,25 @@ LONG_PROMPT: tuple[int, ...] = tuple((5 * i + i // 9) % VOCAB for i in range(300
 
 vllm_is_there = importlib.util.find_spec("vllm") is not None
 NEEDS_VLLM = "vLLM is not installed: pip install weightsync[engines-cpu]"
-PACKS = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+LIMITED = any(name in os.environ for name in CPU_LIMITS)
+"""Whether this process leaves features of the CPU unused. vLLM's do not, see `as_the_cpu_is`."""
+NOT_LIMITED = "the limits of this process's CPU features do not hold for a trainer in vLLM's process: it differs"
+
+
+def _packs() -> bool:
+    if not LIMITED:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    code = "import sys, torch; sys.exit(not torch.ops.mkldnn._is_mkldnn_bf16_supported())"
+    return subprocess.run([sys.executable, "-c", code], env=as_the_cpu_is(), check=False).returncode == 0
+
+
+def as_the_cpu_is() -> dict[str, str]:
+    """This process's environment without limits of the CPU's features: vLLM chooses its kernels by what the CPU itself
+    says, and its engine crashes where torch is told otherwise."""
+    return {name: value for name, value in os.environ.items() if name not in CPU_LIMITS}
+
+
+PACKS = _packs()
 """Whether vLLM's CPU build packs linear weights in bfloat16 on this CPU; with AVX2 alone it keeps them as loaded."""
 NEEDS_PACKING = "this CPU has no bfloat16 kernel of oneDNN: vLLM packs no linear weights in bfloat16 here"
 
@@ -223,12 +241,6 @@ def completion(prompt: Sequence[int], **options: Any) -> dict[str, Any]:
         "return_tokens_as_token_ids": True,
         **options,
     }
-
-
-def as_the_cpu_is() -> dict[str, str]:
-    """This process's environment without limits of the CPU's features: vLLM chooses its kernels by what the CPU itself
-    says, and its engine crashes where torch is told otherwise."""
-    return {name: value for name, value in os.environ.items() if name not in CPU_LIMITS}
 
 
 def engine_env(tp: int = 1, *, core: int = 0) -> dict[str, str]:

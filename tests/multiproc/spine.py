@@ -240,7 +240,7 @@ class Engine:
         self.id = engine_id
         self.world_size = world_size
         self.child = start(engine_main, engine_id, world_size, options, talk=True, name=engine_id)
-        self.url, self.worker_pids = self.child.recv(30)
+        self.url, self.worker_pids = self.child.recv(60)
 
     def ask(self, name: str, argument: Any = None, worker: int = 0) -> Any:
         self.child.conn.send((worker, name, argument))

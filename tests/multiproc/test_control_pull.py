@@ -66,7 +66,7 @@ def test_services_follow_and_one_that_is_killed_is_evicted(start: Start) -> None
 
 def test_what_a_pull_can_not_do_is_told_by_service(start: Start) -> None:
     trainer, service = Trainer(start, SEED), Service(start, ["e"])
-    method = PullMethod({"a": service.client}, {MODEL: trainer.endpoint}, timeout_s=2.0)
+    method = PullMethod({"a": service.client}, {MODEL: trainer.endpoint}, timeout_s=20.0)
     with pytest.raises(InvalidRequestError, match="no agent of model 'other'"):
         method.sync_weights("other", Version(run_id="r", number=1))
     with pytest.raises(SyncFailedError) as caught:

@@ -76,7 +76,7 @@ def test_a_rank_that_dies_mid_extract_is_a_typed_error_on_the_others() -> None:
     with children() as start:
         port = free_port()
         first, _ = [start(in_gloo_world, rank, 2, port, _die_mid_extract, ()) for rank in range(2)]
-        kind, parameter, rank = first.result(10)
+        kind, parameter, rank = first.result(20)
     assert kind == "ExtractError"
     assert parameter in ("weight", "bias")
     assert rank == 0

@@ -13,7 +13,7 @@ import pytest
 
 from tests.multiproc.fleet_kit import MODELS, Fleet, FleetService, Trainers, check_records, read_records
 from tests.multiproc.pull_kit import wait_until
-from tests.standins.processes import Child, children
+from tests.standins.processes import Child, children, free_port
 from weightsync.clients.controller import ControllerClient
 from weightsync.errors import WeightSyncError
 from weightsync.handles.fanout import in_thread
@@ -118,7 +118,8 @@ def test_a_number_of_one_model_holds_up_no_set(start: Start, tmp_path: Path) -> 
 def test_a_trainer_dies_after_its_last_word_and_its_successor_is_served(
     same_port: bool, start: Start, fleet: Fleet, tmp_path: Path
 ) -> None:
-    first, second = Trainers(start, models=("actor",)), Trainers(start, None, models=("actor",))
+    first, second = Trainers(start, None, models=("actor",)), Trainers(start, None, models=("actor",))
+    first.begin("r1", free_port())
     FleetService(start, "one", fleet.server_url, tmp_path, models=("actor",))
     fleet.wait_states({"one": "live"})
     served(fleet, first, 1)

@@ -13,7 +13,7 @@ import torch
 
 from tests.multiproc.fleet_kit import Fleet, Trainers
 from tests.multiproc.pull_kit import Actor, _act, wait_until
-from tests.standins.processes import Child, children
+from tests.standins.processes import Child, children, free_port
 from weightsync.clients.host import RolloutClient
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
@@ -85,7 +85,7 @@ def test_a_fleet_whose_trainer_has_ended_survives_the_restart_of_its_service(sta
     wait_until(lambda: engine.ask("answer") == 1.0, "it is served", SOON_S)
     assert fleet.controller.wait_version(trainers.run_of("actor"), "actor", 1, timeout_s=SOON_S)
     fleet.wait_states({"one": "live"})
-    wait_until(lambda: fleet.pool._digests, "the service has said what it serves")
+    wait_until(lambda: fleet.pool._versions.digests, "the service has said what it serves")
     trainers.child.kill()
     service.child.kill()
     service = Actor(start, service_main, fleet.server_url, lease, engine.ask("url"), (), name="service")
@@ -108,7 +108,7 @@ def test_a_service_without_a_controller_lends_what_it_has_given(start: Start, tm
     lease = make_lease(tmp_path)
     trainers = Trainers(start, models=("actor",))
     senders = tuple(trainers.endpoints.values())
-    engine = Actor(start, engine_main, lease, 0, name="engine")
+    engine = Actor(start, engine_main, lease, free_port(), name="engine")
     url = engine.ask("url")
     service = Actor(start, service_main, None, lease, url, senders, name="service")
     client = RolloutClient(service.ask("url"))
@@ -165,9 +165,9 @@ def test_what_another_life_of_the_trainer_has_published_is_not_served(
     A service that was started again takes it over, and does just what the one before would do.
     """
     lease = make_lease(tmp_path)
-    trainers = Trainers(start, models=("actor",))
+    trainers, port = Trainers(start, None, models=("actor",)), free_port()
+    trainers.begin("r1", port)
     senders = tuple(trainers.endpoints.values())
-    port = int(senders[0].rsplit(":", 1)[1])
     engine = Actor(start, engine_main, lease, 0, name="engine")
     service = Actor(start, service_main, None, lease, engine.ask("url"), senders, name="service")
     client = RolloutClient(service.ask("url"))

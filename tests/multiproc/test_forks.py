@@ -181,8 +181,11 @@ def server_forks(lease_path: str) -> None:
 def dies_and_leaves_a_fork(lease_path: str, conn: Any) -> None:
     server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(Model())), port=free_port())
     url, lease = server.start(), ServingLease(lease_path)
+    begun, begins = os.pipe()
     if (child := os.fork()) == 0:
+        os.write(begins, b"x")
         signal.pause()
+    os.read(begun, 1)  # what a fork closes it closes as it begins, which a busy machine may put off
     conn.send((url, child, lease.left_s))
     signal.pause()
 

@@ -133,7 +133,7 @@ def test_a_service_that_is_killed_in_an_update_is_told_and_synced_when_it_is_bac
     service = start(serve_main, WeaverServer, port, talk=True, name="weaver")
     holder = WeaverHolder(service.recv())
     controller = WeightSyncController(
-        {"sync_method": "weaver", "sync_mode": "sync"}, WeaverMethod(holder, timeout_s=SYNC_S), retries_s=RETRIES_S
+        {"sync_method": "weaver", "sync_mode": "sync"}, WeaverMethod(holder, timeout_s=LONG_S), retries_s=RETRIES_S
     )
     with contextlib.closing(holder), contextlib.closing(controller):
         tell(service, "trained", 1)

@@ -425,7 +425,7 @@ def test_two_segments_a_third_under_a_lease_and_never_a_wait_beyond_the_guard() 
                 report = offload(8)
                 assert not report.published
                 assert report.why is not None
-                assert 0.9 < report.waited_s < report.seconds < 3
+                assert 0.9 < report.waited_s < report.seconds < 10
                 with pytest.raises(StateError, match="not published"):
                     wm.wait_published(8, timeout_s=5)
                 for path, value in ((first, 5), (second, 6), (third, 7)):

@@ -61,12 +61,13 @@ def test_an_agent_that_was_stopped_is_killed_and_started_again() -> None:
         published(manager, 1)
         pid, endpoint = manager.agent_pid, manager.endpoint
         assert pid is not None
+        num_before = len(manager.recorder.records())  # one that loads torch may be silent for so long
         os.kill(pid, signal.SIGSTOP)
         published(manager, 2)
         assert manager.agent_pid != pid
         assert manager.endpoint == endpoint
         pulled(manager, 2)
-        names = [record.name for record in manager.recorder.records()]
+        names = [record.name for record in manager.recorder.records()[num_before:]]
         assert names.count("agent hung") == names.count("agent restarted") == 1
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -213,6 +214,7 @@ def hung(manager: WeightManager) -> int:
     return sum(record.name == "agent hung" for record in manager.recorder.records())
 
 
+@pytest.mark.alone  # it takes a CPU away from everybody
 def test_an_agent_that_gets_no_cpu_is_left_alone() -> None:
     """Seen to fail: it was killed and started again, again and again, which took the host what CPU it had."""
     cpus = os.sched_getaffinity(0)

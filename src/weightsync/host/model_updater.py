@@ -438,7 +438,7 @@ class ModelUpdater:
         self._note(
             run_id=version.run_id, version=version.number, served_s=done_s, load_s=load_s, canaries=loaded.canaries,
             paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1, num_patched=loaded.num_patched,
-            checksums=loaded.checksums, full_because=loaded.full_because, **kind_of(pulled.manifest),
+            checksums=loaded.checksums, full_because=loaded.full_because, errors={}, **kind_of(pulled.manifest),
         )  # fmt: skip
 
 

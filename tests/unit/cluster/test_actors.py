@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.standins.processes import free_port
 from weightsync.clients.controller import ControllerClient
 from weightsync.cluster.actors import ActorHandle, Address, Whereabouts, answer, value_of
 from weightsync.cluster.controller_actor import ControllerActor, RayController, settings_of
@@ -157,12 +158,12 @@ def test_an_actor_that_ray_has_started_again_at_the_same_port_is_found(
 ) -> None:
     """By its token. Seen to fail: it was taken for the one that is gone, as its URL is the same; and where it listens
     before it is looked for, it refused the old token for good."""
+    port = free_port()
+    monkeypatch.setattr("weightsync.engine.server.EngineServer", functools.partial(EngineServer, port=port))
     before, again = actors(), actors()
     engine = Direct(Restarted(before), engine_id="e", loopback=True)
     engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
-    port = int(engine.address().url.rpartition(":")[2])
     before.close()
-    monkeypatch.setattr("weightsync.engine.server.EngineServer", functools.partial(EngineServer, port=port))
     if reached_before:
         again.listen(True)
     engine.actor.now = again

@@ -30,7 +30,7 @@ from weightsync.types.fleet import (
 from weightsync.types.service import ModelStatus, ServiceStatus
 
 LONG_S = 15.0
-LEASE_S = 0.8
+LEASE_S = 3.0
 PAIR = ("actor", "critic")
 SENDER = "http://agent"
 Does = Callable[[Any], Awaitable[Any] | Any]
@@ -157,14 +157,15 @@ class World:
 
     def __init__(self) -> None:
         self.pool = RolloutPool(lease_s=LEASE_S)
+        self.pool._learns_until_s = time.monotonic()  # nobody served anything before
         self.instances: list[Instance] = []
         self.steps: list[tuple[str, str]] = []
 
     def method(self, policy: str = "each", sets: tuple[tuple[str, ...], ...] = (), **times: Any) -> FleetMethod:
         times = {
             "barrier_timeout_s": 5.0,
-            "prepare_timeout_s": 2.0,
-            "commit_timeout_s": 1.0,
+            "prepare_timeout_s": 10.0,
+            "commit_timeout_s": 5.0,
             "straggler_s": 0.1,
             **times,
         }

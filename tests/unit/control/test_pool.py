@@ -168,18 +168,30 @@ def test_a_new_controller_learns_what_is_served() -> None:
     assert replies["a"].catch_up == (at(5), at(5, model="n"))
 
 
+def test_a_new_controller_learns_also_from_who_comes_late() -> None:
+    """Seen red: whoever came after the time in which it learns had nothing to say."""
+    pool, clock = made(learnt=False)
+    learnt: list[tuple[object, ...]] = []
+    pool.on_learnt = learnt.append
+    clock.now += 2 * LEASE_S
+    assert states(pool) == {}
+    pool.heartbeat(beat("a", at(3)))
+    assert states(pool) == {"a": "live"}
+    assert pool.current("m") == at(3)
+    assert learnt == [(at(3),)]
+
+
 def test_evicted_ones_are_waited_for_at_most_a_lease() -> None:
-    pool = RolloutPool(lease_s=0.3)
-    until = time.monotonic() + 5.0
-    while not pool.heartbeat(beat()).lease_s:
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    granted_s = time.monotonic()
+    pool, clock = made()
+    pool.heartbeat(beat())
     pool.evict("a", "as told")
-    assert not pool.fenced("a")
-    pool.wait_fenced(["a", "unknown"])
+    clock.now += LEASE_S - 0.1
+    waits = in_thread(lambda: pool.wait_fenced(["a", "unknown"]), name="waits")
+    with pytest.raises(TimeoutError):
+        waits.result(0.3)
+    clock.now += 0.1
+    waits.result(LEASE_S / 2)
     assert pool.fenced("a")
-    assert 0.2 < time.monotonic() - granted_s < 1.3
 
 
 def test_one_that_never_is_fenced_holds_up_nobody_for_longer() -> None:
@@ -191,7 +203,7 @@ def test_one_that_never_is_fenced_holds_up_nobody_for_longer() -> None:
     pool.evict("a", "as told")
     began_s = time.monotonic()
     pool.wait_fenced(["a"])
-    assert 1.0 < time.monotonic() - began_s < 3.0
+    assert 1.0 < time.monotonic() - began_s < 8.0
     assert not pool.fenced("a")
 
 
@@ -273,7 +285,7 @@ def test_many_at_once() -> None:
         with pool.syncing():
             pool.evict(f"i{number % 4}", "as told")
             pool.status({})
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0
     while len(pool.members(MODELS)) < 4:
         assert time.monotonic() < until, states(pool)
     stop.set()
@@ -337,6 +349,6 @@ def test_who_joins_is_told_the_digest_of_what_it_may_have_already() -> None:
     with pool.syncing([at(2)]):
         pool.heartbeat(beat("a", at(2), digests={"m": "d2"}))  # it has committed; the fleet's is the one before yet
         pool.heartbeat(beat("b", lacks=("m",)))
-    assert pool._digests["m"][1] == "d1"
+    assert pool._versions.digests["m"][1] == "d1"
     pool.decided([at(2)])
     assert pool.heartbeat(beat("b", lacks=("m",))).digests == {}

@@ -261,14 +261,14 @@ def test_a_pause_that_was_released_meanwhile_takes_nothing_from_the_next_one() -
     gate = ServingGate()
     running = gate.generation()
     running.__enter__()
-    first = in_thread(lambda: gate.pause("a", timeout_s=0.4, lease_s=30), name="a")
+    first = in_thread(lambda: gate.pause("a", timeout_s=2, lease_s=30), name="a")
     while gate.serving:
         pass
     gate.release("a")
     second = in_thread(lambda: gate.pause("b", timeout_s=20, lease_s=30), name="b")
     while gate.serving and not second.done():
         pass
-    assert isinstance(first.exception(5), WeightSyncError)
+    assert isinstance(first.exception(15), WeightSyncError)
     assert not gate.serving, "b still holds its pause"
     running.__exit__(None, None, None)
     second.result(5)

@@ -50,7 +50,7 @@ def test_without_one_it_refuses_at_once(served: Served) -> None:
     with pytest.raises(NotServingError, match="refuses to serve: it holds no lease of its rollout service") as caught:
         served.generates(LONG_S)
     assert caught.value.state_left == "fenced"
-    assert time.monotonic() - began_s < 1.0, "nothing is waited for"
+    assert time.monotonic() - began_s < LONG_S / 2, "nothing is waited for"
     assert not served.gate.serving
     served.lease.renew(boot_s() + 1000.0)
     served.generates()

@@ -69,8 +69,8 @@ def test_a_consequence_gives_the_cause_time_to_arrive(monkeypatch: pytest.Monkey
         outcome.result(0.1)
     started = time.monotonic()
     late.set()
-    assert list(outcome.result(5).causes) == ["two"]
-    assert time.monotonic() - started < 3, "the cause itself ends the grace"
+    assert list(outcome.result(20).causes) == ["two"]
+    assert time.monotonic() - started < 8, "the cause itself ends the grace"
 
 
 def test_a_consequence_alone_is_told_after_the_grace_not_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_consequence_alone_is_told_after_the_grace_not_at_the_timeout(monkeypa
     started = time.monotonic()
     error = failed(EngineFanout([one, two]))
     never.set()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 8
     assert list(error.causes) == ["one"]
     assert error.is_consequence
 
@@ -94,7 +94,7 @@ def test_a_cause_is_told_at_once_without_any_grace(monkeypatch: pytest.MonkeyPat
     started = time.monotonic()
     error = failed(EngineFanout([two, one]))
     never.set()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 8
     assert list(error.causes) == ["one"]
 
 
@@ -102,7 +102,7 @@ def test_when_everybody_has_answered_there_is_nothing_to_wait_for(monkeypatch: p
     monkeypatch.setattr(fanout_module, "_CAUSE_GRACE_S", 30.0)
     started = time.monotonic()
     error = failed(EngineFanout([ScriptedEngine("one", fails={EngineOp.RESUME: LOST}), ScriptedEngine("two")]))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 8
     assert list(error.causes) == ["one"]
 
 
@@ -125,11 +125,11 @@ def test_a_slow_engine_is_not_waited_for_twice() -> None:
     engines = [ScriptedEngine(str(i), waits={EngineOp.PAUSE: never, EngineOp.COMMIT: never}) for i in range(5)]
     started = time.monotonic()
     with pytest.raises(WeightSyncError):
-        EngineFanout(engines).pause(PauseRequest(session="s", timeout_s=1, lease_s=1), timeout_s=0.2)
+        EngineFanout(engines).pause(PauseRequest(session="s", timeout_s=1, lease_s=1), timeout_s=0.5)
     with pytest.raises(SyncFailedError):
-        EngineFanout(engines).commit(CommitRequest(session="s"), timeout_s=0.2)
+        EngineFanout(engines).commit(CommitRequest(session="s"), timeout_s=0.5)
     never.set()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 4
 
 
 def test_whoever_joins_learns_in_time_that_an_engine_is_silent() -> None:

@@ -163,7 +163,7 @@ def http(status: str, body: bytes, kind: str = "application/json") -> bytes:
     return head.encode() + body
 
 
-def describe(url: str, timeout_s: float = 2.0) -> EngineReply:
+def describe(url: str, timeout_s: float = 20.0) -> EngineReply:
     engine = HttpEngine(url, engine_id="e", token=TOKEN)
     try:
         return engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
@@ -281,7 +281,7 @@ def test_an_engine_that_never_answers_costs_the_timeout_and_no_more() -> None:
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="describe") as caught:
             describe(url, timeout_s=0.3)
-        assert 0.25 < time.monotonic() - started < 2
+        assert 0.25 < time.monotonic() - started < 4
     assert caught.value.peer == "e"
 
 
@@ -291,7 +291,7 @@ def test_an_engine_that_answers_a_byte_at_a_time_costs_the_timeout_and_no_more()
 
     def drip(conn: socket.socket) -> None:
         conn.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n")
-        end = time.monotonic() + 3
+        end = time.monotonic() + 30
         while not quit_now.wait(0.05) and time.monotonic() < end:
             conn.sendall(b" ")
 
@@ -300,7 +300,7 @@ def test_an_engine_that_answers_a_byte_at_a_time_costs_the_timeout_and_no_more()
         try:
             with pytest.raises(DeadlineExceededError):
                 describe(url, timeout_s=0.4)
-            assert time.monotonic() - started < 2
+            assert time.monotonic() - started < 10
         finally:
             quit_now.set()
 
@@ -310,7 +310,7 @@ def test_an_engine_that_sends_its_head_a_byte_at_a_time_costs_the_timeout_and_no
 
     def drip(conn: socket.socket) -> None:
         conn.sendall(b"HTTP/1.1 200 OK\r\nx: ")
-        end = time.monotonic() + 3
+        end = time.monotonic() + 30
         while not quit_now.wait(0.05) and time.monotonic() < end:
             conn.sendall(b"a")
 
@@ -319,7 +319,7 @@ def test_an_engine_that_sends_its_head_a_byte_at_a_time_costs_the_timeout_and_no
         try:
             with pytest.raises(DeadlineExceededError):
                 describe(url, timeout_s=0.4)
-            assert time.monotonic() - started < 2
+            assert time.monotonic() - started < 10
         finally:
             quit_now.set()
 

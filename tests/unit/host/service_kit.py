@@ -122,7 +122,7 @@ class Engine:
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         self.calls.append(op)
         if op in self.holds:
-            self.holds[op].wait(10.0)
+            self.holds[op].wait(60.0)
         if self.dead:
             raise EngineUnreachableError("dead", peer=self.engine_id)
         if op is EngineOp.INIT:

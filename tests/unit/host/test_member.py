@@ -29,7 +29,7 @@ from weightsync.types.fleet import CommitVersionsRequest, HeartbeatReply, Heartb
 from weightsync.types.service import ModelStatus
 
 LONG_S = 10.0
-LEASE_S = 0.6
+LEASE_S = 2.0
 MODELS = ("a", "b")
 
 
@@ -221,7 +221,7 @@ def test_one_that_ends_waits_for_no_controller(made: Member) -> None:
     made.server.close()
     began_s = time.monotonic()
     made.member.close()
-    assert time.monotonic() - began_s < 2.0
+    assert time.monotonic() - began_s < LONG_S / 2
     assert not made.answers
 
 
@@ -230,4 +230,4 @@ def test_without_a_controller_it_answers_until_its_lease_is_over(made: Member) -
     made.server.close()
     began_s = time.monotonic()
     until(lambda: not made.answers, "its lease is over")
-    assert time.monotonic() - began_s < LEASE_S + 0.3
+    assert time.monotonic() - began_s < LEASE_S + 3.0

@@ -138,7 +138,7 @@ def test_runs_that_nobody_has_keep_no_run_out(world: World) -> None:
     for number in range(20):
         world.notify(BAD, f"false-{number}", 1, wait_s=None)
     world.agents[NEW].run_id, world.agents[NEW].number = "r2", 7
-    wait_until(lambda: world.serves("a", "r2/7"), "the real run", timeout_s=2.0)
+    wait_until(lambda: world.serves("a", "r2/7"), "the real run")
 
 
 def test_another_agent_is_asked_before_it_is_believed(world: World) -> None:
@@ -316,7 +316,7 @@ def test_a_load_that_can_t_be_started_leaves_no_other_alone(world: World, monkey
 def test_an_engine_that_never_lets_go_holds_nobody(world: World) -> None:
     """Its handle knows no deadline: others go on with other memory, and what it reads is kept as long as it does."""
     world.agents = {OLD: Agent("r1", 1)}
-    world.serve("a", "b", load_timeout_s=0.5)
+    world.serve("a", "b", load_timeout_s=2.0)
     hold = world.engines["b"].holds[EngineOp.UPDATE_WEIGHTS] = threading.Event()
     stagings = {world.service._models[MODEL]._pulls._staging}
     for number in (2, 3, 4):

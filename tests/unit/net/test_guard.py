@@ -227,7 +227,6 @@ def test_bodies_together_have_a_limit_and_are_given_back(tokenless: Face) -> Non
             with contextlib.suppress(OSError):
                 for _ in range(size):
                     raw.sendall(part)
-                raw.settimeout(0.05)
                 while not over.is_set() and not select.select([raw], [], [], 0.05)[0]:
                     pass
             if not over.is_set():
@@ -236,7 +235,7 @@ def test_bodies_together_have_a_limit_and_are_given_back(tokenless: Face) -> Non
     threads = [threading.Thread(target=send) for _ in range(8)]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while len(answers) < 5 and time.monotonic() < until:
         time.sleep(0.01)
     assert len(answers) == 5, "three fit"

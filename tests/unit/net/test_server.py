@@ -258,7 +258,7 @@ def test_clients_that_never_finish_a_request_hold_up_nobody(guarded: str) -> Non
                     raw.sendall(bytes([byte]))
                 started = time.perf_counter()
                 assert http.post("/echo", content=b"abc").content == b"abc"
-                assert time.perf_counter() - started < 2
+                assert time.perf_counter() - started < 8
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_an_engine_that_never_answers_costs_the_deadline() -> None:
 
 
 def info(**changes: Any) -> TorchDistributedWeightSyncInitInfo:
-    made, _ = BroadcastTransferStrategy(join_timeout_s=0.4).create_init_info({"e": 1})
+    made, _ = BroadcastTransferStrategy(join_timeout_s=10).create_init_info({"e": 1})
     fields = {name: getattr(made, name) for name in made.__struct_fields__}
     return TorchDistributedWeightSyncInitInfo(**{**fields, **changes})
 
@@ -328,7 +328,7 @@ def test_an_address_that_is_not_ours() -> None:
 
 def test_a_late_joiner_of_a_former_group_meets_nobody() -> None:
     """Same store, another name: its members are not ours."""
-    strategy = BroadcastTransferStrategy(join_timeout_s=0.5)
+    strategy = BroadcastTransferStrategy(join_timeout_s=2)
     made, store = strategy.create_init_info({"e": 1})
     fields = {name: getattr(made, name) for name in made.__struct_fields__}
     former = TorchDistributedWeightSyncInitInfo(**{**fields, "group_name": "of yesterday"})
@@ -336,7 +336,7 @@ def test_a_late_joiner_of_a_former_group_meets_nobody() -> None:
     with pytest.raises(GroupJoinError) as caught:
         join_group(made, rank=0, store=store)  # type: ignore[arg-type]
     assert caught.value.details["missing_ranks"] == [1]
-    assert isinstance(late.exception(5), GroupJoinError)
+    assert isinstance(late.exception(20), GroupJoinError)
 
 
 class Pairs(WeightTransferContract):
@@ -355,8 +355,8 @@ def test_a_member_that_leaves_ends_the_others_wait_at_once() -> None:
         started = time.monotonic()
         end.close()
         two.close()
-        assert isinstance(waiting.exception(5), TransferError)
-        assert time.monotonic() - started < 3
+        assert isinstance(waiting.exception(15), TransferError)
+        assert time.monotonic() - started < 10
 
 
 def test_a_receiver_that_is_alone_ends_with_its_deadline() -> None:

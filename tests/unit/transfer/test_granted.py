@@ -101,10 +101,10 @@ def test_a_grant_needs_no_thread_and_ends_when_nobody_takes_it_up(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
         with contextlib.suppress(RuntimeError):
-            transfer = served.grant(0, take_up_s=0.1)
+            transfer = served.grant(0, take_up_s=1.0)
             ends = socket.socketpair()
             assert transfer.attach(ends[0])
-            unread = served.grant(1, "another", take_up_s=0.1)
+            unread = served.grant(1, "another", take_up_s=1.0)
             wait_until(lambda: unread.over)
             assert not transfer.over, "it is read"
             transfer.detach(ends[0])
@@ -298,7 +298,7 @@ def test_a_lease_ends_when_nobody_reads_or_when_it_has_lasted_too_long(served: S
     for _ in range(2):
         served.server._floor = None
         cut(served, 2)
-    leased = served.grant(3, lease_s=0.2)
+    leased = served.grant(3, lease_s=1.0)
     assert leased.leased
     ends = socket.socketpair()
     assert leased.attach(ends[0])
@@ -312,9 +312,9 @@ def test_a_lease_ends_when_nobody_reads_or_when_it_has_lasted_too_long(served: S
 def test_what_was_granted_together_waits_for_its_turn(served: Served) -> None:
     """A chain's deltas are read one after the other. Seen to fail: the last one had run out when its turn came, every
     time, and the pull never ended."""
-    first = served.grant(0, take_up_s=0.2)
-    second = served.grant(1, take_up_s=0.2, beside=(first,))
-    alone = served.grant(2, "another", take_up_s=0.2)
+    first = served.grant(0, take_up_s=1.0)
+    second = served.grant(1, take_up_s=1.0, beside=(first,))
+    alone = served.grant(2, "another", take_up_s=1.0)
     ends = socket.socketpair()
     assert first.attach(ends[0])
     wait_until(lambda: alone.over)
@@ -350,9 +350,9 @@ def test_a_crowd_of_transfers_is_refused_and_a_receivers_own_counts_once(
 
 
 def test_what_was_granted_together_is_renewed_together(served: Served) -> None:
-    first = served.grant(0, take_up_s=0.3)
-    second = served.grant(1, take_up_s=0.3, beside=(first,))
-    alone = served.grant(2, "another", take_up_s=0.3)
+    first = served.grant(0, take_up_s=1.5)
+    second = served.grant(1, take_up_s=1.5, beside=(first,))
+    alone = served.grant(2, "another", take_up_s=1.5)
 
     def renewed_until_the_other_is_over() -> bool:
         served.server.renew(first.id)

@@ -23,8 +23,8 @@ from weightsync.transfer.group import OpenStore, join_group
 from weightsync.transfer.native import NativeThread, num_left_behind
 from weightsync.types import Deadline, TorchDistributedWeightSyncInitInfo
 
-JOIN_S = 1.0
-SCHEDULING_S = 1.0  # between a moment and the thread that waits for it, on a machine where everything else runs too
+JOIN_S = 2.0
+SCHEDULING_S = 3.0  # between a moment and the thread that waits for it, on a machine where everything else runs too
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_a_mesh_that_does_not_come_up_costs_the_join_timeout_and_no_more(start: 
         if (refused := mesh_of_stopped_workers(start)) is not None:
             break
     assert refused is not None, "it came up each time"
-    assert "did not connect to each other within 1 s" in str(refused)
+    assert f"did not connect to each other within {JOIN_S:g} s" in str(refused)
     assert num_left_behind() == 1
 
     strategy = BroadcastTransferStrategy(join_timeout_s=30)  # and the next one is as good as any
