@@ -158,7 +158,7 @@ def running(nodes: list[Any]) -> Iterator[Running]:
 def test_services_follow_and_one_more_joins(running: Running, nodes: list[Any]) -> None:
     """Each on a node of its own; the one that joins answers nothing before it serves what the fleet serves."""
     fleet = running.fleet
-    assert running.states() == {"service-0": "live", "service-1": "live"}
+    wait_until(lambda: running.states() == {"service-0": "live", "service-1": "live"}, "both take part")
     for _ in range(2):
         running.step()
         running.check_serve("service-0", "service-1")
@@ -223,7 +223,7 @@ def test_many_wait_for_a_validation_and_whoever_ends_it_is_heard(running: Runnin
 def test_the_same_calls_over_http_and_refusals_are_typed(running: Running) -> None:
     fleet = running.fleet
     with contextlib.closing(ControllerClient(fleet.url, token=fleet.token)) as client:
-        assert {each.state for each in client.status().instances} == {"live"}
+        wait_until(lambda: {each.state for each in client.status().instances} == {"live"}, "all take part")
         assert client.check_rollout_service_status("actor") == "continue"
     with contextlib.closing(ControllerClient(fleet.url)) as client, pytest.raises(AuthError):
         client.status()
@@ -252,7 +252,8 @@ def test_a_node_dies_and_a_new_one_takes_its_place(running: Running, ray_cluster
     for _ in range(2):
         running.step()
         running.check_serve(*others)
-    assert running.states() == {lost: "evicted", **dict.fromkeys(others, "live")}
+    expected = {lost: "evicted", **dict.fromkeys(others, "live")}
+    wait_until(lambda: running.states() == expected, "the others take part")
     with pytest.raises(EngineUnreachableError, match=f"the actor of {lost} is gone"):
         running.ask(lost, "actor", "generate")
     with pytest.raises(EngineUnreachableError, match=lost):

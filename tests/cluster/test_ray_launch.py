@@ -56,7 +56,7 @@ def test_a_cluster_without_room_is_told_with_what_it_has() -> None:
         launch(broken_trainer, mute_engine, num_ranks=1, num_engines=1, placement=greedy, start_timeout_s=1.0),
     ):
         pytest.fail("there is no room")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_a_placement_that_is_full_at_first_is_waited_for() -> None:

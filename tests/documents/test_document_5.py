@@ -146,7 +146,7 @@ def test_who_blocks_in_each_mode_and_which_version_is_served(
         wait_until(lambda: controller.rollout_service_state("default").rollout_model_version == 6, "it follows")
     else:
         assert served == versions
-    assert pool.locked == set()
+    wait_until(lambda: pool.locked == set(), "it is unlocked")
 
 
 def test_the_states_of_a_sync(integrated: Make) -> None:

@@ -191,7 +191,7 @@ def host_main(file: str, conn: Any) -> None:
 class Pull(Case):
     def set_up(self) -> None:
         self.settings = {
-            "fleet": {"lease_s": 2.0},
+            "fleet": {"lease_s": 4.0},
             "publish": {"to": [self.url], "port": 0},
             "serve": {"controller": self.url, "lease": str(self.folder / "lease"), "port": 0},
         }
@@ -218,7 +218,7 @@ class PullOfASet(Case):
 
     def set_up(self) -> None:
         self.settings = {
-            "fleet": {"sets": [list(MODELS)], "commit_policy": "all", "lease_s": 2.0},
+            "fleet": {"sets": [list(MODELS)], "commit_policy": "all", "lease_s": 4.0},
             "sync_mode": "fully-async",
         }
 

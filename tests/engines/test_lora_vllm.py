@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_refused_and_the_old_adapter_is_served_on(
     bad.publish()
     assert said in refused(serve(bad), bad)
     check_serves(server, good)
-    assert len(loaded(server, "actor")) == 1
+    until(lambda: len(loaded(server, "actor")) == 1)
 
 
 def test_full_slots_are_refused_until_an_old_answer_has_ended(

@@ -199,7 +199,7 @@ def test_in_place(whole: Trainers, vllm_server: Server, serves: Serves) -> None:
 def test_strangers_change_nothing(whole: Trainers, vllm_server: Server, serves: Serves) -> None:
     """While a session is open: another handle's describe and abort, and vLLM's bare finish."""
     whole.send(2, waits_at=5)
-    assert whole.child.recv(20) == "session is open"
+    assert whole.child.recv(60) == "session is open"
     stranger = VllmEngine(VllmHttpApi(vllm_server.url))
     assert stranger.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).serving
     stranger.call(EngineOp.ABORT, AbortRequest(session="another", reason="confused"), timeout_s=5)
@@ -208,7 +208,7 @@ def test_strangers_change_nothing(whole: Trainers, vllm_server: Server, serves: 
     assert refused.status_code == 500
     assert "has not committed" in refused.text
     whole.child.conn.send("go on")
-    assert whole.child.recv(30)["type"] == "ok"
+    assert whole.child.recv(60)["type"] == "ok"
     serves(2)
     idle(vllm_server)
 

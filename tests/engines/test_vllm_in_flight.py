@@ -14,7 +14,7 @@ from tests.engines.vllm_support import DIFFERENT, LONG_PROMPT, PROMPTS, SAME, Or
 from tests.engines.vllm_trainers import Trainers
 
 pytestmark = pytest.mark.timeout(600)
-NUM_TOKENS = {"keep": 600, "wait": 600, "abort": 4000}
+NUM_TOKENS = {"keep": 2000, "wait": 600, "abort": 4000}
 """On two cores a generation holds up every call to the server, so it begins when the pause is next."""
 PAUSE_S = 60.0  # "wait" lasts as long as a generation, which may be slow on a busy machine
 HEAD = 2  # tokens that are there, at the least, when a sync comes
@@ -64,7 +64,8 @@ class Generation:
 
 def sync_amid(whole: Trainers, server: Server, pause_mode: str) -> tuple[Generation, dict[str, Any]]:
     """A generation that is under way at the pause of a sync; how the sync went."""
-    whole.send(2, waits_at="pause", setup={"pause_mode": pause_mode, "pause_timeout_s": PAUSE_S})
+    seconds = {"pause_timeout_s": PAUSE_S, "transfer_timeout_s": 2 * PAUSE_S}  # a pause ends with its sync's deadline
+    whole.send(2, waits_at="pause", setup={"pause_mode": pause_mode, **seconds})
     assert whole.child.recv(120) == "the pause is next"
     for _ in range(5):
         generation = Generation(server, PROMPTS[0], NUM_TOKENS[pause_mode])
@@ -74,7 +75,7 @@ def sync_amid(whole: Trainers, server: Server, pause_mode: str) -> tuple[Generat
         generation.result()  # its tokens came all at once, since this process had no time for them: another one
     assert len(generation.tokens) < NUM_TOKENS[pause_mode] // 2, "each is nearly over before the pause"
     whole.child.conn.send("go on")
-    outcome: dict[str, Any] = whole.child.recv(120 + PAUSE_S)
+    outcome: dict[str, Any] = whole.child.recv(120 + 2 * PAUSE_S)
     assert outcome["type"] == "ok", outcome
     return generation, outcome
 

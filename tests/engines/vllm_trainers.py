@@ -103,10 +103,11 @@ def _setup(
     dtype: str | None = "bfloat16",
     changes: bool = False,
     pause_timeout_s: float = SECONDS["pause_timeout_s"],
+    transfer_timeout_s: float = SECONDS["transfer_timeout_s"],
     **handle: Any,
 ) -> PushSync:
     codec = ChangesCodec() if changes else None
-    seconds = {**SECONDS, "pause_timeout_s": pause_timeout_s}
+    seconds = {**SECONDS, "pause_timeout_s": pause_timeout_s, "transfer_timeout_s": transfer_timeout_s}
     return PushSync(extractor, VllmEngine(api, engine_id="vllm", **handle), dtype=dtype, codec=codec, **seconds)
 
 
@@ -154,7 +155,7 @@ class Trainers:
     def sync(self, steps: int, **order: Any) -> dict[str, Any]:
         """Syncs the weights after so many steps as the next version, and says how it went."""
         self.send(steps, **order)
-        outcome: dict[str, Any] = self.child.recv(40)
+        outcome: dict[str, Any] = self.child.recv(90)
         return outcome
 
     def good(self, steps: int, **order: Any) -> dict[str, Any]:
@@ -172,5 +173,5 @@ class Trainers:
         """Tells it to sync and to die on the way; returns when it is gone."""
         self.send(steps, **order)
         with pytest.raises(ChildFailedError, match="-9"):
-            self.child.recv(20)
+            self.child.recv(60)
         self._child = None

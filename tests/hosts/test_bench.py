@@ -77,8 +77,9 @@ def test_a_link_has_its_bandwidth_each_way(two: Hosts) -> None:
     trainer, rollout = two
     ours, theirs = joined(trainer, rollout)
     with ours, theirs:
+        assert min(seconds_to_move(ours, theirs, MIB) for _ in range(3)) < 0.5  # no limit: some milliseconds
         before = trainer.traffic()
-        assert seconds_to_move(ours, theirs, MIB) < 0.5  # no limit: some milliseconds
+        seconds_to_move(ours, theirs, MIB)
         moved = trainer.traffic().since(before)
         assert MIB <= moved.sent_bytes < 1.2 * MIB
         assert moved.received_bytes < 0.2 * MIB
@@ -86,7 +87,7 @@ def test_a_link_has_its_bandwidth_each_way(two: Hosts) -> None:
         for sender, receiver in ((ours, theirs), (theirs, ours)):  # the link's two directions
             assert 0.25 < seconds_to_move(sender, receiver, 2 * MIB) < 4.0  # 0.37 s less the first burst
         trainer.limit(None)
-        assert seconds_to_move(ours, theirs, MIB) < 0.5
+        assert min(seconds_to_move(ours, theirs, MIB) for _ in range(3)) < 0.5
 
 
 @pytest.mark.parametrize("how", ["part", "link_down"])
@@ -118,7 +119,7 @@ def hears(near: Host, far: Host) -> bool:
         near.call(socket.socket, socket.AF_INET, socket.SOCK_DGRAM) as sender,
     ):
         listener.bind((far.address, 0))
-        listener.settimeout(0.2)
+        listener.settimeout(0.5)
         sender.sendto(b"?", listener.getsockname())
         try:
             return listener.recv(1) == b"?"

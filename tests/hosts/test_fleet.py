@@ -19,7 +19,7 @@ from tests.standins.processes import children
 from weightsync.testing.hosts import Host, Hosts
 
 SOON_S = 60.0
-LEASE_S, PREPARE_S = 3.0, 4.0
+LEASE_S, PREPARE_S = 3.0, 8.0
 
 
 def controller_main(host: str, conn: Any) -> None:

@@ -138,7 +138,7 @@ def test_a_host_follows_a_trainer_of_another_one(two: Hosts, start: Start, said:
     if said:
         return  # what follows is the same
 
-    rollout.limit(20)
+    rollout.limit(10)
     before = rollout.traffic()
     stepped(trainer)
     wait_until(lambda: rollout.traffic().since(before).received_bytes > 2 * MIB, "bytes are on their way", SOON_S)

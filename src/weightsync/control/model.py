@@ -269,9 +269,10 @@ class ModelControl:
                 ended = ValidationResult(of=self.state.validation, result=None if result is None else dict(result))
                 self._last_validation = ended
             late, self._late = self._late, None
+            actions = self._stepped(ValidationEnded())  # with its result: nobody sees the one without the other
         if late is not None:
             late.cancel()
-        self.feed(ValidationEnded())
+        self._started(actions)
 
     def records(self) -> list[SyncRecord]:
         """The last syncs, the newest first."""
@@ -317,6 +318,8 @@ class ModelControl:
                 late = threading.Timer(self._shared.validate_timeout_s, self._too_late, [validation])
                 late.daemon = True
                 with self._changed:
+                    if self.state.validation is not validation:  # it has been ended already
+                        return
                     self._late = late
                 late.start()
                 if not self._tell(self._shared.on_validate, validation):

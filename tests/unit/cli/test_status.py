@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -16,6 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.standins.processes import free_port
 from tests.unit.control import statuses
 from tests.unit.control.statuses import HOSTILE, StatusServer, instance, model, status, sync
 from weightsync.cli.status import register
@@ -163,22 +165,28 @@ class Watched:
         self._text = self._text.split(words, 1)[1]
 
     def close(self) -> int:
-        """As Ctrl-C does."""
+        """As Ctrl-C does. A terminal reads on: one that is full stops whoever writes to it."""
         self.process.send_signal(signal.SIGINT)
+        end = time.monotonic() + 30
         try:
-            return self.process.wait(20)
+            while (code := self.process.poll()) is None:
+                assert time.monotonic() < end, "it goes on"
+                if select.select([self._screen], [], [], 0.1)[0]:
+                    with contextlib.suppress(OSError):  # it has been closed there
+                        os.read(self._screen, 65536)
+            return code
         finally:
             self.process.kill()
             os.close(self._screen)
 
 
 def test_watching_follows_the_controller_and_its_loss() -> None:
-    with StatusServer(status()) as server:
+    port = free_port()
+    with StatusServer(status(), port=port) as server:
         watched = Watched(server.url)
         watched.until("All 3 instances serve actor 12")
         server.now = statuses.evicted()
         watched.until("1 of 3 instances is evicted: inst-2")
-        port = int(server.url.rsplit(":", 1)[1])
     watched.until("No answer since")
     watched.until("1 of 3 instances is evicted: inst-2")
     with StatusServer(status(), port=port):

@@ -106,7 +106,7 @@ def test_a_step_in_mode_sync(made: Make) -> None:
     assert method.synced == [("default", "r/1")]
     assert (seen[0].state, seen[0].staleness, seen[0].blocked) == ("syncing", 1, True)
     assert controller.check_rollout_service_status("default") == "continue"
-    assert loader.locked == pool.locked == set()
+    until(lambda: loader.locked == pool.locked == set(), "they are unlocked, by the sync's thread")
     state = controller.rollout_service_state("default")
     assert (state.state, state.train_model_version, state.rollout_model_version) == ("running", 1, 1)
     assert [record.detail for record in controller.recorder.records() if record.name == "sync"] == ["default r/1"]
@@ -118,17 +118,19 @@ def test_a_step_in_mode_sync(made: Make) -> None:
 def test_whatever_a_method_raises_is_tried_again_by_a_timer(made: Make, error: BaseException) -> None:
     """Seen to fail where only our own errors were caught: the model stayed in "syncing", and rollout blocked."""
     controller, method = made()
-    failures = [error]
+    failures, go = [error], threading.Event()
 
     def once(tag: str, version: Version) -> int:
         if failures:
             raise failures.pop()
+        assert go.wait(LONG_S)
         return version.number
 
     method.does = once
     controller.trajectory_pool_notify_batch_ready("default")
     controller.train_worker_notify_weight_update("w", "default", "r", 1)
     assert "as told" in str(controller.rollout_service_state("default").last_error)
+    go.set()
     assert controller.await_rollout_service("default", timeout_s=LONG_S) == "continue"
     state = controller.rollout_service_state("default")
     assert (state.rollout_model_version, state.last_error, state.num_failed) == (1, None, 0)
@@ -220,7 +222,7 @@ def test_validation_is_started_and_ended(made: Make) -> None:
     assert (loader.locked, pool.locked) == (set(), {"default"})
     assert not controller.rollout_service_state("default").dataloader_locked
     controller.train_worker_notify_weight_update("w", "default", "r", 3)
-    assert loader.locked == pool.locked == set()
+    until(lambda: loader.locked == pool.locked == set(), "they are unlocked, by the sync's thread")
     assert loader.calls == ["lock", "unlock"]
 
 
@@ -360,7 +362,7 @@ def test_any_weather_ends_in_calm(made: Make, seed: int) -> None:
     over.set()
     for looker in lookers:
         looker.result(LONG_S)
-    assert modules[0].locked == modules[1].locked == set()
+    until(lambda: modules[0].locked == modules[1].locked == set(), "they are unlocked, by the last sync's thread")
 
 
 def test_a_validation_that_nobody_ends_does_not_hold_rollout_for_ever() -> None:
@@ -379,7 +381,7 @@ def test_a_validation_that_nobody_ends_does_not_hold_rollout_for_ever() -> None:
             assert time.monotonic() < end
             time.sleep(0.01)  # between two looks
         assert "error" in (ended.result or {})
-        assert not controller.rollout_service_state("default").pool_locked
+        until(lambda: not controller.rollout_service_state("default").pool_locked, "its end")  # noqa: B023
         controller.close()
 
 

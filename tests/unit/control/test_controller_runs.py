@@ -163,9 +163,11 @@ class Timer:
     """One that fires when the test says so."""
 
     def __init__(self, fires: list[Callable[[], None]], call: Callable[[], None]) -> None:
-        fires.append(call)
+        self._fires, self._call = fires, call
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        self._fires.append(self._call)
+
     def cancel(self) -> None: ...
 
 

@@ -166,7 +166,8 @@ def test_an_answer_is_cut_where_it_gets_too_long(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_takes_the_token_nowhere(status: int) -> None:
+def test_a_redirect_takes_the_token_nowhere(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "TIMEOUT_S", 30.0)
     with (
         answering(lambda raw: raw.sendall(OK + b"Content-Length: 2\r\n\r\n{}")) as (elsewhere, stolen),
         answering(
@@ -185,7 +186,8 @@ def test_a_redirect_takes_the_token_nowhere(status: int) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_token_is_checked_before_it_is_sent_and_never_shown(name: str) -> None:
+def test_a_token_is_checked_before_it_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "TIMEOUT_S", 30.0)
     with answering(lambda raw: raw.sendall(b"HTTP/1.1 500 Oops\r\nContent-Length: 0\r\n\r\n")) as (url, heard):
         for token in (f"{TOKEN}\r\nX-Evil: 1", f"{TOKEN}\x00", f"{TOKEN}\xe9"):
             with pytest.raises(ConfigError) as caught:
@@ -204,7 +206,10 @@ def test_a_password_in_a_url_is_refused_and_not_shown(name: str) -> None:
     assert TOKEN not in str(caught.value)
 
 
-def test_a_certificate_that_nobody_signed_is_refused_and_no_request_is_sent(tmp_path: Path) -> None:
+def test_a_certificate_that_nobody_signed_is_refused_and_no_request_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "TIMEOUT_S", 30.0)
     files = TlsFiles(certificate=str(tmp_path / "cert.pem"), key=str(tmp_path / "key.pem"))
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", files.key, "-out", files.certificate,

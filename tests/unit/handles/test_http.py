@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.standins.processes import free_port
 from weightsync.engine.server import EngineServer
 from weightsync.errors import (
     AuthError,
@@ -253,10 +254,8 @@ def test_a_redirect_is_not_followed() -> None:
 
 
 def test_nobody_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     with pytest.raises(EngineUnreachableError) as caught:
-        describe(f"http://127.0.0.1:{port}")
+        describe(f"http://127.0.0.1:{free_port()}")
     assert caught.value.peer == "e"
 
 

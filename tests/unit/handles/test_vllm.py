@@ -154,8 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.release.wait(10)
         body = text.encode()
         self.send_response(status)
-        for _ in range(100 if text == "drip" else 0):  # 5 s
-            self.release.wait(0.05)
+        for _ in range(100 if text == "drip" else 0):  # 10 s
+            self.release.wait(0.1)
             self.send_header("X-Drip", "a")
             try:
                 self.flush_headers()
@@ -240,7 +240,7 @@ def test_silence_and_absence_are_typed(
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceededError, match="init_weight_transfer_engine within"):
         describe(url, timeout_s=0.3)
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 8
     told.update({**ALIVE, INIT: (200, " " * 1001)})
     monkeypatch.setattr(http_edge, "MAX_REPLY_BYTES", 1000)
     with pytest.raises(EngineError, match="has over"):

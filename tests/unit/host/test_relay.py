@@ -120,8 +120,15 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 def named(trainer: Trainer, num: int) -> None:
-    """Agents know of so many relays."""
-    until(lambda: all(agent._relaying.num_relays == num for agent in trainer.agents), f"{num} relays are known")
+    """Agents know of so many relays, and that each has all there is: one that reads tells of a part, too."""
+
+    def knows(agent: TransferAgent) -> bool:
+        board, relaying = agent._relaying._board, agent._relaying
+        with relaying._lock:
+            hosts = [(host, content.all) for content in board._contents.values() for host in content.hosts.values()]
+            return board.num_relays == num and all(host.have in (0, whole) for host, whole in hosts)
+
+    until(lambda: all(knows(agent) for agent in trainer.agents), f"{num} relays are known")
 
 
 @pytest.fixture(params=[1, 2])

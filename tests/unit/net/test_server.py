@@ -15,6 +15,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
+from tests.standins.processes import free_port
 from weightsync.errors import ConfigError, LoadError, StateError, error_from_dict
 from weightsync.net.guard import Guard
 from weightsync.net.server import ServerSettings, ServerThread, TlsFiles, api_app
@@ -216,8 +217,9 @@ def test_a_server_that_could_not_start_does_not_claim_that_it_did(tmp_path: Path
 
 
 def test_a_closed_server_gives_its_port_back() -> None:
-    with serving() as url:
-        _, port = address(url)
+    port = free_port()
+    with serving(port=port):
+        pass
     with serving(port=port) as again, client(again, None) as http:
         assert http.get("/healthz").status_code == 200
 

@@ -24,8 +24,8 @@ def test_a_phase_is_timed_in_seconds_since_the_epoch() -> None:
         time.sleep(0.02)
     (seen,) = recorder.records()
     assert (seen.name, seen.track, seen.detail) == ("extract", "trainer", "chunk 3")
-    assert 0.02 <= seen.end_s - seen.start_s < 1
-    assert abs(seen.start_s - before) < 1
+    assert 0.02 <= seen.end_s - seen.start_s < 10
+    assert abs(seen.start_s - before) < 10
 
 
 def test_a_body_that_raises_is_recorded_and_its_error_passes() -> None:

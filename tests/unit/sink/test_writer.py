@@ -139,7 +139,7 @@ def test_the_second_writer_is_refused_while_the_first_lives(store) -> None:
     first = Writing(store)
     first.write(1)
     with pytest.raises(RunClaimedError, match="alive"):
-        Writing(store, seed=SEED + 1)
+        Writing(store, seed=SEED + 1, takeover_s=5.0)
     first.write(2)
     assert pointed(store).version.number == 2
     first.claim.release()
@@ -165,7 +165,7 @@ def test_a_writer_that_was_taken_over_moves_nothing_any_more(store) -> None:
 
 
 def test_two_that_claim_at_once_are_not_both_told_yes(store) -> None:
-    keepers = [ClaimKeeper(store, run_id=f"seed-{n}", takeover_s=0.3) for n in range(4)]
+    keepers = [ClaimKeeper(store, run_id=f"seed-{n}", takeover_s=2.0) for n in range(4)]
     found: list[object] = []
 
     def claim(keeper: ClaimKeeper) -> None:

@@ -150,9 +150,9 @@ def test_a_third_segment_stays_while_its_lease_does_and_its_pages_go_with_it(
         for _ in range(3):
             assert {written(buffer), written(buffer)} == {second, third}, "it is not made anew each time"
         assert told == []
-    mapped = {name: SharedSegment(name) for name in os.listdir(own_folder)}
-    for index, each in enumerate(mapped.values()):
-        each.memory[:] = bytes([index + 1]) * (1 << 20)
+        mapped = {name: SharedSegment(name) for name in os.listdir(own_folder)}
+        for index, each in enumerate(mapped.values()):
+            each.memory[:] = bytes([index + 1]) * (1 << 20)
     soon(lambda: len(os.listdir(own_folder)) == 2)
     assert buffer._spare.settle(20)
     (gone,) = set(mapped) - set(os.listdir(own_folder))

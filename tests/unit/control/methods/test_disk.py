@@ -148,7 +148,7 @@ WAYS: dict[Failure, type[Exception]] = {
 def test_one_of_three_workers_fails_to_load(place: Place, how: Failure, after: bool) -> None:
     """It is named and stays paused, whether it had loaded or not; the others serve; the next sync heals it."""
     servers, router = place.sglang(3)
-    method = place.method(router, timeout_s=2.0 if how == "hang" else 20.0)
+    method = place.method(router, timeout_s=4.0 if how == "hang" else 20.0)
     place.publish(1)
     bad, *good = servers
     bad.fail("/update_weights_from_disk", how, after=after)
@@ -426,7 +426,7 @@ def test_what_is_no_engine_for_this_method_is_told_before_anything_is_changed(pl
 
 def test_without_comparing_each_goes_on_by_itself(place: Place) -> None:
     servers, router = place.sglang(2)
-    method = place.method(router, compare_checksums=False, timeout_s=2.0)
+    method = place.method(router, compare_checksums=False, timeout_s=4.0)
     method.initialize()
     place.publish(1)
     servers[0].fail("/update_weights_from_disk", "hang")

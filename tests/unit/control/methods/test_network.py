@@ -116,7 +116,7 @@ def test_a_200_that_says_something_else_is_a_failure(
     ("hang", DeadlineExceededError),
 ])  # fmt: skip
 def test_a_service_that_fails(service: Service, folder: VersionFolder, how: Failure, kind: type[Exception]) -> None:
-    method = told(service, folder, timeout_s=2.0 if how == "hang" else 10.0)
+    method = told(service, folder, timeout_s=4.0 if how == "hang" else 10.0)
     service.fail("/v9/update_weights", how)
     with pytest.raises(kind):
         method.sync_weights("actor", v(2))
