@@ -83,7 +83,7 @@ class PushSync:
         transfer_timeout_s: deadline of one whole sync. A failed one returns `GRACE_S` later at the latest, unless a
             training rank hangs.
         join_timeout_s: how long building the group may take, within that.
-        pause_timeout_s: how long an engine may take to finish running generations.
+        pause_timeout_s: how long an engine may take to finish running generations, within `transfer_timeout_s`.
         require_all_engines: fail when an engine doesn't answer before the sync; otherwise go on without it
             (it is reported as lost, and taken in again when it answers before a later sync).
         alone: this process pushes by itself, whatever group of `torch.distributed` it is in: its extractor has whole
