@@ -225,10 +225,12 @@ def test_a_delta_that_says_it_is_a_terabyte_makes_no_room_for_it(liar: LyingAgen
         with puller.pull(deadline=Deadline(10.0)) as pulled:
             check_bytes(pulled, liar.tensors)
         liar.bend = bend
+        why: set[str] = set()
         tracemalloc.start()
         try:
-            with pytest.raises(DeadlineExceededError, match="larger model than the one that is here"):
-                puller.pull(deadline=Deadline(0.5))
+            with pytest.raises(DeadlineExceededError):  # which may come amid an attempt, that has no reason then
+                puller.pull(deadline=Deadline(3.0), retrying=lambda error: why.add(error.message))
+            assert any("larger model than the one that is here" in said for said in why), why
             assert tracemalloc.get_traced_memory()[1] < 64 << 20
         finally:
             tracemalloc.stop()
@@ -241,7 +243,7 @@ def test_a_delta_that_says_it_is_a_terabyte_makes_no_room_for_it(liar: LyingAgen
 def test_agents_that_do_not_answer_cost_their_time_once(liar: LyingAgent, how: str) -> None:
     """Seen to fail: a pull was late by a second or two for each agent that stood still at its end."""
     with contextlib.ExitStack() as stack:
-        still = [stack.enter_context(contextlib.closing(Nobody())) for _ in range(5)]
+        still = [stack.enter_context(contextlib.closing(Nobody())) for _ in range(10)]
         endpoints = [*(each.url for each in still), liar.url]
         granted = {index: Granted(endpoint=url, grant=liar.grant) for index, url in enumerate(endpoints)}
         agents = stack.enter_context(
@@ -256,6 +258,6 @@ def test_agents_that_do_not_answer_cost_their_time_once(liar: LyingAgent, how: s
             assert agents.why_over(granted, within_s=10.0) is None
         else:
             getattr(agents, how)(granted)
-        assert time.monotonic() - began_s < 2 * GRACE_S
+        assert time.monotonic() - began_s < 4 * GRACE_S
         if how != "why_over":
             assert liar.paths == ["/finish_transfer"], "who answers was told all the same"

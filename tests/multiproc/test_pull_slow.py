@@ -72,7 +72,7 @@ def test_a_receiver_slower_than_two_steps_gets_versions_and_the_trainer_hardly_w
         receiver = SlowReceiver(trainer.endpoint, 2.6 * step_s)
         waited, most = [], 0
         version = 0
-        end = time.monotonic() + 25
+        end = time.monotonic() + 60
         while len(receiver.got) < 2 or most < 3:
             assert time.monotonic() < end, waited
             version += 1

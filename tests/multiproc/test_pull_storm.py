@@ -74,7 +74,7 @@ def publisher_main(kib: int, conn: Connection) -> None:
         version = len(pauses) + 1
         while not run.offload(version)["published"] and version < len(pauses) + 20:
             version += 1
-        run.wm.wait_published(version, timeout_s=10.0)
+        run.wm.wait_published(version, timeout_s=40.0)
         conn.send(("final", version))
         conn.recv()  # everybody has it
         if is_last:
@@ -351,7 +351,7 @@ def test_a_long_storm(kib: int) -> None:
 def test_one_receiver_stands_still(transport: str, tmp_path: Any) -> None:
     """Stopped within its transfer, or with a lease: the others get at least 95 % of the versions, and the trainer waits
     no longer than its guard. A version can be had when the next one comes a good moment after its proof: the trainer
-    here waits for the two others, for a second at most.
+    here waits for the two others, for some seconds at most.
     """
     versions, had = 40, 0
     stop = Hook(at="weightsync.host.staging:TargetMap.into", do="stop", path=str(tmp_path / "stop")).set()
@@ -360,7 +360,7 @@ def test_one_receiver_stands_still(transport: str, tmp_path: Any) -> None:
         still = Receiver(start, hook=stop if transport == "tcp" else None)
         others = [Receiver(start), Receiver(start)]
         trainer.publish(0)
-        still.pull(trainer.endpoint, transport=transport, hold=True, wait=transport == "shm")
+        still.pull(trainer.endpoint, transport=transport, timeout_s=120.0, hold=True, wait=transport == "shm")
         if transport == "tcp":
             stop.reached()
         else:
@@ -369,7 +369,7 @@ def test_one_receiver_stands_still(transport: str, tmp_path: Any) -> None:
             said = trainer.publish(version)
             assert said["seconds"] < GUARD_S + SLACK_S
             for other, how in zip(others, ("tcp", None), strict=True):
-                other.pull(trainer.endpoint, transport=how, timeout_s=1.0, at_least=(run_of(7), version), wait=False)
+                other.pull(trainer.endpoint, transport=how, timeout_s=5.0, at_least=(run_of(7), version), wait=False)
             taken = [other.answer() for other in others]
             assert all(each["right"] for each in taken)
             had += sum(each["version"].endswith(f"/{version}") for each in taken)

@@ -251,7 +251,7 @@ def test_closing_ends_a_read_at_once(served: Served) -> None:
     begun_s = time.monotonic()
     with pytest.raises(TransferAbortedError, match="closed"):
         reading.read()
-    assert time.monotonic() - begun_s < 3
+    assert time.monotonic() - begun_s < 10
     hung.close()
 
 
@@ -359,27 +359,27 @@ def test_one_transfers_connections_are_bounded(patient: Served) -> None:
 # --- slow peers ---
 
 
-def test_slow_readers_slow_nobody(served: Served) -> None:
+def test_slow_readers_slow_nobody(patient: Served) -> None:
     """While twenty readers have taken nothing, one takes everything, three times."""
     with contextlib.ExitStack() as stack:
         slow = []
         for number in range(20):
             raw = stack.enter_context(socket.socket())
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            raw.connect(("127.0.0.1", served.server.port))
-            transfer = served.grant(f"slow {number}")
+            raw.connect(("127.0.0.1", patient.server.port))
+            transfer = patient.grant(f"slow {number}")
             raw.sendall(hello_of(transfer) + b"".join(map(ask_bytes, range(40))))
             slow.append((raw, transfer))
         for number in range(3):
-            reading = served.reader(served.grant(f"fast {number}"))
-            reading.read(5.0)
-            assert reading.memory[4096:] == served.data[4096:]
+            reading = patient.reader(patient.grant(f"fast {number}"))
+            reading.read(20.0)
+            assert reading.memory[4096:] == patient.data[4096:]
         assert not any(transfer.over for _, transfer in slow), "they are still served"
         raw, transfer = slow[7]
-        raw.settimeout(5)
+        raw.settimeout(20)
         for block in range(40):
             answer = parse_answer(exactly(raw, ANSWER.size))
-            assert exactly(raw, answer.length) == served.data[answer.offset : answer.offset + answer.length]
+            assert exactly(raw, answer.length) == patient.data[answer.offset : answer.offset + answer.length]
             assert answer.block == block
 
 
@@ -388,10 +388,7 @@ def test_a_reader_that_takes_nothing_is_cut_and_gives_its_descriptors_back() -> 
     with contextlib.closing(there), socket.create_connection(("127.0.0.1", there.server.port), timeout=5) as raw:
         raw.sendall(hello_of(there.grant()) + b"".join(map(ask_bytes, range(3))))
         assert parse_answer(exactly(raw, ANSWER.size)).block == 0
-        end = time.monotonic() + 5
-        while there.server.num_connections and time.monotonic() < end:
-            threading.Event().wait(0.02)
-        assert there.server.num_connections == 0
+        wait_until(lambda: there.server.num_connections == 0, "it is cut")
         received = 0
         with contextlib.suppress(ConnectionResetError):
             while data := raw.recv(1 << 20):
@@ -402,9 +399,9 @@ def test_a_reader_that_takes_nothing_is_cut_and_gives_its_descriptors_back() -> 
 def test_a_transfer_that_nobody_takes_up_is_over() -> None:
     there = Served(1)
     over = threading.Event()
-    there.server.grant(VERSION, there.source, receiver_id="r", take_up_s=0.2, on_end=lambda *_: over.set())
+    there.server.grant(VERSION, there.source, receiver_id="r", take_up_s=2.0, on_end=lambda *_: over.set())
     assert is_read(there.segment.name, Reader.SENT)
-    assert over.wait(5)
+    assert over.wait(20)
     assert not is_read(there.segment.name, Reader.SENT)
     there.close()
 
@@ -442,7 +439,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(told: bytes) -> None:
         assert parse_answer(exactly(taken, ANSWER.size)).block == 0
         crowd(1200)
         reading = served.reader(served.grant("after the crowd"))
-        reading.read(10.0)
+        reading.read(30.0)
         assert reading.memory[4096:] == served.data[4096:]
         exactly(taken, BLOCK)
         taken.sendall(ask_bytes(1))
@@ -457,6 +454,7 @@ def test_who_says_nothing_or_drips_is_cut_in_time(served: Served, monkeypatch: p
     """A byte now and then does not buy more time."""
     monkeypatch.setattr(stream_door, "HELLO_WITHIN_S", 0.6)
     over = threading.Event()
+    begun_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.callback(over.set)
         silent, drips = (
@@ -466,17 +464,16 @@ def test_who_says_nothing_or_drips_is_cut_in_time(served: Served, monkeypatch: p
 
         def drip() -> None:
             for byte in hello_of(served.grant())[:-1]:
-                if over.wait(0.1):
+                if over.wait(0.3):
                     return
                 with contextlib.suppress(OSError):
                     drips.sendall(bytes([byte]))
 
         threading.Thread(target=drip, daemon=True).start()
-        begun_s = time.monotonic()
         for connection in (silent, drips):
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b""
-        assert 0.4 < time.monotonic() - begun_s < 2.2
+        assert 0.4 < time.monotonic() - begun_s < 6.0, "a drip takes 7 s"
 
 
 # --- TLS ---
@@ -510,8 +507,10 @@ def test_tls_from_end_to_end(certificate: tuple[Path, Path]) -> None:
         with contextlib.closing(AgentClient(manager.endpoint, token=TOKEN, verify=str(made))) as client:
             port = client.request_transfer(TransferRequest(receiver_id="r", model_id="m")).port
         distrustful = Puller(manager.endpoint, "m", receiver_id="r", token=TOKEN, transport=Transport.TCP)
-        with pytest.raises(DeadlineExceededError, match="certificate"):
-            distrustful.pull(deadline=Deadline(0.5))
+        why: list[str] = []
+        with pytest.raises(DeadlineExceededError):
+            distrustful.pull(deadline=Deadline(3.0), retrying=lambda error: why.append(error.message))
+        assert any("certificate" in said for said in why), why
         distrustful.close()
         with contextlib.ExitStack() as crowd:
             for _ in range(200):  # who never shakes hands

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.multiproc.spine import Engine, build, cast_bytes, push_of, shard, step
+from tests.multiproc.test_push_faults import _wait_until_stopped
 from tests.standins.processes import Child, children, run_ranks
 
 
@@ -101,6 +102,7 @@ def test_memory_of_the_sender_does_not_grow_with_the_model() -> None:
         child: Child = start(count_in_flight, {"e": engine.url}, talk=True)
         chunks_taken = child.recv(20)
         assert chunks_taken <= 1 + 2 + 1, "one loaded, two in flight, one being built"
+        _wait_until_stopped(engine.worker_pids[0])
         engine.child.cont()
         assert child.result(20) > 10
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from tests.multiproc.spine import Engine, OddModel, build, cast_bytes, error_facts, push_of, shard
-from tests.multiproc.test_push_faults import OPTIONS, Trainer
-from tests.standins.processes import children
+from tests.multiproc.test_push_faults import AT_ONCE_S, OPTIONS, PATIENT, Trainer
+from tests.standins.processes import children, free_port
 from weightsync.codec.changes import ChangesCodec
 from weightsync.errors import SyncFailedError, UnsupportedError, WeightSyncError
 from weightsync.update.session import UpdateSession
@@ -105,7 +105,7 @@ class Setup:
         self.model: OddModel = build(5, blocks=BLOCKS)
         self.engines = [
             Engine(start, "one", 1, blocks=BLOCKS, in_place=in_place),
-            Engine(start, "two", 2, blocks=BLOCKS, in_place=in_place),
+            Engine(start, "two", 2, blocks=BLOCKS, in_place=in_place, port=free_port()),
         ]
         urls = {engine.id: engine.url for engine in self.engines}
         self.trainer = Trainer(start, urls, ranks, main=trainer_main, **options)
@@ -174,13 +174,13 @@ def test_what_is_too_large_goes_out_in_full_within_the_same_sync(start: Any, ran
 @pytest.mark.parametrize("chunk", [0, 1, 3])
 def test_what_is_too_large_while_another_rank_fails_is_one_failure_for_all(start: Any, chunk: int) -> None:
     """Seen to fail: rank 0 began anew by itself and waited for a rank that had told its user of the error."""
-    setup = Setup(start, ranks=2, codec={"largest": 0.01})
+    setup = Setup(start, ranks=2, codec={"largest": 0.01}, **PATIENT)
     setup.sync(1, ALL)
     setup.trainer.order(("fails", chunk))
     nudge(setup.model, ALL)
     said = setup.trainer.order((2, ALL))
     assert [each["type"] for each in said] == ["ExtractError"] * 2
-    assert max(each["seconds"] for each in said) < 5
+    assert max(each["seconds"] for each in said) < AT_ONCE_S
     assert setup.sync(3, FEW)["type"] == "ok"
 
 
@@ -242,12 +242,12 @@ def test_a_change_that_fails_leaves_the_old_version(start: Any, fault: dict[str,
 
 def test_an_engine_dies_while_it_takes_a_change(start: Any) -> None:
     """The sync fails at once; the others go on in full, and then with changes."""
-    setup = Setup(start)
+    setup = Setup(start, **PATIENT)
     setup.sync(1, ALL)
     setup.engines[1].ask("arm", {"at": "load", "chunk": 0, "do": "kill"}, worker=1)
     said = setup.sync(2, FEW)
     assert said["type"] == "SyncFailedError"
-    assert said["seconds"] < 5
+    assert said["seconds"] < AT_ONCE_S
     setup.check(1, ("one",))
     after = [setup.sync(version, FEW) for version in (3, 4, 5)]
     done = [said for said in after if said["type"] == "ok"]

@@ -21,8 +21,8 @@ from tests.multiproc.test_push_ipc import STRATEGIES, of_process, segments
 from tests.standins.processes import children
 from weightsync.memory import Segment, reclaim_dead
 
-DEADLINE_S = 10.0
-QUICK = {"transfer_timeout_s": 3.0, "join_timeout_s": 3.0, "pause_timeout_s": 1.0}
+DEADLINE_S = 15.0
+QUICK = {"transfer_timeout_s": 5.0, "join_timeout_s": 5.0, "pause_timeout_s": 3.0}
 """For what costs a deadline."""
 PATIENT = {**QUICK, "transfer_timeout_s": 30.0}
 AT_ONCE_S = 10.0  # far from the deadline, also on a busy machine
@@ -112,7 +112,7 @@ def test_an_engine_hangs_in_the_middle(start: Any, ranks: int) -> None:
     check_serving(two, 1, 1)
     one.child.cont()
     check_serving(one, 1, 1)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     version = 3
     while trainer.order(version)[0].get("engines") != ("one", "two"):
         assert time.monotonic() < end
@@ -131,7 +131,7 @@ def test_a_late_reader_reads_what_was_lent_to_it_and_commits_nothing(start: Any)
     two.ask("arm", {"at": "load", "chunk": 1, "do": "raise"}, worker=0)
     trainer.ranks[0].conn.send(2)
     _wait_until_stopped(one.worker_pids[0])
-    assert trainer.ranks[0].recv(10)["causes"] == {"two": "LoadError"}
+    assert trainer.ranks[0].recv(30)["causes"] == {"two": "LoadError"}
     assert trainer.sync(3)["engines"] == ("two",)
     one.child.cont()
     check_serving(one, 1, 1)
@@ -167,7 +167,7 @@ def test_the_trainer_dies_and_engines_abort_by_their_deadline(start: Any) -> Non
     trainer.order("die in extraction")
     trainer.ranks[0].conn.send(2)
     trainer.ranks[0].process.join(10)
-    end = time.monotonic() + QUICK["transfer_timeout_s"] + 3
+    end = time.monotonic() + QUICK["transfer_timeout_s"] + 15
     while mapped(one.worker_pids[0]) or any(mapped(pid) for pid in two.worker_pids):
         assert time.monotonic() < end, "memory of a dead trainer stays mapped"
         assert one.generate()[0] == "NotServingError"
@@ -254,10 +254,10 @@ def test_a_stale_segment_of_a_dead_process_is_no_obstacle(start: Any) -> None:
     """One whose owner was killed goes when the trainer makes its own; one whose owner lives stays."""
     with Segment(1 << 20) as mine:
         dead = start(_hold_a_segment, talk=True)
-        stale = dead.recv(10)
-        os.kill(dead.pid, signal.SIGKILL)
-        dead.process.join(5)
+        stale = dead.recv(30)
         assert stale in segments()
+        os.kill(dead.pid, signal.SIGKILL)  # from here on whoever makes a segment on this host may take it away
+        dead.process.join(5)
         setup(start, push=push_with("cuda_ipc"))
         assert stale not in segments()
         assert mine.name in segments()

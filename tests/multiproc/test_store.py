@@ -183,7 +183,9 @@ def test_faults_of_the_store_at_random(start: Any, s3: str, tmp_path: Path) -> N
             proxy.rule = lambda method, path: 403  # the credential has expired
             asked = proxy.num_asked
             trainer.step(14, wait_s=3.0)
-            assert "StoreAuthError" in trainer.state()["error"] or "refuses" in trainer.state()["error"]
+            wait_until(
+                lambda: any(words in trainer.state()["error"] for words in ("StoreAuthError", "refuses")), "it says why"
+            )
             assert proxy.num_asked - asked < 60, "nobody storms"
             proxy.rule = lambda method, path: None
             trainer.step(15, wait_s=_LONG_S)

@@ -222,7 +222,7 @@ class Puller:
                     _logger.log(level, "a pull is begun anew: %s", error)
                 last = error
             except DeadlineExceededError as error:
-                last = error
+                last = error if last is None or not deadline.expired else last  # cut off by this pull's end: no reason
             if not self._stop.is_set():
                 retrying(last)
             # from one attempt to the next: who has waited at the agent asks again at once
