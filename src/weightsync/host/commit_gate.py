@@ -28,6 +28,7 @@ class CommitGate:
         self._changed = changed
         self._tell = tell
         self._allowed: Version | None = None
+        self._prepared: Version | None = None
         self._hold: PendingCommit | None = None
 
     @property
@@ -47,6 +48,14 @@ class CommitGate:
         with self._changed:
             self._allowed = version
             self._tell()
+
+    def prepare(self, version: Version) -> None:
+        """Of its run nothing older is held from now on, but what may be committed: who waits for this version would
+        wait for one that nobody commits, where its agent has it only in a moment.
+        """
+        with self._changed:
+            self._prepared = version
+            self.release(_instead(version), older_than=version)
 
     def release(self, why: str, *, older_than: Version | None = None) -> None:
         """Aborts what is held; engines go on with what they serve.
@@ -69,6 +78,9 @@ class CommitGate:
         """Begins the load of a version into so many engines."""
         with self._changed:
             self._hold = PendingCommit(self, self._changed, self._tell, version, num_engines)
+            prepared = self._prepared
+            if prepared is not None and prepared.run_id == version.run_id and prepared.is_newer_than(version):
+                self.release(_instead(prepared), older_than=prepared)
             return self._hold
 
     def ended(self, hold: PendingCommit) -> None:
@@ -134,3 +146,7 @@ class PendingCommit:
             if not self._permit.allows(self.version):
                 self.why = self.why or why
             self._tell()
+
+
+def _instead(version: Version) -> str:
+    return f"{version} is prepared instead"

@@ -27,8 +27,8 @@ class FleetModel(ModelUpdater):
         return self.want(version, endpoint, grace_s=_GRACE_S)
 
     def prepare(self, version: Version, endpoint: str) -> Claim:
-        """As `want`; what is staged and older is let go."""
-        self.permit.release(f"{version} is prepared instead", older_than=version)
+        """As `want`; what is staged and older is let go, and what comes staged and older."""
+        self.permit.prepare(version)
         return self.claimed(version, endpoint)
 
     def prepared(self, claim: Claim) -> Version | None:

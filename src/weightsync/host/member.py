@@ -238,6 +238,11 @@ class FleetMember:
 
     def _request(self) -> HeartbeatRequest:
         serves, lacks, errors, absent = [], [], [], []
+        if self._lease.damaged:
+            errors.append(
+                f"the lease file {self._lease.path} was damaged, or cut off: its engines refuse to answer; start this "
+                "service again, then the engines"
+            )
         for model_id, model in self._models.items():
             served = model.served
             status = model.status()

@@ -30,6 +30,7 @@ from weightsync.types.process import closed_in_children, of_one_process
 _MAGIC = b"wsyncls1"
 _FORM = struct.Struct("=8sddd8s")
 """Magic; end of the lease, end of a hold, when its engines were seen last (see `renew`), 0: none; the boot's mark."""
+_NOBODY = _FORM.pack(_MAGIC, 0.0, 0.0, 0.0, b"")
 _UNTIL, _HOLD, _SEEN, _BOOT = 8, 16, 24, 32
 """First bytes of what follows the magic."""
 _WORD = struct.Struct("=d")
@@ -58,8 +59,9 @@ class ServingLease:
     """The writer's side. Thread-safe. The file stays when the writer dies: engines refuse then, when it has run out.
 
     Args:
-        path: of the file; made, and lent to nobody, where it is not there. One that is there is taken over as it is
-            where it is this user's own. Engines of another user can read it only where the writer is root.
+        path: of the file; made, and lent to nobody, where it is not there or was cut off. One that is there is taken
+            over as it is where it is this user's own. Engines of another user can read it only where its writer is
+            root.
 
     Raises:
         SharedMemoryError: it can't be made, is another user's, may be written by others, is a link or something else.
@@ -94,8 +96,11 @@ class ServingLease:
                 "stopped has to end first"
             ) from None
         found = _read(self._file)
+        if found is None and _was_cut_off(self._file):  # it is this user's, and nobody else writes it
+            _write(self._file, 0, _NOBODY)
+            found = _read(self._file)
         if found is None:
-            raise SharedMemoryError(f"{self.path} is not a lease file of this release")
+            raise SharedMemoryError(f"{self.path} is not a lease file of this release: name another, or remove it")
         _, until, hold, seen, boot = found
         if boot != (mark := _boot_mark()):
             until = hold = seen = 0.0
@@ -115,6 +120,12 @@ class ServingLease:
             if not self._closed:
                 self._set(_SEEN, max(self._words[_SEEN], boot_s() if seen_s is None else seen_s))
                 self._set(_UNTIL, max(self._words[_UNTIL], until_s))
+
+    @property
+    def damaged(self) -> bool:
+        """Whether its file was cut off or overwritten: engines refuse, whatever is written there."""
+        with self._lock:
+            return not self._closed and _read(self._file) is None
 
     def revoke(self) -> None:
         """Engines refuse from now on."""
@@ -264,6 +275,12 @@ def _read(file: int) -> tuple[bytes, float, float, float, bytes] | None:
     if len(data) != _FORM.size or not data.startswith(_MAGIC):
         return None
     return _FORM.unpack(data)
+
+
+def _was_cut_off(file: int) -> bool:
+    """Whether it is what a lease file becomes that was cut off, and then written on: without its begin."""
+    data = os.pread(file, _FORM.size + 1, 0)
+    return len(data) <= _FORM.size and _MAGIC.startswith(data[: len(_MAGIC)].rstrip(b"\0"))
 
 
 def _write(file: int, offset: int, data: bytes) -> None:

@@ -73,6 +73,26 @@ def test_all_engines_wait_and_go_on_together(owner: Owner) -> None:
     assert owner.permit.staged is None
 
 
+def test_what_comes_staged_behind_a_newer_one_is_prepared_is_let_go(owner: Owner) -> None:
+    """A trainer tells of a version a moment before its agent has it: the one before it comes once more. Seen red: it
+    was held, and both waited for each other until a deadline.
+    """
+    first = owner.permit.hold(v(15), 1)
+    staged = owner.stages(first)
+    owner.permit.prepare(v(16))
+    again = owner.permit.hold(v(15), 1)
+    for engine in (staged, in_thread(lambda: again.staged(Deadline(LONG_S)), name="engine")):
+        with pytest.raises(TransferAbortedError, match="r/16 is prepared instead"):
+            engine.result(LONG_S)
+    for version in (v(16), v(17), v(1, "another")):
+        assert owner.permit.hold(version, 1).why is None
+    owner.permit.allow(v(15))
+    owner.permit.hold(v(15), 1).staged(Deadline(0.0))
+    owner.permit.allow(v(14))
+    owner.permit.prepare(v(15))
+    assert owner.permit.hold(v(15), 1).why is None, "16 never came"
+
+
 def test_what_is_allowed_already_waits_for_nobody(owner: Owner) -> None:
     owner.permit.allow(v(3))
     for version in (v(3), v(2)):

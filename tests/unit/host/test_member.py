@@ -6,6 +6,7 @@ The lease, the pool and HTTP are real; what a model loads is told by the test.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -231,3 +232,11 @@ def test_without_a_controller_it_answers_until_its_lease_is_over(made: Member) -
     began_s = time.monotonic()
     until(lambda: not made.answers, "its lease is over")
     assert time.monotonic() - began_s < LEASE_S + 3.0
+
+
+def test_a_lease_file_that_was_cut_off_is_told_to_the_fleet(made: Member) -> None:
+    """Seen red: an instance whose engines refused everything stood there as one that serves."""
+    made.live()
+    os.truncate(made.lease.path, 0)
+    until(lambda: "was damaged, or cut off" in (made.pool.status({})[0].why or ""), "its status says so")
+    assert not made.answers

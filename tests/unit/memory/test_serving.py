@@ -135,7 +135,7 @@ def test_another_boots_clock_says_nothing(lease: ServingLease) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"wsyncls1", b"wsyncls1" + bytes(17), b"wsyncls2" + bytes(32), bytes(24), b"x" * 4096],
+    "content", [b"wsyncls2" + bytes(32), b"a file", b"wsyncls1" + bytes(100), bytes(4096), b"x" * 4096],
     ids=lambda content: f"{len(content)} bytes",
 )  # fmt: skip
 def test_another_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
@@ -145,6 +145,28 @@ def test_another_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
         with pytest.raises(SharedMemoryError, match="is not a lease file"):
             kind(str(path))
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 25, 39])
+@pytest.mark.parametrize("written_on", [False, True])
+def test_one_that_was_cut_off_is_made_whole_by_the_next_service(tmp_path: Path, size: int, written_on: bool) -> None:
+    """As the refusal of its engines says. Seen red: nobody could start before the file was removed."""
+    path = tmp_path / "lease"
+    first = ServingLease(str(path))
+    first.renew(boot_s() + 100.0)
+    assert not first.damaged
+    os.truncate(path, size)
+    if written_on:
+        first.renew(boot_s() + 200.0)
+    assert first.damaged
+    with pytest.raises(SharedMemoryError, match="is not a lease file"):
+        LeaseReader(str(path))
+    first.close()
+    again = ServingLease(str(path))
+    assert (again.left_s, again.torn, again.damaged) == (0.0, False, False)
+    reader = LeaseReader(str(path))
+    again.renew(boot_s() + 100.0)
+    assert reader.refusal() is None
 
 
 def test_where_none_can_be(tmp_path: Path) -> None:
