@@ -254,10 +254,10 @@ def test_an_answer_over_a_version_that_is_loaded_in_full(server: Server, pulls: 
         for _ in range(3):
             old.publish(0)
             old.sync()
-        asked = Asked(server)
-        asked.under_way()
         new = pulls("clear")
         new.publish(0)
+        asked = Asked(server)
+        asked.under_way()
         new.sync()
         asked.result()
         assert asked.spans is not None

@@ -18,7 +18,7 @@ from weightsync.handles.fanout import in_thread
 Start = Callable[..., Child]
 LOAD_S = 1.0
 EVERY_S = 0.25
-LONG_S = 60.0
+LONG_S = 40.0
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_who_comes_back_is_let_in_though_the_trainer_is_quicker(
             for name in ("two", "three"):
                 FleetService(start, name, fleet.server_url, tmp_path, models=models, slow_s=LOAD_S)
             for name in ("two", "three"):
-                wait_until(lambda name=name: fleet.states().get(name) == "live", f"{name} is let in", 20.0)  # type: ignore[misc]
+                wait_until(lambda name=name: fleet.states().get(name) == "live", f"{name} is let in", LONG_S)  # type: ignore[misc]
 
             def num_answered() -> int:
                 return len({each.version for each in read_records(tmp_path) if each.instance == "two"})
