@@ -85,7 +85,7 @@ def test_a_fleet_whose_trainer_has_ended_survives_the_restart_of_its_service(sta
     wait_until(lambda: engine.ask("answer") == 1.0, "it is served", SOON_S)
     assert fleet.controller.wait_version(trainers.run_of("actor"), "actor", 1, timeout_s=SOON_S)
     fleet.wait_states({"one": "live"})
-    wait_until(lambda: fleet.pool._versions.digests, "the service has said what it serves")
+    wait_until(lambda: fleet.pool._digests, "the service has said what it serves")
     trainers.child.kill()
     service.child.kill()
     service = Actor(start, service_main, fleet.server_url, lease, engine.ask("url"), (), name="service")

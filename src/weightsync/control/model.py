@@ -190,7 +190,8 @@ class ModelControl:
 
     def ended_by(self, report: Callable[[], None], timeout_s: float) -> None:
         """Calls `report`, which ends the sync that is under way, and waits until the state shows that."""
-        goal = self.state.syncing
+        with self._changed:
+            goal = self.state.syncing
         report()
         self.wait(lambda model: goal is None or model.state.syncing is not goal, timeout_s)
 

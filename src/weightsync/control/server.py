@@ -51,9 +51,9 @@ from weightsync.types.timeline import Timeline
 _MAX_WAITING = 256
 _MAX_AT_GATES = 16_384
 _MAX_ASKING = 64
+"""Announcements without a run, whose agents are asked: each has a thread of its own meanwhile."""
 _SHOWN_S = 5.0
 """So long a rank waits until a push that it reports is counted."""
-"""Announcements without a run, whose agents are asked: each has a thread of its own meanwhile."""
 _T = TypeVar("_T")
 _M = TypeVar("_M")
 

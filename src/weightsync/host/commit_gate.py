@@ -65,6 +65,8 @@ class CommitGate:
             older_than: only where what is held is older than this version, or of another run.
         """
         with self._changed:
+            if older_than is None:
+                self._prepared = None
             hold = self._hold
             if hold is None or self.allows(hold.version):  # there is no way back: some may have committed
                 return

@@ -47,7 +47,9 @@ class LocalLease:
                 _logger.error("model %s: engines could not be asked what they serve", name, exc_info=error)
 
     def start(self) -> None:
-        """Starts to lend."""
+        """Starts to lend. Without a controller there are no sets, so nobody lifts a hold of one later."""
+        if self._lease.torn:
+            self._lease.lift()
         self._thread.start()
 
     def close(self) -> None:

@@ -30,7 +30,6 @@ from weightsync.types.process import closed_in_children, of_one_process
 _MAGIC = b"wsyncls1"
 _FORM = struct.Struct("=8sddd8s")
 """Magic; end of the lease, end of a hold, when its engines were seen last (see `renew`), 0: none; the boot's mark."""
-_NOBODY = _FORM.pack(_MAGIC, 0.0, 0.0, 0.0, b"")
 _UNTIL, _HOLD, _SEEN, _BOOT = 8, 16, 24, 32
 """First bytes of what follows the magic."""
 _WORD = struct.Struct("=d")
@@ -96,8 +95,8 @@ class ServingLease:
                 "stopped has to end first"
             ) from None
         found = _read(self._file)
-        if found is None and _was_cut_off(self._file):  # it is this user's, and nobody else writes it
-            _write(self._file, 0, _NOBODY)
+        if found is None and _was_cut_off(self._file):  # it is this user's; what it said of a set is not known: torn
+            _write(self._file, 0, _FORM.pack(_MAGIC, 0.0, boot_s(), 0.0, _boot_mark()))
             found = _read(self._file)
         if found is None:
             raise SharedMemoryError(f"{self.path} is not a lease file of this release: name another, or remove it")
@@ -278,9 +277,11 @@ def _read(file: int) -> tuple[bytes, float, float, float, bytes] | None:
 
 
 def _was_cut_off(file: int) -> bool:
-    """Whether it is what a lease file becomes that was cut off, and then written on: without its begin."""
+    """Whether it is what a lease file becomes that was cut off, and then maybe written on: words behind a hole."""
     data = os.pread(file, _FORM.size + 1, 0)
-    return len(data) <= _FORM.size and _MAGIC.startswith(data[: len(_MAGIC)].rstrip(b"\0"))
+    magic = data[: len(_MAGIC)].rstrip(b"\0")
+    cut = len(data) < _FORM.size and data[: len(_MAGIC)] == _MAGIC[: len(data)]
+    return cut or (len(data) in (_HOLD, _SEEN, _BOOT, _FORM.size) and magic != _MAGIC and _MAGIC.startswith(magic))
 
 
 def _write(file: int, offset: int, data: bytes) -> None:

@@ -168,19 +168,6 @@ def test_a_new_controller_learns_what_is_served() -> None:
     assert replies["a"].catch_up == (at(5), at(5, model="n"))
 
 
-def test_a_new_controller_learns_also_from_who_comes_late() -> None:
-    """Seen red: whoever came after the time in which it learns had nothing to say."""
-    pool, clock = made(learnt=False)
-    learnt: list[tuple[object, ...]] = []
-    pool.on_learnt = learnt.append
-    clock.now += 2 * LEASE_S
-    assert states(pool) == {}
-    pool.heartbeat(beat("a", at(3)))
-    assert states(pool) == {"a": "live"}
-    assert pool.current("m") == at(3)
-    assert learnt == [(at(3),)]
-
-
 def test_evicted_ones_are_waited_for_at_most_a_lease() -> None:
     pool, clock = made()
     pool.heartbeat(beat())
@@ -349,6 +336,6 @@ def test_who_joins_is_told_the_digest_of_what_it_may_have_already() -> None:
     with pool.syncing([at(2)]):
         pool.heartbeat(beat("a", at(2), digests={"m": "d2"}))  # it has committed; the fleet's is the one before yet
         pool.heartbeat(beat("b", lacks=("m",)))
-    assert pool._versions.digests["m"][1] == "d1"
+    assert pool._digests["m"][1] == "d1"
     pool.decided([at(2)])
     assert pool.heartbeat(beat("b", lacks=("m",))).digests == {}

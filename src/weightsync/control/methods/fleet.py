@@ -26,7 +26,6 @@ from weightsync.control.barrier import VersionBarrier
 from weightsync.control.method import Peers, SyncMethod
 from weightsync.control.methods.claims import Once, asking_about
 from weightsync.control.methods.spans import Spans
-from weightsync.control.methods.staged import Set, check_staged, failed_error, newer_of
 from weightsync.control.policy import CommitPolicy
 from weightsync.control.pool import Member, RolloutPool
 from weightsync.errors import (
@@ -50,11 +49,10 @@ from weightsync.types.service import ServiceStatus
 _COMMIT_AGAIN_S = 0.2
 _LOOK_S = 0.25
 _RELEASE_S = 5.0
-_GONE_ON = 3
-"""So often a sync takes the newer version that its instances have staged."""
 
 _logger = logging.getLogger(__name__)
 
+Set = tuple[ModelVersion, ...]
 Hook = Callable[[str, str], None]
 
 
@@ -143,7 +141,7 @@ class FleetMethod(SyncMethod):
         try:
             with spans.of("barrier"), asking_about(wanted, self.barrier, self._asks, self._barrier_timeout_s) as check:
                 versions = self.barrier.wait(wanted, self._barrier_timeout_s, check)
-            return self._newest_staged(model_tag, versions, spans)
+            return self._sync(model_tag, versions, spans)
         except NotPublishedError as error:
             denied = next((each for each in versions if str(each.of) == error.version), None)
             if denied is None:
@@ -164,19 +162,6 @@ class FleetMethod(SyncMethod):
             request = PrepareRequest(versions=(wanted,), wait_s=self._prepare_timeout_s)
             self._client(members[0].url).check_versions(request)
         return bool(members)
-
-    def _newest_staged(self, model_tag: str, versions: Set, spans: Spans) -> int:
-        """Where all have staged a newer version than they were to, that one is committed: it is there, and a trainer
-        that waits for nobody would be ahead of the next try again."""
-        for _ in range(_GONE_ON):
-            try:
-                return self._sync(model_tag, versions, spans)
-            except SyncFailedError as error:
-                number = newer_of(error)
-                if number is None or any(number <= each.version for each in versions):
-                    raise
-                versions = tuple(msgspec.structs.replace(each, version=number) for each in versions)
-        return self._sync(model_tag, versions, spans)
 
     def _sync(self, model_tag: str, versions: Set, spans: Spans) -> int:
         key = tuple(each.model_id for each in versions)
@@ -260,7 +245,7 @@ class FleetMethod(SyncMethod):
             self._note_failed(versions, failed)
             if all(self.pool.current(each.model_id) == each for each in versions):  # it was let go, and nobody is left
                 self._evict(failed)
-            raise failed_error(versions, failed, len(members))
+            raise _failed_error(versions, failed, len(members))
         self._evict(failed)
 
     def _together(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
@@ -276,11 +261,9 @@ class FleetMethod(SyncMethod):
         else:
             enough = len(staged) >= need
         if not enough:
-            error = failed_error(versions, failed, len(members))
-            if not isinstance(error, SyncFailedError) or newer_of(error) is None:  # what is newer is committed next
-                self._release(members, versions, "not enough instances have staged it")
+            self._release(members, versions, "not enough instances have staged it")
             self._note_failed(versions, failed)
-            raise error
+            raise _failed_error(versions, failed, len(members))
         self._hook("decide", "")
         self.pool.decided(versions)
         deadline = Deadline(self._commit_timeout_s)
@@ -291,7 +274,7 @@ class FleetMethod(SyncMethod):
         outside = lost | failed | {who: DeadlineExceededError("it had not staged it in time") for who in late}
         self._evict(outside)
         if not done:
-            raise failed_error(versions, lost, len(members))
+            raise _failed_error(versions, lost, len(members))
 
     def _is_over(self, versions: Set) -> bool:
         """Whether another run of one of these models has taken over: nobody wants these any more."""
@@ -313,7 +296,13 @@ class FleetMethod(SyncMethod):
             )
             span.first("agent", reply.waited_s)
             span.moved(sum(status.received_bytes for status in reply.models.values()))
-        check_staged(mine, reply)
+        staged = {each.model_id: each.of for each in reply.versions}
+        for each in mine:
+            if staged.get(each.model_id) != each.of:
+                raise VersionError(
+                    f"it has staged {staged.get(each.model_id)} of model {each.model_id}: the trainer has gone on",
+                    version=str(each.of),
+                )
         self._hook("prepared", member.instance_id)
 
     def _commit(self, member: Member, versions: Set, deadline: Deadline, spans: Spans) -> None:
@@ -438,3 +427,21 @@ class FleetMethod(SyncMethod):
 
 def _named(model_tag: str, version: Version, sender: str) -> ModelVersion:
     return ModelVersion(model_id=model_tag, run_id=version.run_id, version=version.number, sender_endpoint=sender)
+
+
+def _failed_error(versions: Set, failed: dict[Member, WeightSyncError], num_members: int) -> WeightSyncError:
+    """What the failures of all come to: where an agent has denied a version, that is what counts."""
+    causes = {member.instance_id: error for member, error in failed.items()}
+    for who, error in causes.items():
+        if isinstance(error, NotPublishedError) and any(str(each.of) == error.version for each in versions):
+            return NotPublishedError(
+                error.message, peer=who, version=error.version, newest=error.newest,
+                state_left="what was served is served",
+            )  # fmt: skip
+    return SyncFailedError(
+        f"{len(causes)} of {num_members} instances failed: "
+        + "; ".join(f"{who}: {type(error).__name__}: {error}" for who, error in causes.items())[:2000],
+        causes=causes,
+        version=", ".join(f"{each.model_id} {each.of}" for each in versions),
+        state_left="what was served is served",
+    )
