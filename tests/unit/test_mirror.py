@@ -188,7 +188,6 @@ ELSEWHERE = {
     "host/delta_pull": "unit/host/test_delta_apply.py",
     "host/engine_update": "unit/engine/test_embedded_patches.py",
     "host/fleet_model": "multiproc/test_fleet.py",
-    "host/local_lease": "multiproc/test_fleet_restart.py",
     "host/model_updater": "unit/host/test_service.py",
     "host/pulls": "unit/host/test_service.py",
     "host/progress": "multiproc/test_pull_slow.py",

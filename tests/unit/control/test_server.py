@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.multiproc.pull_kit import wait_until
 from weightsync.clients.controller import AsyncControllerClient, ControllerClient
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import SyncMethod
@@ -228,9 +229,10 @@ def test_a_crowd_that_waits_for_syncs_makes_room_and_keeps_no_thread(
     lost = crowd[0].result(LONG_S)
     assert (lost.status_code, lost.json()["error"]) == (503, "BusyError")
     assert not honest.done()
-    end_s = time.monotonic() + LONG_S / 2
-    while sum(thread.name == "weightsync-waits" for thread in threading.enumerate()) > 2:  # it ends behind its answer
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+
+    def num_waiting() -> int:
+        return sum(thread.name == "weightsync-waits" for thread in threading.enumerate())
+
+    wait_until(lambda: num_waiting() <= 2, "a thread ends behind its answer", LONG_S / 2)
     served.method.go.set()
     assert honest.result(LONG_S).json() == crowd[1].result(LONG_S).json() == {"up_to_date": True}

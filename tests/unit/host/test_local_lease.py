@@ -1,0 +1,36 @@
+"""LocalLease: what a service without a controller makes of a lease that another life has left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.multiproc.pull_kit import wait_until
+from weightsync.host.local_lease import LocalLease
+from weightsync.memory import LeaseReader, ServingLease, boot_s
+
+
+@pytest.mark.parametrize("left", ["a hold", "a file that was cut off"])
+def test_no_hold_of_another_life_stays(tmp_path: Path, left: str) -> None:
+    """Seen red: nobody lifts it without a controller, and engines refused for ever."""
+    path = str(tmp_path / "lease")
+    first = ServingLease(path)
+    first.hold(boot_s())
+    if left != "a hold":
+        os.truncate(path, 20)
+    first.close()
+    lease = ServingLease(path)
+    assert lease.torn
+    reader = LeaseReader(path)
+    loaded_s = boot_s()
+    model: Any = SimpleNamespace(is_anew=False, engines=SimpleNamespace(loaded_s=lambda: loaded_s))
+    local = LocalLease({"actor": model}, lease, 5.0)
+    local.start()
+    try:
+        wait_until(lambda: reader.refusal() is None and not reader.held, "engines may answer")
+    finally:
+        local.close()
