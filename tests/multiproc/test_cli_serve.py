@@ -154,7 +154,7 @@ def test_what_check_refuses(engine: str, checkpoint: Path, tmp_path: Path) -> No
         (("--model", checkpoint, "--engine", "vlm+http://a:1"), "did you mean vllm+http://", 2),
         (("--model", checkpoint, "--engine", f"vllm+http://127.0.0.1:{free_port()}"), "EngineUnreachableError", 1),
         (("--model", checkpoint, "--engine", engine, "--dtype", "bf16"), "--dtype is one of", 2),
-        (("--model", checkpoint, "--engine", f"vllm+{engine}"), "no engine that can be synced", 2),
+        (("--model", checkpoint, "--engine", f"vllm+{engine}"), "is an engine server of weightsync", 2),
     ):
         code, text = invoke("check", *words)
         assert said in text

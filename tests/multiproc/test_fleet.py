@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -56,17 +57,34 @@ def test_services_join_follow_and_catch_up(start: Start, fleet: Fleet, tmp_path:
     check_records(read_records(tmp_path), gates)
 
 
+def actor_at(trainers: Trainers, version: int) -> PrepareRequest:
+    asked = ModelVersion(
+        model_id="actor", run_id=trainers.run_of("actor"), version=version,
+        sender_endpoint=trainers.endpoints["actor"],
+    )  # fmt: skip
+    return PrepareRequest(versions=(asked,), wait_s=20.0)
+
+
+def test_a_service_that_holds_a_version_ends_at_once(start: Start, tmp_path: Path) -> None:
+    """Ctrl-C took 20 s. Seen red: it waited for `load_timeout_s`, 10 s here."""
+    trainers = Trainers(start, models=("actor",))
+    service = FleetService(start, "one", "http://127.0.0.1:9", tmp_path, models=("actor",))
+    trainers.publish("actor", 1)
+    with contextlib.closing(RolloutClient(service.ask("url"))) as client:
+        client.prepare_versions(actor_at(trainers, 1))
+        assert client.status().models["actor"].staged == f"{trainers.run_of('actor')}/1"
+        began_s = time.monotonic()
+        service.ask("close")
+        assert time.monotonic() - began_s < 6.0
+
+
 def test_a_service_says_how_long_its_agent_had_not_the_version(start: Start, tmp_path: Path) -> None:
     trainers = Trainers(start, models=("actor",))
     service = FleetService(start, "one", "http://127.0.0.1:9", tmp_path, models=("actor",))
     client = RolloutClient(service.ask("url"))
 
     def prepare(version: int) -> PrepareReply:
-        asked = ModelVersion(
-            model_id="actor", run_id=trainers.run_of("actor"), version=version,
-            sender_endpoint=trainers.endpoints["actor"],
-        )  # fmt: skip
-        return client.prepare_versions(PrepareRequest(versions=(asked,), wait_s=20.0))
+        return client.prepare_versions(actor_at(trainers, version))
 
     before = in_thread(lambda: prepare(1), name="prepare")
     wait_until(lambda: client.status().models["actor"].retrying, "the agent has nothing yet")

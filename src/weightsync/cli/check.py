@@ -199,9 +199,8 @@ def _ask(
     told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ANSWER_S)
     if told_of.run_id is not None and not told_of.run_id.startswith(_RUN) and not anyway:
         raise ConfigError(
-            f"{handle.engine_id} has a trainer, {told_of.run_id}, and would leave it for the check: ask before "
-            "a run, or "
-            "say --anyway"
+            f"{handle.engine_id} has a trainer, {told_of.run_id}, which would have to join it anew after the check: "
+            "ask before a run, or say --anyway where that one has ended"
         )
     manifest = Manifest(
         version=Version(run_id=f"{_RUN}-{uuid.uuid4().hex[:8]}", number=0), model_id=model_id,

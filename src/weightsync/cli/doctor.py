@@ -250,6 +250,8 @@ def _lacks(url: str, *, token: str | None, verify: bool | str) -> Iterator[Findi
     from weightsync.handles.probe import MEANT_FOR, Feature, probe
 
     found = probe(read_engine_url(url).url, token=token, verify=verify, timeout_s=_ASK_S)
+    if found.engine == "generic":
+        return  # it is no engine, as `engine_at` has said
     for feature, why in found.lacks.items():
         if feature in MEANT_FOR[found.engine] and feature is not Feature.PUSH:  # of that it is refused by `engine_at`
             yield _note(url, f"it can't {feature}", why)

@@ -120,6 +120,11 @@ def kind_at(
     found = probe(said.url, token=token, verify=verify, timeout_s=timeout_s)
     kind = next((each for each in _KINDS if each == found.engine), None)
     if kind is None:
+        if said.kind is not None and _is_ours(said.url, token=token, verify=verify, timeout_s=timeout_s) is None:
+            raise ConfigError(
+                f"{said.url} is an engine server of weightsync, and its URL says {said.kind}: write {said.url}",
+                peer=said.url,
+            )
         raise ConfigError(_what_it_is(found), peer=said.url)
     if said.kind not in (None, kind):
         raise ConfigError(
@@ -156,7 +161,7 @@ def _what_it_is(found: Capabilities) -> str:
         return f"{found.url} is an SGLang router: weights go to its workers, so name each of them (sglang+http://...)"
     return (
         f"{found.url} answers, and is no engine that can be synced: neither vLLM, SGLang nor an EngineServer; look at "
-        "the port"
+        f"the port (`weightsync status {found.url}` says whether it is another part of weightsync)"
     )
 
 

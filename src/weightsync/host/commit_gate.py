@@ -15,6 +15,8 @@ from collections.abc import Callable
 from weightsync.errors import DeadlineExceededError, TransferAbortedError
 from weightsync.types import Deadline, Version
 
+_ENDS = "the service ends"
+
 
 class CommitGate:
     """Of one model. Thread-safe, under its owner's lock.
@@ -30,6 +32,7 @@ class CommitGate:
         self._allowed: Version | None = None
         self._prepared: Version | None = None
         self._hold: PendingCommit | None = None
+        self._closed = False
 
     @property
     def staged(self) -> Version | None:
@@ -81,9 +84,17 @@ class CommitGate:
         with self._changed:
             self._hold = PendingCommit(self, self._changed, self._tell, version, num_engines)
             prepared = self._prepared
-            if prepared is not None and prepared.run_id == version.run_id and prepared.is_newer_than(version):
+            if self._closed:
+                self.release(_ENDS)
+            elif prepared is not None and prepared.run_id == version.run_id and prepared.is_newer_than(version):
                 self.release(_instead(prepared), older_than=prepared)
             return self._hold
+
+    def close(self) -> None:
+        """Aborts what is held, and all that comes to be held: nobody is going to say that it may be committed."""
+        with self._changed:
+            self._closed = True
+            self.release(_ENDS)
 
     def ended(self, hold: PendingCommit) -> None:
         """That load is over."""

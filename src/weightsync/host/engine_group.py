@@ -270,16 +270,24 @@ class EngineGroup(ServedVersions):
             engine.served, engine.unprovable, engine.unreachable = served, None, False
             engine.silence = words(error) if served is None else None
             engine.load = None if let_go else engine.load
-        _logger.warning("engine %s: %s was not loaded: %s", engine.name, load.staged.version, error)
-        self._metrics.observe_failure(error)
+        if _was_released(load.hold, error):  # its fleet, or another engine's failure, wanted it so
+            _logger.info("engine %s: %s", engine.name, error)
+        else:
+            _logger.warning("engine %s: %s was not loaded: %s", engine.name, load.staged.version, error)
+            self._metrics.observe_failure(error)
         self._tell_changed()
 
     def _left_with(self, engine: Engine, error: WeightSyncError, hold: PendingCommit) -> Version | None:
         """What an engine of a fleet serves after its load has failed: a fleet would leave it out for not knowing."""
-        if hold.why is not None and isinstance(error, TransferAbortedError):
+        if _was_released(hold, error):
             with self._lock:
                 return engine.served  # nothing was paused or written
         replies, _ = self._ask([engine])
         reply = replies.get(engine.name)
         with self._lock:
             return self._known(reply) if reply is not None and reply.serving else None
+
+
+def _was_released(hold: PendingCommit | None, error: WeightSyncError) -> bool:
+    """Whether a load ended because its version was not to be committed: nothing was paused or written."""
+    return hold is not None and hold.why is not None and isinstance(error, TransferAbortedError)

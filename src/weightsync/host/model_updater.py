@@ -121,6 +121,8 @@ class ModelUpdater:
         self._upstream.close()
         self._tell_listeners()
         self._pulls.end()
+        if self._permit is not None:
+            self._permit.close()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():  # else engines read the staging: it is unlinked when this process ends

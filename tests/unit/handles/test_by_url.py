@@ -74,6 +74,11 @@ def test_what_is_no_engine_is_refused(stranger: str) -> None:
         engine_at(f"vllm+{stranger}")
 
 
+def test_our_own_engine_under_another_kinds_url_is_named(ours: str) -> None:
+    with pytest.raises(ConfigError, match=f"is an engine server of weightsync, .* says vllm: write {ours}"):
+        engine_at(f"vllm+{ours}", token=SECRET)
+
+
 def test_an_engine_that_is_not_there_yet() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EngineUnreachableError, match="vllm\\+http"):

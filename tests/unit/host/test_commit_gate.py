@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -163,6 +164,18 @@ def test_a_newer_prepare_lets_go_of_what_is_older(owner: Owner) -> None:
     owner.permit.release("another run", older_than=v(1, "another"))
     with pytest.raises(TransferAbortedError, match="another run"):
         other.staged(Deadline(LONG_S))
+
+
+def test_a_gate_that_is_closed_holds_nothing(owner: Owner) -> None:
+    engine = owner.stages(owner.permit.hold(v(2), 1))
+    owner.permit.close()
+    for version in (v(2), v(3)):
+        with pytest.raises(TransferAbortedError, match="the service ends"):
+            engine.result(LONG_S)
+        late = owner.permit.hold(version, 1)
+        engine = in_thread(functools.partial(late.staged, Deadline(LONG_S)), name="late")
+    owner.permit.allow(v(3))
+    owner.permit.hold(v(3), 1).staged(Deadline(0.0))
 
 
 def test_nothing_is_held_and_nothing_is_released(owner: Owner) -> None:

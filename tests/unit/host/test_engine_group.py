@@ -11,6 +11,7 @@ from tests.unit.host.service_kit import Engine, wait_until
 from weightsync.errors import EngineUnreachableError
 from weightsync.handles.fanout import in_thread
 from weightsync.host import engine_group
+from weightsync.host.commit_gate import CommitGate
 from weightsync.host.engine_group import EngineGroup
 from weightsync.host.staged_version import StagedVersion
 from weightsync.observe import Metrics, Recorder
@@ -29,10 +30,11 @@ def staged() -> StagedVersion:
     )  # fmt: skip
 
 
-def group_of(*engines: Engine) -> EngineGroup:
+def group_of(*engines: Engine, metrics: Metrics | None = None, permit: CommitGate | None = None) -> EngineGroup:
     return EngineGroup(
-        engines, "m", pause_timeout_s=1.0, recorder=Recorder("t"), metrics=Metrics(), changed=lambda: None
-    )
+        engines, "m", pause_timeout_s=1.0, recorder=Recorder("t"), metrics=metrics or Metrics(), changed=lambda: None,
+        permit=permit,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -71,6 +73,23 @@ def test_a_load_that_was_given_up_notes_nothing_when_it_ends(monkeypatch: pytest
     assert group.served() == {"slow": None}, "until it is asked"
     group.look()
     assert group.served() == {"slow": WHOLE.version}
+
+
+def test_a_version_that_its_fleet_passes_over_is_no_failure() -> None:
+    """An alarm on failed syncs would ring whenever a fleet goes on to a newer version. Seen red when it was counted."""
+    metrics, changed = Metrics(), threading.Condition()
+    gate = CommitGate(changed, changed.notify_all)
+    group = group_of(Engine("one"), metrics=metrics, permit=gate)
+    load = in_thread(lambda: group.load(staged(), Deadline(LONG_S)), name="load")
+    wait_until(lambda: gate.staged == WHOLE.version, "it is staged")
+    gate.release("the fleet has gone on")
+    assert "the fleet has gone on" in load.result(LONG_S).errors["one"]
+    failed = 'weightsync_syncs_total{outcome="failed"}'
+    assert f"{failed} 0.0" in metrics.render().decode()
+    dead = Engine("dead")
+    dead.dead = True
+    assert group_of(dead, metrics=metrics).load(staged(), Deadline(LONG_S)).errors
+    assert f"{failed} 1.0" in metrics.render().decode(), "what fails is counted"
 
 
 def test_a_dead_engine_is_told_by_what_it_said_last() -> None:
