@@ -133,12 +133,15 @@ def service_main(name: str, incarnation: int, controller: str, folder: str, opti
     torch.set_num_threads(1)
     lease = ServingLease(f"{folder}/{name}.lease")
     modules, loaders, engines = {}, {}, {}
+    slow_s = options.pop("slow_s", 0.0)
     for model in options.pop("models", MODELS):
         modules[model] = _Module()
         loaders[model] = FaultyLoader(modules[model], in_place=options.get("in_place", True))
         engines[model] = EmbeddedEngine.of(
             loaders[model], engine_id=f"{name}-{model}", model_id=model, lease=LeaseReader(lease.path)
         )
+        if slow_s:
+            loaders[model].arm({"at": "begin", "do": "slow", "seconds": slow_s})
     options.pop("in_place", None)
     config = RolloutConfig(
         service_id=name, controller=controller, lease=lease, pull_timeout_s=10.0, load_timeout_s=10.0, **options

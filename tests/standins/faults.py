@@ -19,7 +19,8 @@ class FaultyLoader(ModuleWeightLoader):
 
     Faults, as `arm({"at": point, "chunk": k, "do": what})`. Points: "begin", "load" (of chunk k), "loaded" (after it),
     "commit". What: "raise", "kill" (SIGKILL of this process), "stop" (SIGSTOP of it), "hang" (never returns),
-    "corrupt" (one bit of the chunk's first tensor, after it arrived and before it is loaded).
+    "corrupt" (one bit of the chunk's first tensor, after it arrived and before it is loaded). "slow" takes `seconds`
+    each time, and stays armed.
     """
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
@@ -64,6 +65,9 @@ class FaultyLoader(ModuleWeightLoader):
     def _fire(self, point: str) -> None:
         fault = self._fault
         if fault.get("at") != point or ("chunk" in fault and fault["chunk"] != self._chunk):
+            return
+        if fault["do"] == "slow":
+            threading.Event().wait(fault["seconds"])
             return
         self._fault = {}
         match fault["do"]:

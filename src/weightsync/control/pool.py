@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
-import msgspec
-
+from weightsync.control.goals import FleetGoals
 from weightsync.errors import ConfigError, StateError
 from weightsync.types import Deadline, Version
 from weightsync.types.control import InstanceStatus
-from weightsync.types.fleet import AbsentVersion, HeartbeatReply, HeartbeatRequest, ModelVersion
+from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest, ModelVersion
 
 State = Literal["joining", "live", "suspect", "evicted"]
 _BEATS_A_LEASE = 3.0
@@ -97,9 +96,8 @@ class RolloutPool:
         self._models = None if models is None else frozenset(models)
         self._changed = threading.Condition()
         self._instances: dict[str, _Instance] = {}
-        self._current: dict[str, ModelVersion] = {}
+        self._goals = FleetGoals(self._is_coming)
         self._digests: dict[str, tuple[Version, str]] = {}  # of what is current, as instances that take part say
-        self._claimed: set[str] = set()  # models whose current version nobody has fetched yet
         self._syncs: list[dict[str, ModelVersion]] = []  # what each sync that runs brings; empty: nobody knows
         self._learns_until_s = clock() + lease_s
         self._listeners: list[Callable[[], None]] = []
@@ -141,7 +139,9 @@ class RolloutPool:
                 _logger.info("instance %s joins from %s", beat.instance_id, beat.url)
             known.beat, known.heard_s = beat, now
             for each in beat.absent:
-                self._absent(each)
+                self._goals.deny(each)
+            if not known.takes_part:
+                self._goals.offer(beat.instance_id, (*beat.staged, *beat.serves), now)
             reply = self._answer(known, now)
             if known.takes_part:
                 self._note_digests(known)
@@ -179,10 +179,11 @@ class RolloutPool:
         if not known.beat.leased:  # this answer may be lost on its way, but what it has is no lease
             known.lease_end_s = min(known.lease_end_s, now)
         models = known.serves()
-        goals = dict(self._current)
+        goals = dict(self._goals.current)
         for each in self._syncs:  # it answers nothing: it may serve that before anybody has decided for it
             goals |= each
         wanted = tuple(each for tag, each in goals.items() if tag in models)
+        self._goals.tell(known.beat.instance_id, models)
         why = known.why or behind or ("it waits until a sync has ended" if self._syncs else "it joins")
         known_of = {(tag, version): digest for tag, (version, digest) in self._digests.items()}
         digests = {each.model_id: found for each in wanted if (found := known_of.get((each.model_id, each.of)))}
@@ -196,17 +197,18 @@ class RolloutPool:
             return False
         served = known.serves()
         for tag, version in served.items():
-            current = self._current.get(tag)
+            current = self._goals.current.get(tag)
             if current is not None and version != current.of:
                 return False
         for goals in self._syncs:
             mine = [each for tag, each in goals.items() if tag in served]
-            if not goals or any(self._current.get(each.model_id) != each for each in mine):
+            if not goals or any(self._goals.current.get(each.model_id) != each for each in mine):
                 return False
         return True
 
     def _come_in(self, known: _Instance) -> None:
         known.state, known.why, known.fresh = "live", None, True
+        self._goals.came_in(known.serves())
         self.on_live()
         _logger.info("instance %s takes part", known.beat.instance_id)
 
@@ -214,7 +216,7 @@ class RolloutPool:
         """Why it may not answer with what it serves; None: it may."""
         exact = True
         for tag, served in known.serves().items():
-            current = self._current.get(tag)
+            current = self._goals.current.get(tag)
             exact = exact and current is not None and served == current.of
             if current is not None and (served is None or served != current.of):
                 newer = served is not None and served.run_id == current.run_id and served.number > current.version
@@ -287,22 +289,16 @@ class RolloutPool:
 
         Args:
             versions: of each model.
-            claimed: nobody has fetched them yet. Where an instance hears from the agent that there is no such version,
-                what the agent has instead takes its place.
+            claimed: nobody takes part, and nobody has fetched them yet: see `FleetGoals`.
         """
         with self._changed:
-            for each in versions:
-                before = self._current.get(each.model_id)
-                follows = before is None or before.run_id != each.run_id or before.version <= each.version
-                if follows or each.model_id in self._claimed:
-                    self._current[each.model_id] = each
-                    (self._claimed.add if claimed else self._claimed.discard)(each.model_id)
+            (self._goals.claim if claimed else self._goals.decide)(versions)
             self._tell()
 
     def current(self, model_id: str) -> ModelVersion | None:
         """What the fleet serves of a model."""
         with self._changed:
-            return self._current.get(model_id)
+            return self._goals.current.get(model_id)
 
     def evict(self, instance_id: str, why: str) -> None:
         """It takes part no more until it has caught up. It may still answer until `fenced`."""
@@ -368,21 +364,13 @@ class RolloutPool:
 
     def _note_digests(self, known: _Instance) -> None:
         for each in known.beat.serves:
-            digest, current = known.beat.digests.get(each.model_id), self._current.get(each.model_id)
+            digest, current = known.beat.digests.get(each.model_id), self._goals.current.get(each.model_id)
             if digest is not None and current is not None and current.of == each.of:
                 self._digests[each.model_id] = each.of, digest
 
-    def _absent(self, denied: AbsentVersion) -> None:
-        """What somebody was told to serve is not there."""
-        tag, current = denied.of.model_id, self._current.get(denied.of.model_id)
-        if tag not in self._claimed or current is None or current.of != denied.of.of:
-            return
-        _logger.warning("model %s: %s was announced and is given up: its agent has it not", tag, current.of)
-        if denied.newest is None:
-            del self._current[tag]
-            self._claimed.discard(tag)
-        elif denied.newest < current.version:
-            self._current[tag] = msgspec.structs.replace(current, version=denied.newest)
+    def _is_coming(self, instance_id: str) -> bool:
+        known = self._instances.get(instance_id)
+        return known is not None and not known.takes_part and self._clock() - known.heard_s < self.lease_s
 
     def _leave(self, known: _Instance, why: str) -> None:
         known.state, known.why = "evicted", why
@@ -408,7 +396,7 @@ class RolloutPool:
     def _learn(self) -> None:
         """A controller that was started anew takes what the instances serve for current: the newest whole set."""
         self._learns_until_s = 0.0
-        if self._current:
+        if self._goals.current:
             return
         whole = [each.beat for each in self._instances.values() if each.beat.whole and not each.beat.lacks]
         runs = collections.Counter(_runs(beat) for beat in whole)
@@ -418,10 +406,10 @@ class RolloutPool:
             key=lambda beat: (beat.leased, runs[_runs(beat)], alike[_numbers(beat)] > 1, _numbers(beat)),
             reverse=True,
         ):
-            if not any(each.model_id in self._current for each in beat.serves):  # of models that go with others
-                self._current |= {each.model_id: each for each in beat.serves if each.sender_endpoint}
-        if self._current:
-            self.on_learnt(tuple(self._current.values()))
+            if not any(each.model_id in self._goals.current for each in beat.serves):  # of models that go with others
+                self._goals.decide([each for each in beat.serves if each.sender_endpoint])
+        if self._goals.current:
+            self.on_learnt(tuple(self._goals.current.values()))
 
     def _tell(self) -> None:
         self._changed.notify_all()

@@ -237,14 +237,16 @@ class FleetMember:
         return self._stop.is_set()
 
     def _request(self) -> HeartbeatRequest:
-        serves, lacks, errors, absent = [], [], [], []
+        serves, lacks, errors, absent, waits = [], [], [], [], []
         if self._lease.damaged:
             errors.append(
                 f"the lease file {self._lease.path} was damaged, or cut off: its engines refuse to answer; start this "
                 "service again, then the engines"
             )
         for model_id, model in self._models.items():
-            served = model.served
+            served, staged = model.served, model.permit.staged
+            if staged is not None:
+                waits.append(ModelVersion(model_id=model_id, run_id=staged.run_id, version=staged.number))
             status = model.status()
             errors += [f"{model_id}: {who}: {why}" for who, why in (status.errors | status.sender_errors).items()]
             if status.retrying:
@@ -273,6 +275,7 @@ class FleetMember:
             url=self._url,
             serves=tuple(serves),
             lacks=tuple(lacks),
+            staged=tuple(waits),
             whole=not self._broken,
             leased=self._lease.left_s > 0,
             error="; ".join(errors)[:2000] or None,

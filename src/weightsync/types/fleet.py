@@ -75,6 +75,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
         url: where the controller calls it.
         serves: what it serves of each of its models, with whom it pulls it from.
         lacks: models of it that serve nothing of ours.
+        staged: what every engine of a model has staged, and waits with.
         whole: whether its models are of one set; False after a set that it could not commit as a whole.
         leased: whether it may answer as it sends this. One that may not answers nothing before it is lent something
             anew.
@@ -92,6 +93,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     leased: bool = True
     serves: tuple[ModelVersion, ...] = ()
     lacks: tuple[str, ...] = ()
+    staged: tuple[ModelVersion, ...] = ()
     whole: bool = True
     error: str | None = None
     leaving: bool = False
@@ -109,8 +111,8 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
             check_id("model_id", each)
         if self.error is not None and len(self.error) > _MAX_ERROR:
             raise InvalidRequestError(f"an error has at most {_MAX_ERROR} characters")
-        if len(self.absent) > MAX_MODELS:
-            raise InvalidRequestError(f"at most {MAX_MODELS} versions are absent")
+        if len(self.absent) > MAX_MODELS or len(self.staged) > MAX_MODELS:
+            raise InvalidRequestError(f"at most {MAX_MODELS} versions are absent, or staged")
         _check_digests(self.digests)
         if len(self.adapters) > MAX_MODELS or any(len(text) > MAX_ADAPTER for text in self.adapters.values()):
             raise InvalidRequestError(f"at most {MAX_MODELS} adapters are told of, in {MAX_ADAPTER} characters each")

@@ -46,6 +46,7 @@ class Told:
     """What a `FleetModel` is to a member: serves what it is allowed to at once, or fails as told."""
 
     served_digest = None
+    staged = None
     progress = None
 
     def __init__(self, model_id: str) -> None:

@@ -216,17 +216,23 @@ class FleetMethod(SyncMethod):
         models = [each.model_id for each in versions]
         if all(self.pool.current(each.model_id) == each for each in versions) and self.pool.members(models):
             return
+        self._check_members(versions)  # before who joins is told of them: it may be on its way to an older claim
         with self.pool.syncing(versions):
-            members = self.pool.members(models)
-            if not members:  # nobody serves anything: who comes in serves this, not what nobody can fetch any more
-                self.pool.decided(versions, claimed=True)
-                raise NoEnginesError("no rollout service takes part: see /status for why")
+            members = self._check_members(versions)
             if self.policy.kind == "each":
                 self._each(versions, members, spans)
             else:
                 self._together(versions, members, spans)
             # whoever was evicted, now or before, may answer with an older version until its lease is over
             self.pool.wait_fenced(self.pool.unfenced(models))
+
+    def _check_members(self, versions: Set) -> Sequence[Member]:
+        """Who takes part. Where nobody does, who comes in is to serve these, not what nobody can fetch any more."""
+        members = self.pool.members([each.model_id for each in versions])
+        if not members:
+            self.pool.decided(versions, claimed=True)
+            raise NoEnginesError("no rollout service takes part: see /status for why")
+        return members
 
     def _each(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
         decided = Once()

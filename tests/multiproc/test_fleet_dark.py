@@ -1,0 +1,84 @@
+"""A fleet in which nobody is left, and a trainer that waits for nobody: who comes back is soon let in."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multiproc.fleet_kit import Fleet, FleetService, Trainers, read_records
+from tests.multiproc.pull_kit import wait_until
+from tests.standins.processes import Child, children
+from weightsync.errors import WeightSyncError
+from weightsync.handles.fanout import in_thread
+
+Start = Callable[..., Child]
+LOAD_S = 1.0
+EVERY_S = 0.25
+LONG_S = 40.0
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with children() as starter:
+        yield starter
+
+
+@contextlib.contextmanager
+def training(fleet: Fleet, trainers: Trainers, models: tuple[str, ...]) -> Iterator[None]:
+    """Publishes version after version, from 2 on, four times as often as a service can load them."""
+    over = threading.Event()
+
+    def train() -> None:
+        number = 2
+        while not over.wait(EVERY_S):
+            published = [trainers.ask("publish", model, number, None) for model in models]
+            for model, each in zip(models, published, strict=True):
+                if each:
+                    with contextlib.suppress(WeightSyncError):  # the fleet may be behind: a trainer goes on
+                        fleet.client.notify_version(
+                            trainers.run_of(model), model, number, trainers.endpoints[model]
+                        )  # fmt: skip
+            number += 1
+
+    trained = in_thread(train, name="trains")
+    try:
+        yield
+    finally:
+        over.set()
+        trained.result(LONG_S)
+
+
+@pytest.mark.parametrize("models", [("actor",)], ids=["model"])
+def test_who_comes_back_is_let_in_though_the_trainer_is_quicker(
+    start: Start, tmp_path: Path, models: tuple[str, ...]
+) -> None:
+    """Seen red: who came back was to serve what was newest, and was always one behind."""
+    fleet = Fleet(sets=() if len(models) == 1 else (models,))
+    try:
+        trainers = Trainers(start, models=models)
+        one = FleetService(start, "one", fleet.server_url, tmp_path, models=models)
+        fleet.wait_states({"one": "live"})
+        for model in models:
+            trainers.publish(model, 1)
+            fleet.client.notify_version(trainers.run_of(model), model, 1, trainers.endpoints[model])
+        wait_until(lambda: one.ask("weights") == dict.fromkeys(models, 1.0), "the first version is served", LONG_S)
+        with training(fleet, trainers, models):
+            one.child.kill()
+            wait_until(lambda: fleet.states().get("one") != "live", "it is missed", LONG_S)
+            for name in ("two", "three"):
+                FleetService(start, name, fleet.server_url, tmp_path, models=models, slow_s=LOAD_S)
+            for name in ("two", "three"):
+                wait_until(lambda name=name: fleet.states().get(name) == "live", f"{name} is let in", LONG_S)  # type: ignore[misc]
+
+            def num_answered() -> int:
+                return len({each.version for each in read_records(tmp_path) if each.instance == "two"})
+
+            wait_until(lambda: num_answered() >= 3, "it goes on with the trainer", LONG_S)
+        for each in read_records(tmp_path):
+            assert each.value == each.version or not each.run_id
+    finally:
+        fleet.close()

@@ -1,0 +1,203 @@
+"""FleetGoals: what a fleet has to serve while nobody takes part, and that it never goes back."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.unit.control.pool_kit import at
+from weightsync.control.goals import _LEADS_S, FleetGoals
+from weightsync.types.fleet import AbsentVersion
+
+
+class Joining:
+    """Goals, and who is on its way."""
+
+    def __init__(self) -> None:
+        self.coming = {"a", "b"}
+        self.goals = FleetGoals(self.coming.__contains__)
+
+    @property
+    def goal(self) -> int | None:
+        goal = self.goals.current.get("m")
+        return None if goal is None else goal.version
+
+
+def test_a_claim_waits_for_who_was_told_it_and_follows_what_it_has_staged() -> None:
+    """Seen red in a fleet: who came back had always staged what was newer, or older, than what it was to serve."""
+    of = Joining()
+    of.goals.claim([at(5)])
+    of.goals.claim([at(6)])
+    assert of.goal == 6, "nobody is on its way to 5"
+    of.goals.tell("a", ["m", "n"])
+    of.goals.claim([at(7)])
+    of.goals.tell("b", ["m"])
+    of.goals.claim([at(8)])
+    assert of.goal == 6
+    of.goals.offer("a", [at(9)], 0.0)
+    assert of.goal == 6, "9 was told by nobody yet"
+    of.goals.claim([at(9)])
+    of.goals.offer("a", [at(7)], 0.0)
+    of.goals.offer("b", [at(8)], 1.0)
+    assert of.goal == 7, "a is about to serve it"
+    of.goals.claim([at(10)])
+    of.goals.came_in({"m": at(7).of, "n": None})
+    assert of.goal == 7
+    of.goals.offer("b", [at(8)], 2.0)
+    assert of.goal == 7, "the next sync brings it on"
+    of.goals.deny(AbsentVersion(of=at(7), newest=1))
+    assert of.goal == 7, "somebody has fetched it"
+
+
+def test_who_is_gone_is_waited_for_no_more() -> None:
+    of = Joining()
+    of.goals.claim([at(5)])
+    of.goals.tell("a", ["m"])
+    of.coming.remove("a")
+    of.goals.claim([at(6)])
+    assert of.goal == 6
+
+
+def test_who_has_lost_what_it_had_staged_is_followed_no_more() -> None:
+    of = Joining()
+    of.goals.claim([at(9)])
+    of.goals.claim([at(5)])
+    of.goals.tell("a", ["m"])
+    of.goals.offer("a", [at(6)], 0.0)
+    of.goals.offer("b", [at(7)], 0.0)
+    assert of.goal == 6
+    of.goals.offer("a", [], 1.0)
+    of.goals.offer("b", [at(7)], 1.0)
+    assert of.goal == 7
+
+
+def test_who_has_it_staged_and_never_serves_it_is_followed_for_a_time() -> None:
+    of = Joining()
+    of.goals.claim([at(9)])
+    of.goals.claim([at(5)])
+    for now_s in (0.0, _LEADS_S / 2):
+        of.goals.offer("a", [at(6)], now_s)
+        of.goals.offer("b", [at(7)], now_s)
+        assert of.goal == 6
+    of.goals.offer("b", [at(7)], _LEADS_S)
+    assert of.goal == 7
+
+
+def test_a_run_or_an_agent_that_takes_over_waits_for_nobody() -> None:
+    of = Joining()
+    of.goals.claim([at(5)])
+    of.goals.tell("a", ["m"])
+    of.goals.claim([at(1, run_id="next")])
+    assert of.goals.current["m"] == at(1, run_id="next")
+    of.goals.offer("a", [at(5)], 0.0)
+    assert of.goals.current["m"] == at(1, run_id="next")
+    of.goals.tell("a", ["m"])
+    moved = msgspec.structs.replace(at(2, run_id="next"), sender_endpoint="http://another-port")
+    of.goals.claim([moved])
+    assert of.goals.current["m"] == moved, "who is told of the old address can fetch nothing there"
+
+
+def test_a_set_goes_on_and_gives_way_as_one() -> None:
+    of = Joining()
+    of.goals.decide([at(2), at(2, model="n")])
+    of.goals.claim([at(5), at(5, model="n")])
+    of.goals.tell("a", ["m", "n"])
+    of.goals.claim([at(6), at(6, model="n")])
+    of.goals.offer("a", [at(6), at(7, model="n")], 0.0)
+    assert [each.version for each in of.goals.current.values()] == [6, 6]
+    of.goals.deny(AbsentVersion(of=at(6), newest=4))
+    assert [each.version for each in of.goals.current.values()] == [4, 4]
+    of.goals.deny(AbsentVersion(of=at(4, model="n"), newest=1))
+    assert [each.version for each in of.goals.current.values()] == [2, 2], "it was served"
+    of.goals.deny(AbsentVersion(of=at(2), newest=1))
+    assert [each.version for each in of.goals.current.values()] == [2, 2], "and whoever denies it lies"
+
+
+def test_what_was_never_there_is_forgotten_as_one() -> None:
+    of = Joining()
+    of.goals.claim([at(5), at(5, model="n")])
+    of.goals.deny(AbsentVersion(of=at(5)))
+    assert not of.goals.current
+    of.goals.claim([at(3)])
+    of.goals.tell("a", ["m"])
+    of.goals.deny(AbsentVersion(of=at(3)))
+    of.goals.offer("a", [at(3)], 0.0)
+    assert of.goal is None
+
+
+class Claims(RuleBasedStateMachine):
+    """One model, two instances that say anything, and one run after another."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.of = Joining()
+        self.now_s = 0.0
+        self.run = 1
+        self.newest = 0
+        self.served: dict[str, int] = {}
+
+    @property
+    def run_id(self) -> str:
+        return f"r{self.run}"
+
+    @rule(more=st.integers(0, 3))
+    def is_told(self, more: int) -> None:
+        self.newest += more
+        self.of.goals.claim([at(self.newest, run_id=self.run_id)])
+
+    @rule()
+    def takes_over(self) -> None:
+        self.run, self.newest = self.run + 1, 0
+
+    @rule(who=st.sampled_from("ab"))
+    def joins(self, who: str) -> None:
+        self.of.coming.add(who)
+        self.of.goals.tell(who, ["m"])
+
+    @rule(who=st.sampled_from("ab"))
+    def is_gone(self, who: str) -> None:
+        self.of.coming.discard(who)
+
+    @rule(who=st.sampled_from("ab"), numbers=st.lists(st.integers(0, 12), max_size=2), run=st.integers(0, 1))
+    def offers(self, who: str, numbers: list[int], run: int) -> None:
+        self.now_s += 1.0
+        self.of.goals.offer(who, [at(number, run_id=f"r{self.run - run}") for number in numbers], self.now_s)
+
+    @rule(below=st.integers(0, 5), nothing=st.booleans())
+    def denies(self, below: int, nothing: bool) -> None:
+        goal = self.of.goals.current.get("m")
+        if goal is not None:
+            newest = None if nothing else max(0, goal.version - below)
+            self.of.goals.deny(AbsentVersion(of=goal, newest=newest))
+
+    @rule()
+    def comes_in(self) -> None:
+        goal = self.of.goals.current.get("m")
+        if goal is not None:
+            self.of.goals.came_in({"m": goal.of})
+            self.served[goal.run_id] = goal.version
+
+    @rule(more=st.integers(0, 2))
+    def is_synced(self, more: int) -> None:
+        """A sync decides for the newest, or for one that is late."""
+        number = max(0, self.newest - more)
+        self.of.goals.decide([at(number, run_id=self.run_id)])
+        self.served[self.run_id] = max(number, self.served.get(self.run_id, 0))
+
+    @invariant()
+    def it_goes_not_below_what_was_served(self) -> None:
+        goal = self.of.goals.current.get("m") if hasattr(self, "of") else None
+        if goal is not None:
+            assert goal.version >= self.served.get(goal.run_id, 0)
+
+    @invariant()
+    def it_goes_not_above_what_was_told(self) -> None:
+        goal = self.of.goals.current.get("m") if hasattr(self, "of") else None
+        if goal is not None and goal.run_id == self.run_id:
+            assert goal.version <= self.newest
+
+
+TestClaims = Claims.TestCase
+TestClaims.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
