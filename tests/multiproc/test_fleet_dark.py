@@ -17,7 +17,7 @@ from weightsync.handles.fanout import in_thread
 
 Start = Callable[..., Child]
 MODEL = "actor"
-LOAD_S = 1.0
+LOAD_S = 4.0
 EVERY_S = 0.25
 LONG_S = 60.0
 
@@ -64,11 +64,11 @@ def test_who_comes_back_is_let_in_though_the_trainer_is_quicker(start: Start, tm
             wait_until(lambda: fleet.states().get("one") != "live", "it is missed", LONG_S)
             for name in ("two", "three"):
                 FleetService(start, name, fleet.server_url, tmp_path, models=(MODEL,), slow_s=LOAD_S)
-            for name in ("two", "three"):
-                wait_until(lambda name=name: fleet.states().get(name) == "live", f"{name} is let in", LONG_S)  # type: ignore[misc]
+            wait_until(lambda: "live" in fleet.states().values(), "one of them is let in", LONG_S)
+            first = next(name for name, state in fleet.states().items() if state == "live")
 
             def num_answered() -> int:
-                return len({each.version for each in read_records(tmp_path) if each.instance == "two"})
+                return len({each.version for each in read_records(tmp_path) if each.instance == first})
 
             wait_until(lambda: num_answered() >= 3, "it goes on with the trainer", LONG_S)
         for each in read_records(tmp_path):

@@ -136,5 +136,5 @@ def test_the_inference_service_is_the_engine_where_none_is_named() -> None:
             report = push.step()
             assert report is not None
             assert report.digests_equal
-        with pytest.raises(ConfigError, match="neither vLLM, SGLang nor an EngineServer"):
+        with pytest.raises(ConfigError, match="is an engine server of weightsync, and its URL says vllm"):
             weightsync.push(model, config={"inference_service": {**service, "backend": "vllm"}})

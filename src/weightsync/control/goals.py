@@ -12,25 +12,36 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from weightsync.types import Version
 from weightsync.types.fleet import AbsentVersion, ModelVersion
 
-_LEADS_S = 120.0
-"""How long an instance may take from what it has staged to serving it, before a claim follows another one."""
+_LEADS_S = 30.0
+"""How long a claim follows one instance, from what it has staged to serving it; then others may lead for as long."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Leader:
-    """For which instance a claim stays. `ready_s`: since when it has it staged; None: it fetches it."""
+    """For which instance a claim stays.
+
+    Attributes:
+        instance_id: which.
+        since_s: when it had something staged for the first time; None: it fetches yet.
+        ready: whether it has what is claimed.
+    """
 
     instance_id: str
-    ready_s: float | None
+    since_s: float | None = None
+    ready: bool = False
+
+    def rests(self, now_s: float) -> bool:
+        """Whether others go before it: it has led for long, and did not come in."""
+        return self.since_s is not None and (now_s - self.since_s) % (2 * _LEADS_S) >= _LEADS_S
 
 
 class FleetGoals:
@@ -54,21 +65,25 @@ class FleetGoals:
 
     def decide(self, versions: Sequence[ModelVersion]) -> None:
         """Some instance serves them from now on, or is about to."""
-        for each in versions:
-            if not self._goes_back(each):
-                self._settle(each)
         self._note_set(versions)
+        self.learn([each for each in versions if not self._goes_back(each)])
+
+    def learn(self, versions: Sequence[ModelVersion]) -> None:
+        """Instances serve them, as a controller hears that was started anew; who knows which belong together."""
+        for each in versions:
+            self._settle(each)
 
     def claim(self, versions: Sequence[ModelVersion]) -> None:
         """They were told of, and nobody takes part."""
+        if any(self._goes_back(each) for each in versions):
+            return
         self._note_set(versions)
         for each in versions:
             told, goal = self._told.get(each.model_id), self.current.get(each.model_id)
             if told is None or told.run_id != each.run_id or told.version < each.version:
                 self._told[each.model_id] = each
             alike = goal is not None and msgspec.structs.replace(goal, version=each.version) == each
-            stays = alike and self._leader(each.model_id) is not None
-            if not stays and not self._goes_back(each):
+            if not alike or self._leader(each.model_id) is None:
                 self.current[each.model_id] = each
                 self._claimed.add(each.model_id)
                 self._leaders.pop(each.model_id, None)
@@ -77,29 +92,48 @@ class FleetGoals:
         """An instance that joins is told what to serve of these models: where a claim waits for nobody, it does so
         for this one. Claims of sets go on: two trainers are not to be waited for at once."""
         for model_id in model_ids:
-            if model_id in self._claimed and len(self._sets[model_id]) == 1 and self._leader(model_id) is None:
-                self._leaders[model_id] = _Leader(instance_id=instance_id, ready_s=None)
+            if self._may_be_led(model_id) and self._leader(model_id) is None:
+                self._leaders[model_id] = _Leader(instance_id=instance_id)
 
-    def offer(self, instance_id: str, ready: Sequence[ModelVersion], now_s: float) -> None:
+    def offer(self, instance_id: str, model_ids: Collection[str], ready: Sequence[ModelVersion], now_s: float) -> None:
         """An instance that joins has these staged, or serves them and answers nobody: a claim follows it, until it
-        comes in, or has lost what it had."""
-        for each in ready:
+        comes in, or has lost what it had, or takes too long.
+
+        Args:
+            instance_id: which.
+            model_ids: all that it has. Where another one leads with one of them, that one leads with all: each would
+                wait for the other.
+            ready: what it has, of some of them.
+            now_s: by the pool's clock.
+        """
+        led = [self._leader(model_id) for model_id in model_ids if self._may_be_led(model_id)]
+        others = any(
+            each is not None and each.ready and each.instance_id != instance_id and not each.rests(now_s)
+            for each in led
+        )
+        for each in ready if not others else ():
             model_id, goal, told = each.model_id, self.current.get(each.model_id), self._told.get(each.model_id)
-            if model_id not in self._claimed or len(self._sets[model_id]) > 1 or goal is None or told is None:
+            if model_id not in model_ids or not self._may_be_led(model_id) or goal is None or told is None:
                 continue
             if not (goal.run_id == told.run_id == each.run_id and goal.version <= each.version <= told.version):
                 continue
             leader = self._leader(model_id)
-            leads = leader is not None and leader.instance_id == instance_id
-            since_s = None if leader is None else leader.ready_s
-            if leads or since_s is None or now_s - since_s >= _LEADS_S:
-                ready_s = since_s if leads and since_s is not None else now_s
-                self._leaders[model_id] = _Leader(instance_id=instance_id, ready_s=ready_s)
+            if leader is None or leader.instance_id != instance_id or leader.since_s is None:
+                leader = _Leader(instance_id=instance_id, since_s=now_s)
+            if not leader.rests(now_s):
+                self._leaders[model_id] = dataclasses.replace(leader, ready=True)
                 self.current[model_id] = msgspec.structs.replace(goal, version=each.version)
         has = {(each.model_id, each.of) for each in ready}
         for model_id, leader in tuple(self._leaders.items()):
             if leader.instance_id == instance_id and (model_id, self.current[model_id].of) not in has:
-                self._leaders[model_id] = _Leader(instance_id=instance_id, ready_s=None)
+                self._leaders[model_id] = dataclasses.replace(leader, ready=False)
+
+    def apart(self, serves: Mapping[str, Version | None]) -> bool:
+        """Whether models that belong together are served with other numbers than each other."""
+        for names in set(self._sets.values()):
+            if len({None if (found := serves[name]) is None else found.number for name in names if name in serves}) > 1:
+                return True
+        return False
 
     def came_in(self, serves: Mapping[str, Version | None]) -> None:
         """An instance takes part, and serves these: what was claimed is decided."""
@@ -111,7 +145,8 @@ class FleetGoals:
     def deny(self, denied: AbsentVersion) -> None:
         """An instance has heard from the agent that what it was told to serve is not there.
 
-        A claim gives way to what there is, all models of its set together, and to nothing older than was decided.
+        A claim gives way to what there is, and to nothing older than was decided; else to what was decided last. All
+        models of its set do so together.
         """
         goal = self.current.get(denied.of.model_id)
         if denied.of.model_id not in self._claimed or goal is None or goal.of != denied.of.of:
@@ -119,16 +154,17 @@ class FleetGoals:
         if denied.newest is not None and denied.newest >= goal.version:
             return
         _logger.warning("model %s: %s was announced and is given up: its agent has it not", goal.model_id, goal.of)
-        for model_id in self._sets[goal.model_id]:
-            claimed = self.current.get(model_id)
-            if model_id not in self._claimed or claimed is None or claimed.version != goal.version:
-                continue
-            before = self._decided.get(model_id)
-            before = before if before is not None and before.run_id == claimed.run_id else None
-            if denied.newest is not None and (before is None or before.version < denied.newest):
-                self.current[model_id] = msgspec.structs.replace(claimed, version=denied.newest)
-            elif before is not None:
-                self._settle(before)
+        together = [self.current[name] for name in self._sets[goal.model_id] if name in self.current]
+        claims = [each for each in together if each.model_id in self._claimed and each.version == goal.version]
+        floor = max((self._decided[each.model_id].version for each in together if self._has_served(each)), default=-1)
+        before = [self._decided[each.model_id] for each in claims if each.model_id in self._decided]
+        for each in claims:
+            model_id, decided = each.model_id, self._decided.get(each.model_id)
+            if denied.newest is not None and denied.newest > floor:
+                self.current[model_id] = msgspec.structs.replace(each, version=denied.newest)
+            elif decided is not None and len(before) == len(claims):
+                moved = each.sender_endpoint if decided.run_id == each.run_id else decided.sender_endpoint
+                self._settle(msgspec.structs.replace(decided, sender_endpoint=moved))
             else:
                 del self.current[model_id]
                 self._claimed.discard(model_id)
@@ -140,9 +176,16 @@ class FleetGoals:
         self._claimed.discard(model_id)
         self._leaders.pop(model_id, None)
 
-    def _goes_back(self, version: ModelVersion) -> bool:
+    def _has_served(self, version: ModelVersion) -> bool:
+        """Whether something of its run was decided."""
         before = self._decided.get(version.model_id)
-        return before is not None and before.run_id == version.run_id and before.version > version.version
+        return before is not None and before.run_id == version.run_id
+
+    def _goes_back(self, version: ModelVersion) -> bool:
+        return self._has_served(version) and self._decided[version.model_id].version > version.version
+
+    def _may_be_led(self, model_id: str) -> bool:
+        return model_id in self._claimed and len(self._sets[model_id]) == 1
 
     def _note_set(self, versions: Sequence[ModelVersion]) -> None:
         names = tuple(each.model_id for each in versions)

@@ -140,8 +140,8 @@ class RolloutPool:
             known.beat, known.heard_s = beat, now
             for each in beat.absent:
                 self._goals.deny(each)
-            if not known.takes_part:
-                self._goals.offer(beat.instance_id, (*beat.staged, *beat.serves), now)
+            if not known.takes_part and not self._may_come_in(known, now):
+                self._goals.offer(beat.instance_id, known.serves(), (*beat.staged, *beat.serves), now)
             reply = self._answer(known, now)
             if known.takes_part:
                 self._note_digests(known)
@@ -158,7 +158,7 @@ class RolloutPool:
         return HeartbeatReply(state="evicted", lease_s=0.0, every_s=self.lease_s, why="it leaves")
 
     def _answer(self, known: _Instance, now: float) -> HeartbeatReply:
-        behind = self._behind(known)
+        behind = self._behind(known) or (self._ahead(known) if known.takes_part else None)
         every_s = self.lease_s / _BEATS_A_LEASE
         if known.takes_part and behind and not self._syncs:
             if not known.doubted:  # its heartbeat may be from before its commit: it gets no more than it has
@@ -193,9 +193,9 @@ class RolloutPool:
 
     def _may_come_in(self, known: _Instance, now: float) -> bool:
         """Whether it serves exactly what is current, and no sync is on its way to something else."""
-        if self._behind(known) is not None or now < self._learns_until_s:
-            return False
         served = known.serves()
+        if self._behind(known) is not None or now < self._learns_until_s or self._goals.apart(served):
+            return False
         for tag, version in served.items():
             current = self._goals.current.get(tag)
             if current is not None and version != current.of:
@@ -223,6 +223,16 @@ class RolloutPool:
                 if not newer:
                     return f"{served or 'nothing'} of {tag}, and the fleet serves {current.of}"
         return None if known.beat.whole or exact else "part of a set"
+
+    def _ahead(self, known: _Instance) -> str | None:
+        """What it serves that nobody has decided for; None: nothing."""
+        for tag, served in known.serves().items():
+            current = self._goals.current.get(tag)
+            if served is None or current is None or served.run_id != current.run_id:
+                continue
+            if served.number > current.version:
+                return f"{served} of {tag}, and the fleet serves {current.of}"
+        return None
 
     # --- what a sync asks ---
 
@@ -283,17 +293,22 @@ class RolloutPool:
                         each.lease_end_s = now + self.lease_s  # its next heartbeat is lent that
                 self._tell()
 
-    def decided(self, versions: Sequence[ModelVersion], *, claimed: bool = False) -> None:
+    def decided(self, versions: Sequence[ModelVersion]) -> None:
         """From now on this is what instances have to serve to come in, or to stay in once the sync has ended. Within a
-        run it never goes back.
-
-        Args:
-            versions: of each model.
-            claimed: nobody takes part, and nobody has fetched them yet: see `FleetGoals`.
-        """
+        run it never goes back."""
         with self._changed:
-            (self._goals.claim if claimed else self._goals.decide)(versions)
+            self._goals.decide(versions)
             self._tell()
+
+    def claim(self, versions: Sequence[ModelVersion]) -> tuple[Member, ...]:
+        """Who takes part and has any of these models. Where nobody does, these are what who comes in has to serve,
+        though nobody has fetched them yet: see `FleetGoals`."""
+        with self._changed:
+            members = self.members([each.model_id for each in versions])
+            if not members:
+                self._goals.claim(versions)
+                self._tell()
+            return members
 
     def current(self, model_id: str) -> ModelVersion | None:
         """What the fleet serves of a model."""
@@ -407,7 +422,7 @@ class RolloutPool:
             reverse=True,
         ):
             if not any(each.model_id in self._goals.current for each in beat.serves):  # of models that go with others
-                self._goals.decide([each for each in beat.serves if each.sender_endpoint])
+                self._goals.learn([each for each in beat.serves if each.sender_endpoint])
         if self._goals.current:
             self.on_learnt(tuple(self._goals.current.values()))
 

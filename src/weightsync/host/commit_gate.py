@@ -52,6 +52,19 @@ class CommitGate:
             self._allowed = version
             self._tell()
 
+    def allow_no_more_than(self, served: Version | None) -> bool:
+        """What is served already is all that may be committed: what an instance was told before it came in ends there.
+
+        Returns:
+            False: something else is being committed already. Nothing was changed.
+        """
+        with self._changed:
+            hold = self._hold
+            if hold is not None and hold.passed and hold.version != served:
+                return False
+            self._allowed = served
+            return True
+
     def prepare(self, version: Version) -> None:
         """Of its run nothing older is held from now on, but what may be committed: who waits for this version would
         wait for one that nobody commits, where its agent has it only in a moment.
@@ -110,6 +123,7 @@ class PendingCommit:
     Attributes:
         version: which.
         why: why it is aborted; None: it is not.
+        passed: whether some engine commits it, or has.
     """
 
     def __init__(
@@ -122,6 +136,7 @@ class PendingCommit:
     ) -> None:
         self.version = version
         self.why: str | None = None
+        self.passed = False
         self._permit = permit
         self._changed = changed
         self._tell = tell
@@ -152,6 +167,7 @@ class PendingCommit:
                         "it is staged, and nobody said that it may be committed",
                         version=str(self.version), state_left="serving as before",
                     )  # fmt: skip
+            self.passed = True
 
     def failed(self, why: str) -> None:
         """From an engine's thread: its load has failed; the others need not wait, unless they may commit already."""

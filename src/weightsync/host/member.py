@@ -76,6 +76,7 @@ class FleetMember:
         self._adopting: dict[str, tuple[Version, Future[bool]]] = {}
         self._url = ""
         self._said: HeartbeatReply | None = None
+        self._told: dict[str, Version | None] = {}  # what the last heartbeat said that it serves
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="weightsync-heartbeat", daemon=True)
 
@@ -245,6 +246,7 @@ class FleetMember:
             )
         for model_id, model in self._models.items():
             served, staged = model.served, model.permit.staged
+            self._told[model_id] = served
             if staged is not None:
                 waits.append(ModelVersion(model_id=model_id, run_id=staged.run_id, version=staged.number))
             status = model.status()
@@ -290,6 +292,9 @@ class FleetMember:
         if before is None or before.state != said.state:
             _logger.info("service %s is %s in its fleet%s", self._config.service_id, said.state,
                          f": {said.why}" if said.why else "")  # fmt: skip
+        if said.lease_s > 0 and (before is None or before.lease_s <= 0) and not self._keep_to_what_is_served(commits):
+            self._said = before  # what is being committed was not decided by the fleet: it is told of it first
+            return
         if said.lease_s <= 0:
             self._lease.revoke()
         elif said.admitted:
@@ -302,6 +307,22 @@ class FleetMember:
 
     def _renew(self, until_s: float) -> None:
         self._lease.renew(until_s, seen_s=min(model.engines.seen_s() for model in self._models.values()))
+
+    def _keep_to_what_is_served(self, commits: int) -> bool:
+        """It comes in: what it was told to catch up with before may be committed no more without its fleet.
+
+        Returns:
+            False: some engine has committed something else than this service has told of, or commits it.
+        """
+        if not self._set.acquire(blocking=False):
+            return True  # the fleet commits, which says what may be
+        try:
+            if self._num_commits != commits:
+                return True
+            kept = [model.permit.allow_no_more_than(self._told.get(name)) for name, model in self._models.items()]
+            return all(kept) and all(model.served == self._told.get(name) for name, model in self._models.items())
+        finally:
+            self._set.release()
 
     def _made_whole(self, commits: int) -> None:
         """The controller has seen what is served; a commit that was begun since then says more."""

@@ -312,7 +312,7 @@ def test_who_joins_comes_in_with_a_sync_where_there_is_no_time_between_two() -> 
 
 def test_what_nobody_could_fetch_and_is_not_there_gives_way() -> None:
     pool, _ = made()
-    pool.decided([at(1000)], claimed=True)
+    pool.claim([at(1000)])
     reply = pool.heartbeat(beat("a", lacks=("m",)))
     assert [each.version for each in reply.catch_up] == [1000]
     pool.heartbeat(beat("a", lacks=("m",), absent=(AbsentVersion(of=at(999), newest=1),)))
@@ -339,3 +339,33 @@ def test_who_joins_is_told_the_digest_of_what_it_may_have_already() -> None:
     assert pool._digests["m"][1] == "d1"
     pool.decided([at(2)])
     assert pool.heartbeat(beat("b", lacks=("m",))).digests == {}
+
+
+def test_what_is_told_of_when_one_has_just_come_in_is_no_claim() -> None:
+    """Seen red: a claim overtook it, and it was evicted for serving what it had come in with."""
+    pool, _ = made()
+    pool.decided([at(6)])
+    pool.heartbeat(beat("b", at(6)))
+    assert [member.instance_id for member in pool.claim([at(10)])] == ["b"]
+    assert pool.current("m") == at(6)
+
+
+def test_who_serves_the_goal_comes_in_whatever_it_has_staged_besides() -> None:
+    """Seen red: the goal followed what was staged, and it was one behind for ever."""
+    pool, _ = made()
+    pool.claim([at(9)])
+    pool.claim([at(5)])
+    pool.heartbeat(beat("a", lacks=("m",)))
+    reply = pool.heartbeat(beat("a", at(5), staged=(at(6),), leased=False))
+    assert (reply.state, pool.current("m")) == ("live", at(5))
+
+
+def test_who_serves_what_nobody_decided_for_answers_no_more() -> None:
+    """It was told of one that came to nothing. Seen red: it had a lease, beside those of the fleet's version."""
+    pool, _ = made()
+    pool.decided([at(6)])
+    assert pool.heartbeat(beat("a", at(6))).lease_s
+    assert pool.heartbeat(beat("a", at(10))).state == "suspect", "it may be about to be decided"
+    assert pool.heartbeat(beat("a", at(10))).lease_s == 0.0
+    pool.decided([at(10)])
+    assert pool.heartbeat(beat("a", at(10))).lease_s

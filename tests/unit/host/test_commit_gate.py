@@ -178,6 +178,22 @@ def test_a_gate_that_is_closed_holds_nothing(owner: Owner) -> None:
     owner.permit.hold(v(3), 1).staged(Deadline(0.0))
 
 
+def test_what_it_was_told_before_it_came_in_may_be_committed_no_more(owner: Owner) -> None:
+    owner.permit.allow(v(1000))
+    assert owner.permit.allow_no_more_than(v(7))
+    hold = owner.permit.hold(v(8), 2)
+    engine = owner.stages(hold)
+    assert not engine.done()
+    owner.permit.allow(v(8))
+    engine.result(LONG_S)
+    assert not owner.permit.allow_no_more_than(v(7)), "one engine commits it"
+    hold.staged(Deadline(0.0))
+    owner.permit.ended(hold)
+    assert owner.permit.allow_no_more_than(v(8))
+    assert owner.permit.allow_no_more_than(None)
+    assert not owner.permit.allows(v(1))
+
+
 def test_nothing_is_held_and_nothing_is_released(owner: Owner) -> None:
     owner.permit.release("as told")
     hold = owner.permit.hold(v(1), 1)

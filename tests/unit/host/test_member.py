@@ -47,6 +47,8 @@ class Told:
 
     served_digest = None
     staged = None
+    kept: Version | None = None
+    commits = False
     progress = None
 
     def __init__(self, model_id: str) -> None:
@@ -63,6 +65,10 @@ class Told:
     def allow(self, version: Version) -> None:
         if not self.fails:
             self.served = version
+
+    def allow_no_more_than(self, served: Version | None) -> bool:
+        self.kept = served
+        return not self.commits
 
     def release(self, why: str, *, older_than: Version | None = None) -> None: ...
     def check_may_commit(self, version: Version) -> None: ...
@@ -241,3 +247,24 @@ def test_a_lease_file_that_was_cut_off_is_told_to_the_fleet(made: Member) -> Non
     os.truncate(made.lease.path, 0)
     until(lambda: "was damaged, or cut off" in (made.pool.status({})[0].why or ""), "its status says so")
     assert not made.answers
+
+
+def test_what_it_was_told_before_it_came_in_is_committed_with_its_fleet_alone(made: Member) -> None:
+    """Told of a number that nobody has, it came in, and then committed whatever it had staged, by itself. Seen red."""
+    made.models["a"].commits = True
+    made.member.start("http://127.0.0.1:9")
+    until(lambda: made.pool.status({}) and made.state() == "live", "its fleet lets it in")
+    until(lambda: made.models["a"].kept is not None, "it looks what it may commit")
+    assert not made.answers, "one of its engines is on its way to something else"
+    made.models["a"].commits = False
+    until(lambda: made.answers, "it has a lease")
+    assert [model.kept for model in made.models.values()] == [Version(run_id="r", number=1)] * 2
+
+
+def test_what_it_has_committed_since_its_heartbeat_is_told_first(made: Member) -> None:
+    made.member._url = "http://127.0.0.1:9"
+    made.member._request()
+    made.models["a"].served = Version(run_id="r", number=2)
+    assert not made.member._keep_to_what_is_served(0)
+    made.member._request()
+    assert made.member._keep_to_what_is_served(0)

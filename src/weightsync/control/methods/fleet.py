@@ -228,9 +228,8 @@ class FleetMethod(SyncMethod):
 
     def _check_members(self, versions: Set) -> Sequence[Member]:
         """Who takes part. Where nobody does, who comes in is to serve these, not what nobody can fetch any more."""
-        members = self.pool.members([each.model_id for each in versions])
+        members = self.pool.claim(versions)
         if not members:
-            self.pool.decided(versions, claimed=True)
             raise NoEnginesError("no rollout service takes part: see /status for why")
         return members
 
