@@ -61,6 +61,7 @@ class FleetGoals:
         self._decided: dict[str, ModelVersion] = {}  # the last one of each: what is claimed goes not below it
         self._told: dict[str, ModelVersion] = {}  # the newest claim of each
         self._sets: dict[str, tuple[str, ...]] = {}
+        self._torn: set[tuple[str, ...]] = set()  # of which an instance has denied some
         self._leaders: dict[str, _Leader] = {}
 
     def decide(self, versions: Sequence[ModelVersion]) -> None:
@@ -129,9 +130,12 @@ class FleetGoals:
                 self._leaders[model_id] = dataclasses.replace(leader, ready=False)
 
     def apart(self, serves: Mapping[str, Version | None]) -> bool:
-        """Whether models that belong together are served with other numbers than each other."""
+        """Whether models that belong together are served with other numbers than each other, and nobody decided so."""
         for names in set(self._sets.values()):
-            if len({None if (found := serves[name]) is None else found.number for name in names if name in serves}) > 1:
+            found = {name: serves[name] for name in names if name in serves}
+            goals = [self.current[name] for name in found if name in self.current and name not in self._claimed]
+            agreed = names not in self._torn and {each.model_id: each.of for each in goals} == found
+            if not agreed and len({None if each is None else each.number for each in found.values()}) > 1:
                 return True
         return False
 
@@ -157,12 +161,12 @@ class FleetGoals:
         together = [self.current[name] for name in self._sets[goal.model_id] if name in self.current]
         claims = [each for each in together if each.model_id in self._claimed and each.version == goal.version]
         floor = max((self._decided[each.model_id].version for each in together if self._has_served(each)), default=-1)
-        before = [self._decided[each.model_id] for each in claims if each.model_id in self._decided]
+        self._torn.add(self._sets[goal.model_id])
         for each in claims:
             model_id, decided = each.model_id, self._decided.get(each.model_id)
             if denied.newest is not None and denied.newest > floor:
                 self.current[model_id] = msgspec.structs.replace(each, version=denied.newest)
-            elif decided is not None and len(before) == len(claims):
+            elif decided is not None:
                 moved = each.sender_endpoint if decided.run_id == each.run_id else decided.sender_endpoint
                 self._settle(msgspec.structs.replace(decided, sender_endpoint=moved))
             else:
@@ -190,6 +194,7 @@ class FleetGoals:
     def _note_set(self, versions: Sequence[ModelVersion]) -> None:
         names = tuple(each.model_id for each in versions)
         self._sets |= dict.fromkeys(names, names)
+        self._torn.discard(names)
 
     def _leader(self, model_id: str) -> _Leader | None:
         """Who leads, while it is on its way."""

@@ -158,7 +158,10 @@ class RolloutPool:
         return HeartbeatReply(state="evicted", lease_s=0.0, every_s=self.lease_s, why="it leaves")
 
     def _answer(self, known: _Instance, now: float) -> HeartbeatReply:
-        behind = self._behind(known) or (self._ahead(known) if known.takes_part else None)
+        ahead = self._ahead(known) if known.takes_part else None
+        behind = self._behind(known) or ahead
+        if ahead and not known.beat.leased:  # it was let in for what it served before, and has taken no lease
+            self._leave(known, f"it serves {ahead}")
         every_s = self.lease_s / _BEATS_A_LEASE
         if known.takes_part and behind and not self._syncs:
             if not known.doubted:  # its heartbeat may be from before its commit: it gets no more than it has

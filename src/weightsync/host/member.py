@@ -43,6 +43,7 @@ _FIRST_EVERY_S = 0.5
 _HEARTBEAT_S = 5.0
 _LEAVE_S = 1.0
 _STOP_S = 5.0
+_SOON_S = 0.5
 _LOOK_S = 0.05
 
 _logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class FleetMember:
         self._adopting: dict[str, tuple[Version, Future[bool]]] = {}
         self._url = ""
         self._said: HeartbeatReply | None = None
+        self._comes_in = True  # it may have been told of more than its fleet serves
         self._told: dict[str, Version | None] = {}  # what the last heartbeat said that it serves
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="weightsync-heartbeat", daemon=True)
@@ -210,8 +212,7 @@ class FleetMember:
             sent_s, commits = boot_s(), self._num_commits
             try:
                 said = self._client.heartbeat(self._request(), timeout_s=_HEARTBEAT_S)
-                every_s = said.every_s
-                self._heard(said, sent_s, commits)
+                every_s = said.every_s if self._heard(said, sent_s, commits) else min(said.every_s, _SOON_S)
                 if silent:
                     _logger.info("the controller at %s answers again", self._client.url)
                 silent = False
@@ -287,14 +288,16 @@ class FleetMember:
             progress={model_id: moved for model_id, model in self._models.items() if (moved := model.progress)},
         )
 
-    def _heard(self, said: HeartbeatReply, sent_s: float, commits: int) -> None:
+    def _heard(self, said: HeartbeatReply, sent_s: float, commits: int) -> bool:
+        """False: the fleet is to hear soon what is served by now."""
         before, self._said = self._said, said
         if before is None or before.state != said.state:
             _logger.info("service %s is %s in its fleet%s", self._config.service_id, said.state,
                          f": {said.why}" if said.why else "")  # fmt: skip
-        if said.lease_s > 0 and (before is None or before.lease_s <= 0) and not self._keep_to_what_is_served(commits):
-            self._said = before  # what is being committed was not decided by the fleet: it is told of it first
-            return
+        if said.lease_s <= 0:
+            self._comes_in = True
+        elif self._comes_in and not self._keep_to_what_is_served(commits):
+            return False  # what is being committed was not decided by the fleet: it is told of it first
         if said.lease_s <= 0:
             self._lease.revoke()
         elif said.admitted:
@@ -304,23 +307,27 @@ class FleetMember:
             model = self._models.get(each.model_id)
             if model is not None:
                 self._catch_up(model, each, said.digests.get(each.model_id))
+        return True
 
     def _renew(self, until_s: float) -> None:
         self._lease.renew(until_s, seen_s=min(model.engines.seen_s() for model in self._models.values()))
 
     def _keep_to_what_is_served(self, commits: int) -> bool:
-        """It comes in: what it was told to catch up with before may be committed no more without its fleet.
+        """It has come in: what it was told to catch up with before may be committed no more without its fleet. While
+        the fleet commits, that waits for the next heartbeat.
 
         Returns:
             False: some engine has committed something else than this service has told of, or commits it.
         """
         if not self._set.acquire(blocking=False):
-            return True  # the fleet commits, which says what may be
+            return True
         try:
             if self._num_commits != commits:
                 return True
             kept = [model.permit.allow_no_more_than(self._told.get(name)) for name, model in self._models.items()]
-            return all(kept) and all(model.served == self._told.get(name) for name, model in self._models.items())
+            same = all(model.served == self._told.get(name) for name, model in self._models.items())
+            self._comes_in = not (all(kept) and same)
+            return not self._comes_in
         finally:
             self._set.release()
 

@@ -128,6 +128,30 @@ def test_a_run_that_never_was_leaves_what_was_served() -> None:
     assert list(of.goals.current.values()) == [at(7), at(7, model="n", run_id="t")]
 
 
+def test_what_was_served_of_one_model_of_a_set_stays() -> None:
+    """Seen red: what had been served of it was forgotten with the others of its set, and older was let in."""
+    of = Joining()
+    of.goals.claim([at(7), at(7, model="n")])
+    of.goals.came_in({"m": at(7).of})
+    of.goals.claim([at(8), at(8, model="n")])
+    of.goals.deny(AbsentVersion(of=at(8)))
+    assert of.goals.current == {"m": at(7)}
+    assert of.goals.apart({"m": at(7).of, "n": at(3).of})
+
+
+def test_models_of_a_set_that_were_decided_apart() -> None:
+    """They were served so before they were a set. Seen red: who served just that was kept out for good."""
+    of = Joining()
+    of.goals.learn([at(5), at(9, model="n")])
+    of.goals.decide([at(5), at(9, model="n")])
+    serves = {"m": at(5).of, "n": at(9).of}
+    assert not of.goals.apart(serves)
+    assert of.goals.apart({**serves, "m": at(4).of})
+    of.goals.claim([at(10), at(10, model="n")])
+    of.goals.deny(AbsentVersion(of=at(10)))
+    assert of.goals.apart(serves), "a denial is no decision for both"
+
+
 def test_models_of_a_set_that_lie_apart() -> None:
     of = Joining()
     of.goals.claim([at(8), at(8, model="n")])

@@ -369,3 +369,17 @@ def test_who_serves_what_nobody_decided_for_answers_no_more() -> None:
     assert pool.heartbeat(beat("a", at(10))).lease_s == 0.0
     pool.decided([at(10)])
     assert pool.heartbeat(beat("a", at(10))).lease_s
+
+
+def test_who_was_let_in_for_what_it_served_before_is_lent_nothing_for_what_it_serves_now() -> None:
+    """It committed what a sync was to bring, which failed. Seen red: it answered with that, beside the fleet's."""
+    pool, _ = made()
+    pool.decided([at(4)])
+    pool.heartbeat(beat("x", at(4)))
+    with pool.syncing([at(7)]):
+        assert pool.heartbeat(beat("c", at(4), leased=False)).catch_up == (at(7),)
+    assert states(pool)["c"] == "live", "what it said last is the fleet's"
+    with pool.syncing([at(7)]):
+        assert pool.heartbeat(beat("c", at(7), leased=False)).lease_s == 0.0
+        pool.decided([at(7)])
+    assert states(pool)["c"] == "live"

@@ -268,3 +268,10 @@ def test_what_it_has_committed_since_its_heartbeat_is_told_first(made: Member) -
     assert not made.member._keep_to_what_is_served(0)
     made.member._request()
     assert made.member._keep_to_what_is_served(0)
+
+
+def test_what_may_be_committed_is_looked_at_when_its_fleet_commits_no_more(made: Member) -> None:
+    """Seen red: it came in while another model was committed, and kept what it had been told before for good."""
+    with made.member._set:
+        made.live()
+    until(lambda: all(model.kept is not None for model in made.models.values()), "it looks what it may commit")
