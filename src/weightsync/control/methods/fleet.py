@@ -228,10 +228,9 @@ class FleetMethod(SyncMethod):
 
     def _check_members(self, versions: Set) -> Sequence[Member]:
         """Who takes part. Where nobody does, who comes in is to serve these, not what nobody can fetch any more."""
-        members = self.pool.claim(versions)
-        if not members:
-            raise NoEnginesError("no rollout service takes part: see /status for why")
-        return members
+        if members := self.pool.claim(versions):
+            return members
+        raise NoEnginesError("no rollout service takes part: see /status for why")
 
     def _each(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
         decided = Once()
@@ -288,9 +287,8 @@ class FleetMethod(SyncMethod):
 
     def _superseded(self, versions: Set) -> TransferAbortedError:
         named = ", ".join(f"{each.model_id} {each.of}" for each in versions)
-        return TransferAbortedError(
-            "another run has taken over from this one", version=named, state_left="what was served is served"
-        )
+        why = "another run has taken over from this one"
+        return TransferAbortedError(why, version=named, state_left="what was served is served")
 
     def _prepare(self, member: Member, versions: Set, spans: Spans) -> None:
         self._hook("prepare", member.instance_id)
