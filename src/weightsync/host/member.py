@@ -296,10 +296,9 @@ class FleetMember:
                          f": {said.why}" if said.why else "")  # fmt: skip
         if said.lease_s <= 0:
             self._comes_in = True
+            self._lease.revoke()
         elif self._comes_in and not self._keep_to_what_is_served(commits):
             return False  # what is being committed was not decided by the fleet: it is told of it first
-        if said.lease_s <= 0:
-            self._lease.revoke()
         elif said.admitted:
             self._made_whole(commits)
         self._renew(sent_s + said.lease_s if said.lease_s else 0.0)
