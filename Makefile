@@ -60,9 +60,10 @@ test: environments browser hosts ## the checks, then every test but the long one
 	$(BIN)/python -m pytest -m "not soak and alone" || failed=1; \
 	exit $$failed
 
-# Both at the same time: each waits for its package index and for the disk.
+# Both at the same time: each waits for its package index and for the disk. Of their modules the tests import a part,
+# and what is imported is compiled then.
 environments:
-	@$(MAKE) --no-print-directory -j2 $(ENGINES) $(SGLANG_STAMP)
+	@$(MAKE) --no-print-directory -j2 PIP_OPTIONS="$(PIP_OPTIONS) --no-compile" $(ENGINES) $(SGLANG_STAMP)
 
 check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/ruff check .

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bench.harness import BenchArgs, Memcpy, Row, facts, medians_s
-from weightsync.codec.digest import ShardSum, digest_of, patch_sum, shard_sum
+from weightsync.codec.digest import digest_of, patch_sum, shard_sum
+from weightsync.codec.model_digest import ShardSum
 from weightsync.codec.tensor_digest import tensor_digests
 from weightsync.types import Box, HeldTensor, TensorSpec
 

@@ -54,12 +54,12 @@ def weights(mib: float, version: int) -> dict[str, torch.Tensor]:
 
 def load_all() -> None:
     """Loads what the processes are going to need, once for all of them: call it before there are any, and threads."""
-    from weightsync.codec import delta, delta_reader, digest
+    from weightsync.codec import delta, delta_reader, model_digest
     from weightsync.load import patch_kernels  # noqa: F401
 
     torch.set_num_threads(1)
     delta.warm_up()
-    digest.warm_up()
+    model_digest.warm_up()
     delta_reader.coding()
 
 

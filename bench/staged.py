@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from weightsync.codec.digest import ShardSum, digest_of, patch_sum, patched_digest
+from weightsync.codec.digest import digest_of, patch_sum
+from weightsync.codec.model_digest import ShardSum, patched_digest
 from weightsync.codec.tensor_digest import tensor_digests
 from weightsync.host.staged_version import PatchedTensor, StagedPatch, StagedVersion
 from weightsync.memory import Segment

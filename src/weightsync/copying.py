@@ -12,7 +12,8 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from weightsync.many import Int64s, addresses, are_plain, copy_runs, pieces, sizes_bytes, sorted_out
+from weightsync.addresses import Int64s, copy_runs, pieces
+from weightsync.many import addresses, are_plain, sizes_bytes, sorted_out
 from weightsync.tensors import byte_view, tensor_from_bytes
 from weightsync.types import dtype_name
 

@@ -1,23 +1,18 @@
-"""Many small tensors at once: where they lie, and copies of all of them by one compiled loop.
+"""Many small tensors at once: whether they are plain, and where they lie. `addresses` copies from there.
 
 A call into torch or numpy costs a microsecond or more for each tensor, which is nothing beside a large one, and most of
-what a model of 100,000 small ones costs. Importing this module does not import numba; the first copy does.
+what a model of 100,000 small ones costs.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import itertools
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from weightsync.errors import MissingDependencyError, UnsupportedError
+from weightsync.addresses import Int64s
 
 MANY = 1000
 """From so many tensors on it is worth the second that numba takes to be imported."""
@@ -28,8 +23,6 @@ _BLOCK = 512
 _dtype = attrgetter("dtype")
 _is_cpu = attrgetter("is_cpu")
 _nbytes = attrgetter("nbytes")
-
-Int64s = npt.NDArray[np.int64]
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Whose elements lie where `data_ptr` says. A subclass may be made of other tensors, and have no memory of its own."""
@@ -101,55 +94,3 @@ def sorted_out(tensors: Sequence[torch.Tensor], most_bytes: int) -> tuple[Sequen
         return range(len(tensors)), ()
     small = [index for index, tensor in enumerate(tensors) if tensor.nbytes <= most_bytes and are_plain((tensor,))]
     return small, sorted(set(range(len(tensors))).difference(small))
-
-
-def pieces(sizes: Int64s, piece_bytes: int) -> list[slice]:
-    """Cuts consecutive runs of these sizes into pieces of about so many bytes; a larger run is one by itself."""
-    ends = np.cumsum(sizes)
-    cuts = np.searchsorted(ends, np.arange(piece_bytes, int(ends[-1]) if len(ends) else 0, piece_bytes)).tolist()
-    return [slice(start, end) for start, end in itertools.pairwise([0, *cuts, len(ends)]) if start < end]
-
-
-def check_addresses(addresses: Int64s, num_bytes: Int64s) -> None:
-    """Refuses runs of bytes that lie nowhere: a compiled loop would end the process.
-
-    Raises:
-        UnsupportedError: a tensor has elements and no memory.
-    """
-    if ((addresses == 0) & (num_bytes > 0)).any():
-        raise UnsupportedError(
-            "a tensor has elements and no memory of its own: its storage was freed, or it stands for a value",
-            state_left="nothing was read or written",
-        )
-
-
-def copy_runs(targets: Int64s, sources: Int64s, num_bytes: Int64s) -> None:
-    """Copies runs of bytes from address to address, on the caller's thread, without the GIL.
-
-    Args:
-        targets, sources: addresses, of memory that the caller keeps; what is written overlaps nothing.
-        num_bytes: of each run.
-
-    Raises:
-        UnsupportedError: as for `check_addresses`. Nothing was copied.
-    """
-    check_addresses(targets, num_bytes)
-    check_addresses(sources, num_bytes)
-    loops("weightsync.many_kernels").copy_runs(targets, sources, num_bytes)
-
-
-@functools.cache
-def loops(module: str, *, needs: str = "this needs numba") -> Any:
-    """A module of compiled loops, imported at first use: numba takes a second that most processes need not pay.
-
-    Args:
-        module: its full name.
-        needs: what is missing where it can't be imported, for the error.
-
-    Raises:
-        MissingDependencyError: numba, say, is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(f"{needs}: pip install 'weightsync[torch]' ({error})") from error

@@ -31,7 +31,8 @@ from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
-from weightsync.codec.digest import model_digest, shard_sums
+from weightsync.codec.digest import shard_sums
+from weightsync.codec.model_digest import model_digest
 from weightsync.tensors import spec_of
 from weightsync.types import HeldTensor
 

@@ -33,7 +33,8 @@ from tests.engines.vllm_support import (
     tail_of,
 )
 from tests.multiproc.trainers import VOCAB
-from weightsync.codec.digest import model_digest, shard_sums
+from weightsync.codec.digest import shard_sums
+from weightsync.codec.model_digest import model_digest
 from weightsync.tensors import spec_of
 from weightsync.types import AuditRequest, EngineOp, HeldTensor
 from weightsync.types.service import NotifyRequest, RegisterSenderRequest

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import torch
 
-from weightsync.codec.digest import ShardSum, shard_sum
+from weightsync.codec.digest import shard_sum
+from weightsync.codec.model_digest import ShardSum
 from weightsync.codec.tensor_digest import tensor_digest
 from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import MappedSegment

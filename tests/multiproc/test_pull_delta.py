@@ -81,6 +81,7 @@ def test_a_delta_moves_what_has_changed_and_says_so(start: Start) -> None:
     mapped = pull(trainer, Receiver(start, kib=KIB), 3, transport=None)
     assert (mapped["transport"], mapped["deltas"]) == ("shm", 0), "on one host nothing is faster than mapping it"
     assert pull(trainer, receiver, 3, mode="full")["deltas"] == 0
+    assert "libtorch" not in Path(f"/proc/{trainer.agent_pid}/maps").read_text(), "an agent needs none of it"
     trainer.ask("close")
     assert shm_of(trainer.pid, trainer.agent_pid) == []
 

@@ -50,9 +50,15 @@ def test_the_controller_side_loads_no_torch(name: str) -> None:
     assert loaded_after(*modules_of(name)) == []
 
 
-def test_an_agent_answers_before_it_has_loaded_torch() -> None:
+def test_an_agent_answers_before_it_has_loaded_anything_heavy() -> None:
     """A trainer waits for its agent's first answer. Seen red with a digest imported where the agent's file begins."""
     assert loaded_after("weightsync.agent.main") == []
+
+
+def test_an_agent_proves_and_makes_deltas_without_torch() -> None:
+    """Which is more than a second of a core, and 180 MB, on each of the trainer's hosts. Seen red with torch in it."""
+    needed = ("weightsync.agent.proof", "weightsync.agent.delta_file", "weightsync.codec.delta_planes")
+    assert loaded_after(*modules_of("agent"), *needed) == ["numba"]
 
 
 def test_the_probe_sees_what_is_loaded() -> None:

@@ -424,7 +424,10 @@ class TransferAgent:
 def _model_digest(publication: Publication, proof: SourceProof) -> str | None:
     if len(publication.sources) > 1:
         return None
-    from weightsync.codec.digest import ShardSum, model_digest  # with torch: not before the agent has begun to answer
+    from weightsync.codec.model_digest import (  # with numpy: not before the agent has begun to answer
+        ShardSum,
+        model_digest,
+    )
 
     return model_digest(publication.manifest.table, ShardSum(lane_a=proof.lane_a, lane_b=proof.lane_b))
 

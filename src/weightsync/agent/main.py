@@ -123,7 +123,7 @@ def _obey(agent: TransferAgent, channel: HostChannel[Order], outbox: _Outbox) ->
         channel.wait(outbox.fd, timeout_s=None, to_send=is_left)
         for order in channel.received():
             match order:
-                case Ping():  # at once: an agent that loads torch gets few turns
+                case Ping():  # at once: an agent that loads numba gets few turns
                     channel.send(_PONG)
                     agent.show(order.phases)
                 case ResetOrder():

@@ -1,10 +1,10 @@
-"""What an agent computes over a published segment: digests of its parts, checksums of its blocks, the shard sum."""
+"""What an agent computes over a published segment: digests of parts, checksums of blocks, the shard sum. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from weightsync.codec.digest import warm_up
+from weightsync.codec.model_digest import warm_up
 from weightsync.codec.runs import Runs, digests_and_sum, runs_of
 from weightsync.codec.threads import map_all
 from weightsync.memory import MappedSegment
@@ -23,7 +23,7 @@ def prove(publication: Publication, source: int, *, check_cancelled: Callable[[]
     Args:
         publication: as it was stamped.
         source: which of its sources lies on this host.
-        go_on: called again and again; what it raises ends the work.
+        check_cancelled: called again and again; what it raises ends the work.
 
     Raises:
         SharedMemoryError: the segment is gone.

@@ -76,7 +76,7 @@ class Prover:
 
     def _run(self) -> None:
         try:
-            from weightsync.agent.proof import warm_up  # torch and numba: not before the agent has begun to answer
+            from weightsync.agent.proof import warm_up  # numba: not before the agent has begun to answer
 
             warm_up()  # seconds that the first publication would wait for
         except Exception as error:  # each proof will say so again, and by name

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from weightsync.addresses import loops
 from weightsync.codec.delta_format import Entry, Form, head_bytes, read_head
 from weightsync.codec.delta_units import Unit
 from weightsync.errors import DeltaFormatError, InvalidRequestError, StateError
-from weightsync.many import loops
 
 Steps: TypeAlias = tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]
 """Positions and zigzag steps of a unit."""

@@ -1,4 +1,4 @@
-"""Digests and sums of many tensors in one mapped memory: by place and size, without a tensor of its own each."""
+"""Digests and sums of many tensors in one mapped memory, by place and size. No torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 
-from weightsync.codec.digest import ShardSum, kernels, keys_of, shard_sum
+from weightsync.addresses import Int64s
+from weightsync.codec.model_digest import ShardSum, box_sum, kernels, keys_of
 from weightsync.codec.threads import batches, map_all
-from weightsync.many import Int64s
 from weightsync.plan.boxes import box_runs
-from weightsync.tensors import tensor_from_bytes
-from weightsync.types import HeldTensor, TensorSpec
+from weightsync.types import TensorSpec
 
 _SMALL_BYTES = 256 << 10
 """Larger ones are summed on all cores, each for itself."""
@@ -87,25 +85,20 @@ def digests_and_sum(memory: memoryview, runs: Runs, *, check_cancelled: Callable
         runs: of its parts.
         check_cancelled: called again and again; what it raises ends the work.
     """
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    flat = np.frombuffer(memory, dtype=np.uint8)
     found: list[bytes] = []
     total = ShardSum.zero()
     for first in range(0, len(runs.groups), _NUM_GROUPS):
         check_cancelled()
         for digests, part_sum in map_all(
-            functools.partial(_of_group, memory, flat.data_ptr(), runs), runs.groups[first : first + _NUM_GROUPS]
+            functools.partial(_of_group, memory, flat.ctypes.data, runs), runs.groups[first : first + _NUM_GROUPS]
         ):
             found.append(digests)
             total += part_sum
     for index in runs.large:
         check_cancelled()
         part = runs.parts[index]
-        view = tensor_from_bytes(
-            flat[part.offset : part.offset + part.nbytes],
-            dtype=part.dtype,
-            shape=part.shape if part.box is None else part.box.shape,
-        )
-        total += shard_sum(HeldTensor(spec=part, box=part.box, tensor=view))
+        total += box_sum(flat[part.offset : part.offset + part.nbytes], part, part.box)
     return b"".join(found), total
 
 

@@ -10,18 +10,13 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from weightsync.codec.threads import batches, map_all
-from weightsync.many import addresses, are_plain, copy_runs, sizes_bytes
+from weightsync.addresses import copy_runs
+from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, batches, map_all
+from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import split_box, whole_box
 from weightsync.tensors import byte_array
 from weightsync.types import Box
 from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
-
-PIECE_BYTES = 16 << 20
-"""What one thread copies at a time where a tensor is not contiguous host memory: the bound on extra memory."""
-
-SMALL_BYTES = 1 << 20
-"""Work below this is not worth another thread."""
 
 _RUN_BYTES = 4 << 20
 """What one thread takes at a time of a bucket."""

@@ -17,6 +17,12 @@ from weightsync.types.process import num_cores
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+PIECE_BYTES = 16 << 20
+"""What one thread copies at a time where a tensor is not contiguous host memory: the bound on extra memory."""
+
+SMALL_BYTES = 1 << 20
+"""Work below this is not worth another thread."""
+
 _pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
 

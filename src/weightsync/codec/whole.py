@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync.codec.digest import ShardSum, keys_of, lanes_of_whole, model_digest, shard_sum, shard_sums, sum_of_runs
+from weightsync.addresses import Int64s, pieces
+from weightsync.codec.digest import shard_sum, shard_sums
+from weightsync.codec.model_digest import ShardSum, keys_of, lanes_of_whole, model_digest, sum_of_runs
 from weightsync.codec.threads import map_all
 from weightsync.copying import cast_runs
 from weightsync.errors import ManifestMismatchError
-from weightsync.many import Int64s, addresses, are_plain, pieces, sizes_bytes, sorted_out
+from weightsync.many import addresses, are_plain, sizes_bytes, sorted_out
 from weightsync.tensors import spec_of, torch_dtype
 from weightsync.types import HeldTensor, TensorTable, WeightChunk
 

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
-from weightsync.codec.digest import ShardSum, model_digest, shard_sum
+from weightsync.codec.digest import shard_sum
+from weightsync.codec.model_digest import ShardSum, model_digest
 from weightsync.errors import DigestMismatchError, TransferAbortedError
 from weightsync.handles.fanout import in_thread
 from weightsync.load.base import WeightLoader

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from weightsync.codec.digest import ShardSum, digest_of, patch_sum, patched_digest
+from weightsync.codec.digest import digest_of, patch_sum
+from weightsync.codec.model_digest import ShardSum, patched_digest
 from weightsync.codec.whole import whole_digest
 from weightsync.engine.session import Session
 from weightsync.errors import DigestMismatchError, UnsupportedError, VersionError

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 import msgspec
 import torch
 
-from weightsync.codec.digest import ShardSum, model_digest
 from weightsync.codec.full import FullCodec
+from weightsync.codec.model_digest import ShardSum, model_digest
 from weightsync.codec.threads import batches
 from weightsync.codec.whole import SummedChunks
 from weightsync.errors import (

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 from weightsync.codec.base import Decoder
-from weightsync.codec.digest import ShardSum
+from weightsync.codec.model_digest import ShardSum
 from weightsync.errors import (
     InvalidRequestError,
     LoadError,

@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 
 from weightsync.codec.base import Codec
-from weightsync.codec.digest import warm_up
 from weightsync.codec.full import FullCodec
+from weightsync.codec.model_digest import warm_up
 from weightsync.codec.patch import PatchDecoder
 from weightsync.engine.audit import Audits
 from weightsync.engine.audited import AuditedWorker

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from weightsync.codec.digest import ShardSum, model_digest
+from weightsync.codec.model_digest import ShardSum, model_digest
 from weightsync.codec.tensor_digest import tensor_digest
 from weightsync.host.agent_calls import Granted
 from weightsync.host.staging import Staging

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.addresses import loops
 from weightsync.errors import (
     InvalidRequestError,
     LoadError,
@@ -24,7 +25,6 @@ from weightsync.errors import (
     UnsupportedError,
 )
 from weightsync.load.spans import overlaps_itself
-from weightsync.many import loops
 from weightsync.tensors import byte_array, spec_of
 from weightsync.types import Patch, TensorSpec
 from weightsync.types.process import num_cores

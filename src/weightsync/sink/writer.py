@@ -310,7 +310,7 @@ def _named(links: Sequence[StoredLink], version: int, manifest: StoredRef | None
 
 
 def _model_digest(taken: Taken) -> str:
-    from weightsync.codec.digest import ShardSum, model_digest
+    from weightsync.codec.model_digest import ShardSum, model_digest
 
     total = ShardSum.zero()
     for proof in taken.proofs:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from weightsync.codec.digest import ShardSum, shard_sums
+from weightsync.codec.digest import shard_sums
+from weightsync.codec.model_digest import ShardSum
 from weightsync.codec.whole import whole_sum
 from weightsync.errors import (
     DeadlineExceededError,

@@ -23,8 +23,8 @@ from typing import Any, cast
 import msgspec
 
 from weightsync.codec.base import Codec
-from weightsync.codec.digest import warm_up
 from weightsync.codec.full import FullCodec
+from weightsync.codec.model_digest import warm_up
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import (
     ConfigError,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from msgspec.structs import replace
 
 from weightsync.codec.base import Codec
-from weightsync.codec.digest import ShardSum, model_digest
+from weightsync.codec.model_digest import ShardSum, model_digest
 from weightsync.codec.whole import SummedChunks
 from weightsync.errors import SyncFailedError, WeightSyncError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor

@@ -17,8 +17,9 @@ from operator import itemgetter
 import numpy as np
 import torch
 
+from weightsync.addresses import Int64s
 from weightsync.errors import InvalidRequestError, TransferError
-from weightsync.many import MANY, Int64s, plain_addresses
+from weightsync.many import MANY, plain_addresses
 from weightsync.memory import SharedSegment
 from weightsync.plan.safetensors import Layout
 from weightsync.tensors import tensor_from_bytes, torch_dtype

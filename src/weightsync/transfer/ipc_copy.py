@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.addresses import Int64s, copy_runs, pieces
 from weightsync.copying import SMALL_BYTES, pack
-from weightsync.many import Int64s, copy_runs, pieces
 from weightsync.tensors import byte_array
 from weightsync.types.process import num_cores
 

@@ -32,7 +32,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         canary: what the trainer's model says of a known prompt; None where it does not.
         model_digest: the shard-independent digest of everything (`codec.digest`); None where it is
             not known yet: a push knows it at commit.
-        digests: XXH3-128 of the bytes of each part held (`codec.digest.tensor_digest`), 16 bytes each, in the order of
+        digests: XXH3-128 of the bytes of each part held (`codec.tensor_digest.tensor_digest`), 16 bytes each, in the order of
             `tensors`; None where they are not known yet.
     """
 
@@ -72,14 +72,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.table.by_name
 
     def digest(self, name: str) -> str | None:
-        """A tensor's digest as `codec.digest.tensor_digest` writes it; None where it is not known yet."""
+        """A tensor's digest as `codec.tensor_digest.tensor_digest` writes it; None where it is not known yet."""
         return None if self.digests is None else written_digest(self.digests, self.table.index_of[name])
 
     def with_digests(self, digests: Mapping[str, str], model_digest: str | None) -> Manifest:
         """The same manifest with digests filled in.
 
         Args:
-            digests: as `codec.digest.tensor_digest` writes them, by name.
+            digests: as `codec.tensor_digest.tensor_digest` writes them, by name.
             model_digest: of everything.
 
         Raises:

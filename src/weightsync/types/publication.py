@@ -140,7 +140,7 @@ class SourceProof(Message, frozen=True, kw_only=True):
         block_checksums: xxh3-64 of each block, 16 hex digits each, one behind the other.
         part_digests: XXH3-128 of each part of this source (`codec.digest.tensor_digest`), 16 bytes each, in the order
             of `Publication.parts_of`.
-        lane_a, lane_b: the sum of this source's parts towards the model's digest (`codec.digest.ShardSum`).
+        lane_a, lane_b: the sum of this source's parts towards the model's digest (`codec.model_digest.ShardSum`).
     """
 
     block_checksums: str

@@ -109,7 +109,7 @@ class TensorTable(SpecTable):
 
 
 class PackedDigests(Mapping[str, str]):
-    """Digests by name, as `codec.digest.tensor_digest` writes them: of 100,000 tensors nobody wants the texts.
+    """Digests by name, as `codec.tensor_digest.tensor_digest` writes them: of 100,000 tensors nobody wants the texts.
 
     Args:
         names: each once.
@@ -134,7 +134,7 @@ class PackedDigests(Mapping[str, str]):
 
 
 def packed_digest(digest: str) -> bytes:
-    """The 16 bytes of a digest as `codec.digest.tensor_digest` writes it.
+    """The 16 bytes of a digest as `codec.tensor_digest.tensor_digest` writes it.
 
     Raises:
         InvalidRequestError: it is none.
@@ -149,5 +149,5 @@ def packed_digest(digest: str) -> bytes:
 
 
 def written_digest(digests: bytes, index: int) -> str:
-    """One of several packed digests, as `codec.digest.tensor_digest` writes it."""
+    """One of several packed digests, as `codec.tensor_digest.tensor_digest` writes it."""
     return _PREFIX + digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)].hex()

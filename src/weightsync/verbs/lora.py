@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from msgspec.structs import replace
 
-from weightsync.codec.digest import ShardSum, model_digest, shard_sums
+from weightsync.codec.digest import shard_sums
+from weightsync.codec.model_digest import ShardSum, model_digest
 from weightsync.codec.whole import SummedChunks, whole_sum
 from weightsync.config import WeightSyncConfig, select_grouping
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError, as_weightsync_error

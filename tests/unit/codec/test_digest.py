@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from tests.unit.codec import digest_reference as reference
 from weightsync.codec import digest as module
+from weightsync.codec import model_digest as model_module
 from weightsync.codec import tensor_digest as tensor_digest_module
-from weightsync.codec.digest import ShardSum, digest_of, model_digest, patch_sum, patched_digest, shard_sum
+from weightsync.codec.digest import digest_of, patch_sum, shard_sum
+from weightsync.codec.model_digest import ShardSum, model_digest, patched_digest
 from weightsync.codec.tensor_digest import tensor_digest, tensor_digests
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
 from weightsync.plan.boxes import split_box, whole_box
@@ -180,9 +182,9 @@ def test_large_tensors_go_through_several_threads_and_pieces(monkeypatch: pytest
     tensor = random_tensor("bfloat16", (1031, 2053), 1)  # 4 MiB, odd rows
     once = shard_sum(whole(tensor))
     alone = tensor_digest(tensor)
-    monkeypatch.setattr(module, "num_workers", lambda: 7)
-    for each in (module, tensor_digest_module):
-        monkeypatch.setattr(each, "PIECE_BYTES", 99_999, raising=False)
+    monkeypatch.setattr(model_module, "num_workers", lambda: 7)
+    for each in (model_module, tensor_digest_module):
+        monkeypatch.setattr(each, "PIECE_BYTES", 99_999)
     assert shard_sum(whole(tensor)) == once
     turned = tensor.t().contiguous().t()
     assert not turned.is_contiguous()

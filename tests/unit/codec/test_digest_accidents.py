@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from weightsync.codec import kernels
-from weightsync.codec.digest import ShardSum, patch_sum, patched_digest, shard_sum
+from weightsync.codec.digest import patch_sum, shard_sum
+from weightsync.codec.model_digest import ShardSum, patched_digest
 from weightsync.codec.tensor_digest import tensor_digest
 from weightsync.errors import InvalidRequestError
 from weightsync.types import HeldTensor, Manifest, PatchBase, TensorSpec, Version

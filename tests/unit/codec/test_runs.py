@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from weightsync.codec import runs as runs_module
-from weightsync.codec.digest import ShardSum, digest_of, keys_of, model_digest, shard_sum, shard_sums
+from weightsync.codec.digest import digest_of, shard_sum, shard_sums
+from weightsync.codec.model_digest import ShardSum, keys_of, model_digest
 from weightsync.codec.runs import digests_and_sum, runs_of
 from weightsync.codec.tensor_digest import tensor_digest
 from weightsync.types import Box, HeldTensor, TensorSpec, TensorTable

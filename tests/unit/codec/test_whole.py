@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.codec import digest as module
+from weightsync.codec import model_digest as model_module
 from weightsync.codec import whole
-from weightsync.codec.digest import ShardSum, digest_of, model_digest, shard_sum, shard_sums
+from weightsync.codec.digest import digest_of, shard_sum, shard_sums
+from weightsync.codec.model_digest import ShardSum, model_digest
 from weightsync.codec.whole import whole_digest, whole_sum
 from weightsync.errors import ManifestMismatchError
 from weightsync.extract.module import ModuleWeightExtractor
@@ -99,7 +101,7 @@ def test_converted_together_is_what_a_chunk_has(wanted: str, kinds: list[tuple[s
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 13, 4 << 20])
 def test_large_ones_together_are_each_alone(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     """Cores take pieces of all tensors of a list, and neither a piece nor one that is not plain is lost."""
-    monkeypatch.setattr(module, "_RUN_BYTES", piece_bytes)
+    monkeypatch.setattr(model_module, "_RUN_BYTES", piece_bytes)
     monkeypatch.setattr(module, "_MANY_BYTES", 2048)
     monkeypatch.setattr(whole, "_SMALL_BYTES", 2048)
     torch.manual_seed(0)

@@ -18,7 +18,8 @@ from tests.unit.host.test_staging import bytes_of_box, partitions
 from weightsync.codec.delta import encode_delta
 from weightsync.codec.delta_cost import CostModel
 from weightsync.codec.delta_units import plan_units
-from weightsync.codec.digest import ShardSum, shard_sum
+from weightsync.codec.digest import shard_sum
+from weightsync.codec.model_digest import ShardSum
 from weightsync.errors import DeltaFormatError, DigestMismatchError
 from weightsync.host import delta_apply
 from weightsync.host.delta_apply import DeltaApplier

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 import pytest
 import torch
 
-from weightsync.codec.digest import ShardSum, digest_of, patch_sum, patched_digest
+from weightsync.codec.digest import digest_of, patch_sum
+from weightsync.codec.model_digest import ShardSum, patched_digest
 from weightsync.errors import InvalidRequestError, ManifestMismatchError, StateError, UnsupportedError
 from weightsync.load.base import WeightLoader
 from weightsync.tensors import byte_view, spec_of

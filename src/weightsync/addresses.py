@@ -1,0 +1,70 @@
+"""Runs of bytes by their addresses: checks, and copies of many by one compiled loop. No torch.
+
+Importing this module does not import numba; the first copy does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import MissingDependencyError, UnsupportedError
+
+Int64s = npt.NDArray[np.int64]
+
+
+def pieces(sizes: Int64s, piece_bytes: int) -> list[slice]:
+    """Cuts consecutive runs of these sizes into pieces of about so many bytes; a larger run is one by itself."""
+    ends = np.cumsum(sizes)
+    cuts = np.searchsorted(ends, np.arange(piece_bytes, int(ends[-1]) if len(ends) else 0, piece_bytes)).tolist()
+    return [slice(start, end) for start, end in itertools.pairwise([0, *cuts, len(ends)]) if start < end]
+
+
+def check_addresses(addresses: Int64s, num_bytes: Int64s) -> None:
+    """Refuses runs of bytes that lie nowhere: a compiled loop would end the process.
+
+    Raises:
+        UnsupportedError: a tensor has elements and no memory.
+    """
+    if ((addresses == 0) & (num_bytes > 0)).any():
+        raise UnsupportedError(
+            "a tensor has elements and no memory of its own: its storage was freed, or it stands for a value",
+            state_left="nothing was read or written",
+        )
+
+
+def copy_runs(targets: Int64s, sources: Int64s, num_bytes: Int64s) -> None:
+    """Copies runs of bytes from address to address, on the caller's thread, without the GIL.
+
+    Args:
+        targets, sources: addresses, of memory that the caller keeps; what is written overlaps nothing.
+        num_bytes: of each run.
+
+    Raises:
+        UnsupportedError: as for `check_addresses`. Nothing was copied.
+    """
+    check_addresses(targets, num_bytes)
+    check_addresses(sources, num_bytes)
+    loops("weightsync.address_kernels").copy_runs(targets, sources, num_bytes)
+
+
+@functools.cache
+def loops(module: str, *, needs: str = "this needs numba") -> Any:
+    """A module of compiled loops, imported at first use: numba takes a second that most processes need not pay.
+
+    Args:
+        module: its full name.
+        needs: what is missing where it can't be imported, for the error.
+
+    Raises:
+        MissingDependencyError: numba, say, is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(f"{needs}: pip install 'weightsync[torch]' ({error})") from error
