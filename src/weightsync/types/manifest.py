@@ -30,10 +30,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         artifact: "model": all weights; "lora": an adapter's, named as in PEFT's file.
         adapter: of "lora" alone: its configuration and its base.
         canary: what the trainer's model says of a known prompt; None where it does not.
-        model_digest: the shard-independent digest of everything (`codec.digest`); None where it is
+        model_digest: the shard-independent digest of everything (`codec.model_digest`); None where it is
             not known yet: a push knows it at commit.
-        digests: XXH3-128 of the bytes of each part held (`codec.tensor_digest.tensor_digest`), 16 bytes each, in the order of
-            `tensors`; None where they are not known yet.
+        digests: XXH3-128 of the bytes of each part held (`codec.tensor_digest.tensor_digest`), 16 bytes each, in the
+            order of `tensors`; None where they are not known yet.
     """
 
     version: Version
