@@ -264,6 +264,12 @@ def test_what_can_be_checked_is_refused_on_entry() -> None:
             weightsync.serve({"actor": served}, sources=[publisher.endpoint], token="another-token-for-tests", port=0)
         with pytest.raises(ConfigError, match="did you mean 'actr'"):
             weightsync.serve({"actr": served}, sources=[publisher.endpoint], token=TOKEN, port=0)
+    settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": 0}})
+    with (
+        build_controller(settings, token=TOKEN) as controller,
+        pytest.raises(ConfigError, match=r"is no trainer's agent: .* A controller is given as controller="),
+    ):
+        weightsync.serve({"actor": served}, sources=[controller.url], token=TOKEN, port=0)
 
 
 def test_a_controller_in_place_of_hosts_is_told_and_its_fleet_has_the_last_version(tmp_path: Path) -> None:

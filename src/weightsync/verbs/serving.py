@@ -21,7 +21,7 @@ from typing import Any, Self
 from weightsync.clients.store import client_at
 from weightsync.config import WeightSyncConfig
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import AuthError, ConfigError
+from weightsync.errors import AuthError, ConfigError, UnsupportedError
 from weightsync.handles.fanout import in_thread
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
@@ -272,6 +272,10 @@ def _ask(
         error = each.exception()
         if isinstance(error, AuthError | ConfigError):
             raise error
+        if isinstance(error, UnsupportedError):  # one of our own faces, and no agent's
+            raise ConfigError(
+                f"{url} is no trainer's agent: {error.message}. A controller is given as controller="
+            ) from error
         if error is None and (found := each.result()) not in models:
             raise ConfigError(f"{url} publishes model {found!r}. {_no_such_model(found, models)}")
 

@@ -63,6 +63,11 @@ def extractor_from(
             "tensors or "
             f"an extractor, not a {type(weights).__name__}"
         )
+    if not isinstance(weights, torch.nn.Module) and bridge is None:
+        raise ConfigError(
+            "a list of modules is Megatron's model chunks, which needs bridge= (Megatron-Bridge's AutoBridge, or a "
+            "MegatronCoreExporter); a module of any other kind is given by itself, not in a list"
+        )
     if "training_backend" not in config.transfer.model_fields_set:
         config = with_transfer(config, training_backend=_backend_of(weights, bridge))
     return extractor_for(config, weights, name_map=name_map, bridge=bridge)
