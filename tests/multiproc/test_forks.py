@@ -24,7 +24,7 @@ from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.test_pull_attacks import check_bytes
 from tests.standins.processes import children, free_port
 from weightsync import EmbeddedEngine, ModuleWeightLoader
-from weightsync.codec import delta, digest
+from weightsync.codec import delta, model_digest
 from weightsync.engine.server import EngineServer
 from weightsync.errors import StateError
 from weightsync.host.puller import Puller
@@ -139,7 +139,7 @@ def publisher_forks() -> None:
 def server_forks(lease_path: str) -> None:
     torch.set_num_threads(1)
     delta.warm_up()  # a child that is forked while LLVM compiles in another thread can't end: LLVM aborts it
-    digest.warm_up()
+    model_digest.warm_up()
     with WeightManager(SERVED) as manager, ServingLease(lease_path) as lease, contextlib.ExitStack() as stack:
         published(manager, 1)
         engine = EmbeddedEngine.of(ModuleWeightLoader(Model()), engine_id="e")

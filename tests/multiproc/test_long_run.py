@@ -24,7 +24,7 @@ from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.test_pull_memory import anonymous_bytes
 from weightsync.clients.controller import ControllerClient
 from weightsync.clients.host import RolloutClient
-from weightsync.codec import delta, digest
+from weightsync.codec import delta, model_digest
 from weightsync.control import controller, history
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
@@ -123,7 +123,7 @@ class World:
 
 @pytest.fixture(params=["service", "fleet"])
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    for load in (digest.warm_up, delta.warm_up, patch_kernels):
+    for load in (model_digest.warm_up, delta.warm_up, patch_kernels):
         load()  # where no cache has them, a thread would compile them, and hold megabytes within the look
     for module in (controller, manager, service, engine, worker):
         monkeypatch.setattr(module, "LONG_RUN_BYTES", PAST_BYTES)

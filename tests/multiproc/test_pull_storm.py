@@ -35,7 +35,7 @@ from tests.multiproc.pull_kit import (
     wait_until,
 )
 from tests.standins.processes import Child, children
-from weightsync.codec import delta, digest
+from weightsync.codec import delta, model_digest
 from weightsync.errors import WeightSyncError
 from weightsync.host.puller import GRACE_S, Puller
 from weightsync.memory import reclaim_dead
@@ -275,7 +275,7 @@ def _number(version: str) -> int:
 
 def storms(seeds: Sequence[int], versions: int, kib: int, lanes: int = 2) -> list[Storm]:
     """All seeds, in `lanes` sets of processes at once; then nothing of them is left in /dev/shm."""
-    digest.warm_up()  # where no cache has them, an agent compiles for longer than a storm waits for its first version
+    model_digest.warm_up()  # where no cache has them, an agent compiles for longer than a storm waits for its first one
     delta.warm_up()
     todo = list(seeds)
     lock = threading.Lock()

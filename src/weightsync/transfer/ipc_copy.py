@@ -59,7 +59,7 @@ class Copier:
         self._each(_run, batches)
 
     def copy_runs(self, targets: Int64s, sources: Int64s, num_bytes: Int64s) -> None:
-        """Copies many runs of bytes from address to address; all are there when this returns. See `many.copy_runs`."""
+        """As `addresses.copy_runs`, of many; all are there when this returns."""
         self._each(
             lambda piece: copy_runs(targets[piece], sources[piece], num_bytes[piece]), pieces(num_bytes, _PIECE_BYTES)
         )

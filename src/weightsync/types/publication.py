@@ -138,8 +138,8 @@ class SourceProof(Message, frozen=True, kw_only=True):
 
     Attributes:
         block_checksums: xxh3-64 of each block, 16 hex digits each, one behind the other.
-        part_digests: XXH3-128 of each part of this source (`codec.digest.tensor_digest`), 16 bytes each, in the order
-            of `Publication.parts_of`.
+        part_digests: XXH3-128 of each part of this source (`codec.tensor_digest.tensor_digest`), 16 bytes each, in the
+            order of `Publication.parts_of`.
         lane_a, lane_b: the sum of this source's parts towards the model's digest (`codec.model_digest.ShardSum`).
     """
 
@@ -156,7 +156,7 @@ class SourceProof(Message, frozen=True, kw_only=True):
             raise InvalidRequestError("there is not one digest a part")
 
     def digest_of(self, index: int) -> str:
-        """Digest of one part, as `codec.digest.tensor_digest` writes it."""
+        """Digest of one part, as `codec.tensor_digest.tensor_digest` writes it."""
         return written_digest(self.part_digests, index)
 
     @property

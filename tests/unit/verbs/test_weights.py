@@ -24,7 +24,7 @@ def test_a_module_and_a_list_of_modules_and_an_extractor() -> None:
     )
     made = ModuleWeightExtractor(model)
     assert extractor_from(made, CONFIG) is made
-    with pytest.raises(ConfigError, match="needs bridge=.* by itself, not in a list"):
+    with pytest.raises(ConfigError, match=r"needs bridge=.* by itself, not in a list"):
         extractor_from([model], CONFIG)
 
 
