@@ -21,6 +21,8 @@ from weightsync.types.fleet import AbsentVersion, ModelVersion
 
 _LEADS_S = 30.0
 """How long a claim follows one instance, from what it has staged to serving it; then others may lead for as long."""
+_LONGEST_LEAD_S = 960.0
+"""Who takes over from one that has led in vain leads twice as long, at most so long: each may need more than it had."""
 
 _logger = logging.getLogger(__name__)
 
@@ -33,15 +35,17 @@ class _Leader:
         instance_id: which.
         since_s: when it had something staged for the first time; None: it fetches yet.
         ready: whether it has what is claimed.
+        leads_s: how long it leads.
     """
 
     instance_id: str
     since_s: float | None = None
     ready: bool = False
+    leads_s: float = _LEADS_S
 
     def rests(self, now_s: float) -> bool:
         """Whether others go before it: it has led for long, and did not come in."""
-        return self.since_s is not None and (now_s - self.since_s) % (2 * _LEADS_S) >= _LEADS_S
+        return self.since_s is not None and (now_s - self.since_s) % (2 * self.leads_s) >= self.leads_s
 
 
 class FleetGoals:
@@ -120,7 +124,8 @@ class FleetGoals:
                 continue
             leader = self._leader(model_id)
             if leader is None or leader.instance_id != instance_id or leader.since_s is None:
-                leader = _Leader(instance_id=instance_id, since_s=now_s)
+                before_s = leader.leads_s if leader is not None and leader.since_s is not None else _LEADS_S / 2
+                leader = _Leader(instance_id=instance_id, since_s=now_s, leads_s=min(2 * before_s, _LONGEST_LEAD_S))
             if not leader.rests(now_s):
                 self._leaders[model_id] = dataclasses.replace(leader, ready=True)
                 self.current[model_id] = msgspec.structs.replace(goal, version=each.version)

@@ -9,7 +9,6 @@ is later than there. Nobody comes in while a version is on its way: it would mis
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import logging
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from weightsync.control.goals import FleetGoals
+from weightsync.control.learning import Learning
 from weightsync.errors import ConfigError, StateError
 from weightsync.types import Deadline, Version
 from weightsync.types.control import InstanceStatus
@@ -44,6 +44,7 @@ class _Instance:
     why: str | None = None
     fresh: bool = False  # it came in, and was not told so yet
     doubted: bool = False
+    let_in: dict[str, Version | None] | None = None  # with what; None: it has taken its lease
 
     @property
     def takes_part(self) -> bool:
@@ -99,10 +100,10 @@ class RolloutPool:
         self._goals = FleetGoals(self._is_coming)
         self._digests: dict[str, tuple[Version, str]] = {}  # of what is current, as instances that take part say
         self._syncs: list[dict[str, ModelVersion]] = []  # what each sync that runs brings; empty: nobody knows
-        self._learns_until_s = clock() + lease_s
+        self._learning = Learning(self._goals, clock() + lease_s, lambda versions: self.on_learnt(versions))
         self._listeners: list[Callable[[], None]] = []
         self.on_learnt: Callable[[tuple[ModelVersion, ...]], None] = lambda versions: None
-        self.on_live: Callable[[], object] = lambda: None
+        self.on_live: Callable[[], object] = lambda: None  # also: nobody is left
 
     # --- what instances say ---
 
@@ -142,6 +143,8 @@ class RolloutPool:
                 self._goals.deny(each)
             if not known.takes_part and not self._may_come_in(known, now):
                 self._goals.offer(beat.instance_id, known.serves(), (*beat.staged, *beat.serves), now)
+            if known.takes_part:
+                self._learning.learn_more(beat)
             reply = self._answer(known, now)
             if known.takes_part:
                 self._note_digests(known)
@@ -154,14 +157,17 @@ class RolloutPool:
             if known is not None and known.beat.incarnation == beat.incarnation:  # else it is a newer process
                 del self._instances[beat.instance_id]
                 _logger.info("instance %s leaves", beat.instance_id)
+                self._one_less()
                 self._tell()
         return HeartbeatReply(state="evicted", lease_s=0.0, every_s=self.lease_s, why="it leaves")
 
     def _answer(self, known: _Instance, now: float) -> HeartbeatReply:
         ahead = self._ahead(known) if known.takes_part else None
         behind = self._behind(known) or ahead
-        if ahead and not known.beat.leased:  # it was let in for what it served before, and has taken no lease
-            self._leave(known, f"it serves {ahead}")
+        if known.beat.leased:
+            known.let_in = None
+        elif known.takes_part and (ahead or (behind and known.let_in not in (None, known.serves()))):
+            self._leave(known, f"it serves {behind}")  # it was let in for what it served before, and has taken no lease
         every_s = self.lease_s / _BEATS_A_LEASE
         if known.takes_part and behind and not self._syncs:
             if not known.doubted:  # its heartbeat may be from before its commit: it gets no more than it has
@@ -197,7 +203,7 @@ class RolloutPool:
     def _may_come_in(self, known: _Instance, now: float) -> bool:
         """Whether it serves exactly what is current, and no sync is on its way to something else."""
         served = known.serves()
-        if self._behind(known) is not None or now < self._learns_until_s or self._goals.apart(served):
+        if self._behind(known) is not None or now < self._learning.until_s or self._goals.apart(served):
             return False
         for tag, version in served.items():
             current = self._goals.current.get(tag)
@@ -210,7 +216,7 @@ class RolloutPool:
         return True
 
     def _come_in(self, known: _Instance) -> None:
-        known.state, known.why, known.fresh = "live", None, True
+        known.state, known.why, known.fresh, known.let_in = "live", None, True, known.serves()
         self._goals.came_in(known.serves())
         self.on_live()
         _logger.info("instance %s takes part", known.beat.instance_id)
@@ -283,6 +289,7 @@ class RolloutPool:
         goals = {each.model_id: each for each in versions}
         with self._changed:
             self._syncs.append(goals)
+            self._learning.brings(versions)
         try:
             yield
         finally:
@@ -308,6 +315,7 @@ class RolloutPool:
         though nobody has fetched them yet: see `FleetGoals`."""
         with self._changed:
             members = self.members([each.model_id for each in versions])
+            self._learning.brings(versions)
             if not members:
                 self._goals.claim(versions)
                 self._tell()
@@ -393,12 +401,18 @@ class RolloutPool:
     def _leave(self, known: _Instance, why: str) -> None:
         known.state, known.why = "evicted", why
         _logger.warning("instance %s is evicted: %s", known.beat.instance_id, why)
+        self._one_less()
+
+    def _one_less(self) -> None:
+        """Nobody may be left: what was given up may be claimed now, and is what who comes next can have."""
+        if not any(each.takes_part for each in self._instances.values()):
+            self.on_live()
 
     def _swept(self) -> float:
         """Notes whose heartbeat is late and whose lease is over; the time."""
         now = self._clock()
-        if self._learns_until_s and now >= self._learns_until_s:
-            self._learn()
+        if self._learning.until_s and now >= self._learning.until_s:
+            self._learning.learn([each.beat for each in self._instances.values()])
         for name, each in tuple(self._instances.items()):
             silent_s = now - each.heard_s
             if each.takes_part and now >= each.lease_end_s:
@@ -411,36 +425,10 @@ class RolloutPool:
                 del self._instances[name]
         return now
 
-    def _learn(self) -> None:
-        """A controller that was started anew takes what the instances serve for current: the newest whole set."""
-        self._learns_until_s = 0.0
-        if self._goals.current:
-            return
-        whole = [each.beat for each in self._instances.values() if each.beat.whole and not each.beat.lacks]
-        runs = collections.Counter(_runs(beat) for beat in whole)
-        alike = collections.Counter(_numbers(beat) for beat in whole)
-        for beat in sorted(  # who may answer first; runs are not compared, of the one that most have the newest
-            whole,
-            key=lambda beat: (beat.leased, runs[_runs(beat)], alike[_numbers(beat)] > 1, _numbers(beat)),
-            reverse=True,
-        ):
-            if not any(each.model_id in self._goals.current for each in beat.serves):  # of models that go with others
-                self._goals.learn([each for each in beat.serves if each.sender_endpoint])
-        if self._goals.current:
-            self.on_learnt(tuple(self._goals.current.values()))
-
     def _tell(self) -> None:
         self._changed.notify_all()
         for listener in tuple(self._listeners):
             listener()
-
-
-def _runs(beat: HeartbeatRequest) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((each.model_id, each.run_id) for each in beat.serves))
-
-
-def _numbers(beat: HeartbeatRequest) -> tuple[tuple[int, str], ...]:
-    return tuple(sorted((each.version, f"{each.model_id} {each.run_id}") for each in beat.serves))
 
 
 def _lag(newest: Version | None, served: Version | None) -> int | None:

@@ -104,7 +104,8 @@ class CommitGate:
             return self._hold
 
     def close(self) -> None:
-        """Aborts what is held, and all that comes to be held: nobody is going to say that it may be committed."""
+        """Aborts what is held, and all that comes to be held: nobody is going to say that it may be committed. What has
+        been allowed passes."""
         with self._changed:
             self._closed = True
             self.release(_ENDS)

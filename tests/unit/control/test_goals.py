@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.unit.control.pool_kit import at
+from tests.unit.control.pool_kit import at, beat, made
 from weightsync.control.goals import _LEADS_S, FleetGoals
+from weightsync.control.pool import RolloutPool
 from weightsync.types.fleet import AbsentVersion, ModelVersion
 
 
@@ -278,3 +280,52 @@ class Claims(RuleBasedStateMachine):
 
 TestClaims = Claims.TestCase
 TestClaims.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("load_s", [4.0, 31.0, 70.0])
+def test_who_needs_long_comes_in_though_others_do_too(number: int, load_s: float) -> None:
+    """Each loads for so long what it was told and has staged; the trainer has something newer each second. Seen red
+    for two that need more than a lead: they took it from each other for ever."""
+    pool, clock = made()
+    newest, begun_s = 5, clock.now
+    joiners = [_Joiner(name, begun_s + index) for index, name in enumerate("abc"[:number])]
+    pool.claim([at(newest)])
+    while not any(joiner.beats(pool, clock.now, newest, load_s) for joiner in joiners):
+        clock.now += 1.0
+        newest += 1
+        pool.claim([at(newest)])
+        assert clock.now < begun_s + 10 * load_s + 60.0
+
+
+class _Joiner:
+    """What a service does that joins: it stages the newest within two seconds, loads what it may, and serves that."""
+
+    def __init__(self, name: str, begins_s: float) -> None:
+        self.name = name
+        self.begins_s = begins_s
+        self.staged_s = begins_s + 2.0
+        self.serves: int | None = None
+        self.staged: int | None = None
+        self.told = -1
+        self.loaded_s: float | None = None
+
+    def beats(self, pool: RolloutPool, now_s: float, newest: int, load_s: float) -> bool:
+        """A second of it. Whether it has a lease."""
+        if now_s < self.begins_s:
+            return False
+        if self.staged is None and now_s >= self.staged_s:
+            self.staged = newest
+        if self.loaded_s is None and self.staged is not None and self.staged <= self.told:
+            self.loaded_s = now_s + load_s
+        if self.loaded_s is not None and now_s >= self.loaded_s:
+            self.serves, self.staged, self.loaded_s, self.staged_s = self.staged, None, None, now_s + 2.0
+        serves = () if self.serves is None else (at(self.serves),)
+        staged = () if self.staged is None else (at(self.staged),)
+        lacks = ("m",) if self.serves is None else ()
+        reply = pool.heartbeat(beat(self.name, *serves, lacks=lacks, leased=False, staged=staged))
+        for each in reply.catch_up:
+            if self.loaded_s is None and self.staged is not None and self.told < self.staged < each.version:
+                self.staged, self.staged_s = None, now_s + 2.0
+            self.told = each.version
+        return reply.lease_s > 0

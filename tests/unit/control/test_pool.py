@@ -383,3 +383,39 @@ def test_who_was_let_in_for_what_it_served_before_is_lent_nothing_for_what_it_se
         assert pool.heartbeat(beat("c", at(7), leased=False)).lease_s == 0.0
         pool.decided([at(7)])
     assert states(pool)["c"] == "live"
+
+
+def test_who_was_let_in_is_lent_nothing_for_what_a_failed_sync_has_left_it_with() -> None:
+    """It commits what that sync was to bring while the next one runs. Seen red: it answered with it all the time."""
+    pool, clock = made()
+    pool.decided([at(10)])
+    pool.heartbeat(beat("a", at(10), lacks=()))
+    with pool.syncing([at(11)]):
+        assert pool.heartbeat(beat("j", at(10), lacks=(), leased=False)).catch_up == (at(11),)
+    assert pool.heartbeat(beat("j", at(10), lacks=(), leased=False)).state == "live"
+    with pool.syncing([at(12)]):
+        pool.decided([at(12)])
+        clock.now += 1
+        assert pool.heartbeat(beat("j", at(11), lacks=(), leased=False)).lease_s == 0.0
+        assert states(pool)["j"] == "joining"
+
+
+def test_it_is_told_when_nobody_is_left() -> None:
+    """A version that was given up is all that its agent has: who is started anew could have nothing. Seen red."""
+    for leave in ("says so", "is silent", "is evicted"):
+        pool, clock = made()
+        told: list[str] = []
+        pool.on_live = lambda told=told: told.append("")  # type: ignore[misc]
+        for name in "ab":
+            assert pool.heartbeat(beat(name, at(1), lacks=())).lease_s
+        told.clear()
+        pool.evict("a", "for a test")
+        assert told == [], "b is there"
+        if leave == "says so":
+            pool.heartbeat(beat("b", at(1), lacks=(), leaving=True))
+        elif leave == "is silent":
+            clock.now += LEASE_S
+            states(pool)
+        else:
+            pool.evict("b", "for a test")
+        assert told == [""]
