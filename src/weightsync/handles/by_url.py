@@ -54,7 +54,7 @@ def read_engine_url(text: str) -> EngineUrl:
     scheme, found, rest = text.partition("://")
     if not found or scheme not in _SCHEMES:
         close = difflib.get_close_matches(scheme if found else "", _SCHEMES, n=1)
-        hint = f"did you mean {close[0]}://? " if close else ""
+        hint = f"did you mean {close[0]}://? " if close else "" if found else f"write http://{text}; "
         raise ConfigError(
             f"{text!r} is no engine's URL: {hint}it begins with one of {', '.join(f'{each}://' for each in _SCHEMES)}"
         )
@@ -147,7 +147,7 @@ def _is_ours(url: str, *, token: str | None, verify: bool | str, timeout_s: floa
     except EngineUnreachableError:
         raise
     except AuthError as error:
-        error.message += "; give the token that the engine was started with"
+        error.message += "; give the token that the engine was started with: token= or WEIGHTSYNC_TOKEN"
         raise
     except WeightSyncError as error:
         return error
@@ -159,6 +159,8 @@ def _is_ours(url: str, *, token: str | None, verify: bool | str, timeout_s: floa
 def _what_it_is(found: Capabilities) -> str:
     if found.engine == "sglang-router":
         return f"{found.url} is an SGLang router: weights go to its workers, so name each of them (sglang+http://...)"
+    if found.url.rstrip("/").endswith("/v1"):
+        return f"{found.url} is where clients of OpenAI's API ask: an engine's URL ends before the /v1"
     return (
         f"{found.url} answers, and is no engine that can be synced: neither vLLM, SGLang nor an EngineServer; look at "
         f"the port (`weightsync status {found.url}` says whether it is another part of weightsync)"

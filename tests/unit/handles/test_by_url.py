@@ -44,7 +44,7 @@ def stranger() -> Iterator[str]:
     [
         ("vlm+http://a:1", "did you mean vllm\\+http://"),
         ("htp://a:1", "did you mean http://"),
-        ("127.0.0.1:8000", "is no engine's URL"),
+        ("127.0.0.1:8000", "write http://127.0.0.1:8000"),
         ("vllm+http://", "names no host"),
         ("vllm+http://user:secret@a:1", "it has an '@'|has an '@'"),
     ],
@@ -72,6 +72,8 @@ def test_what_is_no_engine_is_refused(stranger: str) -> None:
         engine_at(stranger)
     with pytest.raises(ConfigError, match="is no engine that can be synced"):
         engine_at(f"vllm+{stranger}")
+    with pytest.raises(ConfigError, match="an engine's URL ends before the /v1"):
+        engine_at(f"{stranger}/v1")
 
 
 def test_our_own_engine_under_another_kinds_url_is_named(ours: str) -> None:
