@@ -1,17 +1,21 @@
-"""A fleet in which nobody is left, and a trainer that waits for nobody: who comes back is soon let in."""
+"""Fleets that could stay dark: nobody is left and the trainer waits for nobody, or the version was given up, or the
+controller dies while all of them commit. Whoever is there answers again soon."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.multiproc.fleet_kit import Fleet, FleetService, Trainers, read_records
+from tests.multiproc.fleet_kit import LEASE_S, Fleet, FleetService, Trainers, read_records
 from tests.multiproc.pull_kit import wait_until
-from tests.standins.processes import Child, children
+from tests.standins.processes import Child, children, free_port
+from weightsync.clients.controller import ControllerClient
 from weightsync.errors import WeightSyncError
 from weightsync.handles.fanout import in_thread
 
@@ -75,3 +79,78 @@ def test_who_comes_back_is_let_in_though_the_trainer_is_quicker(start: Start, tm
             assert each.value == each.version or not each.run_id
     finally:
         fleet.close()
+
+
+def test_a_version_that_was_given_up_is_what_comes_back(start: Start, tmp_path: Path) -> None:
+    """The only service can't load it; somebody starts another one. Seen red: it was to serve the version before, which
+    no agent has any more, and nobody answered again."""
+    fleet = Fleet(sets=())
+    try:
+        trainers = Trainers(start, models=(MODEL,))
+        one = FleetService(start, "one", fleet.server_url, tmp_path, models=(MODEL,))
+        fleet.wait_states({"one": "live"})
+        trainers.publish(MODEL, 1)
+        fleet.client.notify_version(trainers.run_of(MODEL), MODEL, 1, trainers.endpoints[MODEL])
+        wait_until(lambda: one.ask("weights") == {MODEL: 1.0}, "the first version is served", LONG_S)
+        over = threading.Event()
+
+        def fail() -> None:
+            while not over.wait(0.02):
+                one.ask("arm", MODEL, {"at": "begin", "do": "raise"})
+
+        failing = in_thread(fail, name="fails")
+        trainers.publish(MODEL, 2)
+        fleet.client.notify_version(trainers.run_of(MODEL), MODEL, 2, trainers.endpoints[MODEL])
+        wait_until(lambda: fleet.client.status().models[MODEL].overdue, "the second one is given up", LONG_S)
+        over.set()
+        failing.result(LONG_S)
+        one.child.kill()
+        two = FleetService(start, "two", fleet.server_url, tmp_path, models=(MODEL,))
+        wait_until(lambda: fleet.states().get("two") == "live", "the new one is let in", LONG_S)
+        assert two.ask("weights") == {MODEL: 2.0}
+    finally:
+        fleet.close()
+
+
+def test_a_controller_dies_during_a_commit_that_outlasts_its_successors_patience(start: Start, tmp_path: Path) -> None:
+    """Seen red: the new one had learnt the version before; all had committed the next one, and were evicted for it."""
+    port = free_port()
+    first = start(controller_main, port, talk=True, name="controller")
+    url = first.recv()
+    client = ControllerClient(url)
+    trainers = Trainers(start, models=(MODEL,))
+    services = [FleetService(start, name, url, tmp_path, models=(MODEL,)) for name in ("one", "two")]
+
+    def states(version: int) -> bool:
+        seen = client.status().instances
+        return [each.state for each in seen] == ["live"] * 2 and {each.models[MODEL] for each in seen} == {
+            f"{trainers.run_of(MODEL)}/{version}"
+        }
+
+    trainers.publish(MODEL, 1)
+    client.notify_version(trainers.run_of(MODEL), MODEL, 1, trainers.endpoints[MODEL])
+    wait_until(lambda: states(1), "both serve the first version", LONG_S)
+    for each in services:
+        each.ask("arm", MODEL, {"at": "commit", "do": "slow", "seconds": 8.0})
+    trainers.publish(MODEL, 2)
+    client.notify_version(trainers.run_of(MODEL), MODEL, 2, trainers.endpoints[MODEL])
+    wait_until(lambda: all(each.ask("weights") == {MODEL: 2.0} for each in services), "they commit", LONG_S)
+    first.kill()
+    second = Fleet(sets=(), port=port, commit_timeout_s=30.0)
+    try:
+        wait_until(lambda: states(2), "both serve the second version", LONG_S)
+        late_s = time.monotonic() + 3 * LEASE_S
+
+        def answering() -> set[str]:
+            return {each.instance for each in read_records(tmp_path) if each.ended_s > late_s and each.version == 2}
+
+        wait_until(lambda: answering() == {"one", "two"}, "both go on answering with it", LONG_S)
+    finally:
+        second.close()
+        client.close()
+
+
+def controller_main(port: int, conn: Any) -> None:
+    """A controller that is going to be killed."""
+    conn.send(Fleet(sets=(), port=port, commit_timeout_s=30.0).server_url)
+    threading.Event().wait()
