@@ -25,6 +25,7 @@ import weightsync
 from tests.multiproc.pull_kit import shm_of, wait_until
 from tests.multiproc.spine import TOKEN, build, cast_bytes, shard, step
 from tests.standins.processes import Child, children, free_port, run_ranks
+from weightsync.clients.host import RolloutClient
 from weightsync.config import WeightSyncConfig
 from weightsync.control.build import build_controller
 from weightsync.engine.embedded import EmbeddedEngine
@@ -32,6 +33,7 @@ from weightsync.engine.server import EngineServer
 from weightsync.errors import AuthError, ConfigError, InvalidRequestError, SyncFailedError, WeightSyncError
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.tensors import byte_array
+from weightsync.types.service import NotifyRequest
 from weightsync.verbs.publishing import Publisher
 
 _LONG_S = 60.0
@@ -267,7 +269,7 @@ def test_what_can_be_checked_is_refused_on_entry() -> None:
     settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": 0}})
     with (
         build_controller(settings, token=TOKEN) as controller,
-        pytest.raises(ConfigError, match=r"is no trainer's agent: .* A controller is given as controller="),
+        pytest.raises(ConfigError, match=r"is no trainer's agent: .* \(a controller is given as controller="),
     ):
         weightsync.serve({"actor": served}, sources=[controller.url], token=TOKEN, port=0)
 
@@ -283,6 +285,12 @@ def test_a_controller_in_place_of_hosts_is_told_and_its_fleet_has_the_last_versi
                 service_id="host-0",
             )
         )  # fmt: skip
+        elsewhere = NotifyRequest(model_id="actor", version=1, run_id="r", sender_endpoint="http://127.0.0.1:9")
+        told = stack.enter_context(contextlib.closing(RolloutClient(host.url, token=TOKEN)))
+        with pytest.raises(ConfigError, match=f"the controller at {controller.url} says"):
+            told.notify_version(elsewhere)
+        with pytest.raises(ConfigError, match=f"is one service of the fleet of {controller.url}"):
+            weightsync.publish(build(1), "actor", to=host.url, token=TOKEN, port=0)
         start = stack.enter_context(children())
         trainer = start(trainer_main, {"port": 0, "to": controller.url}, talk=True, name="trainer")
         trainer.recv()

@@ -86,7 +86,8 @@ def serve(
     URL says what they are (vllm+http://, sglang+http://, weightsync+http://): of others the command has to ask.
     From a store (s3://, gs://, az://, file:///) no trainer has to be alive: the newest full and what changed since.
 
-    Without --from a trainer has to name this service: weightsync.publish(..., to=["http://THIS-HOST:9000"]).
+    Without --from a trainer has to name this service: weightsync.publish(..., to=["http://THIS-HOST:9000"]). With
+    --controller it has to name the controller: weightsync.publish(..., to="http://CONTROLLER:8700").
 
     A vLLM is started so, and needs no code:
 
@@ -122,14 +123,14 @@ def serve(
             **options,
         )  # fmt: skip
         with running:
-            followed = source or list(settings.serve.sources)
-            print(
-                f"{', '.join(running.status().models)} at {running.url} (process {os.getpid()}), "
-                + (f"following {', '.join(followed)}" if followed else "waiting for a trainer that names this service"),
-                flush=True,
-            )
+            status, followed = running.status(), source or list(settings.serve.sources)
+            whom = f"following {', '.join(followed)}" if followed else "waiting for a trainer that names this service"
+            if status.controller is not None:
+                whom = f"in the fleet of {status.controller}, which says what is served"
+            print(f"{', '.join(status.models)} at {running.url} (process {os.getpid()}), {whom}", flush=True)
             _watch(running, stop)
-        print("stopped by a signal; engines go on with what they serve", flush=True)
+        left = "go on with what they serve" if status.controller is None else "answer nothing: they are in no fleet now"
+        print(f"stopped by a signal; engines {left}", flush=True)
 
 
 def _models(pairs: Sequence[str]) -> dict[str, list[str]]:

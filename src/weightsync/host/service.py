@@ -221,7 +221,8 @@ class RolloutService:
 
     def status(self) -> ServiceStatus:
         """What every model's engines serve, and what failed last."""
-        return ServiceStatus(models={model_id: model.status() for model_id, model in self._models.items()})
+        models = {model_id: model.status() for model_id, model in self._models.items()}
+        return ServiceStatus(models=models, controller=self.config.controller)
 
     def wait(self) -> None:
         """Blocks until the server ends."""
@@ -292,6 +293,7 @@ class RolloutService:
 
     async def _notify(self, request: Request) -> Response:
         asked = decode(await request.body(), NotifyRequest, what="a notification")
+        self._check_alone()
         if asked.evaluate:
             raise InvalidRequestError("a rollout service validates nothing: tell its controller to evaluate")
         if asked.run_id is None:
@@ -403,6 +405,14 @@ class RolloutService:
                 changed.clear()
             return found
 
+    def _check_alone(self) -> None:
+        """Raises ConfigError in a fleet: a run that is told to one service would take it away from there for good."""
+        if self._member is not None:
+            raise ConfigError(
+                f"this service serves what the controller at {self.config.controller} says: tell that one of versions",
+                state_left="the service goes on with its fleet",
+            )
+
     def _fleet(self) -> FleetMember:
         if self._member is None:
             raise StateError("this service is in no fleet: give it a `controller` and a `lease`")
@@ -410,6 +420,7 @@ class RolloutService:
 
     async def _register_sender(self, request: Request) -> Response:
         asked = decode(await request.body(), RegisterSenderRequest, what="a registration")
+        self._check_alone()
         self._check_stranger(asked.sender_endpoint)
         self.register_sender(asked.model_id, asked.sender_endpoint)
         return _json({})

@@ -285,6 +285,10 @@ class _Told:
             models = status.get("models")
             if not isinstance(models, dict):
                 raise ConfigError(f"{self.url} is neither a rollout service nor a controller: look at the port")
+            if (controller := status.get("controller")) is not None:
+                raise ConfigError(
+                    f"{self.url} is one service of the fleet of {controller}: tell that controller, to={controller!r}"
+                )
             if self._model_id not in models:
                 raise ConfigError(
                     f"{self.url} has no model {self._model_id!r}:{did_you_mean(self._model_id, models)} it has "

@@ -142,9 +142,15 @@ class ModelStatus(Message, frozen=True, kw_only=True):
 
 
 class ServiceStatus(Message, frozen=True, kw_only=True):
-    """What `/status` of a rollout service answers, by model_id."""
+    """What `/status` of a rollout service answers.
+
+    Attributes:
+        models: by model_id.
+        controller: URL of the controller whose fleet it is part of; None: of none.
+    """
 
     models: dict[str, ModelStatus]
+    controller: str | None = None
 
 
 # See types.engine: msgspec has to learn its types before threads use them.

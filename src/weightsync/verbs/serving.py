@@ -274,7 +274,7 @@ def _ask(
             raise error
         if isinstance(error, UnsupportedError):  # one of our own faces, and no agent's
             raise ConfigError(
-                f"{url} is no trainer's agent: {error.message}. A controller is given as controller="
+                f"{url} is no trainer's agent: {error.message} (a controller is given as controller=, --controller)"
             ) from error
         if error is None and (found := each.result()) not in models:
             raise ConfigError(f"{url} publishes model {found!r}. {_no_such_model(found, models)}")
