@@ -215,6 +215,7 @@ def test_an_engine_that_refuses_a_change_in_its_pause(start: Any, ranks: int) ->
     setup.sync(1, ALL)
     setup.trainer.order(("refuses", ()))
     said = setup.sync(2, FEW)
+    assert "deltas" in said, said
     assert (said["deltas"], "refused" in said["why"]) == (0, True), said
     assert setup.sync(3, FEW)["deltas"] == 1
 
