@@ -53,16 +53,22 @@ def training(fleet: Fleet, trainers: Trainers) -> Iterator[None]:
         trained.result(LONG_S)
 
 
+def serving(start: Start, fleet: Fleet, folder: Path) -> tuple[Trainers, FleetService]:
+    """A trainer, and a service that serves its first version."""
+    trainers = Trainers(start, models=(MODEL,))
+    one = FleetService(start, "one", fleet.server_url, folder, models=(MODEL,))
+    fleet.wait_states({"one": "live"})
+    trainers.publish(MODEL, 1)
+    fleet.client.notify_version(trainers.run_of(MODEL), MODEL, 1, trainers.endpoints[MODEL])
+    wait_until(lambda: one.ask("weights") == {MODEL: 1.0}, "the first version is served", LONG_S)
+    return trainers, one
+
+
 def test_who_comes_back_is_let_in_though_the_trainer_is_quicker(start: Start, tmp_path: Path) -> None:
     """Seen red: who came back was to serve what was newest, and was always one behind."""
     fleet = Fleet(sets=())
     try:
-        trainers = Trainers(start, models=(MODEL,))
-        one = FleetService(start, "one", fleet.server_url, tmp_path, models=(MODEL,))
-        fleet.wait_states({"one": "live"})
-        trainers.publish(MODEL, 1)
-        fleet.client.notify_version(trainers.run_of(MODEL), MODEL, 1, trainers.endpoints[MODEL])
-        wait_until(lambda: one.ask("weights") == {MODEL: 1.0}, "the first version is served", LONG_S)
+        trainers, one = serving(start, fleet, tmp_path)
         with training(fleet, trainers):
             one.child.kill()
             wait_until(lambda: fleet.states().get("one") != "live", "it is missed", LONG_S)
@@ -86,12 +92,7 @@ def test_a_version_that_was_given_up_is_what_comes_back(start: Start, tmp_path: 
     no agent has any more, and nobody answered again."""
     fleet = Fleet(sets=())
     try:
-        trainers = Trainers(start, models=(MODEL,))
-        one = FleetService(start, "one", fleet.server_url, tmp_path, models=(MODEL,))
-        fleet.wait_states({"one": "live"})
-        trainers.publish(MODEL, 1)
-        fleet.client.notify_version(trainers.run_of(MODEL), MODEL, 1, trainers.endpoints[MODEL])
-        wait_until(lambda: one.ask("weights") == {MODEL: 1.0}, "the first version is served", LONG_S)
+        trainers, one = serving(start, fleet, tmp_path)
         over = threading.Event()
 
         def fail() -> None:
@@ -99,11 +100,13 @@ def test_a_version_that_was_given_up_is_what_comes_back(start: Start, tmp_path: 
                 one.ask("arm", MODEL, {"at": "begin", "do": "raise"})
 
         failing = in_thread(fail, name="fails")
-        trainers.publish(MODEL, 2)
-        fleet.client.notify_version(trainers.run_of(MODEL), MODEL, 2, trainers.endpoints[MODEL])
-        wait_until(lambda: fleet.client.status().models[MODEL].overdue, "the second one is given up", LONG_S)
-        over.set()
-        failing.result(LONG_S)
+        try:
+            trainers.publish(MODEL, 2)
+            fleet.client.notify_version(trainers.run_of(MODEL), MODEL, 2, trainers.endpoints[MODEL])
+            wait_until(lambda: fleet.client.status().models[MODEL].overdue, "the second one is given up", LONG_S)
+        finally:
+            over.set()
+            failing.result(LONG_S)
         one.child.kill()
         two = FleetService(start, "two", fleet.server_url, tmp_path, models=(MODEL,))
         wait_until(lambda: fleet.states().get("two") == "live", "the new one is let in", LONG_S)

@@ -144,6 +144,7 @@ def lanes_of_whole(
 
 
 def added(lanes: Iterable[tuple[int, int]]) -> ShardSum:
+    """The sum of pairs of lanes as kernels give them, which may have more than 64 bits together."""
     pairs = list(lanes)
     return ShardSum(lane_a=sum(a for a, _ in pairs) & _MASK, lane_b=sum(b for _, b in pairs) & _MASK)
 

@@ -124,8 +124,9 @@ class FleetGoals:
                 continue
             leader = self._leader(model_id)
             if leader is None or leader.instance_id != instance_id or leader.since_s is None:
-                before_s = leader.leads_s if leader is not None and leader.since_s is not None else _LEADS_S / 2
-                leader = _Leader(instance_id=instance_id, since_s=now_s, leads_s=min(2 * before_s, _LONGEST_LEAD_S))
+                in_vain = leader is not None and leader.since_s is not None
+                leads_s = min(2 * leader.leads_s, _LONGEST_LEAD_S) if leader is not None and in_vain else _LEADS_S
+                leader = _Leader(instance_id=instance_id, since_s=now_s, leads_s=leads_s)
             if not leader.rests(now_s):
                 self._leaders[model_id] = dataclasses.replace(leader, ready=True)
                 self.current[model_id] = msgspec.structs.replace(goal, version=each.version)

@@ -80,7 +80,7 @@ class SyncMethod(abc.ABC):
 
         Args:
             learnt: to be told of versions that instances serve, and that no trainer has told of.
-            live: to be told when an instance takes part that did not.
+            live: to be told when an instance takes part that did not, or when none is left.
         """
         if self.pool is not None:
             self.pool.on_learnt, self.pool.on_live = learnt, live
