@@ -64,7 +64,7 @@ def trainer_main(options: dict[str, Any], conn: Any) -> None:
         with weightsync.publish(model, "actor", token=TOKEN, **options) as publisher:
             conn.send(publisher.endpoint)
             try:
-                while (order := conn.recv()) == "step":
+                while (order := heard(conn)) == "step":
                     step(model)
                     report = publisher.step()
                     conn.send((report.version.number, report.published, report.seconds))
@@ -76,6 +76,13 @@ def trainer_main(options: dict[str, Any], conn: Any) -> None:
         pass
     conn.send((time.monotonic() - left_s, dict(publisher.not_serving), shm_of(os.getpid())))
     os._exit(0)
+
+
+def heard(conn: Any) -> Any:
+    """The next order. A wait without an end hears no signal that comes the moment before it begins."""
+    while not conn.poll(0.2):
+        pass
+    return conn.recv()
 
 
 def host_main(sources: list[str], port: int, conn: Any) -> None:

@@ -80,6 +80,7 @@ class Child:
         """
         try:
             if not self._result.poll(timeout_s):
+                self._show_stacks()
                 self.kill()
                 raise ChildFailedError(f"{self.name} had no result within {timeout_s} s")
             ok, value = self._result.recv()
@@ -94,6 +95,7 @@ class Child:
     def recv(self, timeout_s: float = 60.0) -> Any:
         """The next thing the child sent on `conn`."""
         if not self.conn.poll(timeout_s):
+            self._show_stacks()
             raise ChildFailedError(f"{self.name} said nothing within {timeout_s} s")
         try:
             return self.conn.recv()
@@ -101,6 +103,12 @@ class Child:
             self.process.join(5)
             why = self.result(1) if self._result.poll(0) else f"exit code {self.process.exitcode}"
             raise ChildFailedError(f"{self.name} is gone: {why}") from None
+
+    def _show_stacks(self) -> None:
+        """Where each of its threads is, on standard error: what hangs once in a thousand runs is not asked twice."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGQUIT)
+        self.process.join(0.5)  # until it has written; it does not end of this
 
     def kill(self) -> None:
         """kill -9, and wait until it is gone. Idempotent."""
@@ -245,6 +253,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], result: Connection, conn: Connection | None) -> None:
     faulthandler.enable()  # a crash in native code says where
+    faulthandler.register(signal.SIGQUIT)  # see `Child._show_stacks`
     try:
         value = function(*args) if conn is None else function(*args, conn=conn)
         result.send((True, value))

@@ -106,3 +106,20 @@ def test_a_signal_ends_a_wait_wherever_it_finds_it() -> None:
         [sys.executable, "-c", STOPS.format(made="stop_event()")], capture_output=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, b"." * 300), done.stderr[-2000:]
+
+
+ELSEWHERE = """
+import os, signal, threading
+from weightsync.cli.shared import stop_event
+
+stop = stop_event()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # so that another thread is given it
+threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+print(stop.wait(20))
+"""
+
+
+def test_a_signal_ends_a_wait_that_the_system_does_not_interrupt() -> None:
+    """As one that comes the moment before the wait begins, or that another thread is given."""
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, timeout=60, check=False)
+    assert done.stdout == b"True\n", done.stderr[-2000:]

@@ -60,18 +60,24 @@ def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None
 def stop_event() -> threading.Event:
     """What SIGINT and SIGTERM set, from here on. The main thread calls it.
 
-    A thread sets it: a handler runs in the main thread wherever that is, also while it holds the lock of this event.
+    The byte is written by C code, the moment that the signal comes: a handler of Python's runs in the main thread, and
+    not before that leaves the call that it waits in. A signal just before such a wait, or one that the system gives to
+    another thread, ends none.
     """
     event = threading.Event()
     read, write = os.pipe()
+    os.set_blocking(write, False)
+    ends = (signal.SIGINT, signal.SIGTERM)
 
     def watch() -> None:
-        os.read(read, 1)
+        while os.read(read, 1)[0] not in ends:
+            pass
         event.set()
 
     threading.Thread(target=watch, name="weightsync-signals", daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: os.write(write, b"."))
+    for number in ends:
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     return event
 
 
