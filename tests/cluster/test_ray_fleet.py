@@ -21,7 +21,8 @@ from tests.cluster.fleet_actors import Model, broken
 from tests.multiproc.fleet_kit import MODELS, Trainers, digest_at
 from tests.multiproc.pull_kit import shm_of, wait_until
 from tests.standins.processes import children, free_port
-from weightsync.clients.controller import AsyncControllerClient, ControllerClient
+from weightsync.clients.async_controller import AsyncControllerClient
+from weightsync.clients.controller import ControllerClient
 from weightsync.cluster.fleet import RayFleet, launch_fleet
 from weightsync.cluster.placement import FleetPlacement
 from weightsync.errors import (

@@ -235,6 +235,8 @@ class PullOfASet(Case):
             client.notify_version(self.trainers.run_of(model), model, number, self.trainers.endpoints[model])
         for model in MODELS:
             assert client.wait_version(self.trainers.run_of(model), model, number, wait_s=LONG_S), client.status()
+        live = ["live"] * len(self.services)  # a service that still joins is not waited for, and answers nobody
+        wait_until(lambda: [each.state for each in client.status().instances] == live, "both have joined", LONG_S)
 
     def check(self, number: int) -> None:
         for service in self.services:

@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
-from weightsync.clients.controller import AsyncControllerClient, ControllerClient
+from weightsync.clients.async_controller import AsyncControllerClient
+from weightsync.clients.controller import ControllerClient
 from weightsync.clients.gate import Gate
 from weightsync.control.build import Built, build_controller
 from weightsync.control.method import SyncMethod
@@ -27,7 +29,7 @@ from weightsync.errors import (
     NotServingError,
     WeightSyncError,
 )
-from weightsync.net.server import ServerThread, api_app
+from weightsync.net.server import Api, ServerThread
 from weightsync.types import Version
 
 TOKEN = "a-token-for-tests-only"
@@ -63,7 +65,7 @@ def built(method: Held) -> Iterator[Built]:
 def server() -> Iterator[tuple[str, list[str]]]:
     """Speaks as OpenAI does, for one route, and notes what was asked."""
     asked: list[str] = []
-    app = api_app("an inference server")
+    app = Api("an inference server")
 
     async def complete(request: Request) -> Response:
         asked.append(json.loads(await request.body())["messages"][0]["content"])
@@ -75,8 +77,8 @@ def server() -> Iterator[tuple[str, list[str]]]:
     async def models() -> Response:
         return Response('{"object": "list", "data": []}', media_type="application/json")
 
-    app.add_api_route("/v1/chat/completions", complete, methods=["POST"])
-    app.add_api_route("/v1/models", models, methods=["GET"])
+    app.answer("POST", "/v1/chat/completions", complete)
+    app.answer("GET", "/v1/models", models)
     thread = ServerThread(app)
     yield thread.start(), asked
     thread.close()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 NEEDED = (
-    "torch", "numpy", "numba", "xxhash", "zstandard", "msgspec", "pydantic", "yaml", "fastapi", "starlette", "uvicorn",
+    "torch", "numpy", "numba", "xxhash", "zstandard", "msgspec", "pydantic", "yaml", "starlette", "uvicorn",
     "httpx", "prometheus_client", "rich", "typer",
 )  # fmt: skip
 DISTRIBUTIONS = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from fastapi import FastAPI
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 
 import weightsync.codec.kernels  # noqa: F401  # an agent loads them beside its first requests, and they are large
 from weightsync.agent.api import TransferAgent
@@ -169,7 +169,7 @@ def face(kind: str, token: str | None) -> contextlib.AbstractContextManager[str]
     return _with(token, kind)
 
 
-def _check_routes(kind: str, app: FastAPI) -> None:
+def _check_routes(kind: str, app: Starlette) -> None:
     """A route that is new is to be sent something, too."""
     routes = {getattr(route, "path", "") for route in app.routes} - {"/healthz"}
     if (any_op := f"{ENGINE_API}/{{op}}") in routes:

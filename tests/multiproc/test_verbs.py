@@ -143,8 +143,9 @@ def serves(child: Child, number: int) -> bool:
 def test_a_host_that_nobody_notifies_follows_and_has_the_last_version_when_the_block_ends() -> None:
     port = free_port()
     with children() as start:
-        host = start(host_main, [f"http://127.0.0.1:{port}"], 0, talk=True, name="host")
-        host.recv()
+        source = f"http://127.0.0.1:{port}"
+        host = start(host_main, [source], 0, talk=True, name="host")
+        client = RolloutClient(host.recv(), token=TOKEN)
         trainer = start(trainer_main, {"port": port}, talk=True, name="trainer")
         trainer.recv()
         stepped(trainer)
@@ -154,6 +155,10 @@ def test_a_host_that_nobody_notifies_follows_and_has_the_last_version_when_the_b
         _, not_fetched, shm = ended(trainer)
         assert (not_fetched, shm) == ({}, [])
         wait_until(lambda: serves(host, 3), "the last version is served", _LONG_S)
+        wait_until(lambda: client.status().models["actor"].ended, "that its trainer has ended is no failure", _LONG_S)
+        seen = client.status().models["actor"]
+        assert (seen.ended, seen.sender_errors) == ((source,), {})
+        client.close()
 
 
 def test_the_trainer_goes_on_when_its_host_is_killed_and_one_that_is_started_again_rejoins() -> None:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from fastapi.responses import HTMLResponse
+from starlette.responses import HTMLResponse
 
 from tests.standins.processes import free_port
 from tests.unit.control import statuses
 from tests.unit.control.statuses import ERROR, HOSTILE, StatusServer, status, sync
-from weightsync.net.server import ServerThread, api_app
+from weightsync.net.server import Api, ServerThread
 from weightsync.types.control import SPANS, ControllerStatus, SyncSpan
 
 if TYPE_CHECKING:
@@ -410,8 +410,8 @@ def test_a_page_of_somebody_else_moves_nothing_and_reads_nothing(browser: Browse
     with face("controller", None) as url, Tab(browser) as tab:
         port = url.rpartition(":")[2]
         path = "/trajectory_pool_notify_batch_ready"
-        evil = api_app("evil")
-        evil.add_api_route("/page", lambda: HTMLResponse(EVIL_PAGE % (url + path)), methods=["GET"])
+        evil = Api("evil")
+        evil.answer("GET", "/page", lambda: HTMLResponse(EVIL_PAGE % (url + path)))
         # under the very name that leads to the controller: to the browser it is one origin but for the port
         server = ServerThread(evil, hosts=("evil.example",))
         page_port = server.start().rpartition(":")[2]

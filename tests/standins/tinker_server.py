@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from weightsync.net.messages import decode
-from weightsync.net.server import ServerSettings, ServerThread, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread
 
 Fault = Literal["fail", "hang", "refuse", "elsewhere", "silent"]
 _POLL_S = 0.2
@@ -53,8 +53,9 @@ class TinkerServer:
         self._saved: dict[str, int] = {}  # path -> weights
         self._samplers: dict[str, str] = {}  # sampler -> path
         self._futures: dict[str, tuple[Any, Fault | None]] = {}
-        self.app: FastAPI = api_app("a stand-in for tinker")
-        self.app.add_api_route("/api/v1/{path:path}", self._handle, methods=["GET", "POST"])
+        self.app = Api("a stand-in for tinker")
+        for method in ("GET", "POST"):
+            self.app.answer(method, "/api/v1/{path:path}", self._handle)
         self._server = ServerThread(self.app, ServerSettings(port=port), name="weightsync-tinker-stand-in")
 
     def start(self) -> str:
@@ -76,7 +77,8 @@ class TinkerServer:
         """Futures that hang are done."""
         self._released.set()
 
-    async def _handle(self, path: str, request: Request) -> Response:
+    async def _handle(self, request: Request) -> Response:
+        path = request.path_params["path"]
         if request.headers.get("x-api-key") != self.api_key:
             return _refused(401, "the API key is not this service's")
         body = await request.body()

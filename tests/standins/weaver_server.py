@@ -10,10 +10,10 @@ import asyncio
 from typing import Any
 
 import httpx
-from fastapi import Request
+from starlette.requests import Request
 
 from weightsync.control.methods.hosted import ServedWeights
-from weightsync.net.server import ServerSettings, ServerThread, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread
 
 _HANGS_S = 60.0
 
@@ -34,10 +34,10 @@ class WeaverServer:
         self.num_hanging = 0
         self._kept: dict[str, int] = {}
         self._serves: dict[str, Any] = {"run_id": None, "version": None, "path": None}
-        app = api_app("a stand-in for weaver")
-        app.add_api_route("/update", self._update, methods=["POST"])
-        app.add_api_route("/served", lambda: self._serves, methods=["GET"])
-        app.add_api_route("/sample", lambda: {"token": self._kept[self._serves["path"]]}, methods=["GET"])
+        app = Api("a stand-in for weaver")
+        app.answer("POST", "/update", self._update)
+        app.answer("GET", "/served", lambda: self._serves)
+        app.answer("GET", "/sample", lambda: {"token": self._kept[self._serves["path"]]})
         self._server = ServerThread(app, ServerSettings(port=port), name="weightsync-weaver-stand-in")
 
     def start(self) -> str:

@@ -159,6 +159,7 @@ ELSEWHERE = {
     "host/delta_intake": "multiproc/test_pull_delta.py",
     "agent/prover": "unit/agent/test_api.py",
     "clients/controller": "unit/control/test_server.py",
+    "clients/async_controller": "unit/handles/test_hostile_servers.py",
     "codec/base": "unit/codec/test_full.py",
     "codec/delta_format": "unit/codec/test_delta_damage.py",
     "codec/delta_intrinsics": "unit/codec/test_delta_cases.py",

@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from weightsync.agent.deltas import Deltas
 from weightsync.agent.grants import Grants
@@ -34,7 +35,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import host_nonce, reclaim_dead
 from weightsync.net.messages import decode, encode
-from weightsync.net.server import ServerSettings, ServerThread, TlsFiles, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread, TlsFiles
 from weightsync.net.timeline import add_timeline
 from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
 from weightsync.transfer.granted import Transfer
@@ -121,14 +122,14 @@ class TransferAgent:
             search_device=config.delta_device,
         )
         self._prover = Prover(self._proved, self._not_proved, served=lambda: self._current, deltas=self._deltas)
-        self._closed = False
+        self._closed = self._ending = False
         self.recorder = Recorder(f"agent/{config.model_id}")
         self._told = Recorder(self.recorder.track, max_bytes=LONG_RUN_BYTES)  # the trainer drains the other one
         self.recorder.subscribe(self._told.add)
         tls = None
         if config.certificate is not None and config.key is not None:
             tls = TlsFiles(certificate=config.certificate, key=config.key)
-        self.app = api_app("weightsync agent")
+        self.app = Api("weightsync agent")
         for method, path, handler in (
             ("GET", "/get_version", self._get_version),
             ("GET", "/get_buffer_info", self._get_buffer_info),
@@ -143,7 +144,7 @@ class TransferAgent:
             ("POST", "/renew_transfer", self._renew_transfer),
             ("POST", "/finish_transfer", self._finish_transfer),
         ):
-            self.app.add_api_route(path, handler, methods=[method])
+            self.app.answer(method, path, handler)
         add_timeline(self.app, self._told, lambda: Timeline(kind="agent", name=self._config.model_id, now_s=now_s()))
         self._blocks = BlockServer(
             config.host, config.blocks_port, stall_s=config.stall_s, tls=None if tls is None else _tls_context(tls)
@@ -199,9 +200,13 @@ class TransferAgent:
         served = None if current is None else current.publication.manifest.version
         return self._blocks.reset(keep=self._prover.newest or served)
 
-    def close(self) -> None:
-        """Cuts everything. Idempotent."""
-        self._closed = True
+    def close(self, *, in_order: bool = False) -> None:
+        """Cuts everything. Idempotent.
+
+        Args:
+            in_order: its trainer has said so, and did not just go: who asks for a version now is told.
+        """
+        self._closed, self._ending = True, self._ending or in_order
         self._waiting.close()
         self._relaying.close()
         self._prover.close()
@@ -297,6 +302,7 @@ class TransferAgent:
                 model_digest=None if served is None else served.model_digest,
                 coming_run_id=None if coming is None else coming.run_id,
                 coming=None if coming is None else coming.number,
+                ending=self._ending,
             )
         )
 

@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from fastapi import Request
+from starlette.requests import Request
 
 from weightsync.errors import InvalidRequestError
 from weightsync.net.places import Places

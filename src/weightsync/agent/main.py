@@ -52,7 +52,6 @@ def main() -> None:
     """From the line on the standard input to the end."""
     os.dup2(2, 1)  # nobody reads the standard output
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells each request
     trainer = int(sys.argv[1])
     start = msgspec.json.decode(_first_line(trainer), type=AgentStart)
     closing: list[Callable[[], None]] = []
@@ -71,7 +70,7 @@ def main() -> None:
             channel.close()  # when it was sent
             os._exit(1)
         _obey(agent, channel, outbox)
-        agent.close()
+        agent.close(in_order=True)
     unlink_own()  # deltas
     os._exit(0)
 

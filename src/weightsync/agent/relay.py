@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from weightsync.agent.long_poll import LongPoll
 from weightsync.agent.proved import Proved
@@ -12,7 +13,7 @@ from weightsync.agent.receivers import ReceiverBook
 from weightsync.agent.relay_board import RelayBoard
 from weightsync.errors import NotRegisteredError
 from weightsync.net.messages import decode
-from weightsync.net.server import json_of
+from weightsync.net.server import Api, json_of
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import Version
 from weightsync.types.publication import DeltaLink
@@ -44,9 +45,9 @@ class Relaying:
         with self._lock:
             return self._board.num_relays
 
-    def add_to(self, app: FastAPI) -> None:
+    def add_to(self, app: Api) -> None:
         """Answers at `PATH`."""
-        app.add_api_route(PATH, self._relay, methods=["POST"])
+        app.answer("POST", PATH, self._relay)
 
     def granted(self, served: Proved, delta: tuple[DeltaLink, ...] | None) -> None:
         """That publication, or these deltas to it, are granted now."""

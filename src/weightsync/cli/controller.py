@@ -19,8 +19,8 @@ _EXAMPLE = """\
 # One model, served by any number of rollout services.
 weight_sync:
   sync_method: pull
-  sync_mode: batch-async        # sync | fully-async | batch-async
-  staleness_threshold: 2        # versions behind at which rollout waits
+  sync_mode: batch-async        # sync and fully-async serve each version; batch-async one of staleness_threshold
+  staleness_threshold: 2        # versions behind at which the newest is synced, and rollout waits for it
   validate_freq: 0
   fleet:
     models: [actor]             # [actor, verifier] for two, and
@@ -77,7 +77,6 @@ def controller(
         settings = settings.model_copy(update={"fleet": settings.fleet.model_copy(update=changes)})
         tls = None if certificate is None else TlsFiles(certificate=str(certificate), key=str(key))
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-        logging.getLogger("httpx").setLevel(logging.WARNING)
         stop = stop_event()
         with build_controller(
             settings, token=token, service_token=service_token, verify=verify or True, tls=tls

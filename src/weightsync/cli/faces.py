@@ -110,6 +110,7 @@ class Face:
             return Seen(facts=facts(now), tables=tuple(tables_of(now)), raw=now)
         service = decode(body, ServiceStatus, what="the status of a service")
         found = [fact for name, model in service.models.items() for fact in _of_model(name, model)]
+        found += _of_lease(service)
         rows = (
             (
                 name, f"{model.run_id}/{model.version}" if model.version is not None else "none", model.sender,
@@ -175,21 +176,31 @@ def engine_facts(handle: EngineHandle, reply: EngineReply) -> Iterator[Fact]:
     takes = "whole tensors and patches" if "patch" in reply.accepts else "whole tensors"
     takes += "" if reply.artifacts == ("model",) else f" of {' and '.join(reply.artifacts)}"
     serves = f"serves {reply.version or 'no version yet'}" + ("" if reply.serving else ", paused or refusing")
-    yield Fact(
-        level="ok" if reply.serving else "busy", text=f"{kind}, {reply.world_size} workers, takes {takes}, {serves}"
-    )
+    workers = f"{reply.world_size} worker{'s' * (reply.world_size != 1)}"
+    yield Fact(level="ok" if reply.serving else "busy", text=f"{kind}, {workers}, takes {takes}, {serves}")
 
 
 def _of_model(name: str, model: ModelStatus) -> Iterator[Fact]:
     serves = f"{name} serves {model.run_id}/{model.version}" if model.version is not None else f"{name}: no version yet"
     for who, why in {**model.sender_errors, **model.errors}.items():
         yield Fact(level="wrong", text=f"{serves}; {who} failed", detail=why)
+    for who in model.ended:
+        yield Fact(level="ok", text=f"{name}: the trainer at {who} has ended")
     if model.state in ("pulling", "loading"):
         so_far = f"{seconds_text(max(0.0, now_s() - model.since_s))} so far" if model.since_s is not None else ""
         moved = str(model.progress) if model.progress is not None and model.progress.is_long else ""
         wanted = f" version {model.wanted}" if model.wanted is not None else ""
         yield Fact(level="busy", text=f"{name}: {model.state}{wanted}", detail="; ".join(filter(None, (so_far, moved))))
     yield Fact(level="ok", text=serves, detail=str(model) if model.pull_s is not None else "")
+
+
+def _of_lease(service: ServiceStatus) -> Iterator[Fact]:
+    lease = service.lease
+    if lease is not None and lease.why_none is not None:
+        is_new = all(model.version is None for model in service.models.values())
+        yield Fact(level="busy" if is_new else "wrong", text="Its engines answer nobody", detail=lease.why_none)
+    elif lease is not None:
+        yield Fact(level="ok", text=f"Its engines may answer for {seconds_text(lease.left_s)} without another word")
 
 
 def _of_agent(now: AgentVersion, ended: EndedTransfers) -> Iterator[Fact]:

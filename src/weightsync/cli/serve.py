@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightsync.cli.shared import Token, TrustKey, Verify, stop_event, told
+from weightsync.control.web.headline import seconds_text
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _LOOK_S = 0.5
 _PROGRESS_S = 2.0
 """What takes longer says how far it is."""
+_FIRST_S, _LONGEST_S = 30.0, 600.0
+"""What stays wrong is said after so long, and then every so long at the latest."""
 _MIDDLEWARE = "weightsync.engine.vllm.lease_middleware.LeaseMiddleware"
 
 
@@ -164,23 +167,43 @@ def _print_lease(path: str) -> None:
 
 
 def _watch(running: Service, stop: threading.Event) -> None:
-    """Prints what is served, what goes wrong, once each, and how far a long pull is, until it is told to stop."""
-    troubles: dict[str, str] = {}
+    """Prints what is served, how far a long pull is, and what stays wrong, until it is told to stop. What goes wrong is
+    in the log the moment it does."""
+    troubles: dict[str, _Trouble] = {}
     served: dict[str, str] = {}
     last_s = time.monotonic()
     while not stop.wait(_LOOK_S):
-        for model_id, status in running.status().models.items():
+        seen = running.status()
+        lacks = None if seen.lease is None else seen.lease.why_none
+        troubles.setdefault("", _Trouble()).look("engines answer nobody", lacks or "")
+        for model_id, status in seen.models.items():
             now = f"{status.run_id}/{status.version}" if status.version is not None and status.state == "idle" else ""
             if now and served.get(model_id) != now:
                 served[model_id] = now
                 print(f"{model_id} serves {now}: {_how(status)}", flush=True)
-            trouble = _trouble(status)
-            if trouble and troubles.get(model_id) != trouble:
-                print(f"{model_id}: {trouble}", flush=True)
-            troubles[model_id] = trouble
+            troubles.setdefault(model_id, _Trouble()).look(model_id, _trouble(status))
             if time.monotonic() - last_s > _PROGRESS_S and (line := running.progress(model_id)) is not None:
                 last_s = time.monotonic()
                 print(f"{model_id}: {line}", flush=True)
+
+
+class _Trouble:
+    """What does not come right: said after a while, and again after twice as long."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._next_s = _FIRST_S
+
+    def look(self, whose: str, trouble: str) -> None:
+        """What is wrong now; empty: nothing is."""
+        now_s = time.monotonic()
+        if not trouble:
+            self._since_s, self._next_s = None, _FIRST_S
+            return
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if (lasts_s := now_s - self._since_s) >= self._next_s:
+            print(f"{whose}, for {seconds_text(lasts_s)} now: {trouble}", flush=True)
+            self._next_s = lasts_s + min(lasts_s, _LONGEST_S)
 
 
 def _trouble(status: ModelStatus) -> str:

@@ -1,19 +1,14 @@
-"""ControllerClient, AsyncControllerClient: how pools, workers and inference clients reach a controller. No torch."""
+"""ControllerClient: how pools, workers and inference clients reach a controller. No torch."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Literal, TypeVar
 
-import httpx
 import msgspec
 
-from weightsync.errors import DeadlineExceededError, EngineError, InvalidRequestError, WeightSyncError
-from weightsync.net.auth import bearer_headers
+from weightsync.errors import DeadlineExceededError, InvalidRequestError, WeightSyncError
 from weightsync.net.client import JsonClient
-from weightsync.net.http_edge import NO_ENCODING, checked_url, told_error, typed_errors
-from weightsync.net.messages import decode, encode
 from weightsync.types import Deadline, SyncReport
 from weightsync.types.control import (
     ControllerStatus,
@@ -35,9 +30,9 @@ from weightsync.types.push_orders import (
 )
 from weightsync.types.service import NotifyRequest
 
-_RUNS = "a weightsync controller"
+RUNS = "a weightsync controller"
+"""What answers, for messages."""
 _MARGIN_S = 5.0
-_MAX_ANSWER_BYTES = 1 << 20  # of a gate
 _ROUND_S = 60.0  # a wait at the gate is asked for in rounds of so many seconds, so that no proxy ends it
 
 Answer = Literal["continue", "block"]
@@ -48,7 +43,7 @@ class ControllerClient(JsonClient):
     """Document 5's calls; see `JsonClient` for arguments and errors."""
 
     def __init__(self, url: str, *, token: str | None = None, verify: bool | str = True) -> None:
-        super().__init__(url, runs=_RUNS, token=token, verify=verify)
+        super().__init__(url, runs=RUNS, token=token, verify=verify)
 
     def check_rollout_service_status(self, model_tag: str, *, wait_s: float = 0.0, timeout_s: float = 10.0) -> Answer:
         """Whether a request may proceed; waits up to `wait_s` for that. The controller wakes it: nothing is polled."""
@@ -190,93 +185,14 @@ class ControllerClient(JsonClient):
         return self.call("GET", "/status", ControllerStatus, timeout_s=timeout_s)
 
     def _gate(self, path: str, message: ModelRequest, wait_s: float, timeout_s: float) -> Answer:
-        for asked, this_s in _rounds(message, wait_s):
+        for asked, this_s in rounds(message, wait_s):
             reply = self.call("POST", path, GateReply, message=asked, timeout_s=timeout_s + this_s)
             if reply.answer == "continue":
                 break
         return reply.answer
 
 
-class AsyncControllerClient:
-    """The gates for coroutines: of inference clients, and of whoever takes batches. One event loop.
-
-    Args:
-        url, token, verify: see `JsonClient`.
-    """
-
-    def __init__(self, url: str, *, token: str | None = None, verify: bool | str = True) -> None:
-        self.url = checked_url(url, whose=f"{_RUNS}'s")
-        self._client = httpx.AsyncClient(
-            base_url=self.url, headers={**bearer_headers(token), **NO_ENCODING}, verify=verify, trust_env=False,
-            limits=httpx.Limits(max_connections=None),
-        )  # fmt: skip
-
-    async def check_rollout_service_status(
-        self, model_tag: str, *, wait_s: float = 0.0, timeout_s: float = 10.0
-    ) -> Answer:
-        """See `ControllerClient.check_rollout_service_status`."""
-        return await self._gate("/check_rollout_service_status", ModelRequest(model_tag=model_tag), wait_s, timeout_s)
-
-    async def wait(
-        self, run_id: str, model_id: str, version: int, *, wait_s: float = 600.0, timeout_s: float = 10.0
-    ) -> None:
-        """Returns when every live instance serves that version of the model, or a newer one of its run: what
-        `get_batch` waits for before it serves a batch to a trainer that is at `version`. Woken, not polling.
-
-        Raises:
-            DeadlineExceededError: not within `wait_s`.
-        """
-        message = WaitVersionRequest(model_tag=model_id, run_id=run_id, version=version)
-        if await self._gate("/wait_version", message, wait_s, timeout_s) != "continue":
-            raise DeadlineExceededError(
-                f"model {model_id}: version {version} is not served by every live instance within {wait_s:g} s",
-                version=f"{run_id}/{version}",
-            )
-
-    async def close(self) -> None:
-        """Closes the connections. Idempotent."""
-        await self._client.aclose()
-
-    async def _gate(self, path: str, message: ModelRequest, wait_s: float, timeout_s: float) -> Answer:
-        for asked, this_s in _rounds(message, wait_s):
-            reply = await self._call(path, encode(asked), Deadline(timeout_s + this_s))
-            if reply.answer == "continue":
-                break
-        return reply.answer
-
-    async def _call(self, path: str, content: bytes, deadline: Deadline) -> GateReply:
-        with typed_errors(deadline, url=self.url, what="the gate", peer=self.url, runs=_RUNS):
-            try:
-                async with asyncio.timeout(deadline.timeout_s):  # httpx's own begins anew with each byte
-                    status, body = await self._exchange(path, content, deadline)
-            except TimeoutError as late:
-                raise DeadlineExceededError(
-                    f"{self.url} did not answer {path} within {deadline.timeout_s:g} s", peer=self.url
-                ) from late
-        if status != 200:
-            raise told_error(body, peer=self.url) or EngineError(
-                f"{self.url} answered {path} with status {status}; is {_RUNS} there?", peer=self.url
-            )
-        try:
-            return decode(body, GateReply, what="the answer of a controller")
-        except InvalidRequestError as odd:
-            raise EngineError(f"{self.url} answered {path} with what is no answer: {odd}", peer=self.url) from odd
-
-    async def _exchange(self, path: str, content: bytes, deadline: Deadline) -> tuple[int, bytes]:
-        """The status and the body of the answer; not more of it than an answer has."""
-        headers, timeout_s = {"content-type": "application/json"}, deadline.remaining_s
-        async with self._client.stream("POST", path, content=content, timeout=timeout_s, headers=headers) as response:
-            body = bytearray()
-            async for part in response.aiter_raw():
-                body += part
-                if len(body) > _MAX_ANSWER_BYTES:
-                    raise EngineError(
-                        f"{self.url}'s answer to {path} has over {_MAX_ANSWER_BYTES} bytes", peer=self.url
-                    )
-            return response.status_code, bytes(body)
-
-
-def _rounds(message: _M, wait_s: float) -> Iterator[tuple[_M, float]]:
+def rounds(message: _M, wait_s: float) -> Iterator[tuple[_M, float]]:
     """A wait at a gate, in rounds, at least one: what is asked, and how long the controller may wait with it."""
     deadline = Deadline(wait_s)
     while True:

@@ -22,7 +22,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import httpx
 
-from weightsync.clients.controller import Answer, AsyncControllerClient, ControllerClient
+from weightsync.clients.async_controller import AsyncControllerClient
+from weightsync.clients.controller import Answer, ControllerClient
 from weightsync.errors import ConfigError, NotServingError, WeightSyncError
 from weightsync.types.deadline import check_wait_s
 

@@ -311,8 +311,8 @@ class ModelControl:
             case GiveUp(run_id=run_id, version=number):
                 version = Version(run_id=run_id or "unnamed", number=number)
                 _logger.error(
-                    "model %s: %s is not served after all retries: rollout goes on with version %d (%s)",
-                    self.tag, version, self.state.rollout_version, self._last_error,
+                    "model %s: %s is not served after all retries: rollout goes on with what it serves (%s)",
+                    self.tag, version, self._last_error,
                 )  # fmt: skip
                 self._tell(self._shared.on_give_up, version)
             case StartValidation(validation=validation):

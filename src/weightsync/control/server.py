@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar, Unpack, cast
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from weightsync.control.callers_run import run_of_caller
 from weightsync.control.controller import WeightSyncController
@@ -28,7 +29,7 @@ from weightsync.handles.fanout import in_thread
 from weightsync.net.guard import LIST_BODY_BYTES
 from weightsync.net.messages import decode
 from weightsync.net.places import Places, end_now, peer_of
-from weightsync.net.server import Route, ServerOptions, ServerSettings, ServerThread, api_app, json_of
+from weightsync.net.server import Api, Route, ServerOptions, ServerSettings, ServerThread, json_of
 from weightsync.net.timeline import add_timeline
 from weightsync.observe import now_s
 from weightsync.observe.metrics import CONTENT_TYPE
@@ -85,7 +86,7 @@ class ControllerServer:
         self._asking = Places(_MAX_ASKING)
         self._unsubscribe: Callable[[], None] = lambda: None
         self._metrics = ControllerMetrics(controller.status)
-        self.app: FastAPI = api_app(
+        self.app = Api(
             "weightsync controller",
             _post("/check_rollout_service_status", ModelRequest, self._check),
             _post("/trajectory_pool_notify_batch_ready", ModelRequest, self._batch_ready),

@@ -120,7 +120,7 @@ def main() -> None:
         said = demo.report()
         return {**said, "phases": [*said["phases"], *msgspec.to_builtins(service.recorder.drain())]}
 
-    server.app.add_api_route(REPORT_PATH, report, methods=["GET"])
+    server.app.answer("GET", REPORT_PATH, report)
     url = server.start()
     service_url = service.start()
     demo.start()

@@ -15,7 +15,8 @@ import time
 
 import torch
 
-from weightsync.clients.controller import AsyncControllerClient, ControllerClient
+from weightsync.clients.async_controller import AsyncControllerClient
+from weightsync.clients.controller import ControllerClient
 from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
 from weightsync.demo.engine import TOKEN_VARIABLE
 from weightsync.demo.model import ServedCopy, TrainLoop, build_model, model_size

@@ -6,7 +6,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Unpack
 
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from weightsync.errors import InvalidRequestError
 from weightsync.handles.compact import (
@@ -19,7 +20,7 @@ from weightsync.handles.compact import (
 from weightsync.handles.http import ENGINE_API, TIMEOUT_HEADER
 from weightsync.net.guard import LIST_BODY_BYTES, MANIFEST_BODY_BYTES
 from weightsync.net.messages import decode, encode
-from weightsync.net.server import ServerOptions, ServerSettings, ServerThread, api_app
+from weightsync.net.server import Api, ServerOptions, ServerSettings, ServerThread
 from weightsync.types import REQUEST_TYPES, BeginRequest, EngineHandle, EngineOp, EngineRequest
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
@@ -56,7 +57,7 @@ class EngineServer:
         self._layouts = KnownLayouts()
         self._pool = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="weightsync-engine")
         self._urgent = ThreadPoolExecutor(_MAX_CALLS // 4, thread_name_prefix="weightsync-engine-urgent")
-        self.app: FastAPI = api_app("weightsync engine", ("POST", f"{ENGINE_API}/{{op}}", self._handle))
+        self.app = Api("weightsync engine", ("POST", f"{ENGINE_API}/{{op}}", self._handle))
         self._server = ServerThread(
             self.app,
             ServerSettings(**settings),
@@ -77,7 +78,8 @@ class EngineServer:
         for pool in (self._pool, self._urgent):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _handle(self, op: str, request: Request) -> Response:
+    async def _handle(self, request: Request) -> Response:
+        op = request.path_params["op"]
         try:
             step = EngineOp(op)
         except ValueError:

@@ -107,6 +107,7 @@ class AgentState:
         num_turns: how often in a row it has named another run, or a lower number.
         why: what it said last.
         error: why it could not be asked last; None: it could.
+        ended: it has said last that its trainer has closed it: that it answers no more is no failure.
         coming: what it is about to have, as it has said last.
         broken: a pull from it has failed, and none succeeded since.
         claims: what is waited for.
@@ -125,6 +126,7 @@ class AgentState:
         self.num_turns = 0
         self.why = "it was not asked yet"
         self.error: str | None = None
+        self.ended = False
         self.coming: Version | None = None
         self.broken = False
         self.claims: list[Claim] = []

@@ -146,7 +146,7 @@ class FollowedRun:
         agent, newest = self.agents[endpoint], None
         if said.run_id is not None and said.version is not None:
             newest = Version(run_id=said.run_id, number=said.version)
-        agent.coming = None
+        agent.coming, agent.ended = None, said.ending
         if said.coming_run_id is not None and said.coming is not None:
             agent.coming = Version(run_id=said.coming_run_id, number=said.coming)
         before, turns = agent.newest, agent.num_turns
@@ -177,7 +177,9 @@ class FollowedRun:
     def not_heard(self, endpoint: str, why: str) -> None:
         """An agent could not be asked."""
         agent = self.agents[endpoint]
-        if agent.error is None:
+        if agent.error is None and agent.ended:
+            _logger.info("model %s: the trainer at %s has ended", self._model_id, endpoint)
+        elif agent.error is None:
             _logger.warning("model %s: %s does not say what it has: %s", self._model_id, endpoint, why)
         agent.error = agent.why = why
         agent.coming = None
@@ -247,8 +249,14 @@ class FollowedRun:
 
     @property
     def errors(self) -> dict[str, str]:
-        """Why agents could not be asked, by endpoint; without those that could."""
-        return {endpoint: agent.error for endpoint, agent in self.agents.items() if agent.error is not None}
+        """Why agents could not be asked, by endpoint; without those that could, and those in `ended`."""
+        ended = self.ended
+        return {who: agent.error for who, agent in self.agents.items() if agent.error is not None and who not in ended}
+
+    @property
+    def ended(self) -> tuple[str, ...]:
+        """Agents whose trainers have closed them in order, and from whom nobody waits for anything."""
+        return tuple(who for who, agent in self.agents.items() if agent.ended and agent.error and not agent.claims)
 
     @property
     def doubts(self) -> str | None:

@@ -15,6 +15,7 @@ from weightsync.errors import SharedMemoryError
 from weightsync.handles.fanout import in_thread
 from weightsync.host.model_updater import ModelUpdater
 from weightsync.memory import ServingLease, boot_s
+from weightsync.types.service import LeaseStatus
 
 _EVERY_S = 0.25
 _STOP_S = 5.0
@@ -58,6 +59,16 @@ class LocalLease:
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
         self._lease.release()
+
+    @property
+    def status(self) -> LeaseStatus:
+        """What engines answer under."""
+        left_s, why = self._lease.left_s, None
+        if left_s <= 0:
+            why = "not every engine is known to serve what this service gave it"
+            if any(model.is_anew for model in self._models.values()):
+                why = "what is served was published anew by another life of its trainer"
+        return LeaseStatus(left_s=left_s, why_none=why)
 
     def _run(self) -> None:
         while True:

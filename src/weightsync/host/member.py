@@ -38,6 +38,7 @@ from weightsync.types.fleet import (
     PrepareReply,
     PrepareRequest,
 )
+from weightsync.types.service import LeaseStatus
 
 _FIRST_EVERY_S = 0.5
 _HEARTBEAT_S = 5.0
@@ -77,6 +78,7 @@ class FleetMember:
         self._adopting: dict[str, tuple[Version, Future[bool]]] = {}
         self._url = ""
         self._said: HeartbeatReply | None = None
+        self._unheard: str | None = None  # why the controller does not answer
         self._comes_in = True  # it may have been told of more than its fleet serves
         self._told: dict[str, Version | None] = {}  # what the last heartbeat said that it serves
         self._stop = threading.Event()
@@ -94,6 +96,19 @@ class FleetMember:
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
         self._client.close()
+
+    @property
+    def status(self) -> LeaseStatus:
+        """What its engines answer under."""
+        left_s, said, why = self._lease.left_s, self._said, None
+        if self._lease.torn:
+            why = "a set of models is not committed as a whole yet"
+        elif left_s <= 0 and self._unheard is not None:
+            why = self._unheard
+        elif left_s <= 0:
+            because = "" if said is None or not said.why else f": {said.why}"
+            why = "the controller has not answered yet" if said is None else f"it is {said.state} in its fleet{because}"
+        return LeaseStatus(left_s=left_s, why_none=why)
 
     # --- what the controller asks ---
 
@@ -207,20 +222,22 @@ class FleetMember:
     # --- heartbeats ---
 
     def _beat(self) -> None:
-        every_s, silent = _FIRST_EVERY_S, False
+        every_s = _FIRST_EVERY_S
         while True:
             sent_s, commits = boot_s(), self._num_commits
             try:
                 said = self._client.heartbeat(self._request(), timeout_s=_HEARTBEAT_S)
                 every_s = said.every_s if self._heard(said, sent_s, commits) else min(said.every_s, _SOON_S)
-                if silent:
+                if self._unheard is not None:
                     _logger.info("the controller at %s answers again", self._client.url)
-                silent = False
+                self._unheard = None
             except Exception as error:  # whatever it is: the lease runs out by itself
-                if not silent and not self._stop.is_set():
-                    hint = "; its token is RolloutConfig(controller_token=)" if isinstance(error, AuthError) else ""
-                    _logger.warning("the controller at %s lends no lease: %s%s", self._client.url, error, hint)
-                silent = True
+                before, hint = self._unheard, ""
+                if isinstance(error, AuthError):
+                    hint = "; it was sent --token, or RolloutConfig(controller_token=)"
+                self._unheard = f"the controller at {self._client.url} lends no lease: {error}{hint}"
+                if before is None and not self._stop.is_set():
+                    _logger.warning("%s", self._unheard)
             if self._rest(every_s):
                 break
         with contextlib.suppress(Exception):  # whoever does not hear it waits for the end of the lease

@@ -257,6 +257,7 @@ class ModelUpdater:
                 staged=None if self._permit is None or self._permit.staged is None else str(self._permit.staged),
                 unprovable=self.engines.unprovable(),
                 sender_errors=self._followed.errors,
+                ended=self._followed.ended,
                 retrying=self._status.retrying or self._followed.doubts,
                 progress=self.progress,
             )

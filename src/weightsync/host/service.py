@@ -15,7 +15,8 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import (
@@ -42,7 +43,7 @@ from weightsync.net.guard import LIST_BODY_BYTES
 from weightsync.net.http_edge import checked_url
 from weightsync.net.messages import decode, encode
 from weightsync.net.places import Places
-from weightsync.net.server import ServerSettings, ServerThread, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread
 from weightsync.net.timeline import add_timeline
 from weightsync.objects.urls import checked_source, is_store_url
 from weightsync.observe import LONG_RUN_BYTES, Metrics, Recorder, now_s
@@ -138,7 +139,8 @@ class RolloutService:
             self._member = FleetMember(fleets, config, config.lease)
         elif config.lease is not None:
             self._local = LocalLease(self._models, config.lease, config.lease_s)
-        self.app: FastAPI = api_app("weightsync rollout service")
+        self._lender = self._member or self._local
+        self.app = Api("weightsync rollout service")
         for method, path, handler in (
             ("POST", "/check_versions", self._check),
             ("POST", "/prepare_versions", self._prepare),
@@ -150,7 +152,7 @@ class RolloutService:
             ("GET", "/availability", self._availability),
             ("GET", "/metrics", self._get_metrics),
         ):
-            self.app.add_api_route(path, handler, methods=[method])
+            self.app.answer(method, path, handler)
         add_timeline(self.app, self.recorder, self._timeline)
         advertised = urlsplit(config.advertise or "").hostname
         self._server = ServerThread(
@@ -222,7 +224,8 @@ class RolloutService:
     def status(self) -> ServiceStatus:
         """What every model's engines serve, and what failed last."""
         models = {model_id: model.status() for model_id, model in self._models.items()}
-        return ServiceStatus(models=models, controller=self.config.controller)
+        lease = None if self._lender is None else self._lender.status
+        return ServiceStatus(models=models, controller=self.config.controller, lease=lease)
 
     def wait(self) -> None:
         """Blocks until the server ends."""
@@ -231,10 +234,8 @@ class RolloutService:
     def close(self) -> None:
         """Ends pulls under way and gives the staging back; engines go on with what they serve. Idempotent."""
         self._closed.set()
-        if self._member is not None:
-            self._member.close()
-        if self._local is not None:
-            self._local.close()
+        if self._lender is not None:
+            self._lender.close()
         self._server.close()
         for model in self._models.values():
             model.close()
@@ -429,9 +430,11 @@ class RolloutService:
         return _json(self.status())
 
     async def _availability(self) -> Response:
-        """Whether engines answer generations now, by model; asks them."""
+        """Whether engines answer generations now, by model; asks them. None does whose lease is over."""
         found = await asyncio.gather(*(asyncio.to_thread(model.engines.available) for model in self._models.values()))
-        return _json({"models": dict(zip(self._models, found, strict=True))})
+        may = self._lender is None or self._lender.status.why_none is None
+        told = [{engine: may and answers for engine, answers in model.items()} for model in found]
+        return _json({"models": dict(zip(self._models, told, strict=True))})
 
     def _timeline(self) -> Timeline:
         models = self.status().models.values()

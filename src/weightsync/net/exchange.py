@@ -14,8 +14,6 @@ import ssl
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import httpx
-
 from weightsync.errors import ConfigError
 from weightsync.types import Deadline
 
@@ -28,14 +26,15 @@ def trusted(verify: bool | str) -> ssl.SSLContext:
     Raises:
         ConfigError: the file can't be read, or is no PEM file of certificates.
     """
-    if not isinstance(verify, str):
-        return httpx.create_ssl_context(verify)
     try:
-        return ssl.create_default_context(cafile=verify)
+        context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(
             f"verify is {verify!r}: {error}; give the PEM file of the authority's certificate", parameter="verify"
         ) from error
+    if verify is False:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 class Answer(NamedTuple):

@@ -1,24 +1,14 @@
-"""Where httpx ends: what goes wrong in an exchange becomes a typed error here, once for every HTTP client."""
+"""What every HTTP client goes by: which URLs are any, how much of an answer is read, which error is in it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import ipaddress
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
-from weightsync.errors import (
-    ConfigError,
-    DeadlineExceededError,
-    EngineUnreachableError,
-    InvalidRequestError,
-    WeightSyncError,
-    error_from_dict,
-)
+from weightsync.errors import ConfigError, InvalidRequestError, WeightSyncError, error_from_dict
 from weightsync.net.messages import decode
-from weightsync.types import Deadline
 
 MAX_REPLY_BYTES = 64 << 20
 MAX_ERROR_BYTES = 1 << 20
@@ -41,54 +31,19 @@ def checked_url(url: str, *, whose: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{whose} URL starts with http:// or https://, not {url!r}")
     try:
+        if any(char.isspace() or not char.isprintable() for char in url):  # of which `urlsplit` drops some
+            raise ValueError("there is a space or a control character in it")
         parts = urlsplit(url)
-        host = httpx.URL(url).host and parts.hostname  # each lets something pass that the other does not
-        (host or "").encode("idna")  # as the look-up of its address does
+        host = parts.hostname or ""
+        host.encode("idna")  # as the look-up of its address does
+        if host.count(".") == 3 and host.replace(".", "").isdigit():
+            ipaddress.IPv4Address(host)
         _ = parts.port
-    except (httpx.InvalidURL, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{whose} URL can't be read: {error}: {url[:200]!r}") from error
     if not host:
         raise ConfigError(f"{whose} URL names no host: {url[:200]!r}")
     return url.rstrip("/")
-
-
-@contextlib.contextmanager
-def typed_errors(deadline: Deadline, *, url: str, what: str, peer: str, runs: str) -> Iterator[None]:
-    """Translates whatever goes wrong in an exchange of requests and answers.
-
-    Args:
-        deadline: when the whole exchange has to be over; an error after it is a missed deadline, whatever its type.
-        url: whom the exchange is with.
-        what: which of its calls, e.g. "commit".
-        peer: the name that the error carries.
-        runs: what should be running there, e.g. "the engine".
-
-    Raises:
-        EngineUnreachableError: no connection, or it broke, or it could not be tried.
-        DeadlineExceededError: no answer in time.
-    """
-    try:
-        yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise EngineUnreachableError(f"can't connect to {url}: {error}; does {runs} run there?", peer=peer) from error
-    except httpx.LocalProtocolError:  # its words may be a header's
-        raise EngineUnreachableError(
-            f"{url} could not be asked for {what}: no such request can be sent", peer=peer
-        ) from None
-    except httpx.HTTPError as error:
-        if isinstance(error, httpx.TimeoutException) or deadline.expired:
-            raise DeadlineExceededError(
-                f"{url} did not answer {what} within {deadline.timeout_s:g} s", peer=peer
-            ) from error
-        raise EngineUnreachableError(
-            f"the connection to {url} broke during {what}: {type(error).__name__}: {error}", peer=peer
-        ) from error
-    except WeightSyncError:
-        raise
-    except Exception as error:  # a host that can't be looked up, a client that was closed, no thread, no memory, ...
-        raise EngineUnreachableError(
-            f"{url} could not be asked for {what}: {type(error).__name__}: {error}", peer=peer
-        ) from error
 
 
 def told_error(body: bytes, *, peer: str) -> WeightSyncError | None:

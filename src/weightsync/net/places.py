@@ -11,7 +11,7 @@ import contextlib
 import resource
 from collections.abc import Callable, Iterator
 
-from fastapi import Request
+from starlette.requests import Request
 
 from weightsync.errors import StateError
 from weightsync.net.guard import VISIT

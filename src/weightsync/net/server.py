@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -11,9 +12,12 @@ from typing import Any, TypedDict
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route as StarletteRoute
 
 from weightsync.errors import ConfigError, UnsupportedError, WeightSyncError
 from weightsync.net.auth import check_exposure
@@ -70,33 +74,57 @@ Route = tuple[str, str, Callable[..., Any]]
 """Of an app: GET or POST, the path, and who answers."""
 
 
-def api_app(title: str, *routes: Route) -> FastAPI:
-    """A FastAPI app that answers every error as JSON of a typed one, with `/healthz`, and without documentation pages
-    and redirects."""
-    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+class Api(Starlette):
+    """An app that answers every error as JSON of a typed one, with `/healthz`, and without redirects.
 
-    async def typed(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, WeightSyncError)
-        return JSONResponse(error.to_dict(), status_code=error.http_status)
+    Args:
+        title: what it is, in errors.
+        routes: what it answers.
+    """
 
-    async def no_route(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        asked = f"{request.method[:20]} {request.url.path[:200]}"
-        told = UnsupportedError(f"there is no {asked} here, this is a {title}", status=error.status_code)
-        return JSONResponse(told.to_dict(), status_code=error.status_code, headers=error.headers)
+    def __init__(self, title: str, *routes: Route) -> None:
+        async def typed(_request: Request, error: Exception) -> Response:
+            assert isinstance(error, WeightSyncError)
+            return JSONResponse(error.to_dict(), status_code=error.http_status)
 
-    async def failed(_request: Request, _error: Exception) -> Response:
-        return JSONResponse(unexpected().to_dict(), status_code=unexpected().http_status)
+        async def no_route(request: Request, error: Exception) -> Response:
+            assert isinstance(error, HTTPException)
+            asked = f"{request.method[:20]} {request.url.path[:200]}"
+            told = UnsupportedError(f"there is no {asked} here, this is a {title}", status=error.status_code)
+            return JSONResponse(told.to_dict(), status_code=error.status_code, headers=error.headers)
 
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
+        async def failed(_request: Request, _error: Exception) -> Response:
+            return JSONResponse(unexpected().to_dict(), status_code=unexpected().http_status)
 
-    app.add_exception_handler(WeightSyncError, typed)
-    app.add_exception_handler(HTTPException, no_route)
-    app.add_exception_handler(Exception, failed)
-    for method, path, handler in (("GET", HEALTH_PATH, healthz), *routes):
-        app.add_api_route(path, handler, methods=[method])
-    return app
+        async def healthz() -> dict[str, str]:
+            return {"status": "ok"}
+
+        super().__init__(exception_handlers={WeightSyncError: typed, HTTPException: no_route, Exception: failed})
+        self.router.redirect_slashes = False
+        for method, path, handler in (("GET", HEALTH_PATH, healthz), *routes):
+            self.answer(method, path, handler)
+
+    def answer(self, method: str, path: str, handler: Callable[..., Any]) -> None:
+        """Adds a route.
+
+        Args:
+            method, path: of the requests; what stands in braces in the path is in the request's `path_params`.
+            handler: takes the request, or nothing, and gives the answer: a `Response`, or what JSON can hold. One that
+                is not async is called in a thread.
+        """
+        takes = [each for each in inspect.signature(handler).parameters.values() if each.default is each.empty]
+
+        is_async = inspect.iscoroutinefunction(handler)
+
+        async def endpoint(request: Request) -> Response:
+            given = (request,) if takes else ()
+            called = handler(*given) if is_async else await run_in_threadpool(handler, *given)
+            told = await called if is_async else called
+            return told if isinstance(told, Response) else JSONResponse(told)
+
+        route = StarletteRoute(path, endpoint, methods=[method])
+        route.methods = {method}  # and no HEAD of itself
+        self.router.routes.append(route)
 
 
 def json_of(message: msgspec.Struct | Mapping[str, Any]) -> Response:

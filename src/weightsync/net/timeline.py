@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
-from fastapi import FastAPI, Response
+from starlette.responses import Response
 
-from weightsync.net.server import json_of
+from weightsync.net.server import Api, json_of
 from weightsync.types import PhaseRecord
 from weightsync.types.timeline import MAX_RECORDS, Timeline
 
@@ -22,7 +22,7 @@ class Recorded(Protocol):
     def records(self) -> Sequence[PhaseRecord]: ...
 
 
-def add_timeline(app: FastAPI, recorded: Recorded, head: Callable[[], Timeline]) -> None:
+def add_timeline(app: Api, recorded: Recorded, head: Callable[[], Timeline]) -> None:
     """Adds `/timeline`, and `/timeline/clock`, which tells the time alone: a small answer to measure a clock with.
 
     Args:
@@ -41,5 +41,5 @@ def add_timeline(app: FastAPI, recorded: Recorded, head: Callable[[], Timeline])
         left_out = max(0, len(records) - MAX_RECORDS)
         return json_of(msgspec.structs.replace(now, phases=kept, num_dropped=recorded.num_dropped + left_out))
 
-    app.add_api_route("/timeline/clock", clock, methods=["GET"])
-    app.add_api_route("/timeline", timeline, methods=["GET"])
+    app.answer("GET", "/timeline/clock", clock)
+    app.answer("GET", "/timeline", timeline)

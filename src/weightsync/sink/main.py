@@ -42,7 +42,6 @@ _logger = logging.getLogger("weightsync.sink.main")  # it runs as __main__
 def main() -> None:
     """From the first line of the input to the end."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=SinkConfig)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from weightsync.errors import (
     DeadlineExceededError,
+    EngineUnreachableError,
     NoEnginesError,
     StateError,
     SyncFailedError,
@@ -86,7 +87,9 @@ class JoinedEngines:
         here = [who for who in asked.engine_ids if who in replies]
         if not here:
             why = "; ".join(f"{who}: {error}" for who, error in lost.items())
-            raise NoEnginesError(f"no engine answers: {why or 'none is known'}")
+            silent = all(isinstance(error, EngineUnreachableError | DeadlineExceededError) for error in lost.values())
+            what = "answers" if silent else "can take part"
+            raise NoEnginesError(f"no engine {what}: {why or 'none is known'}")
         if lost and require_all:
             raise SyncFailedError(
                 f"{', '.join(sorted(lost))} can't take part: check address and token, or go on without "

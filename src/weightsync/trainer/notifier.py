@@ -22,6 +22,7 @@ from weightsync.errors import (
     AuthError,
     ConfigError,
     DeadlineExceededError,
+    EngineError,
     EngineUnreachableError,
     NotPublishedError,
     NotRegisteredError,
@@ -282,6 +283,14 @@ class _Told:
                 status = self._service.call("GET", "/status", dict[str, Any], timeout_s=timeout_s)
             except UnsupportedError as error:  # one of our faces, and neither of the two
                 raise ConfigError(f"{self.url} is no rollout host and no controller: {error.message}") from error
+            except EngineError as error:
+                if type(error) is not EngineError:
+                    raise
+                raise EngineError(  # or what stands before one that is being started
+                    f"{error.message} An engine itself is not told: weightsync.push(engines=...) brings it versions, "
+                    f"or a host beside it, weightsync serve --engine {self._model_id}=URL",
+                    peer=self.url,
+                ) from error
             models = status.get("models")
             if not isinstance(models, dict):
                 raise ConfigError(f"{self.url} is neither a rollout service nor a controller: look at the port")

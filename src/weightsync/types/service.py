@@ -68,6 +68,7 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         engines: version that each engine serves, as "run/number"; None where none is known.
         staged: in a fleet: what every engine has staged and waits with, as "run/number".
         sender_errors: why agents could not be asked what they have, by endpoint; without those that could.
+        ended: agents that answer no more because their trainer has closed them.
         errors: what failed last, per engine, or "pull"; empty after a version was served everywhere.
         retrying: why the pull under way was begun anew, and is still tried.
         num_pulled, num_committed: since the service started.
@@ -98,6 +99,7 @@ class ModelStatus(Message, frozen=True, kw_only=True):
     engines: dict[str, str | None] = msgspec.field(default_factory=dict)
     staged: str | None = None
     sender_errors: dict[str, str] = msgspec.field(default_factory=dict)
+    ended: tuple[str, ...] = ()
     errors: dict[str, str] = msgspec.field(default_factory=dict)
     retrying: str | None = None
     num_pulled: int = 0
@@ -141,16 +143,30 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         return line + "".join(f"; {who} loaded all of it: {why}" for who, why in self.full_because.items())
 
 
+class LeaseStatus(Message, frozen=True, kw_only=True):
+    """What a service's engines answer under.
+
+    Attributes:
+        left_s: seconds that it has; 0: they answer nobody.
+        why_none: why they answer nobody now, in words; None: they may.
+    """
+
+    left_s: float
+    why_none: str | None = None
+
+
 class ServiceStatus(Message, frozen=True, kw_only=True):
     """What `/status` of a rollout service answers.
 
     Attributes:
         models: by model_id.
         controller: URL of the controller whose fleet it is part of; None: of none.
+        lease: what its engines answer under; None: they need none.
     """
 
     models: dict[str, ModelStatus]
     controller: str | None = None
+    lease: LeaseStatus | None = None
 
 
 # See types.engine: msgspec has to learn its types before threads use them.

@@ -174,6 +174,7 @@ class AgentVersion(Message, frozen=True, kw_only=True):
             it, and their versions of one number are not the same. None: it does not say.
         model_digest: of that version; None: its publisher has more than one host, and no agent knows all of it.
         coming_run_id, coming: of the publication that it was given and has not proved yet; None: there is none.
+        ending: its trainer has closed it in order: it answers no more after this.
     """
 
     model_id: str
@@ -183,6 +184,7 @@ class AgentVersion(Message, frozen=True, kw_only=True):
     model_digest: str | None = None
     coming_run_id: str | None = None
     coming: int | None = None
+    ending: bool = False
 
 
 class EndedTransfer(Message, frozen=True, kw_only=True):

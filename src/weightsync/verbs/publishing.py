@@ -38,7 +38,7 @@ from weightsync.types.process import of_one_process
 from weightsync.verbs.canary import TOLERANCE
 from weightsync.verbs.last_version import LastVersion
 from weightsync.verbs.lora import BaseLike, LoraChoice, lora_choice
-from weightsync.verbs.settings import ConfigSource, as_list, loaded, token_of, with_extract
+from weightsync.verbs.settings import ConfigSource, as_list, check_options, loaded, token_of, with_extract
 from weightsync.verbs.storing import Storing, sink_config
 from weightsync.verbs.weights import TrainerWeights, extractor_from
 
@@ -110,6 +110,7 @@ def publish(
         StoreAuthError: the store refuses the credential.
         WeightSyncError: the weights can't be extracted. Nothing is left running.
     """
+    check_options(publish, options, WeightManager)
     lora = lora_choice(
         weights, adapter=adapter, merge=merge, base=base, canary=canary, canary_tolerance=canary_tolerance
     )

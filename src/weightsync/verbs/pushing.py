@@ -39,6 +39,7 @@ from weightsync.verbs.lora import BaseLike, lora_choice
 from weightsync.verbs.order_taker import OrderTaker
 from weightsync.verbs.settings import (
     ConfigSource,
+    check_options,
     loaded,
     token_of,
     with_extract,
@@ -99,6 +100,7 @@ def push(
         NoEnginesError, SyncFailedError: an engine does not answer, or its model has other names, shapes or dtypes.
         WeightSyncError: the weights can't be extracted, or another rank failed. Nothing is left open.
     """
+    check_options(push, options, PushSync)
     lora = lora_choice(weights, adapter=adapter, merge=merge, base=base)
     settings = with_transfer(with_extract(loaded(config), dtype=dtype), strategy=strategy, delta=delta)
     settings = settings if lora is None else lora.settings(settings, said=dtype is not None)

@@ -31,7 +31,7 @@ from weightsync.types import EngineHandle, Version
 from weightsync.types.process import of_one_process
 from weightsync.types.service import ModelStatus, ServiceStatus
 from weightsync.verbs.engines import EngineLike, handle_of, urls_of
-from weightsync.verbs.settings import ConfigSource, as_list, loaded, token_of
+from weightsync.verbs.settings import ConfigSource, as_list, check_options, loaded, token_of
 
 POLL_S = 5.0
 """A source where a request can't wait is asked so often."""
@@ -88,6 +88,7 @@ def serve(
         AuthError: a source or an engine refuses its token.
         EngineUnreachableError: nobody answers at an engine's URL that does not say what it is.
     """
+    check_options(serve, options, RolloutConfig)
     settings = loaded(config).for_method("pull")
     chosen = settings.serve
     given: Mapping[str, Any] = _engines_of(settings) if models is None else models

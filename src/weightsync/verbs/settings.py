@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError
 from weightsync.net.auth import checked_token
+from weightsync.plan.names import closest
 
 TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
 KEEP_DTYPE = "keep"
 """As a `dtype`: the trainer's own."""
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | WeightSyncConfig | None
+
+
+def check_options(verb: Callable[..., Any], options: Mapping[str, Any], further: Callable[..., Any]) -> None:
+    """Raises TypeError for what neither a verb nor what it makes has as an argument: it names the closest one."""
+    known = inspect.signature(further).parameters
+    for name in options.keys() - known.keys():
+        near = closest(name, [*inspect.signature(verb).parameters, *known])
+        hint = f": did you mean {near!r}?" if near else f"; besides its own: {', '.join(known)}"
+        raise TypeError(f"{verb.__name__}() takes no argument {name!r}{hint}")
 
 
 def loaded(source: ConfigSource) -> WeightSyncConfig:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from weightsync.cli import app, doctor
 from weightsync.memory import folder
-from weightsync.net.server import ServerThread, api_app
+from weightsync.net.server import Api, ServerThread
 
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": ""}
 COMMANDS = (
@@ -60,7 +60,7 @@ def test_mistakes_with_a_controller(yaml: Path, tmp_path: Path) -> None:
     hosted.write_text("weight_sync: {sync_method: weaver, fleet: {port: 0}}\n")
     garbage = tmp_path / "garbage.yaml"
     garbage.write_text("a: [1\n")
-    taken = ServerThread(api_app("somebody else"))
+    taken = ServerThread(Api("somebody else"))
     port = taken.start().rpartition(":")[2]
     try:
         for words, says in (

@@ -14,7 +14,7 @@ from tests.unit.handles.sglang_kit import write_checkpoint
 from tests.unit.handles.test_probe import without
 from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.cli import app
-from weightsync.net.server import ServerThread, api_app
+from weightsync.net.server import Api, ServerThread
 
 
 def doctor(url: str) -> tuple[int, str]:
@@ -62,7 +62,7 @@ def test_an_sglang_that_lacks_something(tmp_path: Path) -> None:
 
 def test_what_is_no_engine_is_one_finding() -> None:
     """A host or a controller, asked by mistake. Seen red with a second line about routes that only engines have."""
-    server = ServerThread(api_app("a part of weightsync"))
+    server = ServerThread(Api("a part of weightsync"))
     with contextlib.closing(server):
         url = server.start()
         code, text = doctor(url)

@@ -8,29 +8,30 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
-from fastapi import FastAPI, Response
+from starlette.responses import Response
 
 from tests.unit.cli.test_status import run
 from tests.unit.control import statuses
 from tests.unit.control.statuses import StatusServer
 from weightsync.engine.server import EngineServer
 from weightsync.net.messages import decode, encode
-from weightsync.net.server import ServerThread, api_app
+from weightsync.net.server import Api, ServerThread
 from weightsync.observe import now_s
 from weightsync.types import EngineReply, EngineRequest, Version
 from weightsync.types.progress import TransferProgress
-from weightsync.types.service import ModelStatus, ServiceStatus
+from weightsync.types.service import LeaseStatus, ModelStatus, ServiceStatus
 from weightsync.types.transfer_messages import AgentVersion, EndedTransfer, EndedTransfers, ReceiverInfo, Receivers
 
 
 @contextlib.contextmanager
 def answering(title: str, **answers: Any) -> Iterator[str]:
     """A face that answers each path with one message."""
-    app: FastAPI = api_app(title)
+    app = Api(title)
     for name, message in answers.items():
         body = encode(message)
-        app.add_api_route(f"/{name}", lambda body=body: Response(body, media_type="application/json"))
+        app.answer("GET", f"/{name}", lambda body=body: Response(body, media_type="application/json"))
     server = ServerThread(app)
     try:
         yield server.start()
@@ -56,6 +57,24 @@ def test_a_service_says_what_it_serves_and_how_it_came() -> None:
     assert text.startswith("actor serves run/3 (v3: 0.4 MB (1.2 %) in 0.14 s, paused 82 ms, proved)\n")
     assert "vllm-0 run/3" in text
     assert decode(raw.encode(), ServiceStatus, what="it").models == {"actor": SERVED}
+
+
+def test_a_lease_that_is_over_is_wrong_once_something_was_served() -> None:
+    why = LeaseStatus(left_s=0.0, why_none="the controller is gone")
+    for model, lease, expected, said in (
+        (SERVED, why, 1, "Its engines answer nobody (the controller is gone)"),
+        (ModelStatus(), why, 0, "Its engines answer nobody (the controller is gone)"),
+        (SERVED, LeaseStatus(left_s=12.0), 0, "Its engines may answer for 12 s without another word"),
+    ):
+        with answering("it", status=ServiceStatus(models={"actor": model}, lease=lease)) as url:
+            code, text, _ = run(url)
+        assert (code, said in text) == (expected, True), text
+
+
+def test_a_trainer_that_has_ended_is_nothing_wrong() -> None:
+    with service(actor=msgspec.structs.replace(SERVED, ended=("http://trainer:8765",))) as url:
+        code, text, _ = run(url)
+    assert (code, "the trainer at http://trainer:8765 has ended" in text) == (0, True)
 
 
 def test_a_long_transfer_says_how_far_it_is() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 import typer
+from starlette.middleware.base import BaseHTTPMiddleware
 from typer.testing import CliRunner
 
 from weightsync.cli.trace import register
-from weightsync.net.server import ServerSettings, ServerThread, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread
 from weightsync.net.timeline import add_timeline
 from weightsync.observe import Recorder, now_s
 from weightsync.types import PhaseRecord
@@ -41,15 +42,15 @@ def face(
     recorder = Recorder(f"{kind}/{name}")
     began_s = (now_s() if at_s is None else at_s) + ahead_s
     recorder.add(PhaseRecord(name="work", start_s=began_s, end_s=began_s + 1.0, track=f"{kind}/{name}"))
-    app = api_app(f"weightsync {kind}")
+    app = Api(f"weightsync {kind}")
     said = Timeline(kind=kind, name=name, now_s=0.0, peers=peers)  # type: ignore[arg-type]
 
-    @app.middleware("http")
     async def note(request: Any, call_next: Any) -> Any:
         if seen is not None:
             seen.append(request.headers.get("authorization"))
         return await call_next(request)
 
+    app.add_middleware(BaseHTTPMiddleware, dispatch=note)
     add_timeline(app, recorder, lambda: msgspec.structs.replace(said, now_s=now_s() + ahead_s))
     server = ServerThread(app, ServerSettings(token=token))
     try:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
@@ -17,7 +18,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.net.messages import decode, encode
-from weightsync.net.server import ServerThread, api_app
+from weightsync.net.server import Api, ServerThread
 from weightsync.types import Version
 from weightsync.types.fleet import (
     CommitVersionsRequest,
@@ -51,10 +52,10 @@ class Instance:
         self.on_commit: Does = lambda asked: None
         self.whole = True
         self._stop = threading.Event()
-        app = api_app("instance")
-        app.add_api_route("/prepare_versions", self._prepare, methods=["POST"])
-        app.add_api_route("/commit_versions", self._commit, methods=["POST"])
-        app.add_api_route("/release_versions", self._release, methods=["POST"])
+        app = Api("instance")
+        app.answer("POST", "/prepare_versions", self._prepare)
+        app.answer("POST", "/commit_versions", self._commit)
+        app.answer("POST", "/release_versions", self._release)
         self.server = ServerThread(app)
         self.url = self.server.start()
         self._beats: Any = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from fastapi import FastAPI, Response
+from starlette.responses import Response
 
 from weightsync.control.metrics import ControllerMetrics
 from weightsync.control.web.page import OPEN_PATHS, add_page
 from weightsync.net.messages import encode
-from weightsync.net.server import ServerSettings, ServerThread, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.types.control import (
     BarrierStatus,
@@ -194,7 +194,7 @@ class StatusServer:
         async def metrics() -> Response:
             return Response(self.metrics.render(), media_type=CONTENT_TYPE)
 
-        self.app: FastAPI = api_app("a controller's face", ("GET", "/status", status), ("GET", "/metrics", metrics))
+        self.app = Api("a controller's face", ("GET", "/status", status), ("GET", "/metrics", metrics))
         add_page(self.app, self._status)
         self.server = ServerThread(self.app, ServerSettings(token=token, port=port), open_paths=OPEN_PATHS)
 

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from tests.multiproc.pull_kit import wait_until
-from weightsync.clients.controller import AsyncControllerClient, ControllerClient
+from weightsync.clients.async_controller import AsyncControllerClient
+from weightsync.clients.controller import ControllerClient
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import SyncMethod
 from weightsync.control.server import ControllerServer

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from weightsync.clients.controller import AsyncControllerClient, ControllerClient
+from weightsync.clients.async_controller import AsyncControllerClient
+from weightsync.clients.controller import ControllerClient
 from weightsync.control import server as server_module
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import SyncMethod

@@ -18,14 +18,15 @@ from pathlib import Path
 import pytest
 
 from weightsync.clients.agent import AgentClient
-from weightsync.clients.controller import AsyncControllerClient, ControllerClient
+from weightsync.clients.async_controller import AsyncControllerClient
+from weightsync.clients.controller import ControllerClient
 from weightsync.clients.host import RolloutClient
 from weightsync.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from weightsync.handles.http import HttpEngine
 from weightsync.handles.probe import probe
 from weightsync.handles.sglang_api import SGLangApi, SGLangRouter
 from weightsync.handles.vllm_api import VllmHttpApi
-from weightsync.net.server import ServerSettings, ServerThread, TlsFiles, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread, TlsFiles
 from weightsync.types import DescribeRequest, EngineOp
 
 TOKEN = "super-secret-token-0123456789"
@@ -217,7 +218,7 @@ def test_a_certificate_that_nobody_signed_is_refused_and_no_request_is_sent(
         check=True, capture_output=True,
     )  # fmt: skip
     refused: list[int] = []
-    server = ServerThread(api_app("it"), ServerSettings(token=TOKEN, tls=files), on_refused=lambda: refused.append(1))
+    server = ServerThread(Api("it"), ServerSettings(token=TOKEN, tls=files), on_refused=lambda: refused.append(1))
     url = server.start()
     try:
         for call in CALLS.values():

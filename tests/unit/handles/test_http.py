@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.standins.processes import free_port
+from weightsync.clients.async_controller import typed_errors
 from weightsync.engine.server import EngineServer
 from weightsync.errors import (
     AuthError,
@@ -23,7 +24,6 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.handles.http import HttpEngine
-from weightsync.net.http_edge import typed_errors
 from weightsync.types import (
     CommitRequest,
     Deadline,

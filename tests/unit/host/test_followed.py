@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -324,6 +325,21 @@ def test_an_agent_that_ended_long_ago_is_asked_once_where_another_one_fails() ->
     model.hears(says(4), ONE, in_s=1.0)
     model.pulls()
     assert [model.run.next_ask(endpoint) for endpoint in (ONE, TWO)] == [None, None]
+
+
+def test_a_trainer_that_has_ended_in_order_is_no_failure_until_somebody_waits_for_its_word() -> None:
+    model = following(ONE, TWO, poll_s=5.0)
+    model.hears(msgspec.structs.replace(says(3), ending=True))
+    model.hears(None, ONE, in_s=1.0)
+    model.hears(None, TWO, in_s=1.0)
+    assert (model.run.ended, set(model.run.errors)) == ((ONE,), {TWO})
+    model.claims(4)
+    model.hears(None, ONE)
+    assert (model.run.ended, set(model.run.errors)) == ((), {ONE, TWO})
+    model.hears(says(4), ONE, in_s=1.0)  # it was started again
+    model.pulls()
+    model.hears(None, ONE, in_s=6.0)
+    assert (model.run.ended, set(model.run.errors)) == ((), {ONE, TWO})
 
 
 def test_one_that_a_pull_failed_at_gives_way_until_a_pull_from_it_succeeds() -> None:

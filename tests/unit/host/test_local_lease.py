@@ -32,5 +32,14 @@ def test_no_hold_of_another_life_stays(tmp_path: Path, left: str) -> None:
     local.start()
     try:
         wait_until(lambda: reader.refusal() is None and not reader.held, "engines may answer")
+        assert (local.status.left_s > 0, local.status.why_none) == (True, None)
     finally:
         local.close()
+
+
+@pytest.mark.parametrize(("is_anew", "why"), [(False, "not every engine is known"), (True, "published anew")])
+def test_it_says_why_engines_answer_nobody(tmp_path: Path, is_anew: bool, why: str) -> None:
+    model: Any = SimpleNamespace(is_anew=is_anew, engines=SimpleNamespace(loaded_s=lambda: 0.0))
+    local = LocalLease({"actor": model}, ServingLease(str(tmp_path / "lease")), 5.0)
+    assert why in str(local.status.why_none)
+    local.close()

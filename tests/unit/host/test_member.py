@@ -151,6 +151,22 @@ def test_nothing_is_answered_while_a_set_is_committed(made: Member) -> None:
     assert made.answers
 
 
+def test_it_says_why_its_engines_answer_nobody(made: Member) -> None:
+    assert made.member.status.why_none == "the controller has not answered yet"
+    made.live()
+    assert (made.member.status.left_s > 0, made.member.status.why_none) == (True, None)
+    made.models["b"].fails = True
+    with pytest.raises(SyncFailedError):
+        made.member.commit(both(2))
+    assert "a set of models" in str(made.member.status.why_none)
+    made.models["b"].fails = False
+    made.member.commit(both(2))
+    assert made.member.status.why_none is None
+    made.server.close()
+    until(lambda: "lends no lease" in str(made.member.status.why_none), "its lease is over")
+    assert made.member.status.left_s == 0
+
+
 def test_a_set_that_is_told_again_answers_again(made: Member) -> None:
     """Seen to fail: the second time one model was left to do, and nobody ended the refusal."""
     made.live()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from weightsync.errors import (
 from weightsync.handles.fanout import in_thread
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
+from weightsync.memory import ServingLease
 from weightsync.net.places import Places
 from weightsync.types import EngineOp
 
@@ -379,6 +381,18 @@ def test_agents_that_do_not_answer_hold_up_nobody_else(world: World, monkeypatch
         go.set()
     assert {each.result(60).status_code for each in crowd} == {200}
     assert service._asking.num_taken == 0
+
+
+def test_no_engine_is_available_whose_lease_is_over(world: World, tmp_path: Path) -> None:
+    """The engine itself does not know: what refuses in its name may be a middleware before it."""
+    world.agents = {OLD: Agent("r1", 1)}
+    service = world.serve("a", lease=ServingLease(str(tmp_path / "lease")))
+    assert service._local is not None
+    wait_until(lambda: service.status().lease.left_s > 0, "it is lent")  # type: ignore[union-attr]
+    for answers in (True, False):
+        told = httpx.get(f"{service._server.url}/availability", timeout=20).json()
+        assert told == {"models": {MODEL: {"a": answers}}}
+        service._local.close()
 
 
 def test_the_agents_token_is_not_for_anybody(world: World) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fastapi import Request
+from starlette.requests import Request
 
 from tests.unit.host.service_kit import wait_until
 from weightsync.clients.agent import AgentClient
@@ -18,7 +18,7 @@ from weightsync.errors import StateError
 from weightsync.host.agent_state import WAIT_S
 from weightsync.host.followed import FollowedRun
 from weightsync.host.upstream import Upstream
-from weightsync.net.server import ServerThread, api_app
+from weightsync.net.server import Api, ServerThread
 from weightsync.types import Version
 
 
@@ -33,8 +33,8 @@ class Agent:
         self.asked: list[float] = []
         self.number = 1
         self.model_id = "m"
-        app = api_app("test")
-        app.add_api_route("/get_version", self._get_version, methods=["GET"])
+        app = Api("test")
+        app.answer("GET", "/get_version", self._get_version)
         self.server = ServerThread(app)
         self.url = self.server.start()
 

@@ -20,17 +20,18 @@ import pytest
 
 from weightsync.net import protocol as protocol_module
 from weightsync.net.log import OneAWhile
-from weightsync.net.server import ServerSettings, ServerThread, TlsFiles, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread, TlsFiles
 
 TOKEN = "0123456789abcdef"
 DESCRIPTORS = 200
 HALF = b"GET /healthz HTTP/1.1\r\nX"
 SERVER = """
 import asyncio, os, resource, sys
-from fastapi import Request, Response
-from weightsync.net.server import ServerSettings, ServerThread, TlsFiles, api_app
+from starlette.requests import Request
+from starlette.responses import Response
+from weightsync.net.server import ServerSettings, ServerThread, TlsFiles, Api
 port, token, descriptors = int(sys.argv[1]), sys.argv[2] or None, int(sys.argv[3])
-app = api_app("test")
+app = Api("test")
 go, num_waiting = None, 0
 async def wait():
     global go, num_waiting
@@ -40,12 +41,12 @@ async def wait():
     return {"waited": True}
 async def waiting():
     return num_waiting
-app.add_api_route("/waiting", waiting, methods=["GET"])
+app.answer("GET", "/waiting", waiting)
 async def let():
     go.set()
     return {}
-app.add_api_route("/wait", wait, methods=["GET"])
-app.add_api_route("/let", let, methods=["GET"])
+app.answer("GET", "/wait", wait)
+app.answer("GET", "/let", let)
 tls = TlsFiles(certificate=sys.argv[4], key=sys.argv[5]) if sys.argv[4:] else None
 server = ServerThread(app, ServerSettings(port=port, token=token, tls=tls))
 resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
@@ -232,7 +233,7 @@ def test_handshakes_that_stall_or_are_none_shut_nobody_out(tmp_path: Path, tls: 
 def test_a_connection_without_a_request_is_cut_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that asked for its health before: whoever has no token has no right to stay."""
     monkeypatch.setattr(protocol_module, "REQUEST_WITHIN_S", 0.2)
-    server = ServerThread(api_app("test"), ServerSettings(token=TOKEN))
+    server = ServerThread(Api("test"), ServerSettings(token=TOKEN))
     port = httpx.URL(server.start()).port
     try:
         for said in (b"", HALF, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"):

@@ -13,19 +13,20 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from weightsync.net import guard as guard_module
 from weightsync.net.origin import ALLOWED_HOSTS_VARIABLE
-from weightsync.net.server import ServerSettings, ServerThread, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread
 
 TOKEN = "0123456789abcdef"
 JSON = {"content-type": "application/json"}
 EVIL = "http://evil.example"
 
 
-def app(done: list[bytes]) -> FastAPI:
-    made = api_app("test")
+def app(done: list[bytes]) -> Api:
+    made = Api("test")
 
     async def act(request: Request) -> Response:
         body = await request.body()
@@ -39,9 +40,10 @@ def app(done: list[bytes]) -> FastAPI:
         return Response("answered without a look at the body")
 
     for path in ("/act", "/large"):
-        made.add_api_route(path, act, methods=["POST", "PUT", "DELETE"])
-    made.add_api_route("/manifest", manifest, methods=["GET"])
-    made.add_api_route("/late", late, methods=["POST"])
+        for method in ("POST", "PUT", "DELETE"):
+            made.answer(method, path, act)
+    made.answer("GET", "/manifest", manifest)
+    made.answer("POST", "/late", late)
     return made
 
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
-from fastapi import Request
+from starlette.requests import Request
 
 from weightsync.errors import StateError
 from weightsync.net.places import FRESH_S, Places
-from weightsync.net.server import ServerThread, api_app
+from weightsync.net.server import Api, ServerThread
 
 PLACES = 8
 CROWD, OTHER = "127.0.0.2", "127.0.0.1"
@@ -30,8 +30,8 @@ class Waits:
         self.now_s = 0.0
         self.places = Places(PLACES, clock=lambda: self.now_s)
         self.go = threading.Event()
-        app = api_app("test")
-        app.add_api_route("/wait", self._wait, methods=["GET"])
+        app = Api("test")
+        app.answer("GET", "/wait", self._wait)
         self.server = ServerThread(app)
         self.url = urlsplit(self.server.start())
 

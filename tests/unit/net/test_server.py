@@ -13,18 +13,19 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from tests.standins.processes import free_port
 from weightsync.errors import ConfigError, LoadError, StateError, error_from_dict
 from weightsync.net.guard import Guard
-from weightsync.net.server import ServerSettings, ServerThread, TlsFiles, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread, TlsFiles
 
 TOKEN = "0123456789abcdef"
 
 
-def app() -> FastAPI:
-    made = api_app("test")
+def app() -> Api:
+    made = Api("test")
 
     async def echo(request: Request) -> Response:
         return Response(await request.body())
@@ -35,9 +36,9 @@ def app() -> FastAPI:
     async def crash(request: Request) -> Response:
         raise RuntimeError("a secret of the inside")
 
-    made.add_api_route("/echo", echo, methods=["POST"])
-    made.add_api_route("/fail", fail, methods=["POST"])
-    made.add_api_route("/crash", crash, methods=["POST"])
+    made.answer("POST", "/echo", echo)
+    made.answer("POST", "/fail", fail)
+    made.answer("POST", "/crash", crash)
     return made
 
 

@@ -9,7 +9,7 @@ import pytest
 from weightsync.clients.timeline import TimelineClient
 from weightsync.errors import AuthError
 from weightsync.net import timeline
-from weightsync.net.server import ServerSettings, ServerThread, api_app
+from weightsync.net.server import Api, ServerSettings, ServerThread
 from weightsync.observe import Recorder
 from weightsync.types import PhaseRecord
 from weightsync.types.timeline import Timeline
@@ -23,7 +23,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     recorder = Recorder("a", max_records=5)
     for number in range(7):
         recorder.add(PhaseRecord(name=str(number), start_s=number, end_s=number, track="a"))
-    app = api_app("a face")
+    app = Api("a face")
     own = PhaseRecord(name="own", start_s=0.0, end_s=1.0, track="b")
     timeline.add_timeline(app, recorder, lambda: Timeline(kind="agent", name="m", now_s=5.0, phases=(own,)))
     server = ServerThread(app, ServerSettings(token=TOKEN))

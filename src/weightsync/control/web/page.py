@@ -10,11 +10,11 @@ import importlib.resources
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from fastapi import FastAPI, Response
+from starlette.responses import Response
 
 from weightsync.control.web.headline import Fact, facts, troubled_first
 from weightsync.control.web.history import History, VersionPoint
-from weightsync.net.server import json_of
+from weightsync.net.server import Api, json_of
 from weightsync.types.control import SPANS, ControllerStatus
 
 OPEN_PATHS = frozenset({"/", "/page.js", "/plots.js", "/page.css"})
@@ -53,7 +53,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[str, ...] = SPANS
 
 
-def add_page(app: FastAPI, status: Callable[[], ControllerStatus]) -> Callable[[ControllerStatus], None]:
+def add_page(app: Api, status: Callable[[], ControllerStatus]) -> Callable[[ControllerStatus], None]:
     """Adds `/`, its files, and `/overview`.
 
     Args:
@@ -66,7 +66,7 @@ def add_page(app: FastAPI, status: Callable[[], ControllerStatus]) -> Callable[[
     history = History()
     folder = importlib.resources.files(__package__)
     for path, (name, media_type) in _FILES.items():
-        app.add_api_route(path, _file((folder / name).read_bytes(), media_type), methods=["GET"])
+        app.answer("GET", path, _file((folder / name).read_bytes(), media_type))
 
     async def overview() -> Response:
         now = status()
@@ -76,7 +76,7 @@ def add_page(app: FastAPI, status: Callable[[], ControllerStatus]) -> Callable[[
         answer.headers.update({"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"})
         return answer
 
-    app.add_api_route("/overview", overview, methods=["GET"])
+    app.answer("GET", "/overview", overview)
     return history.look
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fastapi import Response
+from starlette.responses import Response
 
 from tests.unit.control.fleet_instances import (
     LEASE_S,

@@ -1,0 +1,147 @@
+"""AsyncControllerClient: the gates of a controller for coroutines, over httpx. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import httpx
+
+from weightsync.clients.controller import RUNS, Answer, rounds
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    WeightSyncError,
+)
+from weightsync.net.auth import bearer_headers
+from weightsync.net.exchange import trusted
+from weightsync.net.http_edge import NO_ENCODING, checked_url, told_error
+from weightsync.net.messages import decode, encode
+from weightsync.types import Deadline
+from weightsync.types.control import GateReply, ModelRequest, WaitVersionRequest
+
+_MAX_ANSWER_BYTES = 1 << 20
+
+
+class AsyncControllerClient:
+    """The gates for coroutines: of inference clients, and of whoever takes batches. One event loop.
+
+    Args:
+        url, token, verify: see `JsonClient`.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, verify: bool | str = True) -> None:
+        self.url = checked_url(url, whose=f"{RUNS}'s")
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={**bearer_headers(token), **NO_ENCODING},
+            verify=trusted(verify),
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    async def check_rollout_service_status(
+        self, model_tag: str, *, wait_s: float = 0.0, timeout_s: float = 10.0
+    ) -> Answer:
+        """See `ControllerClient.check_rollout_service_status`."""
+        return await self._gate("/check_rollout_service_status", ModelRequest(model_tag=model_tag), wait_s, timeout_s)
+
+    async def wait(
+        self, run_id: str, model_id: str, version: int, *, wait_s: float = 600.0, timeout_s: float = 10.0
+    ) -> None:
+        """Returns when every live instance serves that version of the model, or a newer one of its run: what
+        `get_batch` waits for before it serves a batch to a trainer that is at `version`. Woken, not polling.
+
+        Raises:
+            DeadlineExceededError: not within `wait_s`.
+        """
+        message = WaitVersionRequest(model_tag=model_id, run_id=run_id, version=version)
+        if await self._gate("/wait_version", message, wait_s, timeout_s) != "continue":
+            raise DeadlineExceededError(
+                f"model {model_id}: version {version} is not served by every live instance within {wait_s:g} s",
+                version=f"{run_id}/{version}",
+            )
+
+    async def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        await self._client.aclose()
+
+    async def _gate(self, path: str, message: ModelRequest, wait_s: float, timeout_s: float) -> Answer:
+        for asked, this_s in rounds(message, wait_s):
+            reply = await self._call(path, encode(asked), Deadline(timeout_s + this_s))
+            if reply.answer == "continue":
+                break
+        return reply.answer
+
+    async def _call(self, path: str, content: bytes, deadline: Deadline) -> GateReply:
+        with typed_errors(deadline, url=self.url, what="the gate", peer=self.url, runs=RUNS):
+            try:
+                async with asyncio.timeout(deadline.timeout_s):  # httpx's own begins anew with each byte
+                    status, body = await self._exchange(path, content, deadline)
+            except TimeoutError as late:
+                raise DeadlineExceededError(
+                    f"{self.url} did not answer {path} within {deadline.timeout_s:g} s", peer=self.url
+                ) from late
+        if status != 200:
+            raise told_error(body, peer=self.url) or EngineError(
+                f"{self.url} answered {path} with status {status}; is {RUNS} there?", peer=self.url
+            )
+        try:
+            return decode(body, GateReply, what="the answer of a controller")
+        except InvalidRequestError as odd:
+            raise EngineError(f"{self.url} answered {path} with what is no answer: {odd}", peer=self.url) from odd
+
+    async def _exchange(self, path: str, content: bytes, deadline: Deadline) -> tuple[int, bytes]:
+        """The status and the body of the answer; not more of it than an answer has."""
+        headers, timeout_s = {"content-type": "application/json"}, deadline.remaining_s
+        async with self._client.stream("POST", path, content=content, timeout=timeout_s, headers=headers) as response:
+            body = bytearray()
+            async for part in response.aiter_raw():
+                body += part
+                if len(body) > _MAX_ANSWER_BYTES:
+                    raise EngineError(
+                        f"{self.url}'s answer to {path} has over {_MAX_ANSWER_BYTES} bytes", peer=self.url
+                    )
+            return response.status_code, bytes(body)
+
+
+@contextlib.contextmanager
+def typed_errors(deadline: Deadline, *, url: str, what: str, peer: str, runs: str) -> Iterator[None]:
+    """Translates whatever goes wrong in an exchange of requests and answers.
+
+    Args:
+        deadline: when the whole exchange has to be over; an error after it is a missed deadline, whatever its type.
+        url: whom the exchange is with.
+        what: which of its calls, e.g. "commit".
+        peer: the name that the error carries.
+        runs: what should be running there, e.g. "the engine".
+
+    Raises:
+        EngineUnreachableError: no connection, or it broke, or it could not be tried.
+        DeadlineExceededError: no answer in time.
+    """
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise EngineUnreachableError(f"can't connect to {url}: {error}; does {runs} run there?", peer=peer) from error
+    except httpx.LocalProtocolError:  # its words may be a header's
+        raise EngineUnreachableError(
+            f"{url} could not be asked for {what}: no such request can be sent", peer=peer
+        ) from None
+    except httpx.HTTPError as error:
+        if isinstance(error, httpx.TimeoutException) or deadline.expired:
+            raise DeadlineExceededError(
+                f"{url} did not answer {what} within {deadline.timeout_s:g} s", peer=peer
+            ) from error
+        raise EngineUnreachableError(
+            f"the connection to {url} broke during {what}: {type(error).__name__}: {error}", peer=peer
+        ) from error
+    except WeightSyncError:
+        raise
+    except Exception as error:  # a host that can't be looked up, a client that was closed, no thread, no memory, ...
+        raise EngineUnreachableError(
+            f"{url} could not be asked for {what}: {type(error).__name__}: {error}", peer=peer
+        ) from error
