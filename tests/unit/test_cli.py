@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from weightsync.cli import app
+from weightsync.cli.shared import flowing
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -123,3 +124,11 @@ def test_a_signal_ends_a_wait_that_the_system_does_not_interrupt() -> None:
     """As one that comes the moment before the wait begins, or that another thread is given."""
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, timeout=60, check=False)
     assert done.stdout == b"True\n", done.stderr[-2000:]
+
+
+def test_help_flows_in_a_narrow_terminal() -> None:
+    """Seen red: a docstring's own line breaks stayed, and every second line was a few words."""
+    assert flowing("One\nline.\n\n  $ code\n  $ more\n\nTwo\nlines.") == "One line.\n\n  $ code\n  $ more\n\nTwo lines."
+    for command in app.registered_commands:
+        for part in str(command.help).split("\n\n"):
+            assert "\n" not in part or part.startswith(" "), part

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from weightsync.cli import check, controller, demo, doctor, pull, serve, status, trace, verify
+from weightsync.cli.shared import flowing
 
 app = typer.Typer(
     help="Moves updated weights from a trainer to rollout engines, and says what of it is proved.",
@@ -32,6 +33,9 @@ def root(
 
 for _command in (serve, check, doctor, verify, demo, pull, controller, status, trace):
     _command.register(app)
+for _known in app.registered_commands:
+    assert _known.callback is not None
+    _known.help = flowing(_known.callback.__doc__ or "")
 
 
 def main() -> None:

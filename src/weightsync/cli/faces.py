@@ -184,6 +184,9 @@ def _of_model(name: str, model: ModelStatus) -> Iterator[Fact]:
     serves = f"{name} serves {model.run_id}/{model.version}" if model.version is not None else f"{name}: no version yet"
     for who, why in {**model.sender_errors, **model.errors}.items():
         yield Fact(level="wrong", text=f"{serves}; {who} failed", detail=why)
+    others = [who for who, version in model.engines.items() if version != f"{model.run_id}/{model.version}"]
+    if others and model.version is not None and model.state == "idle":
+        yield Fact(level="wrong", text=f"{name}: {', '.join(others)} is gone, or serves something else than that")
     for who in model.ended:
         yield Fact(level="ok", text=f"{name}: the trainer at {who} has ended")
     if model.state in ("pulling", "loading"):

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -171,6 +171,7 @@ def _watch(running: Service, stop: threading.Event) -> None:
     in the log the moment it does."""
     troubles: dict[str, _Trouble] = {}
     served: dict[str, str] = {}
+    told: dict[tuple[str, str], str] = {}
     last_s = time.monotonic()
     while not stop.wait(_LOOK_S):
         seen = running.status()
@@ -180,7 +181,7 @@ def _watch(running: Service, stop: threading.Event) -> None:
             now = f"{status.run_id}/{status.version}" if status.version is not None and status.state == "idle" else ""
             if now and served.get(model_id) != now:
                 served[model_id] = now
-                print(f"{model_id} serves {now}: {_how(status)}", flush=True)
+                print(f"{model_id} serves {now}: {_how(status, told)}", flush=True)
             troubles.setdefault(model_id, _Trouble()).look(model_id, _trouble(status))
             if time.monotonic() - last_s > _PROGRESS_S and (line := running.progress(model_id)) is not None:
                 last_s = time.monotonic()
@@ -188,15 +189,20 @@ def _watch(running: Service, stop: threading.Event) -> None:
 
 
 class _Trouble:
-    """What does not come right: said after a while, and again after twice as long."""
+    """What does not come right: said after a while, and again after twice as long.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._since_s: float | None = None
         self._next_s = _FIRST_S
 
     def look(self, whose: str, trouble: str) -> None:
         """What is wrong now; empty: nothing is."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if not trouble:
             self._since_s, self._next_s = None, _FIRST_S
             return
@@ -211,7 +217,14 @@ def _trouble(status: ModelStatus) -> str:
     return "; ".join(f"{who}: {why}" for who, why in told_of.items())
 
 
-def _how(status: ModelStatus) -> str:
+def _how(status: ModelStatus, told: dict[tuple[str, str], str]) -> str:
+    """How a version came; a reason that was told with the one before is not told again."""
+
+    def why(who: str, what: str, because: str) -> str:
+        known = told.get((who, what)) == because
+        told[who, what] = because
+        return f"; {who} {what}{', as before' if known else f': {because}'}"
+
     deltas = f" in {status.num_deltas} delta{'s' * (status.num_deltas > 1)}" if status.num_deltas else ""
     peers = status.received_from.get("peer", 0)
     if status.pull_s is None:
@@ -221,8 +234,8 @@ def _how(status: ModelStatus) -> str:
         f"{status.load_s or 0:.2f} s, paused {1e3 * (status.paused_s or 0):.0f} ms"
         + (f", {100 * peers // status.received_bytes} % from other hosts" if peers else "")
         + (", changes alone were written" if status.num_patched else "")
-        + "".join(f"; {who} loaded all of it: {why}" for who, why in status.full_because.items())
-        + "".join(f"; {who} is unproved: {why}" for who, why in status.unprovable.items())
+        + "".join(why(who, "loaded all of it", because) for who, because in status.full_because.items())
+        + "".join(why(who, "is unproved", because) for who, because in status.unprovable.items())
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import sys
@@ -95,6 +96,13 @@ def told() -> Iterator[None]:
     except OSError as error:  # a disk that is full, a file that is not there
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def flowing(text: str) -> str:
+    """A docstring whose paragraphs have no line breaks of their own, so that a terminal of any width breaks them; what
+    is indented stays as it is."""
+    parts = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else part.replace("\n", " ") for part in parts)
 
 
 def plain(text: str) -> str:

@@ -135,7 +135,8 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         )  # fmt: skip
         served = f"{self.run_id}/{self.version}"
         others = [who for who, version in self.engines.items() if version != served]
-        line += f"; not served by {', '.join(others)} now" if others else ""
+        everybody = "any engine: " if len(others) == len(self.engines) else ""
+        line += f"; not served by {everybody}{', '.join(others)} now" if others else ""
         line += f"; adapter of {self.adapter}" if self.adapter is not None else ""
         line += "".join(
             f"; {who}'s canary is off by {each.worst:.2g} of {each.tolerance:g}" for who, each in self.canaries.items()

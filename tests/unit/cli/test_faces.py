@@ -71,6 +71,17 @@ def test_a_lease_that_is_over_is_wrong_once_something_was_served() -> None:
         assert (code, said in text) == (expected, True), text
 
 
+def test_an_engine_that_is_gone_is_wrong_though_nothing_failed() -> None:
+    """Seen red: "actor serves run/3 (..., proved)", and 0, where its only engine had been killed."""
+    for engines, expected in (({"vllm-0": "run/3", "vllm-1": None}, 1), ({"vllm-0": "run/3"}, 0)):
+        with service(actor=msgspec.structs.replace(SERVED, engines=engines)) as url:
+            code, text, _ = run(url)
+        assert (code, "vllm-1 is gone, or serves something else" in text) == (expected, bool(expected)), text
+    loading = msgspec.structs.replace(SERVED, engines={"vllm-0": None}, state="loading", since_s=now_s())
+    with service(actor=loading) as url:
+        assert run(url)[0] == 0
+
+
 def test_a_trainer_that_has_ended_is_nothing_wrong() -> None:
     with service(actor=msgspec.structs.replace(SERVED, ended=("http://trainer:8765",))) as url:
         code, text, _ = run(url)

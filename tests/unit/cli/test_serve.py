@@ -1,0 +1,42 @@
+"""What `weightsync serve` prints while it runs: what stays wrong, and how a version came."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from weightsync.cli.serve import _how, _Trouble
+from weightsync.types.service import ModelStatus
+
+
+def test_what_stays_wrong_is_said_again_and_again_and_rarer(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = [0.0]
+    trouble = _Trouble(lambda: now_s[0])
+    said: list[tuple[float, str]] = []
+    for _ in range(2 * 3600):
+        trouble.look("actor", "refused")
+        said += [(now_s[0], line) for line in capsys.readouterr().out.splitlines()]
+        now_s[0] += 0.5
+    assert said[0] == (30.0, "actor, for 30 s now: refused")
+    assert [at_s for at_s, _ in said] == [30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1560.0, 2160.0, 2760.0, 3360.0]
+
+
+def test_what_came_right_is_not_said_and_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = [0.0]
+    trouble = _Trouble(lambda: now_s[0])
+    for at_s, what in ((0.0, "refused"), (29.0, ""), (29.5, "refused"), (59.0, "refused")):
+        now_s[0] = at_s
+        trouble.look("actor", what)
+    assert capsys.readouterr().out == ""
+    now_s[0] = 59.5
+    trouble.look("actor", "refused")
+    assert capsys.readouterr().out == "actor, for 30 s now: refused\n"
+
+
+def test_a_reason_is_told_once() -> None:
+    status = ModelStatus(version=1, pull_s=0.1, transport="tcp", unprovable={"vllm-0": "it quantises"})
+    told: dict[tuple[str, str], str] = {}
+    assert _how(status, told).endswith("; vllm-0 is unproved: it quantises")
+    assert _how(status, told).endswith("; vllm-0 is unproved, as before")
+    other = msgspec.structs.replace(status, unprovable={"vllm-0": "it packs"})
+    assert _how(other, told).endswith("; vllm-0 is unproved: it packs")
