@@ -114,7 +114,7 @@ class WeightSyncController:
                 retries_s=retries, after_failure=after_failure or own.fleet.after_failure,
             )  # fmt: skip
             self._models[tag] = ModelControl(tag, own, policy, self._shared)
-        self.method.attach(learnt=self._learnt, live=lambda: in_thread(self._somebody_is_live, name="weightsync-live"))
+        self.method.attach(learnt=self._learnt, members=lambda: in_thread(self._try_again, name="weightsync-members"))
         if unknown := set(configs or {}) - set(self._models):
             raise ConfigError(f"there are settings for models that are not in model_tags: {sorted(unknown)}")
 
@@ -156,7 +156,7 @@ class WeightSyncController:
 
         in_thread(tell, name="weightsync-learnt")
 
-    def _somebody_is_live(self) -> None:
+    def _try_again(self) -> None:
         """Syncs that were given up, maybe since nobody was there, are tried once more."""
         for model in self._models.values():
             if model.state.overdue:

@@ -75,15 +75,15 @@ class SyncMethod(abc.ABC):
     orders: Mapping[str, PushOrders] = MappingProxyType({})
     """By model: the syncs that training ranks elsewhere take as orders."""
 
-    def attach(self, *, learnt: Callable[[Sequence[ModelVersion]], None], live: Callable[[], object]) -> None:
+    def attach(self, *, learnt: Callable[[Sequence[ModelVersion]], None], members: Callable[[], object]) -> None:
         """A controller takes this method into service. Both calls return at once.
 
         Args:
             learnt: to be told of versions that instances serve, and that no trainer has told of.
-            live: to be told when an instance takes part that did not, or when none is left.
+            members: to be told when an instance takes part that did not, or when none is left.
         """
         if self.pool is not None:
-            self.pool.on_learnt, self.pool.on_live = learnt, live
+            self.pool.on_learnt, self.pool.on_members = learnt, members
 
     def initialize(self) -> None:  # noqa: B027
         """Meets the other side once, so that a wrong set-up fails before the first sync. Changes nothing there.

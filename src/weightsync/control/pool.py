@@ -103,7 +103,7 @@ class RolloutPool:
         self._learning = Learning(self._goals, clock() + lease_s, lambda versions: self.on_learnt(versions))
         self._listeners: list[Callable[[], None]] = []
         self.on_learnt: Callable[[tuple[ModelVersion, ...]], None] = lambda versions: None
-        self.on_live: Callable[[], object] = lambda: None  # also: nobody is left
+        self.on_members: Callable[[], object] = lambda: None  # one more takes part, or nobody is left
 
     # --- what instances say ---
 
@@ -218,7 +218,7 @@ class RolloutPool:
     def _come_in(self, known: _Instance) -> None:
         known.state, known.why, known.fresh, known.let_in = "live", None, True, known.serves()
         self._goals.came_in(known.serves())
-        self.on_live()
+        self.on_members()
         _logger.info("instance %s takes part", known.beat.instance_id)
 
     def _behind(self, known: _Instance) -> str | None:
@@ -406,7 +406,7 @@ class RolloutPool:
     def _one_less(self) -> None:
         """Nobody may be left: what was given up may be claimed now, and is what who comes next can have."""
         if not any(each.takes_part for each in self._instances.values()):
-            self.on_live()
+            self.on_members()
 
     def _swept(self) -> float:
         """Notes whose heartbeat is late and whose lease is over; the time."""

@@ -113,8 +113,7 @@ class Api(Starlette):
                 is not async is called in a thread.
         """
         takes = [each for each in inspect.signature(handler).parameters.values() if each.default is each.empty]
-
-        is_async = inspect.iscoroutinefunction(handler)
+        is_async = inspect.iscoroutinefunction(inspect.unwrap(handler))
 
         async def endpoint(request: Request) -> Response:
             given = (request,) if takes else ()

@@ -405,7 +405,7 @@ def test_it_is_told_when_nobody_is_left() -> None:
     for leave in ("says so", "is silent", "is evicted"):
         pool, clock = made()
         told: list[str] = []
-        pool.on_live = lambda told=told: told.append("")  # type: ignore[misc]
+        pool.on_members = lambda told=told: told.append("")  # type: ignore[misc]
         for name in "ab":
             assert pool.heartbeat(beat(name, at(1), lacks=())).lease_s
         told.clear()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,13 @@ def app() -> Api:
     async def echo(request: Request) -> Response:
         return Response(await request.body())
 
+    @functools.wraps(echo)
+    def wrapped(request: Request) -> Any:
+        return echo(request)
+
+    def slow() -> dict[str, bool]:
+        return {"in the loop": threading.current_thread().name == "weightsync-http"}
+
     async def fail(request: Request) -> Response:
         raise LoadError("it broke", parameter="w", version="r/1")
 
@@ -37,6 +46,8 @@ def app() -> Api:
         raise RuntimeError("a secret of the inside")
 
     made.answer("POST", "/echo", echo)
+    made.answer("POST", "/wrapped", wrapped)
+    made.answer("GET", "/slow", slow)
     made.answer("POST", "/fail", fail)
     made.answer("POST", "/crash", crash)
     return made
@@ -97,6 +108,15 @@ def test_with_the_token_it_works_and_has_no_documentation_pages(guarded: str) ->
         assert http.post("/echo", content=b"abc").content == b"abc"
         for path in ("/docs", "/redoc", "/openapi.json"):
             assert http.get(path).status_code == 404
+
+
+def test_what_a_handler_may_be(guarded: str) -> None:
+    """Seen red: one that wraps a coroutine's was called in a thread, and its coroutine was the answer."""
+    with client(guarded) as http:
+        for path in ("/echo", "/wrapped"):
+            assert http.post(path, content=b"abc").content == b"abc"
+        assert http.get("/slow").json() == {"in the loop": False}
+        assert http.head("/slow").status_code == 405
 
 
 def test_typed_errors_cross_with_their_status(guarded: str) -> None:
