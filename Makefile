@@ -7,7 +7,7 @@
 # WORKERS          how many of `make test`'s tests run at the same time: most of their time they wait.
 PYTHON ?= python3
 EXTRA_INDEX_URL ?=
-WORKERS ?= 3
+WORKERS ?= 4
 
 VENV := .venv
 BIN := $(VENV)/bin

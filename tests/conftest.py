@@ -4,7 +4,8 @@ A worker takes one group of tests after the other. A group is a file, so that wh
 once; files that share more are named in TOGETHER. Groups that take long come first, so that short ones fill the end.
 At most two groups run a real engine at once: a vLLM or SGLang that starts keeps a core busy.
 A worker that has run Ray's tests ends with them: a process that was Ray's driver keeps threads that outlive the
-cluster, and no other test runs there. So they come when short ones alone are left for the others.
+cluster, and no other test runs there. So they come when short ones alone are left for the others. The workers after the
+third begin then: the long ones keep two cores busy by three at a time, and short ones wait most of their time.
 A test marked `alone` looks at the whole machine, or needs it quiet: no other test runs beside it.
 """
 
@@ -61,6 +62,8 @@ FIRST = (
 """Files and folders that take long, longest first; the others follow in their usual order."""
 
 MOST_ENGINES = 2
+MOST_LONG = 3
+"""So many workers run groups that take long."""
 
 
 settings.register_profile(
@@ -94,8 +97,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             if RAY in self.assigned_work.get(node, ()) and not node.shutting_down:
                 node.shutdown()  # when it has run what it was given
             super()._reschedule(node)
+            for other in self.nodes:
+                if not (self.assigned_work[other] or other.shutting_down or self._rests(other)):
+                    super()._reschedule(other)  # it rested until now
+                    super()._reschedule(other)  # a worker begins with its last test when it knows that it is the last
+
+        def _rests(self, node: Any) -> bool:
+            return self.nodes.index(node) >= MOST_LONG and any(_is_long(scope) for scope in self.workqueue)
 
         def _assign_work_unit(self, node: Any) -> None:
+            if self._rests(node):
+                return
             busy = sum(
                 any(_has_engine(scope) and not all(done.values()) for scope, done in work.items())
                 for other, work in self.assigned_work.items()
@@ -117,6 +129,10 @@ def _group(file: str) -> str:
 
 def _has_engine(group: str) -> bool:
     return group.startswith(("engines/", "adapters/test_trl")) or group == ENGINE
+
+
+def _is_long(group: str) -> bool:
+    return group in TOGETHER.values() or _turn(group) < len(FIRST)
 
 
 def _turn(file: str) -> int:
