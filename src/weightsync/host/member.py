@@ -101,8 +101,8 @@ class FleetMember:
     def status(self) -> LeaseStatus:
         """What its engines answer under."""
         left_s, said, why = self._lease.left_s, self._said, None
-        if self._lease.torn:
-            why = "a set of models is not committed as a whole yet"
+        if self._lease.overdue:
+            why = "a set of models is not committed as a whole"
         elif left_s <= 0 and self._unheard is not None:
             why = self._unheard
         elif left_s <= 0:

@@ -149,6 +149,11 @@ class ServingLease:
         """Whether a hold was not lifted: whoever wrote it before ended in the middle of a set."""
         return self._words[_HOLD] != 0.0
 
+    @property
+    def overdue(self) -> bool:
+        """Whether the time of a hold is over, and nobody lifted it: engines refuse."""
+        return 0.0 < self._words[_HOLD] <= boot_s()
+
     def close(self) -> None:
         """Revokes it. Idempotent."""
         try:

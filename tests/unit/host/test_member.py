@@ -144,6 +144,7 @@ def test_nothing_is_answered_while_a_set_is_committed(made: Member) -> None:
     commit = in_thread(lambda: made.member.commit(both(2)), name="commit")
     until(lambda: made.models["a"].served.number == 2, "one of two is served")
     assert made.reader.held
+    assert made.member.status.why_none is None, "they wait, and refuse nobody"
     with pytest.raises(StateError, match="another commit is under way"):
         made.member.commit(both(3, wait_s=0.05))
     made.models["b"].go.set()
