@@ -161,6 +161,23 @@ def test_a_host_that_nobody_notifies_follows_and_has_the_last_version_when_the_b
         client.close()
 
 
+def test_a_trainer_that_ends_by_an_exception_has_not_ended_in_order() -> None:
+    """Seen red: "out of memory" was told to its hosts as a good end."""
+    source = f"http://127.0.0.1:{(port := free_port())}"
+    with children() as start:
+        host = start(host_main, [source], 0, talk=True, name="host")
+        client = RolloutClient(host.recv(), token=TOKEN)
+        trainer = start(trainer_main, {"port": port}, talk=True, name="trainer")
+        trainer.recv()
+        stepped(trainer)
+        wait_until(lambda: serves(host, 1), "the first version is served", _LONG_S)
+        trainer.conn.send("raise")
+        trainer.recv()
+        wait_until(lambda: source in client.status().models["actor"].sender_errors, "it is missed", _LONG_S)
+        assert client.status().models["actor"].ended == ()
+        client.close()
+
+
 def test_the_trainer_goes_on_when_its_host_is_killed_and_one_that_is_started_again_rejoins() -> None:
     port = free_port()
     with children() as start:

@@ -38,7 +38,6 @@ ELSEWHERE = {
     "cli/inspect": "multiproc/test_cli_pull.py",
     "cli/inspect_delta": "multiproc/test_cli_pull.py",
     "cli/pull": "multiproc/test_cli_pull.py",
-    "cli/serve": "multiproc/test_cli_serve.py",
     "cli/shared": "unit/test_cli.py",
     "cli/status_tables": "unit/cli/test_status.py",
     "cli/write_out": "multiproc/test_out_folder.py",

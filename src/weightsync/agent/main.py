@@ -69,8 +69,7 @@ def main() -> None:
             channel.send(_encoded(Failed(error=error.to_dict())))
             channel.close()  # when it was sent
             os._exit(1)
-        _obey(agent, channel, outbox)
-        agent.close(in_order=True)
+        agent.close(in_order=_obey(agent, channel, outbox))
     unlink_own()  # deltas
     os._exit(0)
 
@@ -114,8 +113,8 @@ def _encoded(event: Event) -> bytes:
     return body
 
 
-def _obey(agent: TransferAgent, channel: HostChannel[Order], outbox: _Outbox) -> None:
-    """Takes orders until the end."""
+def _obey(agent: TransferAgent, channel: HostChannel[Order], outbox: _Outbox) -> bool:
+    """Takes orders until the end; whether that came in order."""
     layout: PublicationLayout | WeightSyncError = InvalidRequestError("no layout was told before it")
     while True:
         is_left = outbox.send(channel)
@@ -130,7 +129,7 @@ def _obey(agent: TransferAgent, channel: HostChannel[Order], outbox: _Outbox) ->
                 case PublishOrder():
                     layout = _publish(agent, order, layout, outbox)
                 case EndOrder():
-                    return
+                    return order.in_order
 
 
 def _publish(

@@ -201,7 +201,10 @@ def _of_lease(service: ServiceStatus) -> Iterator[Fact]:
     lease = service.lease
     if lease is not None and lease.why_none is not None:
         is_new = all(model.version is None for model in service.models.values())
-        yield Fact(level="busy" if is_new else "wrong", text="Its engines answer nobody", detail=lease.why_none)
+        refused = service.controller is not None and service.controller in lease.why_none  # it is, or nobody is there
+        yield Fact(
+            level="busy" if is_new and not refused else "wrong", text="Its engines answer nobody", detail=lease.why_none
+        )
     elif lease is not None:
         yield Fact(level="ok", text=f"Its engines may answer for {seconds_text(lease.left_s)} without another word")
 

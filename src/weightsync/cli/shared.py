@@ -76,10 +76,15 @@ def stop_event() -> threading.Event:
         event.set()
 
     threading.Thread(target=watch, name="weightsync-signals", daemon=True).start()
-    for number in ends:
-        signal.signal(number, lambda *_: None)
+    for number in ends:  # a second byte does no harm; the first is lost where a loop of asyncio took the descriptor
+        signal.signal(number, lambda number, _: _said(write, number))
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     return event
+
+
+def _said(write: int, number: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.write(write, bytes([number]))
 
 
 @contextlib.contextmanager

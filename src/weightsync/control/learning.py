@@ -45,11 +45,23 @@ class Learning:
             self._goes_on = not told
             self._learnt(found)
 
-    def learn_more(self, beat: HeartbeatRequest) -> None:
-        """An instance that takes part serves these: what is newer counts while nothing was brought or claimed here.
-        It was told to commit that by the controller before, and has taken longer than this one has listened."""
-        if self._goes_on and beat.whole:
-            newer = [each for each in beat.serves if each.sender_endpoint and self._is_newer(each)]
+    def learn_more(self, beat: HeartbeatRequest, others: Sequence[HeartbeatRequest], *, believed: bool) -> None:
+        """An instance serves these: what is newer counts while nothing was brought or claimed here. It was told to
+        commit that by the controller before, and has taken longer than this one has listened; or it was not believed,
+        and was right.
+
+        Args:
+            beat: what it says.
+            others: what the others said last, of those that were heard of late.
+            believed: it takes part, or nobody does. Else two have to agree: those that answer would go dark for it.
+        """
+        if self._goes_on and beat.whole and not beat.lacks:
+            agreed = {(each.model_id, each.of) for other in others for each in other.serves}
+            newer = [
+                each
+                for each in beat.serves
+                if each.sender_endpoint and self._is_newer(each) and (believed or (each.model_id, each.of) in agreed)
+            ]
             if newer:
                 self._goals.learn(newer)
                 self._learnt(tuple(newer))

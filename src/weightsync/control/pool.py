@@ -143,8 +143,9 @@ class RolloutPool:
                 self._goals.deny(each)
             if not known.takes_part and not self._may_come_in(known, now):
                 self._goals.offer(beat.instance_id, known.serves(), (*beat.staged, *beat.serves), now)
-            if known.takes_part:
-                self._learning.learn_more(beat)
+            others = [each for each in self._instances.values() if each is not known and self._is_fresh(each, now)]
+            believed = known.takes_part or not any(each.takes_part for each in others)
+            self._learning.learn_more(beat, [each.beat for each in others], believed=believed)
             reply = self._answer(known, now)
             if known.takes_part:
                 self._note_digests(known)
@@ -162,14 +163,14 @@ class RolloutPool:
         return HeartbeatReply(state="evicted", lease_s=0.0, every_s=self.lease_s, why="it leaves")
 
     def _answer(self, known: _Instance, now: float) -> HeartbeatReply:
-        ahead = self._ahead(known) if known.takes_part else None
+        ahead, models = self._ahead(known) if known.takes_part else None, known.serves().keys()
         behind = self._behind(known) or ahead
         if known.beat.leased:
             known.let_in = None
         elif known.takes_part and (ahead or (behind and known.let_in not in (None, known.serves()))):
             self._leave(known, f"it serves {behind}")  # it was let in for what it served before, and has taken no lease
         every_s = self.lease_s / _BEATS_A_LEASE
-        if known.takes_part and behind and not self._syncs:
+        if known.takes_part and behind and not any(not goals or goals.keys() & models for goals in self._syncs):
             if not known.doubted:  # its heartbeat may be from before its commit: it gets no more than it has
                 known.doubted = True
                 left_s = known.lease_end_s - now
@@ -187,7 +188,6 @@ class RolloutPool:
             return HeartbeatReply(state="live", lease_s=self.lease_s, every_s=every_s, admitted=admitted)
         if not known.beat.leased:  # this answer may be lost on its way, but what it has is no lease
             known.lease_end_s = min(known.lease_end_s, now)
-        models = known.serves()
         goals = dict(self._goals.current)
         for each in self._syncs:  # it answers nothing: it may serve that before anybody has decided for it
             goals |= each
@@ -321,6 +321,16 @@ class RolloutPool:
                 self._tell()
             return members
 
+    def serves(self, versions: Sequence[ModelVersion]) -> bool:
+        """Whether the fleet is to serve exactly these, and everybody who takes part does; of each model somebody."""
+        with self._changed:
+            self._swept()
+            wanted = {each.model_id: each.of for each in versions}
+            if any(self._goals.current.get(each.model_id) != each for each in versions):
+                return False
+            found = [pair for each in self._instances.values() if each.takes_part for pair in each.serves().items()]
+            return {(name, of) for name, of in found if name in wanted} == set(wanted.items())
+
     def current(self, model_id: str) -> ModelVersion | None:
         """What the fleet serves of a model."""
         with self._changed:
@@ -397,6 +407,9 @@ class RolloutPool:
     def _is_coming(self, instance_id: str) -> bool:
         known = self._instances.get(instance_id)
         return known is not None and not known.takes_part and self._clock() - known.heard_s < self.lease_s
+
+    def _is_fresh(self, known: _Instance, now: float) -> bool:
+        return now - known.heard_s < self.lease_s
 
     def _leave(self, known: _Instance, why: str) -> None:
         known.state, known.why = "evicted", why

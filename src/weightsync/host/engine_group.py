@@ -267,7 +267,7 @@ class EngineGroup(ServedVersions):
             if engine.num_loads != load.number:
                 return
             engine.num_loads += 1
-            engine.served, engine.unprovable, engine.unreachable = served, None, False
+            engine.served, engine.unreachable = served, False
             engine.silence = words(error) if served is None else None
             engine.load = None if let_go else engine.load
         if _was_released(load.hold, error):  # its fleet, or another engine's failure, wanted it so

@@ -174,12 +174,18 @@ class FollowedRun:
                 self._judge(agent, claim, said, newest, before, asked_s)
         self._forget(agent)
 
-    def not_heard(self, endpoint: str, why: str) -> None:
-        """An agent could not be asked."""
+    def not_heard(self, endpoint: str, why: str, *, gone: bool = False) -> None:
+        """An agent could not be asked, or its answer can't be taken.
+
+        Args:
+            endpoint, why: whose, and why.
+            gone: nobody answers there, as where a trainer has ended.
+        """
         agent = self.agents[endpoint]
+        agent.ended = agent.ended and gone
         if agent.error is None and agent.ended:
             _logger.info("model %s: the trainer at %s has ended", self._model_id, endpoint)
-        elif agent.error is None:
+        elif agent.error is None or _kind(agent.error) != _kind(why):
             _logger.warning("model %s: %s does not say what it has: %s", self._model_id, endpoint, why)
         agent.error = agent.why = why
         agent.coming = None
@@ -425,3 +431,7 @@ class FollowedRun:
 
 def _lowest(served: Iterable[Version | None], run_id: str) -> int:
     return min((each.number if each is not None and each.run_id == run_id else -1 for each in served), default=-1)
+
+
+def _kind(why: str) -> str:
+    return why.partition(":")[0]

@@ -64,7 +64,9 @@ class LocalLease:
     def status(self) -> LeaseStatus:
         """What engines answer under."""
         left_s, why = self._lease.left_s, None
-        if left_s <= 0:
+        if self._lease.damaged:
+            why = self._lease.damage
+        elif left_s <= 0 or min(model.engines.seen_s() for model in self._models.values()) <= 0:
             why = "not every engine is known to serve what this service gave it"
             if any(model.is_anew for model in self._models.values()):
                 why = "what is served was published anew by another life of its trainer"

@@ -18,6 +18,7 @@ import threading
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import msgspec
 
@@ -46,8 +47,24 @@ _LEAVE_S = 1.0
 _STOP_S = 5.0
 _SOON_S = 0.5
 _LOOK_S = 0.05
+_ASK_AGAIN_S = 5.0
 
 _logger = logging.getLogger(__name__)
+
+
+class _Adopting(NamedTuple):
+    """Engines of a model are asked whether they serve a version already.
+
+    Attributes:
+        version, answer: which, and whether they do.
+        again_s: they are not asked again before.
+        first: it is the first time: nothing is fetched meanwhile.
+    """
+
+    version: Version
+    answer: Future[bool]
+    again_s: float
+    first: bool
 
 
 class FleetMember:
@@ -75,7 +92,7 @@ class FleetMember:
         self._broken: frozenset[str] = frozenset(models) if torn else frozenset()
         self._num_commits = 0
         self._catching_up: dict[str, Claim] = {}
-        self._adopting: dict[str, tuple[Version, Future[bool]]] = {}
+        self._adopting: dict[str, _Adopting] = {}
         self._url = ""
         self._said: HeartbeatReply | None = None
         self._unheard: str | None = None  # why the controller does not answer
@@ -101,7 +118,9 @@ class FleetMember:
     def status(self) -> LeaseStatus:
         """What its engines answer under."""
         left_s, said, why = self._lease.left_s, self._said, None
-        if self._lease.overdue:
+        if self._lease.damaged:
+            why = self._lease.damage
+        elif self._lease.overdue:
             why = "a set of models is not committed as a whole"
         elif left_s <= 0 and self._unheard is not None:
             why = self._unheard
@@ -258,10 +277,7 @@ class FleetMember:
     def _request(self) -> HeartbeatRequest:
         serves, lacks, errors, absent, waits = [], [], [], [], []
         if self._lease.damaged:
-            errors.append(
-                f"the lease file {self._lease.path} was damaged, or cut off: its engines refuse to answer; start this "
-                "service again, then the engines"
-            )
+            errors.append(self._lease.damage)
         for model_id, model in self._models.items():
             served, staged = model.served, model.permit.staged
             self._told[model_id] = served
@@ -362,11 +378,14 @@ class FleetMember:
         A process that was started anew knows nothing of them."""
         if digest is None:
             return False
-        before = self._adopting.get(model.model_id)
-        if before is None or before[0] != wanted.of:
+        before, now_s = self._adopting.get(model.model_id), boot_s()
+        first = before is None or before.version != wanted.of
+        lacks = before is not None and before.answer.done() and model.served is None and now_s >= before.again_s
+        if before is None or first or lacks:  # an engine that did not answer in time may do so later
             ask = functools.partial(model.adopt, wanted.of, wanted.sender_endpoint, digest)
-            before = self._adopting[model.model_id] = wanted.of, in_thread(ask, name="weightsync-adopt")
-        return not before[1].done()
+            answer = in_thread(ask, name="weightsync-adopt")
+            before = self._adopting[model.model_id] = _Adopting(wanted.of, answer, now_s + _ASK_AGAIN_S, first)
+        return before.first and not before.answer.done()
 
     def _catch_up(self, model: FleetModel, wanted: ModelVersion, digest: str | None) -> None:
         if model.serves(wanted.of):

@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 from weightsync.clients.agent import AgentClient
 from weightsync.clients.store import StoreClient
-from weightsync.errors import ConfigError, StateError
+from weightsync.errors import ConfigError, DeadlineExceededError, EngineUnreachableError, StateError
 from weightsync.host.agent_state import SHORTEST_S, Ask
 from weightsync.host.followed import FollowedRun
 from weightsync.types.transfer_messages import AgentVersion
 
 _ANSWER_S = 3.0
+_GONE = (EngineUnreachableError, DeadlineExceededError)
 
 _logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Upstream:
             return None
 
     def _turn(self, endpoint: str, line: _Line, ask: Ask) -> None:
-        client, why = line.client, ""
+        client, why, gone = line.client, "", False
         said: AgentVersion | None = None
         try:
             if client is not None:
@@ -149,10 +150,10 @@ class Upstream:
                 why = f"{endpoint} serves model {answer.model_id!r}, not {self._model_id!r}"
                 said = answer if answer.model_id == self._model_id else None
         except Exception as error:  # whatever it is: who waits for this agent's word is told why there is none
-            why = f"{type(error).__name__}: {error}"
+            why, gone = f"{type(error).__name__}: {error}", isinstance(error, _GONE)
         with self._changed:
             line.ends_s = None
             if said is not None:
                 self._run.heard(endpoint, said, asked=ask, asked_s=line.asked_s)
             elif client is not None and client is line.client:  # else somebody has ended this request
-                self._run.not_heard(endpoint, why)
+                self._run.not_heard(endpoint, why, gone=gone)

@@ -126,6 +126,14 @@ class ServingLease:
         with self._lock:
             return not self._closed and _read(self._file) is None
 
+    @property
+    def damage(self) -> str:
+        """What to say, and do, where it is `damaged`."""
+        return (
+            f"the lease file {self.path} was damaged, or cut off: its engines refuse to answer; start this service "
+            "again, then the engines"
+        )
+
     def revoke(self) -> None:
         """Engines refuse from now on."""
         self._write(_UNTIL, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ from weightsync.net.messages import decode
 MAX_REPLY_BYTES = 64 << 20
 MAX_ERROR_BYTES = 1 << 20
 """The most that is read of an answer that is an error: its words are kept, in a status and in logs."""
+_PLACE = re.compile(r"https?://(\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[A-Za-z0-9._-]+)(:[^/?#]*)?([/?#]|$)", re.ASCII)
 NO_ENCODING = {"accept-encoding": "identity"}
 """Of every request: an answer that is compressed may unpack to any size, and is not unpacked."""
 
@@ -31,13 +33,17 @@ def checked_url(url: str, *, whose: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{whose} URL starts with http:// or https://, not {url!r}")
     try:
-        if any(char.isspace() or not char.isprintable() for char in url):  # of which `urlsplit` drops some
-            raise ValueError("there is a space or a control character in it")
         parts = urlsplit(url)
         host = parts.hostname or ""
+        if not _PLACE.match(url) and host:  # `urlsplit` drops, and guesses
+            raise ValueError("its host is no name and no address in ASCII, or has something before or after it")
         host.encode("idna")  # as the look-up of its address does
-        if host.count(".") == 3 and host.replace(".", "").isdigit():
+        if ":" in host:
+            ipaddress.IPv6Address(host)
+        elif host.count(".") == 3 and host.replace(".", "").isdigit():
             ipaddress.IPv4Address(host)
+        if any(char.isspace() or not char.isprintable() for char in url):
+            raise ValueError("there is a space or a control character in it")
         _ = parts.port
     except ValueError as error:
         raise ConfigError(f"{whose} URL can't be read: {error}: {url[:200]!r}") from error

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -92,6 +93,7 @@ class AgentProcess:
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._closed = threading.Event()
+        self._in_order = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._supervise, name="weightsync-agent", daemon=True)
         self._answer_within_s = answer_within_s
@@ -144,7 +146,9 @@ class AgentProcess:
         self._wake()
 
     def close(self) -> None:
-        """Ends it. Idempotent."""
+        """Ends it; receivers are told so where no exception has led here. Idempotent."""
+        if not self._closed.is_set():
+            self._in_order = sys.exception() is None
         self._closed.set()
         self._wake()
         if self._thread.is_alive():
@@ -225,7 +229,7 @@ class AgentProcess:
                     return
                 self._ping(run)
                 passed_s = 0.0
-        run.end(_END_S)
+        run.end(_END_S, in_order=self._in_order)
 
     def _ping(self, run: AgentRun) -> None:
         """What it does not take now is lost: a trace is no reason to keep anything waiting."""

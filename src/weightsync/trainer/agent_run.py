@@ -145,9 +145,9 @@ class AgentRun(Closing):
         """Gives it an order; False where it does not read. Never waits."""
         return self._channel.send(msgspec.json.encode(order))
 
-    def end(self, timeout_s: float) -> None:
+    def end(self, timeout_s: float, *, in_order: bool) -> None:
         """Has it end by itself; `close` kills it where it does not."""
-        if self.send(EndOrder()):
+        if self.send(EndOrder(in_order=in_order)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_s)
 

@@ -63,7 +63,13 @@ class Ping(_Said, tag="ping", frozen=True, kw_only=True):
 
 
 class EndOrder(_Said, tag="end", frozen=True, kw_only=True):
-    """Close, and end."""
+    """Close, and end.
+
+    Attributes:
+        in_order: the trainer has come to its end, not to an exception.
+    """
+
+    in_order: bool
 
 
 Order: TypeAlias = PublishOrder | ResetOrder | Ping | EndOrder

@@ -69,6 +69,11 @@ def test_a_lease_that_is_over_is_wrong_once_something_was_served() -> None:
         with answering("it", status=ServiceStatus(models={"actor": model}, lease=lease)) as url:
             code, text, _ = run(url)
         assert (code, said in text) == (expected, True), text
+    refused = LeaseStatus(left_s=0.0, why_none="the controller at http://c:1 lends no lease: it has no model 'actr'")
+    with answering(
+        "it", status=ServiceStatus(models={"actr": ModelStatus()}, controller="http://c:1", lease=refused)
+    ) as url:
+        assert run(url)[0] == 1, "it does not come right by itself"
 
 
 def test_an_engine_that_is_gone_is_wrong_though_nothing_failed() -> None:

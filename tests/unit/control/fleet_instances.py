@@ -158,7 +158,7 @@ class World:
 
     def __init__(self) -> None:
         self.pool = RolloutPool(lease_s=LEASE_S)
-        self.pool._learns_until_s = time.monotonic()  # nobody served anything before
+        self.pool._learning.until_s = time.monotonic()  # nobody served anything before
         self.instances: list[Instance] = []
         self.steps: list[tuple[str, str]] = []
 

@@ -40,6 +40,35 @@ def test_the_first_of_them_is_followed_by_the_others() -> None:
     assert pool.heartbeat(beat("b", at(8), lacks=(), leased=False)).lease_s
 
 
+def test_who_was_not_believed_and_is_right_brings_the_fleet_back() -> None:
+    """Seen red: x, which still had 7, was heard once and gone; a and b had 8 and were ahead of it, for ever."""
+    pool, clock = made(learnt=False)
+    leased = dict.fromkeys("abx", True)
+    for turn in range(30):
+        for name, version in (("x", 7), ("a", 8), ("b", 8)):
+            if name == "x" and turn:
+                continue  # it was killed
+            reply = pool.heartbeat(beat(name, at(version), lacks=(), leased=leased[name]))
+            leased[name] = reply.lease_s > 0
+        clock.now += 1
+    assert pool.current("m") == at(8)
+    assert leased["a"]
+    assert leased["b"]
+
+
+def test_one_alone_does_not_take_those_that_answer_with_it() -> None:
+    """What it has may be had from nobody: they would go dark."""
+    pool, clock = learnt_from(7)
+    for name in "ab":
+        assert pool.heartbeat(beat(name, at(7), lacks=(), leased=True)).lease_s
+    for _ in range(3):
+        assert not pool.heartbeat(beat("c", at(8), lacks=(), leased=False)).lease_s
+        assert all(pool.heartbeat(beat(name, at(7), lacks=(), leased=True)).lease_s for name in "ab")
+        clock.now += 1
+    pool.heartbeat(beat("d", at(8), lacks=(), leased=False))
+    assert pool.current("m") == at(8), "two of them agree"
+
+
 def test_once_a_sync_has_run_nothing_more_is_learnt() -> None:
     """Of a sync that came to nothing an instance may serve what nobody decided for."""
     pool, clock = learnt_from(7)

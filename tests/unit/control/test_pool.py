@@ -419,3 +419,21 @@ def test_it_is_told_when_nobody_is_left() -> None:
         else:
             pool.evict("b", "for a test")
         assert told == [""]
+
+
+def test_a_fleet_serves_what_each_of_it_serves() -> None:
+    """Seen red: a version that one instance had alone counted as served, and nobody told the others of it."""
+    pool, _ = made()
+    both = (at(7), at(7, model="n"))
+    pool.decided(both)
+    pool.heartbeat(beat("a", at(7), lacks=(), leased=True))
+    assert pool.serves([at(7)])
+    assert not pool.serves(both), "nobody has n"
+    pool.heartbeat(beat("b", at(7, model="n"), lacks=(), leased=True))
+    assert pool.serves(both)
+    pool.decided([at(8)])
+    assert not pool.serves([at(8)])
+    pool.heartbeat(beat("c", at(8), lacks=(), leased=True))
+    assert not pool.serves([at(8)]), "a has 7 yet"
+    pool.heartbeat(beat("a", at(8), lacks=(), leased=True))
+    assert pool.serves([at(8)])

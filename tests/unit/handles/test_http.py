@@ -323,7 +323,14 @@ def test_an_engine_that_sends_its_head_a_byte_at_a_time_costs_the_timeout_and_no
             quit_now.set()
 
 
-@pytest.mark.parametrize("host", ["a..b", "a" * 64, ".a"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "a..b", "a" * 64, ".a", "10.0.0.1[::1]", "trainer.internal[::ffff:6.6.6.6]", "[::1]evil.com", "[v1.x]", "[::g]",
+        "\uff11\uff12\uff17.0.0.1", "127\u3002\u3002\u30020.1", "\u24d0.com", "a\\b", "a b", "a\tb", "%61", "256.1.1.1",
+        "a|b",
+    ],
+)  # fmt: skip
 def test_a_host_that_can_t_be_looked_up_is_no_url(host: str) -> None:
     with pytest.raises(ConfigError, match="can't be read"):
         HttpEngine(f"http://{host}:1")

@@ -61,7 +61,7 @@ class Model:
         assert ask is not None, "there is no reason to ask it"
         self.now_s += takes_s
         if said is None:
-            self.run.not_heard(endpoint, "nobody there")
+            self.run.not_heard(endpoint, "nobody there", gone=True)
         else:
             self.run.heard(endpoint, said, asked=ask, asked_s=asked_s)
 
@@ -340,6 +340,18 @@ def test_a_trainer_that_has_ended_in_order_is_no_failure_until_somebody_waits_fo
     model.pulls()
     model.hears(None, ONE, in_s=6.0)
     assert (model.run.ended, set(model.run.errors)) == ((), {ONE, TWO})
+
+
+def test_what_answers_where_a_trainer_has_ended_and_is_no_good_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """Seen red: a successor whose token this host has not was "ended" for ever, and no line said so."""
+    model = following(ONE, poll_s=5.0)
+    model.hears(msgspec.structs.replace(says(3), ending=True))
+    model.hears(None, in_s=1.0)
+    assert (model.run.ended, caplog.messages) == ((ONE,), [])
+    for _ in range(3):
+        model.run.not_heard(ONE, "AuthError: the token is another one")
+    assert (model.run.ended, set(model.run.errors)) == ((), {ONE})
+    assert [each for each in caplog.messages if "AuthError" in each] == caplog.messages[-1:]
 
 
 def test_one_that_a_pull_failed_at_gives_way_until_a_pull_from_it_succeeds() -> None:

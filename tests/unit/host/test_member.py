@@ -168,6 +168,22 @@ def test_it_says_why_its_engines_answer_nobody(made: Member) -> None:
     assert made.member.status.left_s == 0
 
 
+def test_engines_are_asked_again_whether_they_serve_what_is_current(
+    made: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: one that did not answer in time was asked once; its trainer had ended, so nothing could be pulled."""
+    monkeypatch.setattr("weightsync.host.member._ASK_AGAIN_S", 0.02)
+    asked: list[Any] = []
+    model = made.models["a"]
+    model.served, model.fails, model.adopt = None, True, lambda *given: bool(asked.append(given))
+
+    def again() -> bool:
+        made.member._catch_up(model, at("a", 3), "digest")
+        return len(asked) >= 3
+
+    until(again, "it is asked again")
+
+
 def test_a_set_that_is_told_again_answers_again(made: Member) -> None:
     """Seen to fail: the second time one model was left to do, and nobody ended the refusal."""
     made.live()

@@ -214,7 +214,7 @@ class FleetMethod(SyncMethod):
 
     def _bring(self, versions: Set, spans: Spans) -> None:
         models = [each.model_id for each in versions]
-        if all(self.pool.current(each.model_id) == each for each in versions) and self.pool.members(models):
+        if self.pool.serves(versions):
             return
         self._check_members(versions)  # before who joins is told of them: it may be on its way to an older claim
         with self.pool.syncing(versions):
