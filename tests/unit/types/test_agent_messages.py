@@ -35,7 +35,7 @@ DELTA = DeltaReport(
 )
 SOURCE = Source(endpoint="http://x:1", segment="weightsync-1-00", data_start=8, data_end=16, block_bytes=4096)
 HEAD = PublicationHead(version=VERSION, model_id="m", sources=(SOURCE,), layout="0" * 64)
-ORDERS = [PublishOrder(head=HEAD, source=0), ResetOrder(), Ping(), EndOrder()]
+ORDERS = [PublishOrder(head=HEAD, source=0), ResetOrder(), Ping(), EndOrder(in_order=True)]
 EVENTS = [
     Ready(endpoint="http://x:1", port=1, blocks_port=2, host_nonce="0" * 32),
     Failed(error={"error": "ConfigError", "message": "no"}),
