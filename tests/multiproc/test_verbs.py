@@ -140,16 +140,22 @@ def serves(child: Child, number: int) -> bool:
 # --- publish and serve ---
 
 
-def test_a_host_that_nobody_notifies_follows_and_has_the_last_version_when_the_block_ends() -> None:
-    port = free_port()
+@contextlib.contextmanager
+def followed() -> Iterator[tuple[str, Child, Child, RolloutClient]]:
+    """A trainer's address, the trainer, a host that serves its first version unnotified, and the host's client."""
+    source = f"http://127.0.0.1:{(port := free_port())}"
     with children() as start:
-        source = f"http://127.0.0.1:{port}"
         host = start(host_main, [source], 0, talk=True, name="host")
-        client = RolloutClient(host.recv(), token=TOKEN)
-        trainer = start(trainer_main, {"port": port}, talk=True, name="trainer")
-        trainer.recv()
-        stepped(trainer)
-        wait_until(lambda: serves(host, 1), "the first version is served", _LONG_S)
+        with contextlib.closing(RolloutClient(host.recv(), token=TOKEN)) as client:
+            trainer = start(trainer_main, {"port": port}, talk=True, name="trainer")
+            trainer.recv()
+            stepped(trainer)
+            wait_until(lambda: serves(host, 1), "the first version is served", _LONG_S)
+            yield source, trainer, host, client
+
+
+def test_a_host_that_nobody_notifies_follows_and_has_the_last_version_when_the_block_ends() -> None:
+    with followed() as (source, trainer, host, client):
         for number in (2, 3):
             assert stepped(trainer) == number
         _, not_fetched, shm = ended(trainer)
@@ -158,24 +164,15 @@ def test_a_host_that_nobody_notifies_follows_and_has_the_last_version_when_the_b
         wait_until(lambda: client.status().models["actor"].ended, "that its trainer has ended is no failure", _LONG_S)
         seen = client.status().models["actor"]
         assert (seen.ended, seen.sender_errors) == ((source,), {})
-        client.close()
 
 
 def test_a_trainer_that_ends_by_an_exception_has_not_ended_in_order() -> None:
     """Seen red: "out of memory" was told to its hosts as a good end."""
-    source = f"http://127.0.0.1:{(port := free_port())}"
-    with children() as start:
-        host = start(host_main, [source], 0, talk=True, name="host")
-        client = RolloutClient(host.recv(), token=TOKEN)
-        trainer = start(trainer_main, {"port": port}, talk=True, name="trainer")
-        trainer.recv()
-        stepped(trainer)
-        wait_until(lambda: serves(host, 1), "the first version is served", _LONG_S)
+    with followed() as (source, trainer, _, client):
         trainer.conn.send("raise")
         trainer.recv()
         wait_until(lambda: source in client.status().models["actor"].sender_errors, "it is missed", _LONG_S)
         assert client.status().models["actor"].ended == ()
-        client.close()
 
 
 def test_the_trainer_goes_on_when_its_host_is_killed_and_one_that_is_started_again_rejoins() -> None:

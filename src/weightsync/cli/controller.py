@@ -19,7 +19,7 @@ _EXAMPLE = """\
 # One model, served by any number of rollout services.
 weight_sync:
   sync_method: pull
-  sync_mode: batch-async        # sync and fully-async serve each version; batch-async one of staleness_threshold
+  sync_mode: batch-async        # sync, fully-async: a sync after each version; batch-async: fewer
   staleness_threshold: 2        # versions behind at which the newest is synced, and rollout waits for it
   validate_freq: 0
   fleet:

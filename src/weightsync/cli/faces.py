@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.cli.status_tables import tables_of
 from weightsync.cli.tables import table
-from weightsync.control.web.headline import Fact, facts, seconds_text
+from weightsync.control.web.headline import Fact, Level, facts, seconds_text
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -186,7 +186,7 @@ def _of_model(name: str, model: ModelStatus) -> Iterator[Fact]:
         yield Fact(level="wrong", text=f"{serves}; {who} failed", detail=why)
     others = [who for who, version in model.engines.items() if version != f"{model.run_id}/{model.version}"]
     if others and model.version is not None and model.state == "idle":
-        yield Fact(level="wrong", text=f"{name}: {', '.join(others)} is gone, or serves something else than that")
+        yield Fact(level="wrong", text=f"{name} is not served by {', '.join(others)} now")
     for who in model.ended:
         yield Fact(level="ok", text=f"{name}: the trainer at {who} has ended")
     if model.state in ("pulling", "loading"):
@@ -201,10 +201,8 @@ def _of_lease(service: ServiceStatus) -> Iterator[Fact]:
     lease = service.lease
     if lease is not None and lease.why_none is not None:
         is_new = all(model.version is None for model in service.models.values())
-        refused = service.controller is not None and service.controller in lease.why_none  # it is, or nobody is there
-        yield Fact(
-            level="busy" if is_new and not refused else "wrong", text="Its engines answer nobody", detail=lease.why_none
-        )
+        level: Level = "wrong" if lease.failed or not is_new else "busy"
+        yield Fact(level=level, text="Its engines answer nobody", detail=lease.why_none)
     elif lease is not None:
         yield Fact(level="ok", text=f"Its engines may answer for {seconds_text(lease.left_s)} without another word")
 

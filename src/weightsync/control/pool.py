@@ -406,7 +406,7 @@ class RolloutPool:
 
     def _is_coming(self, instance_id: str) -> bool:
         known = self._instances.get(instance_id)
-        return known is not None and not known.takes_part and self._clock() - known.heard_s < self.lease_s
+        return known is not None and not known.takes_part and self._is_fresh(known, self._clock())
 
     def _is_fresh(self, known: _Instance, now: float) -> bool:
         return now - known.heard_s < self.lease_s

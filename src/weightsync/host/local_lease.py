@@ -65,8 +65,8 @@ class LocalLease:
         """What engines answer under."""
         left_s, why = self._lease.left_s, None
         if self._lease.damaged:
-            why = self._lease.damage
-        elif left_s <= 0 or min(model.engines.seen_s() for model in self._models.values()) <= 0:
+            return LeaseStatus(left_s=left_s, why_none=self._lease.damage, failed=True)
+        if left_s <= 0 or min(model.engines.seen_s() for model in self._models.values()) <= 0:
             why = "not every engine is known to serve what this service gave it"
             if any(model.is_anew for model in self._models.values()):
                 why = "what is served was published anew by another life of its trainer"

@@ -122,11 +122,12 @@ class FleetMember:
             why = self._lease.damage
         elif self._lease.overdue:
             why = "a set of models is not committed as a whole"
-        elif left_s <= 0 and self._unheard is not None:
-            why = self._unheard
         elif left_s <= 0:
-            because = "" if said is None or not said.why else f": {said.why}"
-            why = "the controller has not answered yet" if said is None else f"it is {said.state} in its fleet{because}"
+            why = self._unheard
+        if why is not None or left_s > 0:
+            return LeaseStatus(left_s=left_s, why_none=why, failed=why is not None)
+        because = "" if said is None or not said.why else f": {said.why}"
+        why = "the controller has not answered yet" if said is None else f"it is {said.state} in its fleet{because}"
         return LeaseStatus(left_s=left_s, why_none=why)
 
     # --- what the controller asks ---

@@ -135,8 +135,7 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         )  # fmt: skip
         served = f"{self.run_id}/{self.version}"
         others = [who for who, version in self.engines.items() if version != served]
-        everybody = "any engine: " if len(others) == len(self.engines) else ""
-        line += f"; not served by {everybody}{', '.join(others)} now" if others else ""
+        line += f"; not served by {', '.join(others)} now" if others else ""
         line += f"; adapter of {self.adapter}" if self.adapter is not None else ""
         line += "".join(
             f"; {who}'s canary is off by {each.worst:.2g} of {each.tolerance:g}" for who, each in self.canaries.items()
@@ -150,10 +149,12 @@ class LeaseStatus(Message, frozen=True, kw_only=True):
     Attributes:
         left_s: seconds that it has; 0: they answer nobody.
         why_none: why they answer nobody now, in words; None: they may.
+        failed: something is wrong; it is no newcomer that waits for its first version.
     """
 
     left_s: float
     why_none: str | None = None
+    failed: bool = False
 
 
 class ServiceStatus(Message, frozen=True, kw_only=True):

@@ -154,6 +154,7 @@ def test_nothing_is_answered_while_a_set_is_committed(made: Member) -> None:
 
 def test_it_says_why_its_engines_answer_nobody(made: Member) -> None:
     assert made.member.status.why_none == "the controller has not answered yet"
+    assert not made.member.status.failed
     made.live()
     assert (made.member.status.left_s > 0, made.member.status.why_none) == (True, None)
     made.models["b"].fails = True
@@ -165,7 +166,7 @@ def test_it_says_why_its_engines_answer_nobody(made: Member) -> None:
     assert made.member.status.why_none is None
     made.server.close()
     until(lambda: "lends no lease" in str(made.member.status.why_none), "its lease is over")
-    assert made.member.status.left_s == 0
+    assert (made.member.status.left_s, made.member.status.failed) == (0.0, True)
 
 
 def test_engines_are_asked_again_whether_they_serve_what_is_current(
