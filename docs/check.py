@@ -3,13 +3,14 @@
 What is checked in README, CONTRIBUTING, CHANGELOG, docs/ and design/: relative links and their anchors
 resolve; fenced python blocks compile, and what they import from weightsync exists; tests that are named exist;
 generated tables are what the code says now. In docs/, modules, names and keys of the library that are written of exist,
-and a page ends within two screens. Every row of docs/documents/ resolves (`documents.py`). Releases that the
-constraints name were run (`releases.py`).
+a page ends within two screens, and a column "it says" quotes texts that are in the code. Every row of docs/documents/
+resolves (`documents.py`). Releases that the constraints name were run (`releases.py`).
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import sys
@@ -56,6 +57,7 @@ _UNTRUE = {
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 _TEST = re.compile(r"`((?:[\w/]*/)?test_\w+\.py)(?:::(\w+))?`|`\.\.\.::(\w+)`")
+_SAYS = re.compile(r"^\| it says \|.*\n\|[ |-]+\n((?:\|.*\n)+)", re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->\n", re.DOTALL)
 _TABLE = re.compile(r"(<!-- generated: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -103,6 +105,7 @@ def problems(page: Path) -> Iterator[str]:
         yield f"it has {text.count(chr(10))} lines; {README_LINES} are what a newcomer reads"
     if page.parent == ROOT / "docs":
         yield from _name_problems(_FENCE.sub("", text))
+        yield from _quote_problems(text)
         if page.name not in (*_LONG, "README.md", "methods.md") and not re.search(r"\A# .+\n\nYou ", text):
             yield 'the page begins with what its reader wants to do: "You want to ..."'
         if page.name not in _LONG and _num_lines(text) > MOST_LINES:
@@ -126,6 +129,34 @@ def _name_problems(text: str) -> Iterator[str]:
     for path, name in _IN_FILE.findall(text):
         if path.split("/")[0] in _ROOMS and not _is_there([*path.removesuffix(".py").split("/"), *name.split(".")]):
             yield f"the library has no {name or 'such file'} in {path}"
+
+
+def _quote_problems(text: str) -> Iterator[str]:
+    """What a column "it says" quotes, and the library does not print; `…` stands for what is filled in."""
+    for rows in _SAYS.findall(text):
+        for row in rows.splitlines():
+            for quote in re.findall(r"`([^`]+)`", row.split("|")[1]):
+                if not re.search(".*?".join(map(re.escape, quote.split("…"))), _said()):
+                    yield f"the library does not say {quote!r}"
+
+
+@functools.cache
+def _said() -> str:
+    """The texts in the library's code, without docstrings, and the names of its errors: a line each."""
+    found = []
+    for file in HOUSE.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        silent = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+                found.append(node.value)
+            elif isinstance(node, ast.ClassDef) and node.name.endswith("Error"):
+                found.append(node.name)
+    return "\n".join(" ".join(each.splitlines()) for each in found)
 
 
 def _is_there(parts: list[str]) -> bool:

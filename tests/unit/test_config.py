@@ -253,6 +253,16 @@ def test_names_of_the_library_that_are_gone_are_told() -> None:
     ]
 
 
+def test_a_message_that_is_quoted_and_that_nobody_prints_is_told() -> None:
+    """Seen red without the look into the code, and with one that takes docstrings for messages."""
+    rows = "| it says | do |\n| --- | --- |\n| `instance … is evicted`, `NoEnginesError` | `anything` |\n"
+    rows += "| `instance … is banished` | |\n| `the data an operator needs` | |\n"
+    assert list(_docs_check()._quote_problems(f"# A page\n\n{rows}\n| means |\n| --- |\n| `nothing` |\n")) == [
+        "the library does not say 'instance … is banished'",
+        "the library does not say 'the data an operator needs'",
+    ]
+
+
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
