@@ -112,5 +112,5 @@ $(SGLANG_STAMP): $(SGLANG_LISTS)/requirements.txt $(SGLANG_LISTS)/no-deps.txt co
 $(VERL_STAMP): pyproject.toml constraints-verl.txt
 	@$(PYTHON_IS_NEW)
 	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install $(PIP_OPTIONS) -c constraints-verl.txt -e '.[torch]' verl pytest nixl
+	$(VERL)/bin/python -m pip install $(PIP_OPTIONS) -c constraints-verl.txt -e '.[torch]' verl fastapi pytest nixl
 	@touch $@

