@@ -106,7 +106,7 @@ def test_the_wrong_token_and_the_wrong_model_of_a_source() -> None:
         code, text = invoke(
             *words, "--engine", "actor=vllm+http://127.0.0.1:1", WEIGHTSYNC_TOKEN="another-token-for-tests"
         )
-        assert (code, "AuthError" in text) == (1, True)
+        assert (code, "AuthError" in text) == (2, True)
 
 
 def test_serve_makes_the_lease_and_says_how_vllm_is_started(tmp_path: Path, engine: str) -> None:
@@ -164,7 +164,7 @@ def test_what_check_refuses(engine: str, checkpoint: Path, tmp_path: Path) -> No
     code, text = invoke("check", "--model", tmp_path / "odd", "--engine", engine)
     assert (code, "this is no safetensors file" in text) == (2, True)
     code, text = invoke("check", "--model", checkpoint, "--engine", engine, WEIGHTSYNC_TOKEN="another-token-for-tests")
-    assert (code, "AuthError" in text) == (1, True)
+    assert (code, "AuthError" in text) == (2, True)
 
 
 def test_check_leaves_an_engine_alone_that_has_a_trainer(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 
@@ -124,6 +125,40 @@ def test_a_signal_ends_a_wait_that_the_system_does_not_interrupt() -> None:
     """As one that comes the moment before the wait begins, or that another thread is given."""
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, timeout=60, check=False)
     assert done.stdout == b"True\n", done.stderr[-2000:]
+
+
+FORKS = """
+import os, signal
+from weightsync.cli.shared import stop_event
+
+stop = stop_event()
+listens, says = os.pipe()
+if not (child := os.fork()):
+    os.write(says, b".")
+    signal.sigwait([signal.SIGUSR1])
+    os._exit(0)
+os.read(listens, 1)
+os.kill(child, signal.SIGTERM)
+os.kill(child, signal.SIGUSR1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM, stop.is_set())
+"""
+
+
+def test_a_signal_to_a_child_that_was_forked_ends_the_child_alone() -> None:
+    """Seen red: the child wrote into its parent's pipe, went on, and the parent ended."""
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, timeout=60, check=False)
+    assert done.stdout == b"True False\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("words", [("--version",), ("--help",), ("doctor",)])
+def test_a_reader_that_has_gone_is_no_error(words: tuple[str, ...]) -> None:
+    """`weightsync ... | head`. Seen red with a traceback."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "wb") as nobody:
+        command = [sys.executable, "-m", "weightsync.cli", *words]
+        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=120, check=False)
+    assert (done.returncode in (1, 141), done.stderr) == (True, b"")
 
 
 def test_help_flows_in_a_narrow_terminal() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,17 @@ def test_false_wins_on_the_pull_path_too() -> None:
     assert (RolloutConfig.from_config(never).mode, RolloutConfig.from_config(unsaid).mode) == ("full", "auto")
     budgets = [WeightManager.from_config(tree)._config.delta_budget_bytes for tree in (never, unsaid)]
     assert budgets == [0, None]
+
+
+def test_services_of_one_host_have_names_of_their_own() -> None:
+    """By their ports, so that each has the same name when it is started again."""
+    names = [
+        RolloutConfig.from_config({"sync_method": "pull", "serve": serve}).service_id
+        for serve in ({}, {"port": 9001}, {"port": 9002}, {"port": 9001, "service_id": "mine"})
+    ]
+    host = socket.gethostname()
+    assert names == [host, f"{host}-9001", f"{host}-9002", "mine"]
+    assert RolloutConfig.from_config({"sync_method": "pull"}, port=9003).service_id == f"{host}-9003"
 
 
 def test_engines_are_what_the_inference_service_says() -> None:

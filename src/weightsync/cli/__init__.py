@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 from weightsync.cli import check, controller, demo, doctor, pull, serve, status, trace, verify
-from weightsync.cli.shared import flowing
+from weightsync.cli.shared import BROKEN_PIPE, flowing
 
 app = typer.Typer(
     help="Moves updated weights from a trainer to rollout engines, and says what of it is proved.",
@@ -39,8 +41,15 @@ for _known in app.registered_commands:
 
 
 def main() -> None:
-    """Entry point."""
-    app()
+    """Entry point. Who reads its output may have gone (`| head`): it ends then as by SIGPIPE, without a word."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there when Python ends
+        raise SystemExit(BROKEN_PIPE) from None
 
 
 if __name__ == "__main__":

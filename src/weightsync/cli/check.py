@@ -66,7 +66,8 @@ def check(
     are those that a trainer sends without a name_map. Of an adapter it is also asked whether it takes adapters, and
     one of this rank and base.
 
-    Exit codes: 0: it would take them. 1: it would not, or does not answer. 2: a wrong option, or no such file.
+    Exit codes: 0: it would take them. 1: it would not, or does not answer. 2: a wrong option or token, or no
+    such file.
 
     Example: weightsync check --model ./checkpoint --engine vllm+http://127.0.0.1:8000
     """

@@ -13,10 +13,12 @@ from typing import Annotated
 
 import typer
 
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import AuthError, ConfigError, SignatureError, WeightSyncError
 
 _GIVEN = ("COMMANDLINE", "ENVIRONMENT")
 TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
+BROKEN_PIPE = 141
+"""The exit code of a process that SIGPIPE ends, as a shell shows it."""
 MAX_S = 7 * 86_400.0
 """No wait is longer than a week, as in `types.deadline`."""
 
@@ -79,7 +81,15 @@ def stop_event() -> threading.Event:
     for number in ends:  # a second byte does no harm; the first is lost where a loop of asyncio took the descriptor
         signal.signal(number, lambda number, _: _said(write, number))
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_signals_of_its_own)
     return event
+
+
+def _signals_of_its_own() -> None:
+    """A child that was forked shares the descriptor: a signal to it would end its parent."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _said(write: int, number: int) -> None:
@@ -94,13 +104,20 @@ def told() -> Iterator[None]:
         yield
     except WeightSyncError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+        raise typer.Exit(2 if is_the_users(error) else 1) from None
+    except BrokenPipeError:  # who reads it has gone
+        raise typer.Exit(BROKEN_PIPE) from None
     except ImportError as error:
         print(f"this command needs torch: pip install 'weightsync[torch]' ({error})", file=sys.stderr)
         raise typer.Exit(2) from None
     except OSError as error:  # a disk that is full, a file that is not there
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def is_the_users(error: Exception) -> bool:
+    """Whether what the user gave is at fault: an option, a file, a URL or a token."""
+    return isinstance(error, ConfigError | AuthError) and not isinstance(error, SignatureError)
 
 
 def flowing(text: str) -> str:

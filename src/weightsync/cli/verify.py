@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightsync.cli.shared import MAX_S, Token, Verify, plain, told
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.cli.shared import MAX_S, Token, Verify, is_the_users, plain, told
+from weightsync.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from weightsync.types import EngineReply
@@ -32,7 +32,8 @@ def verify(
     an engine of ours refuses to serve, and a vLLM server answers on; "unknown" with the reason where nobody can tell:
     repacked or quantised weights, a version that is being loaded, no answer.
 
-    Exit codes: 0: all are proved. 1: one is wrong. 2: a wrong option or URL. 3: none is wrong, and one is unknown.
+    Exit codes: 0: all are proved. 1: one is wrong. 2: a wrong option, URL or token. 3: none is wrong, and one is
+    unknown.
 
     Example: weightsync verify vllm+http://127.0.0.1:8000 http://127.0.0.1:8650
     """
@@ -63,9 +64,9 @@ def _asked(url: str, token: str | None, verify: bool | str, timeout_s: float) ->
 def _line(url: str, answer: Future[EngineReply]) -> int:
     try:
         reply = answer.result()
-    except ConfigError:
-        raise
     except WeightSyncError as error:
+        if is_the_users(error):
+            raise
         return _say(_UNKNOWN, url, f"{type(error).__name__}: {error}")
     if reply.digests_equal and reply.version is not None:
         return _say(0, url, f"serves {reply.version}, its live weights have digest {reply.model_digest}")

@@ -129,7 +129,7 @@ class RolloutPool:
                 if now < known.lease_end_s:  # also one that was evicted, and may not know
                     raise StateError(
                         f"another process is instance {beat.instance_id!r} and has a lease for "
-                        f"{known.lease_end_s - now:.1f} s: give each its own service_id, or wait",
+                        f"{known.lease_end_s - now:.1f} s: give each its own name (--name or service_id), or wait",
                         state_left="the other one goes on",
                     )
                 known = None

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, Self
 
-from weightsync.config import WeightSyncConfig
+from weightsync.config import ServeConfig, WeightSyncConfig
 from weightsync.errors import ConfigError
 from weightsync.memory import ServingLease
 from weightsync.net.auth import check_exposure, checked_token, is_loopback
@@ -175,7 +175,7 @@ class RolloutConfig:
         settings = WeightSyncConfig.load(config).for_method("pull")
         serve = settings.serve
         values: dict[str, Any] = {
-            "service_id": serve.service_id or socket.gethostname()[:100] or "rollout", "host": serve.host,
+            "service_id": serve.service_id or _name_of_host(options.get("port", serve.port)), "host": serve.host,
             "port": serve.port, "senders": serve.sources, "controller": serve.controller, "advertise": serve.advertise,
             "relay": serve.relay, "zone": serve.zone, "upload_bytes_s": serve.upload_bytes_s,
             "trust_key": serve.trust_key,
@@ -190,6 +190,12 @@ class RolloutConfig:
             config_of_service = cls(**{**values, **options})
             made.pop_all()
         return config_of_service
+
+
+def _name_of_host(port: int) -> str:
+    """The host's, and the same after each start; a second service of one host listens at another port."""
+    name = socket.gethostname()[:100] or "rollout"
+    return name if port in (0, ServeConfig().port) else f"{name}-{port}"
 
 
 def pull_settings(config: WeightSyncConfig) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Api(Starlette):
         Args:
             method, path: of the requests; what stands in braces in the path is in the request's `path_params`.
             handler: takes the request, or nothing, and gives the answer: a `Response`, or what JSON can hold. One that
-                is not async is called in a thread.
+                is no coroutine function is called in a thread.
         """
         takes = [each for each in inspect.signature(handler).parameters.values() if each.default is each.empty]
         is_async = inspect.iscoroutinefunction(inspect.unwrap(handler))
@@ -118,7 +118,7 @@ class Api(Starlette):
         async def endpoint(request: Request) -> Response:
             given = (request,) if takes else ()
             called = handler(*given) if is_async else await run_in_threadpool(handler, *given)
-            told = await called if is_async else called
+            told = await called if inspect.isawaitable(called) else called
             return told if isinstance(told, Response) else JSONResponse(told)
 
         route = StarletteRoute(path, endpoint, methods=[method])

@@ -123,7 +123,7 @@ def test_mistakes(words: str, says: str) -> None:
 def test_a_wrong_token_is_said(tmp_path: Path) -> None:
     with face("controller", "actor", token=TOKEN) as controller:
         code, _, error = run(controller, "--out", tmp_path / "t.json", "--token", "another-token-for-tests")
-    assert code != 0
+    assert code == 2
     assert "AuthError" in error
 
 

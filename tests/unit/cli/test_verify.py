@@ -68,6 +68,12 @@ def test_one_that_does_not_answer_hides_no_other(served: tuple[nn.Linear, str]) 
     assert [line.split()[0] for line in text.splitlines()] == ["unknown", "proved"]
 
 
+def test_a_wrong_token_is_the_users(served: tuple[nn.Linear, str]) -> None:
+    """Seen red with the code 3, as of an engine that nobody can tell of."""
+    code, text = invoke(served[1], "--token", "another-token-for-tests")
+    assert (code, text.startswith("AuthError: ")) == (2, True), text
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -36,6 +36,10 @@ def app() -> Api:
     def wrapped(request: Request) -> Any:
         return echo(request)
 
+    class Answers:
+        async def __call__(self, request: Request) -> Response:
+            return await echo(request)
+
     def slow() -> dict[str, bool]:
         return {"in the loop": threading.current_thread().name == "weightsync-http"}
 
@@ -47,6 +51,8 @@ def app() -> Api:
 
     made.answer("POST", "/echo", echo)
     made.answer("POST", "/wrapped", wrapped)
+    made.answer("POST", "/object", Answers())
+    made.answer("POST", "/partial", functools.partial(Answers()))
     made.answer("GET", "/slow", slow)
     made.answer("POST", "/fail", fail)
     made.answer("POST", "/crash", crash)
@@ -111,9 +117,10 @@ def test_with_the_token_it_works_and_has_no_documentation_pages(guarded: str) ->
 
 
 def test_what_a_handler_may_be(guarded: str) -> None:
-    """Seen red: one that wraps a coroutine's was called in a thread, and its coroutine was the answer."""
+    """Seen red: one that wraps a coroutine's was called in a thread, and its coroutine was the answer; so was that of
+    an object that is called."""
     with client(guarded) as http:
-        for path in ("/echo", "/wrapped"):
+        for path in ("/echo", "/wrapped", "/object", "/partial"):
             assert http.post(path, content=b"abc").content == b"abc"
         assert http.get("/slow").json() == {"in the loop": False}
         assert http.head("/slow").status_code == 405
