@@ -54,6 +54,13 @@ class WeightSyncError(Exception):
         self.state_left = state_left
         self.details = details
 
+    @property
+    def retry_after_s(self) -> float | None:
+        """Of a push that left engines out and did not ask them: after so many seconds they are asked again. None where
+        all were asked."""
+        found = self.details.get("retry_after_s")
+        return found if isinstance(found, int | float) else None
+
     def __str__(self) -> str:
         facts = [f"{key}={value}" for key in _FIELDS if (value := getattr(self, key)) is not None]
         facts += [f"{key}={_shown(value)}" for key, value in self.details.items()]

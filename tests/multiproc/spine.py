@@ -292,4 +292,5 @@ def error_facts(error: BaseException) -> dict[str, Any]:
         "type": type(error).__name__,
         "text": str(error),
         "causes": {who: type(cause).__name__ for who, cause in causes.items()},
+        "retry_after_s": getattr(error, "retry_after_s", None),
     }

@@ -247,6 +247,22 @@ def test_an_engine_hangs_in_the_middle(start: Any, ranks: int) -> None:
     check_serving(two, 4 + _sync_until.extra, 4 + _sync_until.extra)  # type: ignore[attr-defined]
 
 
+def test_all_engines_hang_and_a_step_at_which_none_is_asked_says_so(start: Any) -> None:
+    """On every training rank, with the seconds after which they are asked again. Seen red: the first step's words."""
+    one, two, trainer = setup(start, ranks=2)
+    for engine in (one, two):
+        engine.child.stop()
+    for said in trainer.order(2):
+        assert (said["type"], said["retry_after_s"]) == ("NoEnginesError", None), said
+    for said in trainer.order(3):
+        assert said["type"] == "NoEnginesError"
+        assert "no engine was asked" in said["text"]
+        assert said["retry_after_s"] > 0
+    one.child.cont()
+    two.child.cont()
+    _sync_until(trainer, 4, ("one", "two"))
+
+
 def _sync_until(trainer: Trainer, version: int, engines: tuple[str, ...]) -> None:
     """Syncs rising versions until all engines take part: one that just woke up may still be aborting."""
     end = time.monotonic() + 60

@@ -54,7 +54,6 @@ ELSEWHERE = {
     "trainer/agent_process": "multiproc/test_offload_agent.py",
     "trainer/agent_run": "multiproc/test_agent_channel.py",
     "trainer/checks": "multiproc/test_offload.py",
-    "trainer/engines": "multiproc/test_push.py",
     "trainer/notifier": "multiproc/test_verbs.py",
     "trainer/offload_steps": "multiproc/test_offload.py",
     # Adapters in vLLM: the middleware's parts by its own test, the rest in a real server.

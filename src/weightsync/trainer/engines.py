@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from weightsync.errors import (
     DeadlineExceededError,
@@ -13,6 +15,7 @@ from weightsync.errors import (
     SyncFailedError,
     SyncInProgressError,
     WeightSyncError,
+    error_from_dict,
     is_consequence,
 )
 from weightsync.observe import Recorder, now_s
@@ -71,13 +74,14 @@ class JoinedEngines:
             A client of these engines, what each of them says of itself, and why each of the others is left out.
 
         Raises:
-            NoEnginesError: nobody answers.
+            NoEnginesError: nobody answers, or nobody was asked; `retry_after_s` says when somebody is again.
             SyncFailedError: some don't, and `require_all`.
             GroupJoinError: somebody answered and did not join; it is left out of the next calls for a while.
         """
         if self._all is None:
             raise NoEnginesError("training rank 0 needs a client of the engines")
-        lost = {who: shunned.error for who, shunned in self._shunned.items() if shunned.now}
+        left_out = {who: shunned for who, shunned in self._shunned.items() if shunned.left_s}
+        lost = {who: shunned.told() for who, shunned in left_out.items()}
         asked = self._all.only([who for who in self._all.engine_ids if who not in lost])
         replies, errors = asked.describe(timeout_s=min(DESCRIBE_TIMEOUT_S, deadline.check("time to ask the engines")))
         for who, error in errors.items():
@@ -88,14 +92,15 @@ class JoinedEngines:
         if not here:
             why = "; ".join(f"{who}: {error}" for who, error in lost.items())
             silent = all(isinstance(error, EngineUnreachableError | DeadlineExceededError) for error in lost.values())
-            what = "answers" if silent else "can take part"
-            raise NoEnginesError(f"no engine {what}: {why or 'none is known'}")
+            what = "was asked" if lost and not errors else "answers" if silent else "can take part"
+            raise NoEnginesError(f"no engine {what}: {why or 'none is known'}", **_retry_after(min, left_out))
         if lost and require_all:
             raise SyncFailedError(
                 f"{', '.join(sorted(lost))} can't take part: check address and token, or go on without "
                 "(require_all=False)",
                 causes=lost,
                 state_left="nothing was changed",
+                **_retry_after(max, left_out),
             )
         for who in lost:
             if who not in self._lost_before:
@@ -133,14 +138,31 @@ class JoinedEngines:
 
 
 class _Shunned:
-    """An engine that answered and did not take part: left out for a time that doubles from failure to failure."""
+    """An engine that did not take part: left out for a time that doubles from failure to failure."""
 
     def __init__(self, *, error: WeightSyncError, before: _Shunned | None, for_s: float) -> None:
-        self.error = error
+        self._error = error
         self._for_s: float = min(_SHUN_LONGEST_S, 2 * before._for_s) if before else for_s
         self._until = Deadline(self._for_s)
 
     @property
-    def now(self) -> bool:
-        """Whether it is still left out."""
-        return not self._until.expired
+    def left_s(self) -> float:
+        """For how long it is still left out."""
+        return self._until.remaining_s
+
+    def told(self) -> WeightSyncError:
+        """Why it is not asked, as an error of the first one's kind."""
+        left_s = self.left_s
+        told = error_from_dict(self._error.to_dict())
+        told.message = (
+            f"left out {self._for_s - left_s:.1f} s ago, so it was not asked; it is asked again in {left_s:.1f} s. "
+            f"Why: {type(self._error).__name__}: {self._error.message}"
+        )
+        return told
+
+
+def _retry_after(first_or_last: Callable[[Iterable[float]], float], left_out: Mapping[str, _Shunned]) -> dict[str, Any]:
+    """The detail of an error that says when those who were not asked are asked again; none where all were."""
+    if not left_out:
+        return {}
+    return {"retry_after_s": math.ceil(10 * first_or_last(each.left_s for each in left_out.values())) / 10}

@@ -1,0 +1,71 @@
+"""JoinedEngines: what it says of an engine that hung and is left out. The rest: tests/multiproc/test_push*.py."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from weightsync.errors import NoEnginesError, SyncFailedError, WeightSyncError, error_from_dict
+from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.http import HttpEngine
+from weightsync.observe import Recorder
+from weightsync.testing.contracts import ScriptedEngine
+from weightsync.trainer.engines import JoinedEngines
+from weightsync.transfer.broadcast import BroadcastTransferStrategy
+from weightsync.types import Deadline, EngineHandle
+
+
+@pytest.fixture
+def hung() -> Iterator[HttpEngine]:
+    """An engine whose kernel takes connections, and which answers none."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        engine = HttpEngine(f"http://127.0.0.1:{silent.getsockname()[1]}", engine_id="hung")
+        yield engine
+        engine.close()
+
+
+def joined(*engines: EngineHandle) -> JoinedEngines:
+    return JoinedEngines(
+        EngineFanout(engines), BroadcastTransferStrategy(), model_id="default", join_timeout_s=5.0,
+        recorder=Recorder("trainer"),
+    )  # fmt: skip
+
+
+def failed(engines: JoinedEngines, *, require_all: bool = False) -> WeightSyncError:
+    with pytest.raises(WeightSyncError) as caught:
+        engines.ready(Deadline(0.3), run_id="run", require_all=require_all)
+    return caught.value
+
+
+def test_an_engine_that_hung_is_not_asked_and_the_error_says_so(hung: HttpEngine) -> None:
+    """Seen red: the words of the first step again, at once: "no engine answers: ... within 3 s"."""
+    engines = joined(hung)
+    first = failed(engines)
+    assert isinstance(first, NoEnginesError)
+    assert "no engine answers: hung: " in str(first)
+    assert first.retry_after_s is None, "it was asked"
+    then = failed(engines)
+    assert isinstance(then, NoEnginesError)
+    assert re.search(
+        r"no engine was asked: hung: left out \d+\.\d s ago, so it was not asked; it is asked again in \d\.\d s\. "
+        r"Why: DeadlineExceededError: .*describe",
+        str(then),
+    ), str(then)
+    assert then.retry_after_s is not None
+    assert 0 < then.retry_after_s <= 5.0
+    told = error_from_dict(then.to_dict())  # as the other training ranks are told
+    assert told.retry_after_s == then.retry_after_s
+
+
+def test_so_does_the_error_where_all_engines_have_to_take_part(hung: HttpEngine) -> None:
+    engines = joined(ScriptedEngine("answers"), hung)
+    assert failed(engines, require_all=True).retry_after_s is None
+    then = failed(engines, require_all=True)
+    assert isinstance(then, SyncFailedError)
+    assert "so it was not asked" in str(then.causes["hung"])
+    assert then.retry_after_s is not None
