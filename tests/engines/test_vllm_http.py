@@ -22,6 +22,7 @@ from tests.engines.vllm_support import (
     train_step,
 )
 from tests.engines.vllm_trainers import LAST_CHUNK, Trainers
+from tests.multiproc.pull_kit import wait_until
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.types import AbortRequest, DescribeRequest, EngineOp, EngineReply
 
@@ -160,6 +161,18 @@ def test_a_trainer_that_is_killed_leaves_an_engine_for_the_next(
     outcome = whole.good(now)
     serves(now)
     assert vllm_server.get("/weight_info") == {"weight_version": outcome["version"]}
+    idle(vllm_server)
+
+
+def test_what_a_dead_trainer_left_paused_says_so_when_its_session_has_ended(
+    whole: Trainers, vllm_server: Server, serves: Serves
+) -> None:
+    """By its deadline: until then nobody can tell it from a trainer that lives."""
+    whole.dies(2, dies_after="pause")
+    wait_until(lambda: describe(vllm_server).left_paused, "the session has ended, and the pause has not", 60.0)
+    whole.good(2)
+    serves(2)
+    assert describe(vllm_server).left_paused is False
     idle(vllm_server)
 
 

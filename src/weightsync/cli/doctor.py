@@ -204,11 +204,11 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str) -> Iterator[Finding]:
-    from weightsync.cli.faces import engine_facts
+    from weightsync.cli.faces import described, engine_facts
     from weightsync.handles.by_url import engine_at
     from weightsync.handles.http import HttpEngine
     from weightsync.handles.two_kinds import TwoKinds
-    from weightsync.types import DescribeRequest, EngineOp
+    from weightsync.types import Deadline, DescribeRequest
 
     for url in urls:
         try:
@@ -218,7 +218,7 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
                 if isinstance(handle, TwoKinds):
                     with contextlib.suppress(UnsupportedError):
                         slots = handle.adapters(timeout_s=_ASK_S)
-                told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(layers=True), timeout_s=_ASK_S)
+                told_of = described(handle, DescribeRequest(layers=True), Deadline(_ASK_S))
             finally:
                 handle.close()  # type: ignore[attr-defined]
         except WeightSyncError as error:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from weightsync.cli.status_tables import tables_of
 from weightsync.cli.tables import table
@@ -21,7 +24,7 @@ from weightsync.handles.by_url import engine_at, read_engine_url
 from weightsync.net.client import JsonClient
 from weightsync.net.messages import decode
 from weightsync.observe import now_s
-from weightsync.types import DescribeRequest, EngineHandle, EngineOp, EngineReply
+from weightsync.types import Deadline, DescribeRequest, EngineHandle, EngineOp, EngineReply
 from weightsync.types.control import ControllerStatus
 from weightsync.types.service import ModelStatus, ServiceStatus
 from weightsync.types.transfer_messages import AgentVersion, EndedTransfers, Receivers
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 _LEVELS = ("wrong", "busy", "ok")
 _MOST_TRANSFERS = 10
+_PAUSE_S = 2.0  # between two looks at an engine that is paused
 _RUNS = "a weightsync controller, rollout service, agent or engine"
 _NO_SIGN = (EngineUnreachableError, DeadlineExceededError, AuthError)
 """What does not say that something else answers there."""
@@ -158,13 +162,29 @@ class Face:
         )
 
     def _ask_engine(self, timeout_s: float) -> Seen:
+        deadline = Deadline(timeout_s)
         if self._engine is None:
             try:
                 self._engine = engine_at(self._url, token=self._token, verify=self._verify, timeout_s=timeout_s)
             except ConfigError as error:  # of what answers there: the URL is one
                 raise EngineError(f"{error.message}; nor does {_RUNS} run there", peer=error.peer) from None
-        reply = self._engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
+        reply = described(self._engine, DescribeRequest(), deadline)
         return Seen(facts=tuple(engine_facts(self._engine, reply)), tables=(), raw=reply)
+
+
+def described(handle: EngineHandle, request: DescribeRequest, deadline: Deadline) -> EngineReply:
+    """What an engine says of itself. One that is paused while no session is open is asked again a moment later: each
+    sync leaves it so between its commit and its resume."""
+
+    def ask() -> EngineReply:
+        return handle.call(EngineOp.DESCRIBE, request, timeout_s=deadline.check("answer", peer=handle.engine_id))
+
+    reply = ask()
+    if not reply.left_paused:
+        return reply
+    time.sleep(min(_PAUSE_S, deadline.remaining_s / 2))
+    later = ask()
+    return msgspec.structs.replace(later, left_paused=later.left_paused and later.version == reply.version)
 
 
 def engine_facts(handle: EngineHandle, reply: EngineReply) -> Iterator[Fact]:
@@ -172,6 +192,12 @@ def engine_facts(handle: EngineHandle, reply: EngineReply) -> Iterator[Fact]:
     if reply.unhealthy or not reply.intact:
         why = reply.unhealthy or "its weights are half-loaded"
         yield Fact(level="wrong", text=f"{why}: the next version that is loaded in full heals it")
+    if reply.left_paused:
+        yield Fact(
+            level="wrong",
+            text="It is paused, no version is being loaded, and nothing ends that: its trainer ended before it resumed "
+            f"it, or somebody paused it by hand. The next push resumes it, or curl -X POST {handle.engine_id}/resume",
+        )
     kind = type(handle).__name__.removesuffix("Engine").replace("Http", "engine server")
     takes = "whole tensors and patches" if "patch" in reply.accepts else "whole tensors"
     takes += "" if reply.artifacts == ("model",) else f" of {' and '.join(reply.artifacts)}"

@@ -132,6 +132,7 @@ class VllmEngine(SteppedEngine):
             self._reply(drain=False),
             serving=state.healthy and not paused,
             intact=state.healthy,
+            left_paused=paused and state.healthy and state.session is None,
             group=state.group if state.group == self._joined else None,
             run_id=state.run_id,
         )

@@ -259,6 +259,8 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
         layers: at describe, where it was asked: see `LiveLayer`; empty where it can't tell (yet).
         canary: of an engine that is asked one: what it answered last.
         intact: at describe: whether its live weights are those of `version`, whole, whoever may be answered now.
+        left_paused: at describe: whether it is paused with whole weights and no session open, where no lease would end
+            that. Behind a commit it is so for a moment; beyond that nobody is known who would resume it.
         phases: what the engine timed since its last reply that carried phases.
     """
 
@@ -281,6 +283,7 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
     layers: tuple[LiveLayer, ...] = ()
     canary: CanaryReading | None = None
     intact: bool = True
+    left_paused: bool = False
     phases: tuple[PhaseRecord, ...] = ()
 
     def __post_init__(self) -> None:

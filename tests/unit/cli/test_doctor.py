@@ -13,7 +13,8 @@ from tests.standins.sglang_server import SGLangServer
 from tests.unit.handles.sglang_kit import write_checkpoint
 from tests.unit.handles.test_probe import without
 from tests.unit.handles.vllm_kit import VllmStandIn
-from weightsync.cli import app
+from weightsync.cli import app, faces
+from weightsync.handles.vllm_messages import VllmState
 from weightsync.net.server import Api, ServerThread
 
 
@@ -41,6 +42,18 @@ def test_a_vllm_that_lacks_something(tmp_path: Path, route: str, says: str, advi
     assert code == 1, "a stand-in has no plug-in of ours"
     assert advice in text, text
     assert text.partition(advice)[0].split(url)[-2].endswith(f"{says} "), text
+
+
+def test_a_vllm_that_nobody_will_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faces, "_PAUSE_S", 0.01)
+    server = VllmStandIn(write_checkpoint(tmp_path, 0), state=VllmState())
+    with contextlib.closing(server):
+        url = server.start()
+        assert doctor(url)[0] == 0
+        server.paused = "keep"
+        code, text = doctor(url)
+    assert code == 1
+    assert f"wrong {url} It is paused, no version is being loaded" in text, text
 
 
 def test_an_sglang_that_lacks_something(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,11 @@ from starlette.responses import Response
 from tests.unit.cli.test_status import run
 from tests.unit.control import statuses
 from tests.unit.control.statuses import StatusServer
+from tests.unit.handles.sglang_kit import write_checkpoint
+from tests.unit.handles.vllm_kit import VllmStandIn
+from weightsync.cli import faces
 from weightsync.engine.server import EngineServer
+from weightsync.handles.vllm_messages import VllmState
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import Api, ServerThread
 from weightsync.observe import now_s
@@ -167,6 +172,53 @@ def test_an_engine(facts: dict[str, Any], code: int, says: str) -> None:
             assert says in text
     finally:
         server.close()
+
+
+class Resumed(VllmStandIn):
+    """Goes on after it was looked at once."""
+
+    async def _is_paused(self) -> dict[str, Any]:
+        told = await super()._is_paused()
+        self.paused = None
+        return told
+
+
+class Synced(VllmStandIn):
+    """Has another version at each look, and is in the middle of a sync each time."""
+
+    async def _is_paused(self) -> dict[str, Any]:
+        assert self.state is not None
+        before = self.state.version
+        assert before is not None
+        after = Version(run_id=before.run_id, number=before.number + 1)
+        self.state = msgspec.structs.replace(self.state, version=after)
+        return await super()._is_paused()
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "code"),
+    [
+        (VllmStandIn, VllmState(version=VERSION), 1),
+        (VllmStandIn, VllmState(), 1),
+        (VllmStandIn, VllmState(version=VERSION, session="open"), 0),
+        (Resumed, VllmState(version=VERSION), 0),
+        (Synced, VllmState(version=VERSION), 0),
+    ],
+)
+def test_a_vllm_that_nobody_will_resume_is_wrong_and_the_pause_of_a_sync_is_not(
+    kind: type[VllmStandIn], state: VllmState, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: "paused or refusing", and 0, where its trainer had been killed between pause and resume."""
+    monkeypatch.setattr(faces, "_PAUSE_S", 0.01)
+    server = kind(write_checkpoint(tmp_path, 0), state=state)
+    server.paused = "keep"
+    with contextlib.closing(server):
+        url = server.start()
+        found, text, error = run(f"vllm+{url}")
+    text = " ".join(text.split())
+    assert (found, error) == (code, ""), text
+    told = text.startswith("It is paused, no version is being loaded, and nothing ends that")
+    assert (told, f"curl -X POST {url}/resume" in text, "The next push resumes it" in text) == (bool(code),) * 3, text
 
 
 def test_what_is_none_of_ours_is_3_and_a_wrong_url_2() -> None:

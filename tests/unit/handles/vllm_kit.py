@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import HTTPException, Request
 
 from tests.standins.sglang_server import Call, StandIn, read_weights
+from weightsync.handles.vllm_messages import VllmState, error_text, other_state
 
 
 class VllmStandIn(StandIn):
@@ -16,10 +17,12 @@ class VllmStandIn(StandIn):
     Args:
         checkpoint: what it serves at first.
         dev: whether it is in development mode.
+        state: what its workers say of themselves, where they have our backend.
     """
 
-    def __init__(self, checkpoint: Path, *, dev: bool = True) -> None:
+    def __init__(self, checkpoint: Path, *, dev: bool = True, state: VllmState | None = None) -> None:
         super().__init__("vllm")
+        self.state = state
         self.weights = read_weights(checkpoint)
         self.weight_version = "default"
         self.paused: str | None = None
@@ -34,9 +37,9 @@ class VllmStandIn(StandIn):
                 ("POST", "/update_weight_version", self._name), ("POST", "/weight_checker", self._checker),
             ]  # fmt: skip
             routes += [("POST", path, self._refuse) for path in (
-                "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+                "/start_weight_update", "/update_weights", "/finish_weight_update",
             )]  # fmt: skip
-            routes += [("GET", "/get_world_size", self._refuse)]
+            routes += [("POST", "/init_weight_transfer_engine", self._init), ("GET", "/get_world_size", self._size)]
         for method, path, handler in routes:
             self.app.add_api_route(path, handler, methods=[method])
 
@@ -82,6 +85,14 @@ class VllmStandIn(StandIn):
 
     async def _checker(self) -> dict[str, Any]:
         return {"checksums": {name: each.tobytes().hex() for name, each in self.weights.items()}}
+
+    async def _size(self) -> dict[str, Any]:
+        return await self._refuse() if self.state is None else {"world_size": 1}
+
+    async def _init(self) -> dict[str, Any]:
+        if self.state is None:
+            return await self._refuse()
+        raise HTTPException(500, error_text(other_state(self.state)))
 
     async def _refuse(self) -> dict[str, Any]:
         raise HTTPException(400, "not here")
