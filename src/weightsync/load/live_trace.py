@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ from weightsync.load.live_plan import LivePiece, LivePlan, held, place, places
 from weightsync.plan.boxes import overlap
 from weightsync.tensors import torch_dtype
 from weightsync.types import Box, TensorSpec
+
+_logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 4096
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -63,19 +68,35 @@ def trace(
                 load(tensors())
             break
         except Exception as error:  # whatever a model's loader raises at what it can't take
-            empty = sum(not parameter.numel() for parameter in model.parameters())
-            kept = next((f" ({name}: {why})" for name, why in (doubts or {}).items()), "")
-            if empty:
-                kept = f" (the engine keeps {empty} parameters in another form, packed or quantised)"
-            tracer.mark(f"its loader can't be traced{kept}: {type(error).__name__}: {str(error)[:200]}")
+            why = _untraced(error, model, doubts or {})
+            tracer.mark(why)
             if len(waiting) == num_waiting or len(tracer.marked) > _MAX_FAILURES:  # it would go on like this
-                for spec in waiting:
-                    tracer.marked[spec.name] = f"its loader can't be traced: {type(error).__name__}"
+                tracer.marked.update((spec.name, why) for spec in waiting)
                 break
     if before.restore():
         for spec in specs:
             tracer.marked[spec.name] = "its loader puts other tensors in the places of parameters"
     return tracer.plan()
+
+
+def _untraced(error: Exception, model: nn.Module, doubts: Mapping[str, str]) -> str:
+    """Why a tensor is marked that the loader raised at, and what to do: the loader's words are of no help where the
+    engine has put parameters into another form."""
+    packed = sum(not parameter.numel() for parameter in model.parameters())
+    advice = "proved only where the engine keeps its parameters as they are loaded (docs/proofs.md)"
+    if packed:
+        what = f"the engine keeps {packed} parameters in another form, packed or quantised"
+    elif doubts:
+        what = ": ".join(next(iter(doubts.items())))
+    else:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"it raised {type(error).__name__} in {at.name} ({Path(at.filename).name}:{at.lineno}): {error!s:.200}"
+        advice = "not: please report it, with the model's name and the engine's release"
+    _logger.info("the loader could not be traced (%s): %r", what, error)
+    return (
+        f"its loader can't be followed to where it puts it: {what}. What arrives is proved all the same, what is live "
+        f"is {advice}"
+    )
 
 
 class UntraceableError(Exception):

@@ -323,7 +323,14 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
         return None if name is None else f"{_MOVED} {name}".strip()
 
     def _untold(self) -> UnsupportedError:
-        return UnsupportedError(next(iter(self.marked.values()), self.unprovable_at_load))
+        return UnsupportedError(self.not_as_they_come or self.unprovable_at_load)
+
+    @property
+    def not_as_they_come(self) -> str | None:
+        """How many tensors are marked, and why the first one is; None where none is."""
+        for name, why in self.marked.items():
+            return f"{len(self.marked)} tensors are not live as they come, e.g. {name}: {why}"
+        return None
 
     def _trace(self, manifest: Manifest) -> None:
         """Once a layout: where the checkpoint's tensors will be live."""
@@ -354,8 +361,7 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
         self._compared = self._covered
         self.proved = self._covered and not self.marked
         if self.marked:
-            name, why = next(iter(self.marked.items()))
-            _logger.info("%d tensors are not live as they come, e.g. %s: %s", len(self.marked), name, why)
+            _logger.info("%s", self.not_as_they_come)
 
     def _check_moved(self, *, in_pause: bool = False) -> None:
         plan = self._plan

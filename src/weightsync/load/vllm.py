@@ -152,11 +152,7 @@ class VLLMWeightLoader(PlannedLoader):
     @property
     def unprovable(self) -> str | None:
         """Why live weights could not be compared, in words; None where they were, or nothing was loaded yet."""
-        for name, why in self.marked.items():
-            return (
-                f"vLLM fuses and repacks weights: {len(self.marked)} tensors are not live as they come: {name}: {why}"
-            )
-        return None
+        return f"vLLM fuses and repacks weights: {self.not_as_they_come}" if self.marked else None
 
     def verify(self) -> None:
         check_open(self._manifest)

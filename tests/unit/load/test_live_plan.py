@@ -134,7 +134,7 @@ def test_a_parameter_that_another_took_the_place_of_has_strayed() -> None:
         ("no box", lambda m, w: m.p.data[:2].copy_(w[::2])),
         ("mixed", lambda m, w: m.p.data.copy_(w.reshape(6, 4).t())),
         ("_local_scalar_dense", lambda m, w: m.p.data.fill_(w[0, 0].item())),
-        ("ValueError: no", lambda m, w: (_ for _ in ()).throw(ValueError("no"))),
+        ("raised ValueError in <genexpr>", lambda m, w: (_ for _ in ()).throw(ValueError("no"))),
         ("written by mul_", lambda m, w: (m.p.data.copy_(w), m.p.data.mul_(2))),
     ],
 )
@@ -161,6 +161,21 @@ def test_a_loader_that_raises_before_it_takes_a_tensor_is_tried_once() -> None:
 
     plan = trace(model, load, [spec_of("p", numbered(4, 6, start=0))], names={})
     assert (len(calls), "RuntimeError" in plan.marked["p"]) == (1, True)
+
+
+def test_what_is_said_of_a_tensor_that_the_loader_raises_at() -> None:
+    """Why, where, and what to do. Seen red: "its loader can't be traced: AttributeError: ..."."""
+    model = Loaded()
+    model.own("p", 4, 6)
+    model.copies = {"p": lambda m, w: m.p.weight_loader(w)}
+    why = planned(model, {"p": numbered(4, 6, start=0)}).marked["p"]
+    assert "it raised AttributeError in <lambda> (test_live_plan.py:" in why, "a bug of a loader, perhaps: all of it"
+    assert "What arrives is proved all the same, what is live is not: please report it" in why
+    model.own("packed", 0)
+    why = planned(model, {"p": numbered(4, 6, start=0)}).marked["p"]
+    assert "the engine keeps 1 parameters in another form, packed or quantised" in why
+    assert "what is live is proved only where the engine keeps its parameters as they are loaded" in why
+    assert "AttributeError" not in why
 
 
 def test_of_two_tensors_in_one_place_both_are_marked() -> None:
