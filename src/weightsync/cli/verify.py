@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from weightsync.types import EngineReply
 
 _WRONG, _UNKNOWN = 1, 3
+_ASK_S = 10.0  # to say what it is
 
 
 def verify(
@@ -52,11 +53,12 @@ def verify(
 
 def _asked(url: str, token: str | None, verify: bool | str, timeout_s: float) -> EngineReply:
     from weightsync.handles.by_url import engine_at
-    from weightsync.types import AuditRequest, EngineOp
+    from weightsync.types import AuditRequest, Deadline, EngineOp
 
-    handle = engine_at(url, token=token, verify=verify)
+    deadline = Deadline(timeout_s)
+    handle = engine_at(url, token=token, verify=verify, timeout_s=min(_ASK_S, timeout_s))
     try:
-        return handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=timeout_s)
+        return handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=deadline.check("answer", peer=url))
     finally:
         handle.close()  # type: ignore[attr-defined]
 

@@ -11,17 +11,25 @@ one without the routes that are needed, is refused in words that say what to do.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 from typing import Literal, TypeAlias, get_args
 
-from weightsync.errors import AuthError, ConfigError, EngineUnreachableError, WeightSyncError
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    EngineUnreachableError,
+    WeightSyncError,
+)
 from weightsync.handles.http import HttpEngine
 from weightsync.handles.probe import Capabilities, Feature, probe
 from weightsync.handles.sglang_server import SGLangServerEngine
 from weightsync.handles.vllm_server import VllmServerEngine
 from weightsync.net.http_edge import checked_url
-from weightsync.types import DescribeRequest, EngineHandle, EngineOp
+from weightsync.types import Deadline, DescribeRequest, EngineHandle, EngineOp
 
 Kind: TypeAlias = Literal["vllm", "sglang", "weightsync"]
 
@@ -111,40 +119,58 @@ def kind_at(
     said: EngineUrl, *, token: str | None, verify: bool | str, need: Feature, timeout_s: float = _ASK_S
 ) -> Kind:
     """What runs there, where that can do what is needed. See `engine_at`."""
+    deadline = Deadline(timeout_s)
     if said.kind in (None, "weightsync"):
-        error = _is_ours(said.url, token=token, verify=verify, timeout_s=timeout_s)
+        error = _is_ours(said.url, token=token, verify=verify, deadline=deadline)
         if error is None:
             return "weightsync"
-        if said.kind == "weightsync":
-            raise error
-    found = probe(said.url, token=token, verify=verify, timeout_s=timeout_s)
-    kind = next((each for each in _KINDS if each == found.engine), None)
+        if said.kind is not None and type(error) is not EngineError:
+            raise error  # it is ours, and fails
+    found = probe(said.url, token=token, verify=verify, timeout_s=deadline.check("answer", peer=said.url))
+    kind: Kind | None = next((each for each in _KINDS if each == found.engine), None)
     if kind is None:
-        if said.kind is not None and _is_ours(said.url, token=token, verify=verify, timeout_s=timeout_s) is None:
-            raise ConfigError(
-                f"{said.url} is an engine server of weightsync, and its URL says {said.kind}: write {said.url}",
-                peer=said.url,
-            )
-        raise ConfigError(_what_it_is(found), peer=said.url)
+        if said.kind in (None, "weightsync") or (
+            _is_ours(said.url, token=token, verify=verify, deadline=deadline) is not None
+        ):
+            raise ConfigError(_what_it_is(found), peer=said.url)
+        kind = "weightsync"
     if said.kind not in (None, kind):
+        what = "an engine server of weightsync" if kind == "weightsync" else kind
         raise ConfigError(
-            f"{said.url} is {kind}, and its URL says {said.kind}: write {_named(said.url, kind)[0]}", peer=said.url
+            f"{said.url} is {what}, and its URL says {said.kind}: write {_named(said.url, kind)[0]}", peer=said.url
         )
     found.need(need)
     return kind
 
 
-def _is_ours(url: str, *, token: str | None, verify: bool | str, timeout_s: float) -> WeightSyncError | None:
+def runs_at(url: str, *, token: str | None, verify: bool | str, timeout_s: float) -> str | None:
+    """The engine that answers at a URL, as a URL that says what it is; None where none does, or it can't be told.
+
+    Args:
+        url: plain.
+        token, verify: see `engine_at`.
+        timeout_s: for all that it is asked.
+    """
+    deadline = Deadline(timeout_s)
+    with contextlib.suppress(WeightSyncError):
+        if _is_ours(url, token=token, verify=verify, deadline=deadline) is None:
+            return f"weightsync+{url}"
+        found = probe(url, token=token, verify=verify, timeout_s=deadline.check("answer", peer=url))
+        return f"{found.engine}+{url}" if found.engine in _KINDS else None
+    return None
+
+
+def _is_ours(url: str, *, token: str | None, verify: bool | str, deadline: Deadline) -> WeightSyncError | None:
     """Why no engine server of ours answers there; None where one does.
 
     Raises:
-        EngineUnreachableError: nobody answers at all.
+        EngineUnreachableError, DeadlineExceededError: nobody answers at all.
         AuthError: it refuses the token.
     """
     engine = HttpEngine(url, token=token, verify=verify)
     try:
-        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
-    except EngineUnreachableError:
+        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=deadline.check("answer", peer=url))
+    except (EngineUnreachableError, DeadlineExceededError):
         raise
     except AuthError as error:
         error.message += "; give the token that the engine was started with: token= or WEIGHTSYNC_TOKEN"

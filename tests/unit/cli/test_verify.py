@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +76,19 @@ def test_a_wrong_token_is_the_users(served: tuple[nn.Linear, str]) -> None:
     assert (code, text.startswith("AuthError: ")) == (2, True), text
 
 
+@pytest.mark.parametrize("scheme", ["http", "vllm+http", "sglang+http", "weightsync+http"])
+def test_a_silent_engine_costs_the_timeout_and_no_more(scheme: str) -> None:
+    """As one that was stopped. Seen red: "within 10 s" of a --timeout-s of 1."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        code, text = invoke(f"{scheme}://127.0.0.1:{silent.getsockname()[1]}", "--timeout-s", "1")
+    assert code == 3
+    told = re.search(r"DeadlineExceededError: .* within (\S+) s", text)
+    assert told is not None, text
+    assert float(told[1]) <= 1.0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -90,8 +105,6 @@ def test_mistakes(words: tuple[str, ...], said: str) -> None:
 
 
 def test_ctrl_c_ends_it_while_an_engine_is_silent() -> None:
-    import socket
-
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
+import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from tests.standins.processes import free_port
+from tests.unit.handles.sglang_kit import write_checkpoint
+from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
-from weightsync.errors import AuthError, ConfigError, EngineUnreachableError
+from weightsync.errors import AuthError, ConfigError, DeadlineExceededError, EngineUnreachableError
 from weightsync.handles.by_url import engine_at, read_engine_url
 from weightsync.handles.http import HttpEngine
 from weightsync.handles.vllm import VllmEngine
@@ -77,8 +82,29 @@ def test_what_is_no_engine_is_refused(stranger: str) -> None:
 
 
 def test_our_own_engine_under_another_kinds_url_is_named(ours: str) -> None:
-    with pytest.raises(ConfigError, match=f"is an engine server of weightsync, .* says vllm: write {ours}"):
+    with pytest.raises(
+        ConfigError, match=f"is an engine server of weightsync, .* says vllm: write weightsync\\+{ours}"
+    ):
         engine_at(f"vllm+{ours}", token=SECRET)
+
+
+def test_a_vllm_under_our_own_kinds_url_is_named(tmp_path: Path, stranger: str) -> None:
+    """Seen red: EngineError, "answered /weightsync/v1/describe with status 404"."""
+    server = VllmStandIn(write_checkpoint(tmp_path, 0))
+    with contextlib.closing(server):
+        url = server.start()
+        with pytest.raises(ConfigError, match=f"{url} is vllm, and its URL says weightsync: write vllm\\+{url}"):
+            engine_at(f"weightsync+{url}")
+    with pytest.raises(ConfigError, match="is no engine that can be synced"):
+        engine_at(f"weightsync+{stranger}")
+
+
+def test_a_silent_server_is_asked_for_as_long_as_was_said_and_once() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(DeadlineExceededError, match="did not answer /weightsync/v1/describe"):
+            engine_at(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
 
 
 def test_an_engine_that_is_not_there_yet() -> None:
