@@ -14,6 +14,7 @@ from tests.engines.vllm_support import PACKS, Server, build_model, train_step
 from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.test_verbs import command
 from tests.standins.processes import children, free_port
+from tests.unit.cli.test_status import run
 from weightsync.errors import ConfigError, SyncFailedError
 
 TOKEN = "a-token-for-tests-only"
@@ -65,11 +66,27 @@ def test_one_command_beside_vllm_and_either_may_be_killed(vllm_server: Server, s
 
 def test_check_and_push_name_what_a_vllm_has_not(vllm_server: Server, serves: Callable[[int], None]) -> None:
     model = build_model()
-    with pytest.raises(ConfigError, match="write vllm\\+http"):
-        weightsync.push(model, f"sglang+{vllm_server.url}")
+    for scheme in ("sglang", "weightsync"):
+        with pytest.raises(ConfigError, match="write vllm\\+http"):
+            weightsync.push(model, f"{scheme}+{vllm_server.url}")
+    with pytest.raises(ConfigError, match=r"engines are not told of versions, and fetch none\. weightsync\.push"):
+        weightsync.publish(model, "actor", to=vllm_server.url, token=TOKEN, port=0)
     with pytest.raises(SyncFailedError, match=r"closest that it has is 'model\.embed_tokens\.weight'"):
         weightsync.push(model, vllm_server.url, name_map=lambda name: f"module.{name}")
     with weightsync.push(model, vllm_server.url) as push:  # it is asked what it is
         report = push.step()
     assert (report.version.number, report.digests_equal) == (1, None if PACKS else True)
     serves(0)
+
+
+def test_a_vllm_that_stays_paused_is_wrong_until_the_next_push(vllm_server: Server) -> None:
+    """Nobody will resume it: `status` says so. Seen red: "paused or refusing", and 0."""
+    url = f"vllm+{vllm_server.url}"
+    assert run(url)[0] == 0
+    assert vllm_server.http.post("/pause", params={"mode": "keep", "clear_cache": False}).status_code == 200
+    code, text, _ = run(url)
+    assert (code, f"curl -X POST {vllm_server.url}/resume" in " ".join(text.split())) == (1, True), text
+    with weightsync.push(build_model(), url) as push:
+        push.step()
+    assert run(url)[0] == 0
+    assert vllm_server.get("/is_paused") == {"is_paused": False}

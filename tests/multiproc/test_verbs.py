@@ -25,6 +25,8 @@ import weightsync
 from tests.multiproc.pull_kit import shm_of, wait_until
 from tests.multiproc.spine import TOKEN, build, cast_bytes, shard, step
 from tests.standins.processes import Child, children, free_port, run_ranks
+from tests.unit.handles.sglang_kit import write_checkpoint
+from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.clients.host import RolloutClient
 from weightsync.config import WeightSyncConfig
 from weightsync.control.build import build_controller
@@ -275,7 +277,7 @@ def test_what_can_be_checked_is_refused_on_entry() -> None:
             ):
                 pass
         engine = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(served), engine_id="e"), token=TOKEN)
-        with pytest.raises(ConfigError, match="no rollout host and no controller"):
+        with pytest.raises(ConfigError, match="is an engine: engines are not told of versions"):
             weightsync.publish(model, "actor", to=engine.start(), token=TOKEN, port=port)
         engine.close()
         with pytest.raises(ConfigError, match="did you mean 'actor'"), service.generation("acto"):
@@ -298,6 +300,35 @@ def test_what_can_be_checked_is_refused_on_entry() -> None:
         pytest.raises(ConfigError, match=r"is no trainer's agent: .* \(a controller is given as controller="),
     ):
         weightsync.serve({"actor": served}, sources=[controller.url], token=TOKEN, port=0)
+
+
+def test_an_engine_in_to_is_refused_on_entry_in_words_that_say_what_to_write(tmp_path: Path) -> None:
+    """Seen red: a warning, and a run that ended well, of which nobody had a version."""
+    server = VllmStandIn(write_checkpoint(tmp_path, 0))
+    with contextlib.closing(server):
+        url = server.start()
+        for to in (url, f"vllm+{url}", [url]):
+            with pytest.raises(ConfigError) as caught:
+                weightsync.publish(build(5), "actor", to=to, token=TOKEN, port=0)
+            assert f"weightsync.push(model, 'vllm+{url}')" in str(caught.value)
+            assert f"weightsync serve --engine actor=vllm+{url}" in str(caught.value)
+    with pytest.raises(ConfigError, match="has an '@'"):
+        weightsync.publish(build(5), "actor", to="vllm+http://user:secret@127.0.0.1:1", token=TOKEN, port=0)
+
+
+def test_an_engine_in_to_that_comes_later_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    with weightsync.publish(
+        build(5), "actor", to=f"http://127.0.0.1:{port}", token=TOKEN, port=0, last_wait_s=0
+    ) as publisher:
+        publisher.step()
+        wait_until(lambda: "can't connect" in caplog.text, "nobody is there", _LONG_S)
+        engine = EngineServer(
+            EmbeddedEngine.of(ModuleWeightLoader(build(99, dtype=torch.bfloat16))), token=TOKEN, port=port
+        )
+        engine.start()
+        wait_until(lambda: "in to= is an engine: engines are not told" in caplog.text, "it is found out", _LONG_S)
+        engine.close()
 
 
 def test_a_controller_in_place_of_hosts_is_told_and_its_fleet_has_the_last_version(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
+from weightsync.handles.by_url import runs_at
 from weightsync.handles.fanout import in_thread
 from weightsync.plan.names import did_you_mean
 from weightsync.types import Deadline, Version
@@ -132,9 +133,12 @@ class _Told:
     """One rollout service, or one controller."""
 
     def __init__(self, url: str, *, model_id: str, token: str | None, verify: bool | str) -> None:
+        if "+" in url.partition("://")[0] and "@" not in url:
+            raise ConfigError(f"{url} in to= is an engine: {_instead(url, model_id)}")
         self._service = RolloutClient(url, token=token, verify=verify)
         self._controller = ControllerClient(url, token=token, verify=verify)
         self.url = self._service.url
+        self._token, self._verify = token, verify
         self._model_id = model_id
         self._endpoints: tuple[str, ...] = ()
         self._is_controller: bool | None = None
@@ -282,14 +286,14 @@ class _Told:
             try:
                 status = self._service.call("GET", "/status", dict[str, Any], timeout_s=timeout_s)
             except UnsupportedError as error:  # one of our faces, and neither of the two
+                self._refuse_an_engine()
                 raise ConfigError(f"{self.url} is no rollout host and no controller: {error.message}") from error
             except EngineError as error:
                 if type(error) is not EngineError:
                     raise
+                self._refuse_an_engine()
                 raise EngineError(  # or what stands before one that is being started
-                    f"{error.message} An engine itself is not told: weightsync.push(engines=...) brings it versions, "
-                    f"or a host beside it, weightsync serve --engine {self._model_id}=URL",
-                    peer=self.url,
+                    f"{error.message} If an engine is to run there: {_instead('URL', self._model_id)}", peer=self.url
                 ) from error
             models = status.get("models")
             if not isinstance(models, dict):
@@ -305,3 +309,17 @@ class _Told:
                 )
             self._is_controller = "instances" in status
         return self._is_controller
+
+    def _refuse_an_engine(self) -> None:
+        """Raises ConfigError where an engine answers there: it would never fetch anything."""
+        named = runs_at(self.url, token=self._token, verify=self._verify, timeout_s=_CALL_S)
+        if named is not None:
+            raise ConfigError(f"{self.url} in to= is an engine: {_instead(named, self._model_id)}", peer=self.url)
+
+
+def _instead(engine: str, model_id: str) -> str:
+    """What to do with an engine that is in `to`."""
+    return (
+        f"engines are not told of versions, and fetch none. weightsync.push(model, {engine!r}) brings it each version; "
+        f"or start a host beside it, weightsync serve --engine {model_id}={engine}, and name the host in to="
+    )

@@ -103,7 +103,8 @@ def publish(
         options: further arguments of `WeightManager`: guard_s, run_id, timeout_s, delta_budget_bytes, certificate, ...
 
     Raises:
-        ConfigError: a setting makes no sense, on any rank; whoever is in `to` has no such model; the port is taken.
+        ConfigError: a setting makes no sense, on any rank; whoever is in `to` has no such model, or is an engine; the
+            port is taken.
         AuthError: whoever is in `to` refuses the token.
         EngineUnreachableError: an agent did not start.
         RunClaimedError: another trainer writes into that place of the store.
