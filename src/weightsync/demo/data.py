@@ -13,7 +13,6 @@ import torch
 from weightsync.errors import ConfigError
 
 VOCAB_SIZE = 256
-NUM_HELD_OUT_ROWS = 16
 PROMPT = "def "
 SAMPLE_BYTES = 24
 _HELD_OUT_EVERY = 10
@@ -58,7 +57,7 @@ class ByteText:
         """
         return _rows(self._train, np.random.default_rng([self.seed, 1, update, rank]), num_rows, row_length)
 
-    def held_out(self, *, num_rows: int, row_length: int) -> torch.Tensor:
+    def held_out(self, *, num_rows: int = 16, row_length: int) -> torch.Tensor:
         """Rows of the held-out text, always the same; as `batch`."""
         return _rows(self._held_out, np.random.default_rng([self.seed, 2]), num_rows, row_length)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ class FleetOptions:
         services: rollout services at the start.
         models: trainers, each of a model of its own; all are served together.
         mode: see `WeightSyncConfig.sync_mode`.
-        commit_policy: see `FleetConfig`.
         steps: of each trainer.
         size: of each model.
         json: where to write the summary; None writes none.
@@ -39,14 +38,13 @@ class FleetOptions:
     services: int = 3
     models: int = 2
     mode: str = "batch-async"
-    commit_policy: str = "each"
     steps: int = 10
     size: str = "tiny"
     json: Path | None = None
     step_timeout_s: float = 300.0
 
 
-def run_fleet(options: FleetOptions, console: Console | None = None) -> list[str]:
+def run_fleet(options: FleetOptions) -> list[str]:
     """Runs the fleet to its end and writes what it saw.
 
     Returns:
@@ -60,28 +58,22 @@ def run_fleet(options: FleetOptions, console: Console | None = None) -> list[str
     if options.services < 2:
         raise ConfigError(f"one service is killed on the way: --fleet 2 or more, not {options.services}")
     models = ("actor", "verifier", *(f"model-{index}" for index in range(2, options.models)))[: options.models]
-    console = console or Console()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
+    console = Console(highlight=False, soft_wrap=True)
     with (
-        Processes(step_timeout_s=options.step_timeout_s, say=say) as processes,
+        Processes(step_timeout_s=options.step_timeout_s, say=console.print) as processes,
         _controller(options, models, processes.token) as built,
     ):
-        summary = _Fleet(options, models, processes, built, console).run().summary()
+        summary = _Fleet(options, models, processes, built, console.print).run().summary()
     if options.json is not None:
         write_summary(summary, options.json)
     problems: list[str] = summary["problems"]
     console.print(
         f"{len(summary['answers'])} reports of {len(summary['services'])} services, each with its trainer's loss on "
         f"the same text (largest gap {summary['loss_gap_max']:.4f}); {summary['killed']} was killed, and "
-        f"{summary['added']} caught up to version {summary['added_first_version']} before its first answer.",
-        highlight=False,
-        soft_wrap=True,
+        f"{summary['added']} caught up to version {summary['added_first_version']} before its first answer."
     )
     for problem in problems:
-        console.print(f"PROBLEM: {problem}", style="bold red", highlight=False)
+        console.print(f"PROBLEM: {problem}", style="bold red")
     return problems
 
 
@@ -93,7 +85,7 @@ def _controller(options: FleetOptions, models: Sequence[str], token: str) -> Bui
             "fleet": {
                 "models": list(models),
                 "sets": [list(models)] if len(models) > 1 else [],
-                "commit_policy": options.commit_policy,
+                "commit_policy": "each",
                 "lease_s": _LEASE_S,
                 "after_failure": "evict",
                 "port": 0,
@@ -107,10 +99,15 @@ class _Fleet:
     """One run: what the processes say, and what is done to them."""
 
     def __init__(
-        self, options: FleetOptions, models: Sequence[str], processes: Processes, built: Built, console: Console
+        self,
+        options: FleetOptions,
+        models: Sequence[str],
+        processes: Processes,
+        built: Built,
+        say: Callable[[str], None],
     ) -> None:
         self._options, self._models = options, models
-        self._processes, self._built, self._console = processes, built, console
+        self._processes, self._built, self._say = processes, built, say
         self.answers: list[dict[str, Any]] = []
         self._trained: dict[tuple[str, int], dict[str, Any]] = {}
         self._done: set[str] = set()
@@ -250,9 +247,6 @@ class _Fleet:
     def _all_answered(self, services: set[str]) -> bool:
         wanted = {(name, model, self._options.steps) for name in services for model in self._models}
         return wanted <= {(answer["service"], answer["served"], answer["version"]) for answer in self.answers}
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
 
 
 def _mixed(service: str, answers: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -7,13 +7,13 @@ its standard input closes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import threading
 import time
 
-from weightsync.demo.engine import TOKEN_VARIABLE, DemoEngine
+from weightsync.demo.engine import DemoEngine
+from weightsync.demo.processes import TOKEN_VARIABLE, tell
 from weightsync.errors import WeightSyncError
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
@@ -21,11 +21,9 @@ from weightsync.memory import LeaseReader, ServingLease
 
 _LOOK_S = 0.05
 _REST_S = 0.5
-_write = threading.Lock()
 
 
 def main() -> None:
-    """Runs until standard input closes."""
     parser = argparse.ArgumentParser(description="A rollout service of the demo's fleet; `weightsync demo` starts it.")
     parser.add_argument("--service-id", required=True)
     parser.add_argument("--model", action="append", required=True)
@@ -51,13 +49,12 @@ def main() -> None:
     for model, demo in engines.items():
         demo.start()
         threading.Thread(target=_report, args=(options.service_id, model, demo, ended), daemon=True).start()
-    _tell({"ready": options.service_id})
+    tell({"ready": options.service_id})
     sys.stdin.read()
     ended.set()
     service.close()
     for demo in engines.values():
         demo.close()
-        demo.engine.close()
     lease.remove()
 
 
@@ -76,18 +73,10 @@ def _report(service_id: str, model: str, demo: DemoEngine, ended: threading.Even
         if said["version"] != version.number:
             continue
         last = version
-        _tell(
-            {
-                "served": model, "service": service_id, "run_id": version.run_id, "version": version.number,
-                "loss": said["loss"], "began_s": began_s, "ended_s": time.monotonic(), "sample": said["sample"],
-            }
-        )  # fmt: skip
-
-
-def _tell(message: dict[str, object]) -> None:
-    with _write:
-        sys.stdout.write(json.dumps(message) + "\n")
-        sys.stdout.flush()
+        tell({
+            "served": model, "service": service_id, "run_id": version.run_id, "version": version.number,
+            "loss": said["loss"], "began_s": began_s, "ended_s": time.monotonic(), "sample": said["sample"],
+        })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
@@ -17,15 +16,14 @@ import torch
 
 from weightsync.clients.async_controller import AsyncControllerClient
 from weightsync.clients.controller import ControllerClient
-from weightsync.demo.data import NUM_HELD_OUT_ROWS, ByteText
-from weightsync.demo.engine import TOKEN_VARIABLE
+from weightsync.demo.data import ByteText
 from weightsync.demo.model import ServedCopy, TrainLoop, build_model, model_size
+from weightsync.demo.processes import TOKEN_VARIABLE, tell
 from weightsync.errors import DeadlineExceededError, WeightSyncError
 from weightsync.verbs.publishing import publish
 
 
 def main() -> None:
-    """Trains all steps."""
     parser = argparse.ArgumentParser(description="A trainer of the demo's fleet; `weightsync demo` starts it.")
     parser.add_argument("--model-id", required=True)
     parser.add_argument("--controller", required=True)
@@ -39,7 +37,7 @@ def main() -> None:
     try:
         asyncio.run(_train(options, token))
     except WeightSyncError as error:
-        _tell({"error": error.to_dict()})
+        tell({"error": error.to_dict()})
         sys.exit(1)
 
 
@@ -48,7 +46,7 @@ async def _train(options: argparse.Namespace, token: str) -> None:
     text, size = ByteText(), model_size(options.size)
     model = build_model(options.size, seed=options.seed)
     served = ServedCopy(options.size)
-    held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
+    held_out = text.held_out(row_length=size.row_length)
     loop = TrainLoop(model, text, size, rank=options.seed)
     controller = ControllerClient(options.controller, token=token)
     gate = AsyncControllerClient(options.controller, token=token)
@@ -67,21 +65,14 @@ async def _train(options: argparse.Namespace, token: str) -> None:
             if not report.published:
                 raise WeightSyncError(f"version {version} was not published: {report.why}")
             loss = served.loss(model, held_out)
-            _tell(
-                {
-                    "trained": options.model_id, "run_id": publisher.run_id, "version": version, "loss": loss,
-                    "waited_s": waited_s, "offload_s": report.seconds,
-                }
-            )  # fmt: skip
-        _tell({"done": options.model_id, "run_id": publisher.run_id})
+            tell({
+                "trained": options.model_id, "run_id": publisher.run_id, "version": version, "loss": loss,
+                "waited_s": waited_s, "offload_s": report.seconds,
+            })  # fmt: skip
+        tell({"done": options.model_id, "run_id": publisher.run_id})
         sys.stdin.read()  # engines may still fetch the last version
     controller.close()
     await gate.close()
-
-
-def _tell(message: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,74 +14,16 @@ from rich.console import Console
 from weightsync.demo.model import model_size
 from weightsync.demo.processes import Processes
 from weightsync.demo.ray_job import RayJob
-from weightsync.demo.sglang_engine import SGLangServer
+from weightsync.demo.sglang_engine import SERVED
 from weightsync.demo.summary import StepRow, summarize, verdict, write_summary
 from weightsync.demo.table import DELTA_PHASES, PHASES, PULL_PHASES, StepTable
-from weightsync.demo.trainer import TrainerOptions
-from weightsync.demo.vllm_engine import VllmServer
+from weightsync.demo.trainer import DemoOptions as DemoOptions
 from weightsync.errors import ConfigError, error_from_dict
 from weightsync.observe import write_chrome_trace, write_timeline_png
 from weightsync.types import PhaseRecord
 
-_SERVERS: dict[str, type[VllmServer]] = {"vllm": VllmServer, "sglang": SGLangServer}
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """How the demo runs.
-
-    Attributes:
-        steps: how often it trains and pushes.
-        ranks: training processes.
-        engines: engine processes.
-        engine: what generates: "embedded" (a torch module of ours), "vllm" or "sglang" (a server of that).
-        path: "push": the trainer brings weights to engines; "pull": it publishes them, and engines fetch them.
-        delta: whether what changed alone moves; the trainer then makes one small update a step.
-        learning_rate: of these updates.
-        strategy: how bytes are pushed: "broadcast", "cuda_ipc" or "packed_cuda_ipc".
-        ray: whether trainers and engines are Ray actors.
-        size: "medium" (55 million parameters), "small" (2.8 million) or "tiny". Where not given: small; medium for
-            deltas into a vLLM, so that its pause shows what they save.
-        out: folder for timeline.json and timeline.png.
-        json: where to write the summary; None writes none.
-        deadline_s: of one sync.
-        step_timeout_s: how long the start may take, and each step; the run may take as long as it has steps.
-    """
-
-    steps: int = 10
-    ranks: int = 2
-    engines: int = 1
-    engine: str = "embedded"
-    path: str = "push"
-    delta: bool = False
-    learning_rate: float = 2e-6
-    strategy: str = "broadcast"
-    ray: bool = False
-    size: str = ""
-    out: Path = Path("demo-output")
-    json: Path | None = None
-    deadline_s: float = 30.0
-    step_timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        if not self.size:
-            object.__setattr__(self, "size", "medium" if self.delta and self.engine == "vllm" else "small")
-
-    def of_trainer(self, rank: int) -> TrainerOptions:
-        """What one rank is told."""
-        return TrainerOptions(
-            rank=rank,
-            world_size=self.ranks,
-            size=self.size,
-            strategy="sglang" if self.engine == "sglang" else self.strategy,
-            deadline_s=self.deadline_s,
-            step_timeout_s=self.step_timeout_s,
-            path=self.path,
-            delta_learning_rate=self.learning_rate if self.delta else None,
-        )
-
-
-def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
+def run_demo(options: DemoOptions) -> list[str]:
     """Runs the demo to its end and writes what it measured.
 
     Returns:
@@ -106,9 +47,9 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> list[str]:
         raise ConfigError("--engine sglang is pushed to by its own strategy, and is no Ray actor: leave both out")
     if not 0 < options.learning_rate < 1:
         raise ConfigError(f"--lr, a learning rate, lies between 0 and 1, not at {options.learning_rate}")
-    if options.engine in _SERVERS:
-        _SERVERS[options.engine].check()
-    console = console or Console()
+    if options.engine in SERVED:
+        SERVED[options.engine].server.check()
+    console = Console(highlight=False, soft_wrap=True)
     rows: list[StepRow] = []
     phases: tuple[PhaseRecord, ...] = ()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -169,18 +110,14 @@ def _show_end(
         ratio = sum((row.received_bytes or 0) / row.total_bytes for row in deltas) / len(deltas)
         console.print(
             f"{len(deltas)} of them came as deltas: {100 * density:.2f} % of the elements changed, {100 * ratio:.2f} % "
-            "of the bytes were sent (means).",
-            highlight=False,
-            soft_wrap=True,
+            "of the bytes were sent (means)."
         )
         if summary["paused_full_s"] is not None and summary["paused_first_s"] is not None:
             console.print(
                 f"No new generation could start for {1e3 * summary['paused_delta_s']:.0f} ms where changes alone "
                 f"came, for {1e3 * summary['paused_full_s']:.0f} ms where a whole version came (medians), and for "
                 f"{1e3 * summary['paused_first_s']:.0f} ms at the first one, which an engine loads as it would by "
-                "itself.",
-                highlight=False,
-                soft_wrap=True,
+                "itself."
             )
     if rows:
         paused_ms = 1e3 * statistics.median(row.paused_s for row in rows)
@@ -189,15 +126,11 @@ def _show_end(
             f"{len(rows)} versions served, {_proof(rows, summary)}. Engine's loss "
             f"{rows[0].engine_loss:.3f} -> {rows[-1].engine_loss:.3f}, largest gap to the trainer's "
             f"{summary['loss_gap_max']:.4f}. A sync took {sync_ms:.0f} ms, and for {paused_ms:.0f} ms of it no new "
-            "generation could start (medians).",
-            highlight=False,
-            soft_wrap=True,
+            "generation could start (medians)."
         )
-    console.print(
-        f"Timeline: {files[1]} (picture), {files[0]} (open in ui.perfetto.dev)", highlight=False, soft_wrap=True
-    )
+    console.print(f"Timeline: {files[1]} (picture), {files[0]} (open in ui.perfetto.dev)")
     for problem in problems:
-        console.print(f"PROBLEM: {problem}", style="bold red", highlight=False)
+        console.print(f"PROBLEM: {problem}", style="bold red")
 
 
 def _proof(rows: list[StepRow], summary: dict[str, Any]) -> str:
@@ -226,8 +159,8 @@ class _Job(Processes):
             name, message = self.next("an engine's start")
             told[name] = json.dumps(message)
         for rank in range(options.ranks):
-            arguments = ["--options", json.dumps(dataclasses.asdict(options.of_trainer(rank)))]
-            arguments += ["--rendezvous", str(self.folder / "rendezvous"), "--steps", str(options.steps)]
+            arguments = ["--options", json.dumps(dataclasses.asdict(options), default=str), "--rank", str(rank)]
+            arguments += ["--rendezvous", str(self.folder / "rendezvous")]
             arguments += [word for name in engines for word in ("--engine", told[name])]
             self.start(f"trainer-{rank}", "weightsync.demo.trainer", arguments)
         trainers = {f"trainer-{rank}" for rank in range(options.ranks)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,16 @@ from rich.console import Console
 
 import weightsync
 from weightsync.clients.host import RolloutClient
-from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, ByteText
+from weightsync.demo.data import PROMPT, ByteText
 from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID, adapted
 from weightsync.demo.model import TrainLoop, build_model, held_out_loss, model_size, save_byte_tokenizer
 from weightsync.demo.processes import Processes
-from weightsync.demo.sglang_engine import SGLangServer
-from weightsync.demo.vllm_engine import VllmServer
+from weightsync.demo.sglang_engine import SERVED
 from weightsync.errors import ConfigError
 from weightsync.extract.peft import base_extractor
 from weightsync.types.service import NotifyRequest, RegisterSenderRequest
 
-_SERVERS: dict[str, tuple[type[VllmServer], str]] = {
-    "vllm": (VllmServer, "weightsync.demo.lora_vllm"),
-    "sglang": (SGLangServer, "weightsync.demo.lora_sglang"),
-}
+_SERVERS = {"vllm": "weightsync.demo.lora_vllm", "sglang": "weightsync.demo.lora_sglang"}
 _LOSS_GAP = 1e-5
 """Both compute the same sums of the same bytes; the order of sums is one machine's."""
 _VLLM_GAP = 0.02
@@ -65,10 +60,10 @@ class LoraOptions:
         if self.engine not in ("embedded", *_SERVERS):
             raise ConfigError(f"--lora runs with --engine embedded, vllm or sglang, not {self.engine}")
         if self.engine in _SERVERS:
-            _SERVERS[self.engine][0].check()
+            SERVED[self.engine].server.check()
 
 
-def run_lora(options: LoraOptions, console: Console | None = None) -> list[str]:
+def run_lora(options: LoraOptions) -> list[str]:
     """Runs the demo to its end.
 
     Returns:
@@ -77,7 +72,7 @@ def run_lora(options: LoraOptions, console: Console | None = None) -> list[str]:
     Raises:
         WeightSyncError: a process failed or the time ran out. No process is left behind.
     """
-    out = console or Console(highlight=False)
+    out = Console(highlight=False)
     torch.set_num_threads(1)
     text, size = ByteText(), model_size(options.size)
     with Processes(step_timeout_s=options.step_timeout_s, say=out.print) as processes:
@@ -92,20 +87,17 @@ def run_lora(options: LoraOptions, console: Console | None = None) -> list[str]:
         for parameter in base.parameters():  # an adapter's base is what its engine computes with
             parameter.data = parameter.data.to(torch.bfloat16)
         if options.engine in _SERVERS:
-            server, module = _SERVERS[options.engine]
             folder = processes.folder / "base"
             base.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
             save_byte_tokenizer(folder)
-            out.print(f"starting a server of {server.name} on the base (about a minute)")
-            processes.start("engine-0", module, ["--size", options.size, "--model", str(folder)])
+            out.print(f"starting a server of {SERVED[options.engine].server.name} on the base (about a minute)")
+            processes.start("engine-0", _SERVERS[options.engine], ["--size", options.size, "--model", str(folder)])
         model = adapted(base, options.rank)
-        held_out = text.held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=size.row_length)
+        held_out = text.held_out(row_length=size.row_length)
         _, told = processes.next("the engine")
-        move: _Push | _Pull
         with contextlib.ExitStack() as opened:
-            kind = _PullOnCheckpoint if options.engine in _SERVERS else _Pull if options.path == "pull" else _Push
+            kind = _Pull if options.engine in _SERVERS or options.path == "pull" else _Push
             move = kind(model, told, processes.token, options, opened)
-            move.base()
             loop, rows, problems = TrainLoop(model, text, size, rank=0), [], []
             out.print(f"{'version':>7} {'trainer':>8} {'engine':>8} {'adapter':>9} {'sync':>7} {'paused':>7}  proof")
             for step in range(options.steps):
@@ -134,21 +126,15 @@ class _Push:
     def __init__(
         self, model: Any, told: dict[str, Any], token: str, options: LoraOptions, opened: contextlib.ExitStack
     ) -> None:
-        urls = told["urls"]
-        first = base_extractor(model)
-        self._base = opened.enter_context(
-            weightsync.push(first, urls[BASE_ID], model_id=BASE_ID, token=token, dtype="keep")
-        )
-        self._open: Callable[[], Any] = lambda: opened.enter_context(
-            weightsync.push(model, urls[ADAPTER_ID], model_id=ADAPTER_ID, token=token)
-        )
-        self._adapter: Any = None
-        self.base_bytes = first.metadata().total_bytes
+        def pushed(weights: Any, model_id: str, **settings: Any) -> Any:
+            return opened.enter_context(
+                weightsync.push(weights, told["urls"][model_id], model_id=model_id, token=token, **settings)
+            )
 
-    def base(self) -> None:
-        """Once."""
-        self._base.step()
-        self._adapter = self._open()
+        first = base_extractor(model)
+        self.base_bytes = first.metadata().total_bytes
+        pushed(first, BASE_ID, dtype="keep").step()
+        self._adapter = pushed(model, ADAPTER_ID)
 
     def adapter(self, number: int) -> dict[str, Any]:
         """A version, and how it went."""
@@ -160,7 +146,8 @@ class _Push:
 
 
 class _Pull:
-    """The trainer publishes both, and the engine's service fetches them."""
+    """The trainer publishes both, and the engine's service fetches them. A server's base is the checkpoint that it was
+    started with: its adapter is bound to the digest of that, and is published alone."""
 
     def __init__(
         self, model: Any, told: dict[str, Any], token: str, options: LoraOptions, opened: contextlib.ExitStack
@@ -168,17 +155,21 @@ class _Pull:
         first = base_extractor(model)
         self.base_bytes = first.metadata().total_bytes
         self._timeout_s = options.step_timeout_s
-        self._client = RolloutClient(told["service_url"], token=token)
-        opened.callback(self._client.close)
-        settings: dict[str, Any] = {"port": 0, "token": token, "last_wait_s": 0}
-        self._base = opened.enter_context(weightsync.publish(first, BASE_ID, dtype="keep", **settings))
-        self._adapter = opened.enter_context(weightsync.publish(model, ADAPTER_ID, base=self._base, **settings))
-        for model_id, publisher in ((BASE_ID, self._base), (ADAPTER_ID, self._adapter)):
-            self._client.register_sender(RegisterSenderRequest(model_id=model_id, sender_endpoint=publisher.endpoint))
+        self._client = opened.enter_context(contextlib.closing(RolloutClient(told["service_url"], token=token)))
 
-    def base(self) -> None:
-        """Once."""
-        self._follow(BASE_ID, self._base)
+        def published(weights: Any, model_id: str, **settings: Any) -> Any:
+            publisher = opened.enter_context(
+                weightsync.publish(weights, model_id, port=0, token=token, last_wait_s=0, **settings)
+            )
+            self._client.register_sender(RegisterSenderRequest(model_id=model_id, sender_endpoint=publisher.endpoint))
+            return publisher
+
+        if options.engine in _SERVERS:
+            self._adapter = published(model, ADAPTER_ID, canary=list(PROMPT.encode()))
+        else:
+            base = published(first, BASE_ID, dtype="keep")
+            self._adapter = published(model, ADAPTER_ID, base=base)
+            self._follow(BASE_ID, base)
 
     def adapter(self, number: int) -> dict[str, Any]:
         """A version, and how it went."""
@@ -196,26 +187,6 @@ class _Pull:
             sender_endpoint=publisher.endpoint, wait_s=self._timeout_s,
         )  # fmt: skip
         return self._client.notify_version(request, timeout_s=self._timeout_s + 10.0)
-
-
-class _PullOnCheckpoint(_Pull):
-    """The engine's base is the checkpoint that it was started with: the adapter is bound to the digest of that."""
-
-    def __init__(
-        self, model: Any, told: dict[str, Any], token: str, options: LoraOptions, opened: contextlib.ExitStack
-    ) -> None:
-        self.base_bytes = base_extractor(model).metadata().total_bytes
-        self._timeout_s = options.step_timeout_s
-        self._client = RolloutClient(told["service_url"], token=token)
-        opened.callback(self._client.close)
-        canary = list(PROMPT.encode())
-        self._adapter = opened.enter_context(
-            weightsync.publish(model, ADAPTER_ID, port=0, token=token, last_wait_s=0, canary=canary)
-        )
-        self._client.register_sender(RegisterSenderRequest(model_id=ADAPTER_ID, sender_endpoint=self._adapter.endpoint))
-
-    def base(self) -> None:
-        """It is there."""
 
 
 def _wrong(row: dict[str, Any], said: dict[str, Any], number: int, *, gap: float) -> list[str]:

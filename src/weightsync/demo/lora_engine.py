@@ -7,27 +7,27 @@ asks for. Ends when that closes.
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import sys
-import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, SAMPLE_BYTES, ByteText
-from weightsync.demo.engine import TOKEN_VARIABLE
-from weightsync.demo.model import build_model, held_out_loss, model_size, sample
+from weightsync.demo.engine import DemoEngine
+from weightsync.demo.model import build_model
+from weightsync.demo.processes import TOKEN_VARIABLE, tell
+from weightsync.demo.rollout import Rollout
 from weightsync.engine.adapter import AdapterEngine
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
-from weightsync.errors import NotServingError
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.load.peft import PeftAdapterLoader, PeftBaseLoader
+from weightsync.peft_model import new_adapter
 
 BASE_ID, ADAPTER_ID = "base", "adapter"
-_REST_S = 0.05
 
 
 def adapted(model: torch.nn.Module, rank: int) -> Any:
@@ -36,68 +36,36 @@ def adapted(model: torch.nn.Module, rank: int) -> Any:
     Raises:
         MissingDependencyError: peft is not installed.
     """
-    from weightsync.peft_model import new_adapter
-
     return new_adapter(model, rank=rank, alpha=2 * rank, modules=("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"))
 
 
-class LoraDemoEngine:
-    """The model, both of its engines, and a thread that generates with the adapter all the time.
-
-    Args:
-        size: name of the model's size.
-        rank: of the adapter.
-    """
+class LoraDemoEngine(DemoEngine):
+    """The model with an adapter, and both of its engines."""
 
     def __init__(self, size: str, rank: int) -> None:
+        Rollout.__init__(self, "engine-adapter", size)
         self._model = adapted(build_model(size, dtype=torch.bfloat16, seed=1), rank).eval()
-        self._batch = ByteText().held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=model_size(size).row_length)
         self.base = EmbeddedEngine.of(PeftBaseLoader(self._model), engine_id="engine-base", model_id=BASE_ID)
-        self.adapter = AdapterEngine(PeftAdapterLoader(self._model), self.base, engine_id="engine-adapter")
-        self._served: dict[str, int] = {}
-        self._num_refused = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._generate_all_the_time, name="rollout", daemon=True)
-        self._thread.start()
+        self.engine = AdapterEngine(PeftAdapterLoader(self._model), self.base, engine_id="engine-adapter")
 
-    def report(self, number: int) -> dict[str, Any]:
-        """Loss on the held-out text and a sample, under one version of the adapter; waits for that version."""
-        looked = threading.Event()
-        while self.adapter.version is None or self.adapter.version.number < number:
-            if looked.wait(0.005):
-                break
-        with self.adapter.generation() as version:
-            loss, text = held_out_loss(self._model, self._batch), sample(self._model, PROMPT, SAMPLE_BYTES)
-        return {
-            "version": None if version is None else version.number,
-            "base": None if self.base.version is None else str(self.base.version),
-            "loss": loss,
-            "sample": PROMPT + text,
-            "num_generations": dict(self._served),
-            "num_refused": self._num_refused,
-        }
+    def report(self) -> dict[str, Any]:
+        return {**super().report(), "base": str(self.base.version)}
 
     def close(self) -> None:
-        """Stops generating."""
-        self._ended.set()
-        self._thread.join(60)
-        self.adapter.close()
+        super().close()
         self.base.close()
 
-    def _generate_all_the_time(self) -> None:
-        while not self._ended.wait(_REST_S):
-            try:
-                with self.adapter.generation(timeout_s=60.0) as version:
-                    sample(self._model, PROMPT, SAMPLE_BYTES)
-            except NotServingError:
-                self._num_refused += 1
-                continue
-            key = "none" if version is None else str(version.number)
-            self._served[key] = self._served.get(key, 0) + 1
+
+def serve(service: RolloutService, report: Callable[[int], dict[str, Any]], **told: Any) -> None:
+    """Says where the service is, and `told`; then a report for each number of a version that a line of the standard
+    input names, until that closes."""
+    with contextlib.closing(service):
+        tell({"service_url": service.start(), **told})
+        for line in sys.stdin:
+            tell(report(int(line)))
 
 
 def main() -> None:
-    """Runs until standard input closes."""
     parser = argparse.ArgumentParser(description="The engine of `weightsync demo --lora`, which starts it.")
     parser.add_argument("--size", required=True)
     parser.add_argument("--rank", type=int, required=True)
@@ -105,24 +73,14 @@ def main() -> None:
     torch.set_num_threads(1)
     token = os.environ[TOKEN_VARIABLE]
     demo = LoraDemoEngine(options.size, options.rank)
-    servers = {BASE_ID: EngineServer(demo.base, token=token), ADAPTER_ID: EngineServer(demo.adapter, token=token)}
-    service = RolloutService(
-        {BASE_ID: demo.base, ADAPTER_ID: demo.adapter},
-        RolloutConfig(service_id="engine-0", token=token, sender_token=token),
-    )
-    urls = {name: server.start() for name, server in servers.items()}
-    _tell({"urls": urls, "service_url": service.start()})
-    for line in sys.stdin:
-        _tell(demo.report(int(line)))
-    service.close()
-    demo.close()
+    engines = {BASE_ID: demo.base, ADAPTER_ID: demo.engine}
+    servers = {name: EngineServer(engine, token=token) for name, engine in engines.items()}
+    service = RolloutService(engines, RolloutConfig(service_id="engine-0", token=token, sender_token=token))
+    demo.start()
+    serve(service, lambda _: demo.report(), urls={name: server.start() for name, server in servers.items()})
     for server in servers.values():
         server.close()
-
-
-def _tell(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+    demo.close()
 
 
 if __name__ == "__main__":

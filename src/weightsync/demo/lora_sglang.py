@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID
-from weightsync.demo.lora_vllm import LoraVllmEngine, serve
+from weightsync.demo.lora_vllm import LoraVllmEngine, main
 from weightsync.demo.sglang_engine import SGLangServer
 from weightsync.handles.lora_messages import SGLANG_VARIABLE
 from weightsync.handles.sglang_server import SGLangServerEngine
@@ -17,8 +17,6 @@ _SLOTS = 3
 
 
 class LoraSGLangServer(SGLangServer):
-    """An SGLang server that takes adapters."""
-
     def _command(self, port: int) -> tuple[str, ...]:
         import torch
 
@@ -34,8 +32,6 @@ class LoraSGLangServer(SGLangServer):
 
 
 class LoraSGLangEngine(LoraVllmEngine):
-    """See `LoraVllmEngine`."""
-
     _unknown = (400,)
 
     def _scores(self, row: list[int]) -> tuple[list[float], int | None]:
@@ -53,4 +49,4 @@ class LoraSGLangEngine(LoraVllmEngine):
 
 
 if __name__ == "__main__":
-    serve(LoraSGLangServer, LoraSGLangEngine, lambda url: SGLangServerEngine(url, engine_id="engine-0"))
+    main(LoraSGLangServer, LoraSGLangEngine, lambda url: SGLangServerEngine(url, engine_id="engine-0"))

@@ -8,9 +8,8 @@ input asks for. Ends when that closes.
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 
 import httpx
 
-from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, SAMPLE_BYTES, ByteText
-from weightsync.demo.engine import TOKEN_VARIABLE
-from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID
-from weightsync.demo.model import model_size
+from weightsync.demo.data import PROMPT, SAMPLE_BYTES
+from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID, serve
+from weightsync.demo.processes import TOKEN_VARIABLE
+from weightsync.demo.rollout import Rollout
 from weightsync.demo.vllm_engine import VllmServer
 from weightsync.errors import EngineError
 from weightsync.handles.lora_messages import MIDDLEWARE
@@ -32,13 +31,10 @@ from weightsync.host.settings import RolloutConfig
 from weightsync.types import Deadline
 
 _ASK_S = 60.0
-_REST_S = 0.05
 _SLOTS = 3
 
 
 class LoraVllmServer(VllmServer):
-    """A vLLM server that takes adapters."""
-
     def _command(self, port: int) -> tuple[str, ...]:
         return (
             *super()._command(port),
@@ -50,32 +46,22 @@ class LoraVllmServer(VllmServer):
         return {**super()._environment(), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 
 
-class LoraVllmEngine:
-    """The server, its clients and a thread that generates with the adapter all the time.
+class LoraVllmEngine(Rollout):
+    """A server that generates with the adapter."""
 
-    Args:
-        url: of the server.
-        size: name of the model's size.
-    """
-
+    refusals = (EngineError, httpx.HTTPError)
     _unknown: tuple[int, ...] = (404,)
     """What the server answers for a model that it has not."""
 
     def __init__(self, url: str, size: str) -> None:
+        super().__init__("engine-0", size)
         self._http = httpx.Client(base_url=url, timeout=_ASK_S, trust_env=False)
-        held_out = ByteText().held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=model_size(size).row_length)
-        self._rows: list[list[int]] = held_out.tolist()
-        self._served: dict[str, int] = {}
-        self._num_refused = 0
         # vLLM's CPU build (0.32) ends at prompt_logprobs of an adapter beside a generation
         self._turn = threading.Lock()
         self._has_one = threading.Event()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._generate_all_the_time, name="rollout", daemon=True)
-        self._thread.start()
 
     def report(self, number: int) -> dict[str, Any]:
-        """Loss on the held-out text by the server's own log-probabilities and a sample, both under one version."""
+        """See `Rollout._told`, of this version; the loss is by the server's own log-probabilities."""
         deadline = Deadline(_ASK_S)
         while (version := self._generated([1], 1)[1]) != number:
             deadline.check(f"version {number} in the answers, which are by {version}")
@@ -83,19 +69,14 @@ class LoraVllmEngine:
         self._has_one.set()
         scores: list[float] = []
         with self._turn:
-            for row in self._rows:
+            for row in self._batch.tolist():
                 told, version = self._scores(row)
                 scores += told
         text = self._generated(list(PROMPT.encode()), SAMPLE_BYTES)[0]
-        return {
-            "version": version, "base": "its checkpoint", "loss": -sum(scores) / len(scores), "sample": PROMPT + text,
-            "num_generations": dict(self._served), "num_refused": self._num_refused,
-        }  # fmt: skip
+        return {**self._told(version, -sum(scores) / len(scores), text), "base": "its checkpoint"}
 
     def close(self) -> None:
-        """Stops generating."""
-        self._ended.set()
-        self._thread.join(5)
+        super().close()
         self._http.close()
 
     def _scores(self, row: list[int]) -> tuple[list[float], int | None]:
@@ -122,45 +103,24 @@ class LoraVllmEngine:
             raise EngineError(f"the server answered {response.status_code}: {response.text[:500]}")
         return response.json(), int(response.headers["x-weightsync-version"].rpartition("/")[2])
 
-    def _generate_all_the_time(self) -> None:
-        while not self._ended.wait(_REST_S):
-            if not self._has_one.is_set():
-                continue
-            try:
-                with self._turn:
-                    _, version = self._generated(list(PROMPT.encode()), SAMPLE_BYTES)
-            except (EngineError, httpx.HTTPError):
-                self._num_refused += not self._ended.is_set()
-                continue
-            self._served[str(version)] = self._served.get(str(version), 0) + 1
+    def _generate_once(self) -> None:
+        if self._has_one.is_set():
+            with self._turn:
+                self._generated(list(PROMPT.encode()), SAMPLE_BYTES)
 
 
-def serve(server_kind: type[VllmServer], engine_kind: type[LoraVllmEngine], handle: Callable[[str], TwoKinds]) -> None:
-    """Runs until standard input closes."""
+def main(server_kind: type[VllmServer], engine_kind: type[LoraVllmEngine], handle: Callable[[str], TwoKinds]) -> None:
     parser = argparse.ArgumentParser(description="The engine of `weightsync demo --lora` into a server.")
     parser.add_argument("--size", required=True)
     parser.add_argument("--model", required=True, type=Path)
     options = parser.parse_args()
     token = os.environ[TOKEN_VARIABLE]
-    with server_kind(options.model) as server:
-        engine = handle(server.url)
+    with server_kind(options.model) as server, contextlib.closing(handle(server.url)) as engine:
         config = RolloutConfig(service_id="engine-0", token=token, sender_token=token)
-        service = RolloutService({ADAPTER_ID: engine}, config)
-        demo = engine_kind(server.url, options.size)
-        try:
-            _tell({"service_url": service.start()})
-            for line in sys.stdin:
-                _tell(demo.report(int(line)))
-        finally:
-            demo.close()
-            service.close()
-            engine.close()
-
-
-def _tell(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+        with contextlib.closing(engine_kind(server.url, options.size)) as demo:
+            demo.start()
+            serve(RolloutService({ADAPTER_ID: engine}, config), demo.report)
 
 
 if __name__ == "__main__":
-    serve(LoraVllmServer, LoraVllmEngine, lambda url: VllmServerEngine(url, engine_id="engine-0"))
+    main(LoraVllmServer, LoraVllmEngine, lambda url: VllmServerEngine(url, engine_id="engine-0"))

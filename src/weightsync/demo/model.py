@@ -27,8 +27,6 @@ class ModelSize:
     """A size of the model and how it is trained.
 
     Attributes:
-        hidden: width of the residual stream.
-        layers: number of decoder layers.
         heads: query heads of `head_dim` each; `kv_heads` of them share keys and values.
         intermediate: width of the MLP.
         num_rows: rows of a rank's batch.
@@ -159,9 +157,6 @@ class ServedCopy:
     """What an engine makes of a trainer's weights: a model of the values that it gets, made without the library.
 
     The trainer's loss that is compared with an engine's is the loss of this copy.
-
-    Args:
-        size: name of the model's size.
     """
 
     def __init__(self, size: str) -> None:
@@ -224,7 +219,6 @@ class TrainLoop:
     Args:
         model: from `apply_fsdp2`, or a plain model.
         text: the same in every rank.
-        size: how to train.
         rank: which share of the text.
     """
 

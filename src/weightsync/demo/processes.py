@@ -1,4 +1,4 @@
-"""The demo's processes: started together, read line by line, and ended together."""
+"""The demo's processes: started together, read line by line, and ended together; and what they say."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Self
 
-from weightsync.demo.engine import TOKEN_VARIABLE
 from weightsync.demo.patience import Patience, here
 from weightsync.errors import WeightSyncError
 
+TOKEN_VARIABLE = "WEIGHTSYNC_DEMO_TOKEN"
 _LOOK_S = 1.0
+_turn = threading.Lock()
+
+
+def tell(message: dict[str, Any]) -> None:
+    """Says something to who started this process: a JSON object, on a line of its own. From any thread."""
+    with _turn:
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
 
 
 class DemoError(WeightSyncError):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -16,12 +16,9 @@ from weightsync.cluster.launch import launch
 from weightsync.cluster.trainer_actor import RankContext
 from weightsync.demo.engine import DemoEngine, start_engine
 from weightsync.demo.patience import patiently
-from weightsync.demo.trainer import DemoTrainer, TrainerOptions, config_of, row_of
+from weightsync.demo.trainer import DemoOptions, DemoTrainer, config_of, pushed_row
 from weightsync.demo.vllm_engine import VllmDemoEngine
 from weightsync.errors import MissingDependencyError
-
-if TYPE_CHECKING:
-    from weightsync.demo.launch import DemoOptions
 
 _OBJECT_STORE_BYTES = 200 << 20
 
@@ -30,7 +27,6 @@ class RayJob:
     """Starts Ray on this machine, the actors on it, and says what rank 0 of the processes would say.
 
     Args:
-        options: of the demo.
         say: told what is waited for, where that takes long.
     """
 
@@ -60,9 +56,7 @@ class RayJob:
         self._stack.callback(ray.shutdown)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def messages(self) -> Iterator[dict[str, Any]]:
@@ -71,11 +65,11 @@ class RayJob:
         phases: list[dict[str, Any]] = []
         sync = self._stack.enter_context(
             launch(
-                _TrainerFactory(options.of_trainer(0)),
-                _EngineFactory(kind=options.engine, size=options.size),
+                functools.partial(_trainer, options),
+                functools.partial(_engine, options.engine, options.size),
                 num_ranks=options.ranks,
                 num_engines=options.engines,
-                config=config_of(options.of_trainer(0)),
+                config=config_of(options),
                 start_timeout_s=limit_s,
             )
         )
@@ -89,7 +83,7 @@ class RayJob:
             with patiently("evaluation", self._say):
                 loss = sync.run("evaluate", timeout_s=limit_s)[0]
                 said = [engine.ask("report", timeout_s=limit_s) for engine in sync.engines.values()]
-            rows = [row_of(report, each, trainer_loss=loss, train_s=train_s) for each in said]
+            rows = [pushed_row(report, each, trainer_loss=loss, train_s=train_s) for each in said]
             phases += [phase for each in said for phase in each["phases"]]
             yield {"row": dataclasses.asdict(rows[0])}
         phases += sync.run("phases", timeout_s=limit_s)[0]
@@ -98,25 +92,9 @@ class RayJob:
             engine.ask("close", timeout_s=limit_s)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _EngineFactory:
-    """Builds an engine in its actor; sent there by Ray."""
-
-    kind: str
-    size: str
-
-    def __call__(self, context: EngineContext) -> DemoEngine | VllmDemoEngine:
-        return start_engine(self.kind, context.engine_id, self.size)
+def _engine(kind: str, size: str, context: EngineContext) -> DemoEngine | VllmDemoEngine:
+    return start_engine(kind, context.engine_id, size)
 
 
-@dataclasses.dataclass(frozen=True)
-class _TrainerFactory:
-    """Builds a rank's trainer in its actor; sent there by Ray."""
-
-    options: TrainerOptions
-
-    def __call__(self, context: RankContext) -> DemoTrainer:
-        return DemoTrainer(
-            dataclasses.replace(self.options, rank=context.rank, world_size=context.world_size),
-            lambda extractor, recorder: context.push(extractor, recorder=recorder),
-        )
+def _trainer(options: DemoOptions, context: RankContext) -> DemoTrainer:
+    return DemoTrainer(options, context.rank, lambda extractor, recorder: context.push(extractor, recorder=recorder))

@@ -23,6 +23,10 @@ class SGLangServer(VllmServer):
     name = "SGLang"
 
     @staticmethod
+    def handle(url: str, engine_id: str) -> SGLangEngine:
+        return SGLangEngine(SGLangApi(url), engine_id=engine_id)
+
+    @staticmethod
     def check() -> None:
         if COMMAND_VARIABLE not in os.environ and importlib.util.find_spec("sglang") is None:
             raise MissingDependencyError(
@@ -43,12 +47,7 @@ class SGLangServer(VllmServer):
 
 
 class SGLangDemoEngine(VllmDemoEngine):
-    """See `VllmDemoEngine`."""
-
     server = SGLangServer
-
-    def _handle(self, engine_id: str) -> SGLangEngine:
-        return sglang_handle(self.url, engine_id)
 
     def _scores(self, rows: list[list[int]]) -> list[float]:
         told = self._generate(rows, 1, return_logprob=True, logprob_start_len=0)
@@ -66,6 +65,5 @@ class SGLangDemoEngine(VllmDemoEngine):
         return told
 
 
-def sglang_handle(url: str, engine_id: str) -> SGLangEngine:
-    """How a trainer, or a rollout service, reaches the server."""
-    return SGLangEngine(SGLangApi(url), engine_id=engine_id)
+SERVED = {"vllm": VllmDemoEngine, "sglang": SGLangDemoEngine}
+"""Engines that are servers of their own, by the names that the command has for them."""

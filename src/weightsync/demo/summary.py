@@ -56,13 +56,7 @@ class StepRow:
         return abs(self.trainer_loss - self.engine_loss)
 
 
-def summarize(
-    rows: Sequence[StepRow],
-    *,
-    num_steps_asked: int,
-    loss_gap_tolerance: float = LOSS_GAP_TOLERANCE,
-    by_deltas: bool = False,
-) -> dict[str, Any]:
+def summarize(rows: Sequence[StepRow], *, num_steps_asked: int, by_deltas: bool = False) -> dict[str, Any]:
     """The summary as JSON-able data; numbers that are not finite are null.
 
     Returns:
@@ -80,7 +74,7 @@ def summarize(
         "digests_equal": False if False in digests else None if None in digests or not digests else True,
         "loss_gap_max": _finite(max(gaps, default=None, key=lambda gap: math.inf if math.isnan(gap) else gap)),
         "num_steps_asked": num_steps_asked,
-        "loss_gap_tolerance": loss_gap_tolerance,
+        "loss_gap_tolerance": LOSS_GAP_TOLERANCE,
         "by_deltas": by_deltas,
         "paused_delta_s": _median([row.paused_s for row in rows if row.density is not None]),
         "paused_full_s": _median([row.paused_s for row in rows[1:] if row.density is None]),
@@ -131,22 +125,11 @@ def write_summary(summary: Mapping[str, Any], path: str | os.PathLike[str]) -> P
 
 
 def _step(row: StepRow) -> dict[str, Any]:
-    return {
-        "version": row.version,
-        "trainer_loss": _finite(row.trainer_loss),
-        "engine_loss": _finite(row.engine_loss),
-        "loss_gap": _finite(row.loss_gap),
-        "bytes": row.total_bytes,
-        "paused_s": _finite(row.paused_s),
-        "train_s": _finite(row.train_s),
-        "sync_s": _finite(row.sync_s),
-        "phases": {name: _finite(seconds) for name, seconds in row.phases_s.items()},
-        "digests_equal": row.digests_equal,
-        "unprovable": row.unprovable or None,
-        "density": _finite(row.density),
-        "received_bytes": row.received_bytes,
-        "sample": row.sample,
-    }
+    facts = dataclasses.asdict(row)
+    facts["bytes"], facts["phases"] = facts.pop("total_bytes"), facts.pop("phases_s")
+    facts |= {"loss_gap": row.loss_gap, "unprovable": row.unprovable or None}
+    facts["phases"] = {name: _finite(seconds) for name, seconds in facts["phases"].items()}
+    return {name: _finite(fact) if isinstance(fact, float) else fact for name, fact in facts.items()}
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -20,22 +20,19 @@ class StepTable:
     """Shows a row for each step as it comes.
 
     Args:
-        console: where to write; by default standard output.
+        console: where to write.
         phases: which phases have a column.
         deltas: whether there are columns for what deltas save.
     """
 
-    def __init__(
-        self, console: Console | None = None, *, phases: tuple[str, ...] = PHASES, deltas: bool = False
-    ) -> None:
-        self.console = console or Console()
+    def __init__(self, console: Console, *, phases: tuple[str, ...] = PHASES, deltas: bool = False) -> None:
+        self.console = console
         narrow = self.console.is_terminal and self.console.width < _NARROW
         self._phases = ("sync",) if narrow else phases
         self._deltas = deltas
         self._wrote_header = False
 
     def add(self, row: StepRow) -> None:
-        """Shows one more step."""
         if not self._wrote_header:
             self.status(_NOTE)
             self._print(Text(header(self._phases, deltas=self._deltas), style="bold"))
@@ -43,19 +40,17 @@ class StepTable:
         self._print(line(row, self._phases, deltas=self._deltas))
 
     def status(self, text: str) -> None:
-        """Says what is going on."""
         self.console.print(Text(text, style="dim"), soft_wrap=True, highlight=False)
 
     def _print(self, text: Text) -> None:
         """A terminal's line ends where it does, a log's where the text does."""
         if self.console.is_terminal:
-            self.console.print(text, no_wrap=True, overflow="ellipsis", highlight=False)
+            self.console.print(text, soft_wrap=False, no_wrap=True, overflow="ellipsis", highlight=False)
         else:
             self.console.print(text, soft_wrap=True, highlight=False)
 
 
 def header(phases: tuple[str, ...] = PHASES, *, deltas: bool = False) -> str:
-    """The header over the lines."""
     timed = "".join(f"{name + ' ms':>12}" for name in phases)
     saved = "".join(f"{name:>11}" for name in _DELTA_HEADS) if deltas else ""
     head = f"{'version':>7}{'trainer loss':>14}{'engine loss':>13}{'gap':>8}{'MB':>8}"

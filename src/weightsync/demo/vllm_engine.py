@@ -17,23 +17,21 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import httpx
-import msgspec
 import torch
 
-from weightsync.demo.data import NUM_HELD_OUT_ROWS, PROMPT, SAMPLE_BYTES, ByteText
-from weightsync.demo.model import build_model, model_size, save_byte_tokenizer
+from weightsync.demo.data import PROMPT, SAMPLE_BYTES
+from weightsync.demo.model import build_model, save_byte_tokenizer
+from weightsync.demo.rollout import Rollout
 from weightsync.errors import DeadlineExceededError, EngineError, EngineUnreachableError, MissingDependencyError
 from weightsync.handles.stepped import SteppedEngine
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
-from weightsync.observe import Recorder
 from weightsync.types import Deadline, DescribeRequest, EngineOp, Version
 
 _MODEL_NAME = "demo"
-_REST_S = 0.05
+_START_S = 240.0
 _ASK_S = 60.0
 _GUARD = 'exec 3<&0; (read -r word <&3 && exit; kill -TERM "-$0"; sleep 10; kill -KILL "-$0") >/dev/null 2>&1 &'
 """Ends a process group when whoever holds the other end of its standard input dies; a line there lets it go. It is
@@ -42,23 +40,26 @@ nobody's child: Ray kills an actor's children, here vLLM's front end, and what t
 
 class VllmServer:
     """A vLLM OpenAI server in a process of its own, on loopback; a context manager that leaves nothing behind. Another
-    engine's is a subclass with another `name`, `check`, `_command` and `_environment`.
+    engine's is a subclass with another `name`, `handle`, `check`, `_command` and `_environment`.
 
     Args:
         model: folder with config, weights and tokenizer.
-        start_timeout_s: how long it may take to answer.
     """
 
     name = "vLLM"
 
-    def __init__(self, model: Path, *, start_timeout_s: float = 240.0) -> None:
+    def __init__(self, model: Path) -> None:
         self.check()
         self._model = model
-        self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         self.url = ""
+
+    @staticmethod
+    def handle(url: str, engine_id: str) -> SteppedEngine:
+        """How a trainer, or a rollout service, reaches the server: by the routes that it has itself."""
+        return VllmEngine(VllmHttpApi(url), engine_id=engine_id)
 
     @staticmethod
     def check() -> None:
@@ -105,13 +106,11 @@ class VllmServer:
         try:
             self._wait_until_ready()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         process, self._process = self._process, None
         if process is not None:
             for sent in (signal.SIGTERM, signal.SIGKILL):
@@ -131,7 +130,7 @@ class VllmServer:
             raise EngineError(f"{self.name} ended with code {self._process.returncode}; it wrote:\n{self._tail()}")
 
     def _wait_until_ready(self) -> None:
-        deadline = Deadline(self._start_timeout_s)
+        deadline = Deadline(_START_S)
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False).status_code == 200:
@@ -139,7 +138,7 @@ class VllmServer:
             self.check_alive()
             if deadline.expired:
                 raise DeadlineExceededError(
-                    f"{self.name} did not answer within {self._start_timeout_s:g} s; it wrote:\n{self._tail()}"
+                    f"{self.name} did not answer within {_START_S:g} s; it wrote:\n{self._tail()}"
                 )
             threading.Event().wait(0.2)
 
@@ -149,20 +148,20 @@ class VllmServer:
         return self._log.read().decode(errors="replace")
 
 
-class VllmDemoEngine:
-    """A vLLM server that holds the demo's model, a thread that generates through it, and a report.
-
-    The same face as `demo.engine.DemoEngine`. Another engine's is a subclass with another `server`, `_handle`,
-    `_scores` and `_text`.
+class VllmDemoEngine(Rollout):
+    """A vLLM server that holds the demo's model. Another engine's is a subclass with another `server`, `_scores` and
+    `_text`.
 
     Args:
-        engine_id: name of this engine.
-        size: name of the model's size.
+        engine_id, size: see `Rollout`.
     """
 
     server = VllmServer
+    refusals = (EngineError, EngineUnreachableError)
 
     def __init__(self, engine_id: str, size: str) -> None:
+        super().__init__(engine_id, size)
+        self._rows: list[list[int]] = self._batch.tolist()
         self._stack = contextlib.ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-demo-")))
         # Another seed than the trainer's: what the engine serves at first is not what it is sent.
@@ -175,45 +174,21 @@ class VllmDemoEngine:
         except BaseException:
             self._stack.close()
             raise
-        self.engine = self._handle(engine_id)
-        held_out = ByteText().held_out(num_rows=NUM_HELD_OUT_ROWS, row_length=model_size(size).row_length)
-        self._rows: list[list[int]] = held_out.tolist()
-        self._recorder = Recorder(f"{engine_id}/rollout")
-        self._num_generations = 0
-        self._num_refused = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._generate_all_the_time, name="rollout", daemon=True)
-
-    def _handle(self, engine_id: str) -> SteppedEngine:
-        return vllm_handle(self.url, engine_id)
-
-    def start(self) -> None:
-        """Starts to generate."""
-        self._thread.start()
+        self.engine = self.server.handle(self.url, engine_id)
 
     def close(self) -> None:
-        """Stops generating, and the server."""
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(5)
+        super().close()
         self._stack.close()
 
     def report(self) -> dict[str, Any]:
-        """Loss on the held-out text by the server's own log-probabilities and a sample, both under one version."""
+        """See `Rollout._told`; the loss is by the server's own log-probabilities."""
         before = self._version()
         with self._recorder.phase("evaluate"):
             scores = self._scores(self._rows)
             text = self._text()
         if self._version() != before:
             raise EngineError("the version changed while the engine was asked")
-        return {
-            "version": None if before is None else before.number,
-            "loss": -sum(scores) / len(scores),
-            "sample": PROMPT + text,
-            "num_generations": {"all": self._num_generations},
-            "num_refused": self._num_refused,
-            "phases": msgspec.to_builtins(self._recorder.drain()),
-        }
+        return self._told(None if before is None else before.number, -sum(scores) / len(scores), text)
 
     def _version(self) -> Version | None:
         return self.engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ASK_S).version
@@ -226,7 +201,6 @@ class VllmDemoEngine:
         ]
 
     def _text(self) -> str:
-        """A generation after the prompt."""
         text: str = self._complete([list(PROMPT.encode())], max_tokens=SAMPLE_BYTES)[0]["text"]
         return text
 
@@ -236,7 +210,6 @@ class VllmDemoEngine:
         return choices
 
     def _ask(self, path: str, body: dict[str, Any]) -> Any:
-        """What the server answers."""
         name = self.server.name
         try:
             response = self._http.post(path, json=body)
@@ -246,28 +219,15 @@ class VllmDemoEngine:
             raise EngineError(f"{name} answered {response.status_code}: {response.text[:500]}")
         return response.json()
 
-    def _generate_all_the_time(self) -> None:
-        while not self._ended.wait(_REST_S):
-            try:
-                with self._recorder.phase("generate"):
-                    self._text()
-            except (EngineError, EngineUnreachableError):
-                self._num_refused += 1
-                self._end_with_server()
-                continue
-            self._num_generations += 1
+    def _generate_once(self) -> None:
+        with self._recorder.phase("generate"):
+            self._text()
 
-    def _end_with_server(self) -> None:
+    def _refused(self) -> None:
         """Ends this process, which is nothing without its server; whoever started it shows what it wrote."""
         try:
             self._server.check_alive()
         except EngineError as error:
-            if not self._ended.is_set():
-                sys.stderr.write(f"{error}\n")
-                sys.stderr.flush()
-                os._exit(1)
-
-
-def vllm_handle(url: str, engine_id: str) -> VllmEngine:
-    """How a trainer reaches the server: the routes that vLLM itself has."""
-    return VllmEngine(VllmHttpApi(url), engine_id=engine_id)
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+            os._exit(1)
