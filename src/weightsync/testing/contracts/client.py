@@ -56,27 +56,21 @@ class ScriptedEngine:
         fails: Mapping[EngineOp, Exception] | None = None,
         waits: Mapping[EngineOp, threading.Event] | None = None,
     ) -> None:
-        self._engine_id = engine_id
+        self.engine_id = engine_id
         self.world_size = world_size
         self.fails = dict(fails or {})
         self.waits = dict(waits or {})
         self.asked: list[tuple[EngineOp, EngineRequest]] = []
         self.entered = {op: threading.Event() for op in EngineOp}
 
-    @property
-    def engine_id(self) -> str:
-        """See `EngineHandle`."""
-        return self._engine_id
-
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
-        """See `EngineHandle`."""
         self.asked.append((op, request))
         self.entered[op].set()
         if op in self.waits and not self.waits[op].wait(max(timeout_s, LONG_S)):
             raise DeadlineExceededError("the test never let this step go on")
         if op in self.fails:
             raise self.fails[op]
-        return EngineReply(engine_id=self._engine_id, world_size=self.world_size)
+        return EngineReply(engine_id=self.engine_id, world_size=self.world_size)
 
 
 _MANIFEST = Manifest(

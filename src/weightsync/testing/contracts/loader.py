@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,40 +29,6 @@ from weightsync.types import (
 
 class WeightLoaderContract(LoaderPatchCases):
     """What every `WeightLoader` keeps: the bracket, and that nothing half-loaded is ever taken for whole."""
-
-    @abc.abstractmethod
-    def make_loader(self) -> WeightLoader:
-        """A new loader of a new model; models of one class start with equal weights."""
-
-    @abc.abstractmethod
-    def make_weights(self, seed: int) -> dict[str, torch.Tensor]:
-        """Every tensor that the loader takes, at least two of them, in stream order by manifest name; other seeds
-        give other bytes in every tensor that is not empty."""
-
-    def live(self, loader: WeightLoader) -> dict[str, bytes]:
-        """What the engine computes with now. Override it where `live_tensors` can't tell."""
-        return {held.spec.name: bytes_of(held.tensor) for held in loader.live_tensors()}
-
-    def load(self, loader: WeightLoader, weights: Mapping[str, torch.Tensor], *, chunks: int = 2) -> None:
-        """Loads all of `weights` in so many chunks."""
-        items = list(weights.items())
-        size = -(-len(items) // chunks)
-        for start in range(0, len(items), size):
-            loader.load_weights(Full(name=name, tensor=tensor) for name, tensor in items[start : start + size])
-
-    def sync(self, loader: WeightLoader, weights: Mapping[str, torch.Tensor], number: int) -> None:
-        """One whole bracket."""
-        manifest = manifest_of(weights, number)
-        loader.begin(manifest)
-        self.load(loader, weights)
-        loader.verify()
-        loader.commit(manifest.version)
-
-    def check_live(self, loader: WeightLoader, weights: Mapping[str, torch.Tensor]) -> None:
-        """The live bytes are those of `weights`, under any of a tied tensor's names."""
-        live = self.live(loader)
-        for name, tensor in weights.items():
-            assert live[name] == bytes_of(tensor), name
 
     def check_unchanged(self, loader: WeightLoader, before: Mapping[str, bytes]) -> None:
         """Serves exactly what it served before."""

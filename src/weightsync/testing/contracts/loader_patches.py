@@ -13,7 +13,7 @@ from weightsync.codec.model_digest import ShardSum, patched_digest
 from weightsync.errors import InvalidRequestError, ManifestMismatchError, StateError, UnsupportedError
 from weightsync.load.base import WeightLoader
 from weightsync.tensors import byte_view, spec_of
-from weightsync.testing.contracts.cases import manifest_of
+from weightsync.testing.contracts.cases import bytes_of, manifest_of
 from weightsync.types import Full, HeldTensor, Patch, Version
 
 
@@ -42,23 +42,37 @@ class LoaderPatchCases(abc.ABC):
 
     @abc.abstractmethod
     def make_loader(self) -> WeightLoader:
-        """See `WeightLoaderContract`."""
+        """A new loader of a new model; models of one class start with equal weights."""
 
     @abc.abstractmethod
     def make_weights(self, seed: int) -> dict[str, torch.Tensor]:
-        """See `WeightLoaderContract`."""
+        """Every tensor that the loader takes, at least two of them, in stream order by manifest name; other seeds
+        give other bytes in every tensor that is not empty."""
 
-    @abc.abstractmethod
     def live(self, loader: WeightLoader) -> dict[str, bytes]:
-        """See `WeightLoaderContract`."""
+        """What the engine computes with now. Override it where `live_tensors` can't tell."""
+        return {held.spec.name: bytes_of(held.tensor) for held in loader.live_tensors()}
 
-    @abc.abstractmethod
+    def load(self, loader: WeightLoader, weights: Mapping[str, torch.Tensor], *, chunks: int = 2) -> None:
+        """Loads all of `weights` in so many chunks."""
+        items = list(weights.items())
+        size = -(-len(items) // chunks)
+        for start in range(0, len(items), size):
+            loader.load_weights(Full(name=name, tensor=tensor) for name, tensor in items[start : start + size])
+
     def sync(self, loader: WeightLoader, weights: Mapping[str, torch.Tensor], number: int) -> None:
-        """See `WeightLoaderContract`."""
+        """One whole bracket."""
+        manifest = manifest_of(weights, number)
+        loader.begin(manifest)
+        self.load(loader, weights)
+        loader.verify()
+        loader.commit(manifest.version)
 
-    @abc.abstractmethod
     def check_live(self, loader: WeightLoader, weights: Mapping[str, torch.Tensor]) -> None:
-        """See `WeightLoaderContract`."""
+        """The live bytes are those of `weights`, under any of a tied tensor's names."""
+        live = self.live(loader)
+        for name, tensor in weights.items():
+            assert live[name] == bytes_of(tensor), name
 
     def patched(self) -> tuple[WeightLoader, dict[str, torch.Tensor]]:
         """A loader with a version, and that version."""

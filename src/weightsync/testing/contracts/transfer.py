@@ -59,7 +59,7 @@ class ReceiverEngine:
     """
 
     def __init__(self, engine_id: str, strategy: WeightTransferStrategy, *, world_size: int = 1) -> None:
-        self._engine_id = engine_id
+        self.engine_id = engine_id
         self._strategy = strategy
         self.world_size = world_size
         self.receivers: list[WeightTransferReceiver] = []
@@ -68,13 +68,7 @@ class ReceiverEngine:
         self._turn = threading.Condition()
         self._next = [0] * world_size
 
-    @property
-    def engine_id(self) -> str:
-        """See `EngineHandle`."""
-        return self._engine_id
-
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
-        """See `EngineHandle`."""
         match request:
             case InitRequest():
                 self.receivers = _at_once(
@@ -83,7 +77,7 @@ class ReceiverEngine:
                 )
             case UpdateRequest(update=update):
                 _at_once(lambda i: self._receive(i, update), self.world_size)
-        return EngineReply(engine_id=self._engine_id, world_size=self.world_size)
+        return EngineReply(engine_id=self.engine_id, world_size=self.world_size)
 
     def got(self, index: int = 0) -> list[Received]:
         """What arrived at a worker, in the order of the chunks' numbers."""
