@@ -13,7 +13,7 @@ from tests.cluster.actors import Rollout
 from tests.cluster.conftest import STORE_BYTES
 from tests.cluster.strangers import Garbler, Stranger, mute_engine
 from weightsync.cluster.engine_actor import EngineActor, EngineContext, RayEngine
-from weightsync.cluster.ray_calls import kill, start_actor
+from weightsync.cluster.ray_calls import kill, load_ray
 from weightsync.errors import (
     DeadlineExceededError,
     EngineError,
@@ -113,7 +113,7 @@ def test_a_process_that_is_killed_is_unreachable_until_ray_has_restarted_it(engi
 
 @pytest.fixture(scope="module")
 def garbler(ray_cluster: Any) -> Iterator[RayEngine]:
-    actor = start_actor(Garbler, groups=GROUPS, num_cpus=0)
+    actor = load_ray().remote(concurrency_groups=GROUPS)(Garbler).options(num_cpus=0).remote()
     yield RayEngine(actor, engine_id="g")
     kill(actor)
 
@@ -136,7 +136,8 @@ def test_garbage_is_no_answer(garbler: RayEngine, said: object) -> None:
 
 
 def test_an_actor_of_another_kind_is_told_as_such(ray_cluster: Any) -> None:
-    stranger = RayEngine(start_actor(Stranger, groups=GROUPS, num_cpus=0), engine_id="s")
+    actor = load_ray().remote(concurrency_groups=GROUPS)(Stranger).options(num_cpus=0).remote()
+    stranger = RayEngine(actor, engine_id="s")
     with pytest.raises(UnsupportedError, match="s can't be asked for listen"):
         stranger.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=20)
     with pytest.raises(UnsupportedError, match="s can't"):

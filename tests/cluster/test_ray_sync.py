@@ -151,7 +151,7 @@ def test_an_engine_is_killed_in_each_phase(job: Job, phase: str) -> None:
 
 
 def test_one_call_at_a_time(job: Job) -> None:
-    with job.sync._exclusive(), pytest.raises(SyncInProgressError):
+    with job.sync._busy, pytest.raises(SyncInProgressError):
         job.next()
     job.version -= 1
 

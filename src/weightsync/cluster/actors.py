@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from weightsync.cluster.ray_calls import here, kill, load_ray, start_actor, words_of
+from weightsync.cluster.ray_calls import here, kill, load_ray, running_ray, words_of
 from weightsync.errors import (
     DeadlineExceededError,
     EngineError,
@@ -41,8 +41,6 @@ class Whereabouts(NamedTuple):
 
     Attributes:
         node_id: the node, as Ray names it.
-        node_ip: its IP address in the cluster.
-        pid: the actor's process id there.
     """
 
     node_id: str
@@ -51,12 +49,7 @@ class Whereabouts(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where an actor's HTTP server listens.
-
-    Attributes:
-        url: of the server.
-        token: that it asks for.
-    """
+    """Where an actor's HTTP server listens."""
 
     url: str
     token: str
@@ -90,8 +83,13 @@ class StartedActor:
             options: Ray's own; num_cpus is 0 unless told otherwise. With max_restarts Ray starts the actor anew when it
                 dies, and it takes part again under the same handle.
         """
+        ray = running_ray()
         groups = {URGENT: _NUM_URGENT} | ({ASKS: cls.num_asks} if cls.num_asks else {})
-        return start_actor(cls, *args, groups=groups, bundle=bundle, **options)
+        if bundle is not None:
+            options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                placement_group=bundle[0], placement_group_bundle_index=bundle[1]
+            )
+        return ray.remote(concurrency_groups=groups)(cls).options(**{"num_cpus": 0, **options}).remote(*args)
 
     def __init__(self, name: str, *, kind: type[WeightSyncError] = EngineError, **facts: Any) -> None:
         self._name = name
@@ -162,7 +160,6 @@ class ActorHandle:
     """One of our actors, as whoever started it sees it. Thread-safe; may be sent to other actors, as a copy.
 
     Args:
-        actor: Ray's handle.
         name: for messages.
     """
 
@@ -181,18 +178,8 @@ class ActorHandle:
         return self.urgent("ready", kind=Whereabouts, timeout_s=timeout_s)
 
     def urgent(self, method: str, *args: Any, kind: type[_T], timeout_s: float) -> _T:
-        """Calls an urgent method of the actor.
-
-        Args:
-            method, args: what.
-            kind: type of the answer's value.
-            timeout_s: how long to wait; the method goes on over there.
-
-        Raises:
-            EngineUnreachableError: the actor is gone.
-            DeadlineExceededError: no answer in time.
-            WeightSyncError: what the method raised.
-        """
+        """Calls an urgent method of the actor, which answers a `kind`. See `ready` for errors; a method that has not
+        answered in time goes on over there."""
         reply = self.get(self.submit(method, *args, group=URGENT), method, timeout_s=timeout_s)
         return value_of(reply, kind, peer=self.name, what=method)
 
@@ -250,7 +237,6 @@ class ActorHandle:
 
 
 def answer(value: Any = None) -> Answer:
-    """An answer that is well."""
     return None, value
 
 
@@ -260,7 +246,6 @@ def value_of(reply: Any, kind: type[_T] | None, *, peer: str, what: str) -> _T:
     Args:
         reply: what the actor returned; nothing about it is trusted.
         kind: type of the value; None: the user's own, whatever it is.
-        peer: who answered.
         what: to what, for messages.
 
     Raises:

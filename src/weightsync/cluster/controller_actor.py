@@ -41,15 +41,7 @@ class ControllerActor(StartedActor):
 
 
 class RayController(ControllerClient):
-    """A `ControllerClient` of a controller that Ray has started. Thread-safe; may be sent to other actors, as a copy.
-
-    Args:
-        handle: of its actor.
-        address: where it listens.
-
-    Attributes:
-        address: see there.
-    """
+    """A `ControllerClient` of a controller that Ray has started. Thread-safe; other actors may be sent a copy."""
 
     def __init__(self, handle: ActorHandle, address: Address) -> None:
         super().__init__(address.url, token=address.token)

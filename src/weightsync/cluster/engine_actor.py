@@ -48,7 +48,6 @@ class EngineActor(StartedActor):
     """The actor's class; `start` starts one.
 
     Args:
-        context: who this engine is.
         factory: builds it, in this process's main thread.
     """
 
@@ -96,7 +95,6 @@ class RayEngine(ActorHandle):
     sent to other actors, as a copy.
 
     Args:
-        actor: the actor's handle.
         engine_id: name for messages; unique among the engines of a client.
         loopback: whether all who call it are on its node; else it is called at its node's address.
     """
@@ -108,7 +106,6 @@ class RayEngine(ActorHandle):
 
     @property
     def engine_id(self) -> str:
-        """Name of the engine."""
         return self.name
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:

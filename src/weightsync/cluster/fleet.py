@@ -128,11 +128,6 @@ class RayFleet:
         actor = RolloutServiceActor.start(context, self._build, bundle=bundle, **self._options)
         return RayService(actor, name=service_id)
 
-    def _start_all(self, group: Any, num_services: int) -> None:
-        for index in range(num_services):
-            name = f"service-{index}"
-            self.services[name] = self._start(name, (group, index))
-
 
 @contextlib.contextmanager
 def launch_fleet(
@@ -196,7 +191,9 @@ def launch_fleet(
         context = dataclasses.replace(context, controller=controller.address)
         fleet = RayFleet(controller, context, build, placement, service_options or {}, stack)
         stack.callback(lambda: end(list(fleet.services.values())))
-        fleet._start_all(group, num_services)
+        for index in range(num_services):
+            name = f"service-{index}"
+            fleet.services[name] = fleet._start(name, (group, index))
         for each in fleet.services.values():
             each.ready(timeout_s=deadline.check(f"{each.name} built"))
         fleet.wait_live(timeout_s=deadline.check("lease for the services"))

@@ -72,11 +72,6 @@ def launch(
     settings, placement = config_of(config), placement or Placement()
     if num_ranks < 1 or num_engines < 1:
         raise ConfigError(f"a job has at least one rank and one engine, not {num_ranks} and {num_engines}")
-    if settings.sync_method != "push":
-        raise ConfigError(
-            f"these ranks push to these engines: sync_method is 'push', not {settings.sync_method!r}; launch_fleet "
-            "starts services that pull, launch_controller a controller of any method"
-        )
     if controller is not None:
         push = settings.push.model_copy(update={"controller": controller.url})
         settings = settings.model_copy(update={"push": push})
@@ -137,7 +132,7 @@ def config_of(config: WeightSyncConfig | Mapping[str, Any] | str | os.PathLike[s
     if settings.sync_method != "push":
         raise ConfigError(
             f"these ranks push to these engines: sync_method is 'push', not {settings.sync_method!r}; launch_fleet "
-            "starts services that pull",
+            "starts services that pull, launch_controller a controller of any method",
             keys=["sync_method"],
         )
     settings = settings.for_method("push")

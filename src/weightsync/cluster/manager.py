@@ -12,9 +12,8 @@ came back) builds a new one.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsync.cluster.engine_actor import RayEngine
@@ -142,21 +141,15 @@ class RayWeightSync:
         """Gives back nothing: the actors belong to who started them."""
 
     def _all(self, method: str, *args: Any, timeout_s: float, kind: type[_T] | None) -> list[_T]:
-        with self._exclusive():
-            if self._broken is not None:
-                raise self._broken
-            try:
-                settle_owed(self._owed)
-                return ask_all(self.ranks, method, *args, deadline=Deadline(timeout_s), kind=kind, owed=self._owed)
-            except TrainerRankError as error:
-                self._broken = error
-                raise
-
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
             raise SyncInProgressError("another call of this RayWeightSync is running", state_left="it goes on")
         try:
-            yield
+            if self._broken is not None:
+                raise self._broken
+            settle_owed(self._owed)
+            return ask_all(self.ranks, method, *args, deadline=Deadline(timeout_s), kind=kind, owed=self._owed)
+        except TrainerRankError as error:
+            self._broken = error
+            raise
         finally:
             self._busy.release()

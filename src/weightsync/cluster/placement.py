@@ -118,7 +118,6 @@ class FleetPlacement:
 
 
 def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Ray's options of an actor that takes these resources."""
     own = {key: amount for key, amount in resources.items() if key not in ("CPU", "GPU")}
     return {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": own or None}
 

@@ -17,12 +17,7 @@ _BROKEN = "the trainer's process group is broken: restart the job; engines serve
 
 
 class RayRank(ActorHandle):
-    """One training rank's actor.
-
-    Args:
-        actor: its handle.
-        rank: of the job.
-    """
+    """One training rank's actor."""
 
     def __init__(self, actor: Any, rank: int) -> None:
         super().__init__(actor, name=f"training rank {rank}")
@@ -43,10 +38,6 @@ def ask_all(
     """Calls a method on all ranks and waits for all, or for a little longer than the first failure.
 
     Args:
-        ranks: all of the job.
-        method: of the actors.
-        args: the same for all.
-        deadline: of the whole.
         kind: type of each rank's value; None: the user's own.
         owed: gets the references of the answers that are still to come, however this ends; see `settle_owed`.
 

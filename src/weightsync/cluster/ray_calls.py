@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from weightsync.errors import MissingDependencyError, StateError
@@ -45,27 +45,6 @@ def wait_any(refs: Sequence[Any], *, timeout_s: float) -> list[Any]:
     """Those of `refs` that are settled, as soon as one is; empty where none is in time."""
     ready, _ = load_ray().wait(list(refs), num_returns=1, timeout=timeout_s)
     return list(ready)
-
-
-def start_actor(
-    kind: type, *args: Any, groups: Mapping[str, int], bundle: tuple[Any, int] | None = None, **options: Any
-) -> Any:
-    """Starts an actor and returns its handle at once.
-
-    Args:
-        kind: a plain class.
-        args: of its constructor.
-        groups: concurrency groups: name and number of threads.
-        bundle: placement group and number of the bundle it takes its resources from.
-        options: Ray's own, e.g. num_gpus, runtime_env, max_restarts; num_cpus is 0 unless told otherwise.
-    """
-    ray = running_ray()
-    options.setdefault("num_cpus", 0)
-    if bundle is not None:
-        options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            placement_group=bundle[0], placement_group_bundle_index=bundle[1]
-        )
-    return ray.remote(concurrency_groups=dict(groups))(kind).options(**options).remote(*args)
 
 
 def kill(actor: Any) -> None:

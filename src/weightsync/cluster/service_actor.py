@@ -57,8 +57,6 @@ class FleetEngineContext:
     """What a fleet's engine factory is told.
 
     Attributes:
-        service_id: the service whose engine it is.
-        model_id: the model that it serves.
         engine_id: a name for it; unique in the fleet.
         lease: to be given to the engine: without it, it would answer after it was left behind.
         lease_path: the same, for engines in processes of their own: to be opened before the factory returns, the file
@@ -81,7 +79,6 @@ class RolloutServiceActor(StartedActor):
     """The actor's class; `start` starts one.
 
     Args:
-        context: who it is.
         build: builds the engine of a model, in this process's main thread.
     """
 
@@ -119,12 +116,7 @@ class RolloutServiceActor(StartedActor):
 
 
 class RayService(ActorHandle):
-    """A service that Ray has started. Thread-safe; may be sent to other actors, as a copy.
-
-    Args:
-        actor: its handle.
-        name: of the service.
-    """
+    """A service that Ray has started. Thread-safe; may be sent to other actors, as a copy."""
 
     def status(self, *, timeout_s: float = 10.0) -> ServiceStatus:
         """What it serves.

@@ -46,11 +46,7 @@ class RankContext:
     token: str | None = dataclasses.field(default=None, repr=False)
 
     def push(self, extractor: WeightExtractor, **options: Any) -> PushSync:
-        """The rank's `PushSync`, as the config says.
-
-        Args:
-            extractor: of this rank's model.
-            options: further arguments of `PushSync`.
+        """The rank's `PushSync`, as the config says; `options` are further arguments of it.
 
         Raises:
             ConfigError: a controller orders this job's pushes.
@@ -81,7 +77,6 @@ class RankTrainer(Protocol):
     @property
     def push(self) -> Push | PushesItself:
         """A `PushSync`, which the driver calls; or a `weightsync.Pusher`, which the trainer's own step calls."""
-        ...
 
 
 TrainerFactory = Callable[[RankContext], RankTrainer]
@@ -93,8 +88,6 @@ class Meeting:
     """Where the training ranks meet.
 
     Attributes:
-        address: of rank 0's store.
-        port: of rank 0's store.
         backend: of the default group: "gloo" or "nccl".
         timeout_s: of the group's collectives, the training's own as well.
     """
@@ -158,15 +151,8 @@ class TrainerActor(StartedActor):
         engines: tuple[RayEngine, ...],
         factory: TrainerFactory,
     ) -> Answer:
-        """Joins the default group and builds this rank's trainer. Returns when every rank has joined.
-
-        Args:
-            meeting: where.
-            config: of a `WeightSyncConfig`.
-            token: of the controller that it names.
-            engines: for rank 0.
-            factory: see `TrainerFactory`.
-        """
+        """Joins the default group and builds this rank's trainer; `engines` are rank 0's. Returns when every rank has
+        joined."""
 
         def step() -> None:
             self._join_group(meeting)
@@ -208,7 +194,6 @@ class TrainerActor(StartedActor):
         return self._with_trainer("sync_weights", step)
 
     def run(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Answer:
-        """Calls a method of the trainer; answers what it returned."""
         return self._with_trainer(method, lambda trainer: user_method(trainer, method)(*args, **options))
 
     def replace_engine(self, engine_id: str, actor: Any) -> Answer:
