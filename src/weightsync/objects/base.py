@@ -57,7 +57,6 @@ class ObjectStore(Protocol):
             ObjectMissingError: there is none.
             StoreDamagedError: it is longer than `MAX_SMALL_BYTES`.
         """
-        ...
 
     def get_range(self, key: str, start: int, into: memoryview, *, deadline: Deadline) -> None:
         """Fills `into` from byte `start` on.
@@ -66,7 +65,6 @@ class ObjectStore(Protocol):
             ObjectMissingError: there is none.
             StoreDamagedError: it ends before that.
         """
-        ...
 
     def put(self, key: str, data: Data, *, deadline: Deadline, replaces: str | None) -> str:
         """Writes a small object under a condition; its etag.
@@ -80,16 +78,12 @@ class ObjectStore(Protocol):
         Raises:
             ObjectConflictError: something else is there. It stays.
         """
-        ...
 
     def put_large(self, key: str, data: Data, *, deadline: Deadline) -> None:
         """Writes an object of any size under a key that no other writer uses."""
-        ...
 
     def delete(self, keys: Iterable[str], *, deadline: Deadline) -> None:
         """Deletes objects; those that are not there count as deleted."""
-        ...
 
     def list_under(self, prefix: str, *, deadline: Deadline) -> Iterator[Listed]:
         """Objects whose keys begin with whole folders of `prefix`, as far as the listing knows."""
-        ...

@@ -80,10 +80,7 @@ class CloudStore:
                 )  # fmt: skip
 
     def get(self, key: str, *, deadline: Deadline, unless: str | None = None) -> Found | None:
-        """See `ObjectStore.get`."""
-        check_key(key)
-        deadline.check("answer of the store", peer=self.url)
-        with _typed(f"{self.url}/{key}", self._errors):
+        with self._asked(key, deadline):
             try:
                 options: Any = {} if unless is None else {"if_none_match": unless.partition(_GENERATION)[0]}
                 answer = self._store.get(key, options=options)
@@ -94,20 +91,14 @@ class CloudStore:
             return Found(data=bytes(answer.bytes()), etag=self._etag(answer.meta))
 
     def get_range(self, key: str, start: int, into: memoryview, *, deadline: Deadline) -> None:
-        """See `ObjectStore.get_range`."""
-        check_key(key)
-        deadline.check("answer of the store", peer=self.url)
-        with _typed(f"{self.url}/{key}", self._errors):
+        with self._asked(key, deadline):
             data = memoryview(self._store.get_range(key, start=start, length=len(into)))
             if len(data) != len(into):
                 raise StoreDamagedError(f"{self.url}/{key} ends at byte {start + len(data)}: it is cut off")
             into[:] = data
 
     def put(self, key: str, data: Data, *, deadline: Deadline, replaces: str | None) -> str:
-        """See `ObjectStore.put`."""
-        check_key(key)
-        deadline.check("answer of the store", peer=self.url)
-        with _typed(f"{self.url}/{key}", self._errors):
+        with self._asked(key, deadline):
             mode: Any = "create"
             if replaces is not None:
                 e_tag, _, generation = replaces.partition(_GENERATION)
@@ -115,9 +106,6 @@ class CloudStore:
             return self._etag(self._store.put(key, bytes(data), mode=mode, use_multipart=False))
 
     def put_large(self, key: str, data: Data, *, deadline: Deadline) -> None:
-        """See `ObjectStore.put_large`."""
-        check_key(key)
-        deadline.check("answer of the store", peer=self.url)
         view = memoryview(data).cast("B")
 
         def pieces() -> Iterator[bytes]:
@@ -125,27 +113,30 @@ class CloudStore:
                 deadline.check("end of a write", peer=self.url)
                 yield bytes(view[start : start + _CHUNK_BYTES])
 
-        with _typed(f"{self.url}/{key}", self._errors):
+        with self._asked(key, deadline):
             if len(view) <= _CHUNK_BYTES:
                 self._store.put(key, bytes(view), use_multipart=False)
             else:
                 self._store.put(key, pieces(), use_multipart=True, chunk_size=_CHUNK_BYTES, max_concurrency=4)
 
     def delete(self, keys: Iterable[str], *, deadline: Deadline) -> None:
-        """See `ObjectStore.delete`."""
         for key in keys:
-            check_key(key)
-            deadline.check("end of a deletion", peer=self.url)
-            with contextlib.suppress(ObjectMissingError), _typed(f"{self.url}/{key}", self._errors):
+            with contextlib.suppress(ObjectMissingError), self._asked(key, deadline, "end of a deletion"):
                 self._store.delete(key)
 
     def list_under(self, prefix: str, *, deadline: Deadline) -> Iterator[Listed]:
-        """See `ObjectStore.list_under`."""
         with _typed(f"{self.url}/{prefix}", self._errors):
             for batch in self._store.list(prefix=prefix or None):
                 deadline.check("end of a listing", peer=self.url)
                 for each in batch:
                     yield Listed(key=each["path"], nbytes=each["size"])
+
+    @contextlib.contextmanager
+    def _asked(self, key: str, deadline: Deadline, awaited: str = "answer of the store") -> Iterator[None]:
+        check_key(key)
+        deadline.check(awaited, peer=self.url)
+        with _typed(f"{self.url}/{key}", self._errors):
+            yield
 
     def _etag(self, said: Any) -> str:
         """Google Cloud Storage compares an object's generation when it is replaced, the others its etag."""

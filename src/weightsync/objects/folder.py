@@ -59,14 +59,12 @@ class FolderStore:
         self._root = folder_of(url)
 
     def get(self, key: str, *, deadline: Deadline, unless: str | None = None) -> Found | None:
-        """See `ObjectStore.get`."""
         with self._typed(key):
             data = self._whole(key)
         found = Found(data=data, etag=_etag(data))
         return None if found.etag == unless else found
 
     def get_range(self, key: str, start: int, into: memoryview, *, deadline: Deadline) -> None:
-        """See `ObjectStore.get_range`."""
         with self._typed(key):
             fd = self._opened(key)
             try:
@@ -81,7 +79,6 @@ class FolderStore:
                 os.close(fd)
 
     def put(self, key: str, data: Data, *, deadline: Deadline, replaces: str | None) -> str:
-        """See `ObjectStore.put`."""
         path = self._path(key)
         with self._typed(key), self._aside(path, data, deadline) as aside:
             if replaces is None:
@@ -102,14 +99,12 @@ class FolderStore:
         return _etag(data)
 
     def put_large(self, key: str, data: Data, *, deadline: Deadline) -> None:
-        """See `ObjectStore.put_large`."""
         path = self._path(key)
         with self._typed(key), self._aside(path, data, deadline) as aside:
             os.rename(aside, path)
             _flush(os.path.dirname(path))
 
     def delete(self, keys: Iterable[str], *, deadline: Deadline) -> None:
-        """See `ObjectStore.delete`."""
         for key in keys:
             deadline.check("end of a deletion", peer=self.url)
             path = self._path(key)

@@ -25,7 +25,6 @@ class Repeating:
     """See `ObjectStore`.
 
     Args:
-        store: what is asked.
         first_s, longest_s: pauses between tries: each is twice the one before, and a random part of it.
     """
 
@@ -38,11 +37,9 @@ class Repeating:
         self.num_repeated = 0
 
     def get(self, key: str, *, deadline: Deadline, unless: str | None = None) -> Found | None:
-        """See `ObjectStore.get`."""
         return self._until(deadline, lambda: self._store.get(key, deadline=deadline, unless=unless))
 
     def get_range(self, key: str, start: int, into: memoryview, *, deadline: Deadline) -> None:
-        """See `ObjectStore.get_range`."""
         self._until(deadline, lambda: self._store.get_range(key, start, into, deadline=deadline))
 
     def put(self, key: str, data: Data, *, deadline: Deadline, replaces: str | None) -> str:
@@ -51,16 +48,13 @@ class Repeating:
         return self._until(deadline, lambda: self._store.put(key, data, deadline=deadline, replaces=replaces))
 
     def put_large(self, key: str, data: Data, *, deadline: Deadline) -> None:
-        """See `ObjectStore.put_large`."""
         self._until(deadline, lambda: self._store.put_large(key, data, deadline=deadline))
 
     def delete(self, keys: Iterable[str], *, deadline: Deadline) -> None:
-        """See `ObjectStore.delete`."""
         wanted = tuple(keys)
         self._until(deadline, lambda: self._store.delete(wanted, deadline=deadline))
 
     def list_under(self, prefix: str, *, deadline: Deadline) -> Iterator[Listed]:
-        """See `ObjectStore.list_under`."""
         yield from self._until(deadline, lambda: list(self._store.list_under(prefix, deadline=deadline)))
 
     def close(self) -> None:

@@ -12,16 +12,23 @@ import binascii
 import contextlib
 import hashlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from weightsync.errors import ConfigError, MissingDependencyError, SignatureError, StoreDamagedError
+from weightsync.errors import (
+    ConfigError,
+    InvalidRequestError,
+    MissingDependencyError,
+    SignatureError,
+    StoreDamagedError,
+)
 from weightsync.types.message import Message
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+_T = TypeVar("_T")
 _CONTEXT = b"weightsync store 1\0"
 _SECRET, _PUBLIC = "weightsync-secret-ed25519 ", "weightsync-public-ed25519 "
 
@@ -97,10 +104,7 @@ def unseal(kind: str, raw: bytes, trust: Trust | None, *, what: str) -> bytes:
     """The payload of a record. Any other byte than was written is found.
 
     Args:
-        kind: what it should be.
-        raw: as it came.
         trust: whose signature it has to have; None: anybody's, or none.
-        what: it is called in errors.
 
     Raises:
         StoreDamagedError: it is damaged.
@@ -116,6 +120,19 @@ def unseal(kind: str, raw: bytes, trust: Trust | None, *, what: str) -> bytes:
     if trust is not None:
         trust.check(kind, payload, trailer.signature, what=what)
     return payload
+
+
+NO_RECORD = (StoreDamagedError, SignatureError, InvalidRequestError, msgspec.DecodeError, ValueError, RecursionError)
+"""What reading bytes as a record ends in, whoever has put them there."""
+
+
+def record_in(kind: str, raw: bytes, trust: Trust | None, form: type[_T], *, what: str) -> _T:
+    """What a record says; see `unseal`.
+
+    Raises:
+        NO_RECORD: one of these: it is damaged, not signed by who is trusted, or none of that form.
+    """
+    return msgspec.json.decode(unseal(kind, raw, trust, what=what), type=form)
 
 
 def make_keys(secret: str, public: str) -> None:

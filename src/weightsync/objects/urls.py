@@ -57,7 +57,6 @@ def place_of(url: str) -> str:
 
 
 def folder_of(url: str) -> str:
-    """The folder of a file:// URL."""
     return os.path.normpath(urlsplit(url).path)
 
 

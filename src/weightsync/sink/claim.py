@@ -17,16 +17,14 @@ import uuid
 import msgspec
 
 from weightsync.errors import (
-    InvalidRequestError,
     ObjectConflictError,
     ObjectMissingError,
     RunClaimedError,
-    SignatureError,
     StoreDamagedError,
     WeightSyncError,
 )
 from weightsync.objects.base import ObjectStore
-from weightsync.objects.signing import seal, unseal
+from weightsync.objects.signing import NO_RECORD, record_in, seal
 from weightsync.types import Deadline
 from weightsync.types.store import CLAIM, MAX_EPOCH, POINTER, Claim, Pointer, epoch_of
 
@@ -40,8 +38,6 @@ class ClaimKeeper:
     """Of one writer.
 
     Args:
-        store: the place.
-        run_id: of the trainer.
         takeover_s: see above. A claim is renewed four times in it.
         writer: names this writer, and those before it that its trainer knows to be dead: their claim is not watched.
 
@@ -63,7 +59,6 @@ class ClaimKeeper:
 
     @property
     def epoch(self) -> int:
-        """See above."""
         return self._claim.epoch
 
     def acquire(self, *, ended: threading.Event) -> None:
@@ -119,7 +114,6 @@ class ClaimKeeper:
             raise RunClaimedError(self._lost, state_left="what was written so far stays")
 
     def lose(self, why: str) -> None:
-        """It is known to be lost."""
         self._lost = self._lost or why
 
     def release(self) -> None:
@@ -148,10 +142,7 @@ class ClaimKeeper:
                     except WeightSyncError as error:  # whose it is now is asked the next time
                         _logger.warning("the claim of %s can't be read: %s", self._store.url, error)
                         continue
-                    if found is not None and (found.writer, found.epoch) == (
-                        claim.writer,
-                        claim.epoch,
-                    ):
+                    if found is not None and (found.writer, found.epoch) == (claim.writer, claim.epoch):
                         self._etag, self._claim = etag, claim
                         continue
                     who = "somebody" if found is None else f"{found.who} (run {found.run_id})"
@@ -171,20 +162,15 @@ class ClaimKeeper:
             return None, None
         assert got is not None
         try:
-            return msgspec.json.decode(unseal("claim", got.data, None, what=CLAIM), type=Claim), got.etag
-        except (  # he is watched as any other
-            StoreDamagedError, SignatureError, InvalidRequestError, msgspec.DecodeError, ValueError, RecursionError,
-        ):  # fmt: skip
+            return record_in("claim", got.data, None, Claim, what=CLAIM), got.etag
+        except NO_RECORD:  # he is watched as any other
             return Claim(epoch=0, writer="?", who="somebody whose claim is damaged", run_id="?"), got.etag
 
     def _pointer_epoch(self) -> int:
         try:
             got = self._store.get(POINTER, deadline=Deadline(_CALL_S))
             assert got is not None
-            return msgspec.json.decode(unseal("pointer", got.data, None, what=POINTER), type=Pointer).epoch
-        except (
-            ObjectMissingError, StoreDamagedError, SignatureError, InvalidRequestError, msgspec.DecodeError, ValueError,
-            RecursionError,
-        ):  # fmt: skip
+            return record_in("pointer", got.data, None, Pointer, what=POINTER).epoch
+        except (ObjectMissingError, *NO_RECORD):
             listed = self._store.list_under("", deadline=Deadline(_CALL_S))
             return max((epoch_of(each.key) or 0 for each in listed), default=0)

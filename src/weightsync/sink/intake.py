@@ -25,7 +25,6 @@ class Taken:
     """One version. Either `fulls` or `deltas`, one entry a source.
 
     Attributes:
-        publication, incarnation, proofs: as its agents have granted them.
         fulls: each source's safetensors file.
         deltas: each source's deltas in order, with their bytes.
     """
@@ -38,7 +37,6 @@ class Taken:
 
     @property
     def version(self) -> Version:
-        """Which one."""
         return self.publication.manifest.version
 
 
@@ -47,7 +45,6 @@ class Intake:
 
     Args:
         agents: URLs, that of the first source first; nobody else is called.
-        model_id, receiver_id, token, verify: see `Puller`.
     """
 
     def __init__(
@@ -69,7 +66,6 @@ class Intake:
 
         Args:
             bases: of each source what the store has; None: a full is wanted.
-            deadline: of all of it.
 
         Raises:
             VersionError: it was superseded meanwhile: ask again.

@@ -74,12 +74,7 @@ def _tell(out: IO[bytes], event: SinkEvent) -> None:
 
 
 class Sink:
-    """One writer, from its claim to its end.
-
-    Args:
-        config: how it runs.
-        tell: takes events.
-    """
+    """One writer, from its claim to its end."""
 
     def __init__(self, config: SinkConfig, tell: Callable[[SinkEvent], None]) -> None:
         self._config = config

@@ -26,7 +26,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.objects.base import ObjectStore
-from weightsync.objects.signing import unseal
+from weightsync.objects.signing import NO_RECORD, record_in
 from weightsync.sink.writer import ChainWriter
 from weightsync.types import Deadline
 from weightsync.types.store import READERS, ReaderNote, StoredRef, StoredVersion, check_key, epoch_of
@@ -37,8 +37,6 @@ _MAX_READERS = 1000
 """So many notes are read at once."""
 _MAX_NOTE_BYTES = 1 << 16
 _CALL_S = 60.0
-_NO_RECORD = (InvalidRequestError, StoreDamagedError, SignatureError, msgspec.DecodeError, ValueError, RecursionError)
-"""What bytes of anybody may be."""
 
 _logger = logging.getLogger(__name__)
 
@@ -47,9 +45,6 @@ class Sweeper:
     """Of one writer; called by its thread.
 
     Args:
-        store: the place.
-        writer: knows the newest version.
-        keep_s, every_s: see `SinkConfig`.
         reader_s: a reader whose note has not changed for so long is gone.
     """
 
@@ -137,8 +132,8 @@ class Sweeper:
         try:
             found = self._store.get(key, deadline=deadline)
             assert found is not None
-            version = msgspec.json.decode(unseal("version", found.data, None, what=key), type=StoredVersion)
-        except (ObjectMissingError, *_NO_RECORD):
+            version = record_in("version", found.data, None, StoredVersion, what=key)
+        except (ObjectMissingError, *NO_RECORD):
             return None
         digest = hashlib.sha256(found.data).hexdigest()
         return version, StoredRef(key=key, nbytes=len(found.data), sha256=digest)
@@ -157,7 +152,7 @@ class Sweeper:
                 if found is not None:
                     etag, since_s, note = found.etag, since_s if found.etag == etag else at_s, None
                     note = msgspec.json.decode(found.data, type=ReaderNote)
-            except (ObjectMissingError, StoreAuthError, *_NO_RECORD):  # no answer at all: nothing is swept now
+            except (ObjectMissingError, StoreAuthError, *NO_RECORD):  # no answer at all: nothing is swept now
                 note = None
             if note is not None and at_s - since_s <= self._reader_s:
                 live.append(note)

@@ -16,17 +16,9 @@ from collections.abc import Sequence
 import msgspec
 
 from weightsync.codec.threads import map_all
-from weightsync.errors import (
-    InvalidRequestError,
-    ObjectConflictError,
-    ObjectMissingError,
-    RunClaimedError,
-    SignatureError,
-    StoreDamagedError,
-    VersionError,
-)
+from weightsync.errors import ObjectConflictError, ObjectMissingError, RunClaimedError, VersionError
 from weightsync.objects.base import Data, ObjectStore
-from weightsync.objects.signing import Signer, seal, unseal
+from weightsync.objects.signing import NO_RECORD, Signer, record_in, seal
 from weightsync.objects.urls import place_of
 from weightsync.sink.claim import ClaimKeeper
 from weightsync.sink.intake import Taken
@@ -53,10 +45,7 @@ class ChainWriter:
     """One thread.
 
     Args:
-        store: the place.
-        claim: acquired.
         signer: signs manifests and pointers; None: they are not signed.
-        anchor_every, anchor_share: see `SinkConfig`.
 
     Attributes:
         current: the version that is pointed to, of this writer; None before the first.
@@ -284,11 +273,8 @@ class ChainWriter:
         assert found is not None
         self._etag = found.etag
         try:
-            pointer = msgspec.json.decode(unseal("pointer", found.data, self._trust, what=POINTER), type=Pointer)
-        except (
-            StoreDamagedError, SignatureError, InvalidRequestError, msgspec.DecodeError, UnicodeDecodeError,
-            RecursionError,
-        ) as error:  # fmt: skip
+            pointer = record_in("pointer", found.data, self._trust, Pointer, what=POINTER)
+        except NO_RECORD as error:
             _logger.warning("the pointer of %s does not count, and is replaced: %s", self._store.url, error)
             return None
         if pointer.place != self._place:
@@ -312,7 +298,5 @@ def _named(links: Sequence[StoredLink], version: int, manifest: StoredRef | None
 def _model_digest(taken: Taken) -> str:
     from weightsync.codec.model_digest import ShardSum, model_digest
 
-    total = ShardSum.zero()
-    for proof in taken.proofs:
-        total += ShardSum(lane_a=proof.lane_a, lane_b=proof.lane_b)
+    total = sum((ShardSum(lane_a=one.lane_a, lane_b=one.lane_b) for one in taken.proofs), ShardSum.zero())
     return model_digest(taken.publication.manifest.table, total)
