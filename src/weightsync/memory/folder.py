@@ -38,7 +38,6 @@ def path_of(name: str) -> str:
 
 
 def free_bytes() -> int:
-    """Bytes that are left for shared memory."""
     facts = os.statvfs(folder())
     return facts.f_bavail * facts.f_frsize
 

@@ -11,17 +11,15 @@ import errno
 import fcntl
 import os
 import struct
-import weakref
 
 from weightsync.errors import UnsupportedError
 from weightsync.memory.folder import open_own
 from weightsync.types.closing import Closing
+from weightsync.types.process import closed_in_children
 
 _SETLK = getattr(fcntl, "F_OFD_SETLK", None)
 _GETLK = getattr(fcntl, "F_OFD_GETLK", None)
 _FLOCK = "hhqqi4x"
-
-_live: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 class Reader(enum.IntEnum):
@@ -35,7 +33,6 @@ class Lock(Closing):
     """A lock on a segment's file, held from construction to `close` or to the end of this process.
 
     Args:
-        name: the segment's.
         reader: what it is to be read for; None: it is to be written, so nobody may read it.
 
     Raises:
@@ -50,7 +47,7 @@ class Lock(Closing):
         self.name = name
         self._fd = open_own(name, os.O_RDONLY if reader is not None else os.O_RDWR)
         self._closed = False
-        _live.add(self)  # before it is locked, see `_after_fork`
+        closed_in_children(self, Lock._forget)  # before it is locked
         try:
             if reader is None:
                 wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, len(Reader), 0)
@@ -79,6 +76,12 @@ class Lock(Closing):
             fcntl.fcntl(self._fd, _SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))  # type: ignore[arg-type]
             os.close(self._fd)
 
+    def _forget(self) -> None:
+        """In a forked child, which has a copy of the descriptor: the lock must end with the parent."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._fd)
+
 
 def is_read(name: str, reader: Reader) -> bool:
     """Whether anybody reads the segment for that purpose now.
@@ -95,14 +98,3 @@ def is_read(name: str, reader: Reader) -> bool:
         return bool(found[0] == fcntl.F_RDLCK)
     finally:
         os.close(fd)
-
-
-def _after_fork() -> None:
-    """The child has a copy of every descriptor; the locks must end with the parent."""
-    for lock in list(_live):
-        if not lock._closed:
-            lock._closed = True
-            os.close(lock._fd)
-
-
-os.register_at_fork(after_in_child=_after_fork)

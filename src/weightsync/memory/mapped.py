@@ -12,7 +12,21 @@ from weightsync.memory.folder import folder, open_own
 from weightsync.types.closing import Closing
 
 
-class MappedSegment(Closing):
+class _Mapping(Closing):
+    _map: mmap.mmap
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes. Views of it keep the memory mapped after `close`."""
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmaps, or lets the last view do so. Idempotent."""
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+class MappedSegment(_Mapping):
     """A mapping of a segment by name. What its owner writes is seen here; what is written here is seen by nobody.
 
     The mapping is private: a write, which readers have no business to do, makes a copy of the page here instead of
@@ -20,10 +34,6 @@ class MappedSegment(Closing):
     copied page's old content.
 
     The memory lives as long as this mapping, also after its owner unlinked it or died.
-
-    Args:
-        name: as in a handle.
-        need_bytes: how many bytes must be there.
 
     Raises:
         SharedMemoryError: no such segment of this user, or a shorter one. Nothing was mapped.
@@ -46,30 +56,22 @@ class MappedSegment(Closing):
         advise(self._map, Advice.POPULATE_READ)
 
     @property
-    def memory(self) -> memoryview:
-        """The bytes. Views of it keep the memory mapped after `close`."""
-        return memoryview(self._map)
-
-    @property
     def unlinked(self) -> bool:
         """Whether the owner has given it up, or somebody reclaimed it: nothing new will come by it."""
         return os.fstat(self._fd).st_nlink == 0
 
     def close(self) -> None:
-        """Unmaps, or lets the last view do so. Idempotent."""
         if self._closed:
             return
         self._closed = True
         os.close(self._fd)
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        super().close()
 
 
-class SharedSegment(Closing):
+class SharedSegment(_Mapping):
     """Another process's segment of this user, to be written too: ranks of one host write into their leader's.
 
     Args:
-        name: the segment's.
         exact_bytes: one of another size is not mapped.
 
     Raises:
@@ -87,13 +89,3 @@ class SharedSegment(Closing):
             raise SharedMemoryError(f"{folder()}/{name} can't be mapped: {error}") from error
         finally:
             os.close(fd)
-
-    @property
-    def memory(self) -> memoryview:
-        """The bytes. Views of it keep the memory mapped after `close`."""
-        return memoryview(self._map)
-
-    def close(self) -> None:
-        """Unmaps, or lets the last view do so. Idempotent."""
-        with contextlib.suppress(BufferError):
-            self._map.close()

@@ -21,7 +21,6 @@ def open_believed(path: str, flags: int, *, also_root: bool = False) -> int:
 
     Args:
         path: any path. Links in its folders are followed.
-        flags: as of `os.open`.
         also_root: whether root's file will do; else this user's alone.
 
     Returns:

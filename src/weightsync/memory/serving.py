@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 import weakref
-from types import TracebackType
 
 from weightsync.errors import SharedMemoryError
 from weightsync.memory.owned import open_believed
@@ -111,7 +110,6 @@ class ServingLease:
         """Engines may answer until then, by `boot_s`. A lease is never cut short by this, nor a hold ended.
 
         Args:
-            until_s: until when.
             seen_s: when every engine was last seen to serve what this is lent for; now, where not given. An engine that
                 has started since then refuses: it has what it was started with.
         """
@@ -143,12 +141,10 @@ class ServingLease:
         self._write(_HOLD, until_s)
 
     def lift(self) -> None:
-        """Ends a hold."""
         self._write(_HOLD, 0.0)
 
     @property
     def left_s(self) -> float:
-        """Seconds that the lease has."""
         with self._lock:
             return 0.0 if self._closed else max(0.0, self._words[_UNTIL] - boot_s())
 
@@ -212,9 +208,7 @@ class ServingLease:
     def __enter__(self) -> ServingLease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
