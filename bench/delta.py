@@ -182,7 +182,7 @@ class Case:
         took = time.perf_counter() - begin
         for unit, change in zip(self.units, changes, strict=True):
             if change is not None:
-                change.undo(staging[unit.start : unit.end])
+                staging[unit.start : unit.end] = self.old.view(np.uint8)[unit.start : unit.end]
         return took
 
     def _staged(self) -> Bytes:

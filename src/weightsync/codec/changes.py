@@ -295,12 +295,8 @@ def _exchange(kept: torch.Tensor, now: torch.Tensor, room: _Room) -> tuple[torch
         found.append(where + start)
         values.append(here[found[-1]])  # as integers: torch knows one True alone
         there[found[-1]] = values[-1]
-    return _as_uint32(torch.cat(found)), torch.cat(values).reshape(-1).view(kept.dtype)
-
-
-def _as_uint32(positions: torch.Tensor) -> torch.Tensor:
-    """int64 below 2^32 as uint32, which torch has few operations for."""
-    return positions.to(torch.int32).view(torch.uint32)
+    positions = torch.cat(found).to(torch.int32).view(torch.uint32)  # torch has few operations for it
+    return positions, torch.cat(values).reshape(-1).view(kept.dtype)
 
 
 def _exchange_compiled(kept: torch.Tensor, now: torch.Tensor, room: _Room) -> tuple[torch.Tensor, torch.Tensor]:
@@ -325,7 +321,6 @@ def _exchange_compiled(kept: torch.Tensor, now: torch.Tensor, room: _Room) -> tu
 
 
 def _find(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], word: Any, *, most: int) -> npt.NDArray[np.uint32]:
-    """Where elements differ."""
     width = np.dtype(word).itemsize
     most = min(most, len(old) // width)
     positions, steps = np.empty(most, np.uint32), np.empty(most, word)

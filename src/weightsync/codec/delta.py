@@ -6,7 +6,6 @@ versions and no transport. The design is design/0010-deltas.md, the blob's bytes
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,30 +32,12 @@ Search = Callable[
 By default `delta_planes.find_changes`; beside a GPU `device_search.DeviceSearch`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UnitStats:
-    """What became of one unit.
-
-    Attributes:
-        form: how it is written.
-        num_changed: elements that differ; all of them in a full form, where nobody counted to the end.
-        nbytes: bytes of its payload.
-    """
-
-    form: Form
-    num_changed: int
-    nbytes: int
-
-
 class EncodedDelta:
     """A delta in private memory, ready to be written into a segment. Immutable.
 
     Attributes:
-        nbytes: bytes of the blob.
-        units: what became of each unit, in order.
-        num_elements: elements of all units.
-        num_changed: those that differ; of full units all.
-        seconds: wall time of making it.
+        units: the line of each unit in its table, in order.
+        num_changed: elements that differ; of a full unit all, as nobody counted them to the end.
         base: what it starts from; `result`: what it ends in, or None.
     """
 
@@ -66,9 +47,7 @@ class EncodedDelta:
         self._pieces = [write_head(units, [payload.entry for payload in payloads], base=base, result=result)]
         self._pieces += [piece for payload in payloads for piece in payload.pieces]
         self.nbytes = sum(len(piece) for piece in self._pieces)
-        self.units = tuple(
-            UnitStats(form=entry.form, num_changed=entry.num_changed, nbytes=entry.nbytes) for entry, _ in payloads
-        )
+        self.units = tuple(payload.entry for payload in payloads)
         self.num_elements = sum(unit.num_elements for unit in units)
         self.num_changed = sum(unit.num_changed for unit in self.units)
         self.base, self.result, self.seconds = base, result, seconds
@@ -91,7 +70,6 @@ class EncodedDelta:
             at += len(piece)
 
     def to_bytes(self) -> bytes:
-        """The blob."""
         return b"".join(self._pieces)
 
 

@@ -12,8 +12,8 @@ import math
 import threading
 
 from weightsync.codec.delta_units import Unit
-from weightsync.codec.threads import num_workers
 from weightsync.errors import InvalidRequestError
+from weightsync.types import process
 
 _MEMORY = 0.9
 """How much of the earlier measurements a new one leaves."""
@@ -86,7 +86,7 @@ class CostModel:
             raise InvalidRequestError("a cost model's rates lie above 0")
         self._lock = threading.Lock()
         self._fixed = fixed
-        self._num_cores = num_cores or num_workers()
+        self._num_cores = num_cores or process.num_cores()
         self._encode = {work: _Rate(encode_s, weight) for work, (encode_s, _, weight) in _START_S.items()}
         speed, weight = _START_LINK
         self._link = _Rate(1.0 / (link_bytes_per_s or speed), weight)
@@ -120,7 +120,6 @@ class CostModel:
         self._observe(self._packed_ratio[unit.kind.width_bytes], unit.nbytes, nbytes)
 
     def planes_s(self, unit: Unit, num_changed: int) -> float:
-        """Estimated seconds of `num_changed` elements of `unit` as planes."""
         return self._total_s(self.planes_bytes(unit, num_changed), Work.SPARSE, num_changed)
 
     def planes_bytes(self, unit: Unit, num_changed: int) -> float:

@@ -52,7 +52,6 @@ class Entry:
     """A unit's line in the table.
 
     Attributes:
-        form: how its change is written.
         num_changed: elements that differ; all of the unit's in a full form.
         gap_bits: low bits of gaps that are written as they are (`PLANES`, else 0).
         step_bits: likewise of steps.
@@ -74,7 +73,6 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its payload."""
         return sum(self.lengths)
 
 

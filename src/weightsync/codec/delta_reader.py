@@ -13,7 +13,7 @@ import numpy.typing as npt
 from weightsync.addresses import loops
 from weightsync.codec.delta_format import Entry, Form, head_bytes, read_head
 from weightsync.codec.delta_units import Unit
-from weightsync.errors import DeltaFormatError, InvalidRequestError, StateError
+from weightsync.errors import DeltaFormatError, InvalidRequestError
 
 Steps: TypeAlias = tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]
 """Positions and zigzag steps of a unit."""
@@ -26,11 +26,10 @@ class UnitChange:
     """What a delta does to one unit. Values are absolute: applied twice it does what it does once.
 
     Attributes:
-        unit: the unit.
         positions: uint32, rising: the elements that change, counted from the unit's first; None in a full unit,
             where all are written.
-        old: the elements at `positions` before, as unsigned integers of their width, as `decode` found them. In a
-            full unit all elements before where `decode` was asked to keep them, else None.
+        old: the elements at `positions` before, as unsigned integers of their width, as `decode` found them; None in a
+            full unit.
         new: as many elements after. In a full unit this may be a view of the blob, unaligned.
     """
 
@@ -48,29 +47,15 @@ class UnitChange:
         Raises:
             InvalidRequestError: `memory` is not of the unit's size, or not writable. Nothing was written.
         """
-        self._write(memory, self.new)
-
-    def undo(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Writes the old elements back.
-
-        Raises:
-            StateError: a full unit whose old elements were not kept. Nothing was written.
-            InvalidRequestError: as in `apply`.
-        """
-        if self.old is None:
-            raise StateError("a full unit is undone only where decode kept its old bytes (keep_old=True)")
-        self._write(memory, self.old)
-
-    def _write(self, memory: npt.NDArray[np.uint8], values: npt.NDArray[Any]) -> None:
         _check_bytes(memory, self.unit)
         if not memory.flags.writeable:
             raise InvalidRequestError("a unit's memory has to be writable")
         if self.positions is None:
-            memory[:] = values.view(np.uint8)
+            memory[:] = self.new.view(np.uint8)
             return
         from weightsync.codec import delta_kernels
 
-        found = delta_kernels.put_elements(memory, self.positions, values, self.unit.kind.width_bytes)
+        found = delta_kernels.put_elements(memory, self.positions, self.new, self.unit.kind.width_bytes)
         assert found == 0  # whoever made the positions has checked them
 
 
@@ -84,10 +69,8 @@ class DeltaReader:
         units: what the reader's own layout is cut into; the blob has to name the same ones.
 
     Attributes:
-        units: these units.
         base: 16 bytes, what the sender calls the state that the delta starts from.
         result: 16 bytes, what it calls the state after; None where it did not say.
-        nbytes: bytes of the blob.
 
     Raises:
         DeltaFormatError: the blob is damaged, cut off, of another version or of another layout.
@@ -103,7 +86,6 @@ class DeltaReader:
             self._starts.append(self._starts[-1] + entry.nbytes)
 
     def form(self, index: int) -> Form:
-        """The form of a unit."""
         return self._entries[index].form
 
     def num_changed(self, index: int) -> int:
@@ -111,21 +93,17 @@ class DeltaReader:
         return self._entries[index].num_changed
 
     def entry(self, index: int) -> Entry:
-        """A unit's line of the table."""
         return self._entries[index]
 
     def payload(self, index: int) -> memoryview:
         """A unit's encoded bytes, not checked."""
         return self._blob[self._starts[index] : self._starts[index + 1]]
 
-    def decode(self, index: int, old: npt.NDArray[np.uint8], *, keep_old: bool = False) -> UnitChange | None:
+    def decode(self, index: int, old: npt.NDArray[np.uint8]) -> UnitChange | None:
         """The change of one unit; None where nothing changes. Writes nothing.
 
         Args:
-            index: the unit's number.
             old: the unit's bytes as they are, 1-D and contiguous, of any alignment.
-            keep_old: copy a full unit's old bytes into the change, so that it can be undone. In the other forms
-                the old elements are kept anyway.
 
         Raises:
             DeltaFormatError: the payload is damaged, or what it makes of these old bytes is not what it made of the
@@ -139,8 +117,7 @@ class DeltaReader:
         planes = coding()
         if entry.form.is_full:
             new = planes.read_full(unit, entry, self.payload(index))
-            kept = old.copy().view(unit.kind.word) if keep_old else None
-            return UnitChange(unit=unit, positions=None, old=kept, new=new.view(unit.kind.word))
+            return UnitChange(unit=unit, positions=None, old=None, new=new.view(unit.kind.word))
         positions, values = self.steps(index)
         was = np.empty(len(positions), unit.kind.word)
         bits, flips = planes.shape_of(unit)

@@ -87,7 +87,6 @@ class Unit:
     Attributes:
         start: its first byte, from the source's data start. Any alignment.
         nbytes: a multiple of the kind's width, 1 element to `MAX_UNIT_BYTES`.
-        kind: how its elements are read.
     """
 
     start: int

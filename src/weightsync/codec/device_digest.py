@@ -63,7 +63,6 @@ def _word_keys(device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor],
 
 
 def _block_keys(blocks: torch.Tensor, seed: int) -> torch.Tensor:
-    """As `kernels._block_key`."""
     x = blocks * _signed(_STEP) + _signed(seed)
     x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)

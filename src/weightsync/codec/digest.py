@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +15,20 @@ from weightsync.codec.model_digest import (
     added,
     block_lanes,
     blocks_of,
-    kernels,
+    change_sum,
     keys_of,
     model_digest,
     seeds_of,
     sum_of_runs,
 )
 from weightsync.codec.tensor_digest import cut_out, host_bytes
-from weightsync.codec.threads import SMALL_BYTES, map_all, num_workers
+from weightsync.codec.threads import SMALL_BYTES, map_all
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
 from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, whole_box
 from weightsync.tensors import byte_view, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
+from weightsync.types.process import num_cores
 from weightsync.types.table import TensorTable
 
 _MANY_BYTES = 256 << 10
@@ -95,7 +95,6 @@ def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None, *, 
 
 
 def _batch_sum(batch: list[HeldTensor], table: TensorTable | None) -> ShardSum:
-    """The sum of small whole tensors."""
     if not batch:
         return ShardSum.zero()
     tensors: list[torch.Tensor] = [each.tensor for each in batch]
@@ -123,7 +122,6 @@ def patch_sum(
     """What a change of some elements adds to the model's digest, in time proportional to the change.
 
     Args:
-        spec: the whole tensor's spec.
         positions: int64 or uint32, 1-D, strictly rising: flat indices into the contiguous global tensor.
         old_values: 1-D, of the spec's dtype, as many: the elements before. They must be the true ones;
             otherwise the digest goes wrong, which is what it is for.
@@ -134,19 +132,16 @@ def patch_sum(
     """
     where = _checked_positions(spec, positions, old_values, new_values)
     size_bytes = itemsize_bytes(spec.dtype)
-    seeds = seeds_of(spec.name, spec.dtype, spec.shape)
-    kind, number = NARROW.get(size_bytes, (np.uint64, size_bytes // 8))
+    kind, words_each = (NARROW[size_bytes][0], 1) if size_bytes in NARROW else (np.uint64, size_bytes // 8)
     old, new = (np.require(host_bytes(values).view(kind), requirements="A") for values in (old_values, new_values))
-    words_each = 1 if size_bytes in NARROW else number
-    kernel = kernels().patch_sum_narrow if size_bytes in NARROW else kernels().patch_sum_wide
 
-    def one(cut: slice) -> tuple[int, int]:
+    def one(cut: slice) -> ShardSum:
         items = slice(cut.start * words_each, cut.stop * words_each)
-        lanes = kernel(where[cut], old[items], new[items], number, seeds.key_1, seeds.key_2)
-        return cast(tuple[int, int], lanes)
+        return change_sum(spec, size_bytes, where[cut], old[items], new[items])
 
-    step = max(SMALL_BYTES // 8, -(-len(where) // num_workers()))
-    return added(map_all(one, (slice(start, min(start + step, len(where))) for start in range(0, len(where), step))))
+    step = max(SMALL_BYTES // 8, -(-len(where) // num_cores()))
+    cuts = (slice(start, min(start + step, len(where))) for start in range(0, len(where), step))
+    return sum(map_all(one, cuts), ShardSum.zero())
 
 
 def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:

@@ -170,8 +170,6 @@ class FullDecoder(Decoder):
 
 
 class FullCodec(Codec):
-    """Whole tensors, unchanged, with a digest of each."""
-
     name = "full"
 
     def encoder(self, base: PatchBase | None = None) -> FullEncoder:

@@ -19,11 +19,12 @@ import numpy.typing as npt
 import xxhash
 
 from weightsync.addresses import Int64s, check_addresses, loops
-from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, map_all, num_workers
+from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, map_all
 from weightsync.errors import InvalidRequestError
 from weightsync.plan.boxes import box_runs, split_box, whole_box
 from weightsync.types import Box, TensorSpec, itemsize_bytes
 from weightsync.types.manifest import MODEL_DIGEST_PREFIX, check_model_digest
+from weightsync.types.process import num_cores
 from weightsync.types.table import TensorTable
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,8 +45,7 @@ class ShardSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Sums of disjoint parts add up, in any order. A sum says nothing by itself: `model_digest` closes it.
 
     Attributes:
-        lane_a: 0 to 2^64 - 1.
-        lane_b: 0 to 2^64 - 1.
+        lane_a, lane_b: 0 to 2^64 - 1.
     """
 
     lane_a: int
@@ -60,7 +60,6 @@ class ShardSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def zero(cls) -> ShardSum:
-        """The sum of nothing."""
         return cls(lane_a=0, lane_b=0)
 
 
@@ -69,7 +68,6 @@ def box_sum(data: Bytes, spec: TensorSpec, box: Box | None) -> ShardSum:
 
     Args:
         data: its bytes, 1-D and contiguous, in the box's row-major order.
-        spec: the whole tensor's spec.
         box: which part; None: all of it.
     """
     blocks = blocks_of(whole_box(spec.shape) if box is None else box, spec)
@@ -84,7 +82,7 @@ def box_sum(data: Bytes, spec: TensorSpec, box: Box | None) -> ShardSum:
 def blocks_of(box: Box, spec: TensorSpec) -> list[Box]:
     """What threads take at a time of a part of a tensor, in its row-major order; at most `PIECE_BYTES` each."""
     size_bytes = itemsize_bytes(spec.dtype)
-    piece_bytes = min(PIECE_BYTES, max(SMALL_BYTES, -(-box.numel * size_bytes // num_workers())))
+    piece_bytes = min(PIECE_BYTES, max(SMALL_BYTES, -(-box.numel * size_bytes // num_cores())))
     return list(split_box(box, piece_bytes // size_bytes))
 
 
@@ -152,20 +150,19 @@ def added(lanes: Iterable[tuple[int, int]]) -> ShardSum:
 def change_sum(
     spec: TensorSpec, width_bytes: int, places: npt.NDArray[np.int64], old: npt.NDArray[Any], new: npt.NDArray[Any]
 ) -> ShardSum:
-    """As `patch_sum`, of pieces of 1, 2, 4 or 8 bytes whatever the dtype, on the caller's thread.
+    """As `patch_sum`, of pieces of 1, 2, 4 or a multiple of 8 bytes whatever the dtype, on the caller's thread.
 
     Args:
-        spec: the whole tensor's spec.
         width_bytes: size of a piece; the tensor's bytes are a multiple of it.
         places: which pieces of the whole, contiguous tensor; the caller has checked them.
-        old, new: unsigned integers of that width, as many.
+        old, new: unsigned integers of that width, as many; of wider pieces all words of 8 bytes.
     """
     seeds = seeds_of(spec.name, spec.dtype, spec.shape)
     if width_bytes in NARROW:
         _, shift = NARROW[width_bytes]
         lanes = kernels().patch_sum_narrow(places, old, new, shift, seeds.key_1, seeds.key_2)
     else:
-        lanes = kernels().patch_sum_wide(places, old, new, 1, seeds.key_1, seeds.key_2)
+        lanes = kernels().patch_sum_wide(places, old, new, width_bytes // 8, seeds.key_1, seeds.key_2)
     return added([lanes])
 
 

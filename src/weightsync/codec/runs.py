@@ -81,8 +81,6 @@ def digests_and_sum(memory: memoryview, runs: Runs, *, check_cancelled: Callable
     digest; on all cores.
 
     Args:
-        memory: where they lie.
-        runs: of its parts.
         check_cancelled: called again and again; what it raises ends the work.
     """
     flat = np.frombuffer(memory, dtype=np.uint8)

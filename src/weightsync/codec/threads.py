@@ -27,11 +27,6 @@ _pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
 
 
-def num_workers() -> int:
-    """Threads of the pool: the cores this process may use."""
-    return num_cores()
-
-
 def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """`[function(item) for item in items]`, on all cores; a single item runs in the caller's thread.
 
@@ -42,7 +37,7 @@ def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[R
         Exception: what `function` raised first, by the items' order, after all running calls have ended.
     """
     work = list(items)
-    if len(work) <= 1 or num_workers() == 1:
+    if len(work) <= 1 or num_cores() == 1:
         return [function(item) for item in work]
     pool = _shared_pool()
     futures = [pool.submit(function, item) for item in work]
@@ -73,7 +68,7 @@ def _shared_pool() -> ThreadPoolExecutor:
     global _pool
     with _lock:
         if _pool is None:
-            _pool = ThreadPoolExecutor(num_workers(), thread_name_prefix="weightsync-codec")
+            _pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="weightsync-codec")
         return _pool
 
 

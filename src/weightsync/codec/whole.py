@@ -6,7 +6,6 @@ its address, dtype and shape; its keys are kept with the table of the model's te
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, eq
 from typing import Any
@@ -32,18 +31,6 @@ _PIECE_BYTES = 2 << 20
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Known:
-    """What follows from a table.
-
-    Attributes:
-        shapes, dtypes: of each tensor.
-    """
-
-    shapes: list[tuple[int, ...]]
-    dtypes: list[torch.dtype]
-
-
 def whole_digest(table: TensorTable, tensors: Sequence[torch.Tensor]) -> str:
     """The model's digest, of `whole_sum`.
 
@@ -58,7 +45,6 @@ def whole_sum(table: TensorTable, tensors: Sequence[torch.Tensor], *, convert: b
     """What whole tensors add to the model's digest, on all cores.
 
     Args:
-        table: the model's tensors.
         tensors: one for each, in its order, on any device, of any strides. None is written until this returns.
         convert: whether they may be of other dtypes than the table says; they count in its dtypes. A few megabytes are
             converted at a time, or one tensor that is larger.
@@ -66,54 +52,51 @@ def whole_sum(table: TensorTable, tensors: Sequence[torch.Tensor], *, convert: b
     Raises:
         ManifestMismatchError: there are more or fewer, or one is of another shape or dtype.
     """
-    known, kept_keys = table.derive(_known), table.derive(keys_of)
+    dtypes, kept_keys = table.derive(_dtypes_of), table.derive(keys_of)
     if len(tensors) != len(table):
         raise ManifestMismatchError(f"{len(tensors)} tensors are held, the manifest has {len(table)}")
-    if not all(map(eq, map(_shape, tensors), known.shapes)):
-        wrong = next(index for index, tensor in enumerate(tensors) if tensor.shape != known.shapes[index])
+    if not all(map(eq, map(_shape, tensors), table.shapes)):
+        wrong = next(index for index, tensor in enumerate(tensors) if tensor.shape != table.shapes[index])
         raise ManifestMismatchError(
             f"held as {tuple(tensors[wrong].shape)}, in the manifest {table[wrong].shape}", parameter=table[wrong].name
         )
-    if not convert and (dtypes := list(map(_dtype, tensors))) != known.dtypes:
-        wrong = next(index for index, dtype in enumerate(dtypes) if dtype is not known.dtypes[index])
+    if not convert and (found := list(map(_dtype, tensors))) != dtypes:
+        wrong = next(index for index, dtype in enumerate(found) if dtype is not dtypes[index])
         raise ManifestMismatchError(
-            f"held as {dtypes[wrong]}, in the manifest {table[wrong].dtype}", parameter=table[wrong].name
+            f"held as {found[wrong]}, in the manifest {table[wrong].dtype}", parameter=table[wrong].name
         )
     small, rest = sorted_out(tensors, _SMALL_BYTES)
     total = ShardSum.zero()
-    for (source, wanted), indexes in _by_kind(tensors, known, small):
+    for (source, wanted), indexes in _by_kind(tensors, dtypes, small):
         picked = tensors if len(indexes) == len(tensors) else [tensors[index] for index in indexes]
         keys = kept_keys if picked is tensors else np.ascontiguousarray(kept_keys[:, indexes])
         total += _sum_of_small(picked, keys, None if source is wanted else wanted)
-    large = [index for index in rest if tensors[index].dtype is known.dtypes[index] and are_plain((tensors[index],))]
+    large = [index for index in rest if tensors[index].dtype is dtypes[index] and are_plain((tensors[index],))]
     if large:
         picked = [tensors[index] for index in large]
         keys_1, keys_2 = np.ascontiguousarray(kept_keys[:, large])
         total += sum_of_runs(addresses(picked), sizes_bytes(picked), np.zeros(len(large), np.int64), keys_1, keys_2)
     for index in sorted(set(rest).difference(large)):
-        converted = tensors[index].detach().to(known.dtypes[index]).contiguous()
+        converted = tensors[index].detach().to(dtypes[index]).contiguous()
         total += shard_sum(HeldTensor(spec=table[index], box=None, tensor=converted))
     return total
 
 
-def _known(table: TensorTable) -> _Known:
-    return _Known(
-        shapes=[spec.shape for spec in table],
-        dtypes=[torch_dtype(spec.dtype) for spec in table],
-    )
+def _dtypes_of(table: TensorTable) -> list[torch.dtype]:
+    return [torch_dtype(dtype) for dtype in table.dtypes]
 
 
 def _by_kind(
-    tensors: Sequence[torch.Tensor], known: _Known, small: Sequence[int]
+    tensors: Sequence[torch.Tensor], wanted: Sequence[torch.dtype], small: Sequence[int]
 ) -> Iterator[tuple[tuple[torch.dtype, torch.dtype], list[int]]]:
     """Those of one dtype, and of one that they are wanted in, together."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     dtypes = list(map(_dtype, tensors))
-    if len(small) == len(tensors) and len(only := set(zip(dtypes, known.dtypes, strict=True))) == 1:
+    if len(small) == len(tensors) and len(only := set(zip(dtypes, wanted, strict=True))) == 1:
         yield only.pop(), list(small)
         return
     for index in small:
-        kinds.setdefault((dtypes[index], known.dtypes[index]), []).append(index)
+        kinds.setdefault((dtypes[index], wanted[index]), []).append(index)
     yield from kinds.items()
 
 
@@ -153,11 +136,7 @@ class SummedChunks:
     """Chunks on their way; what they add to the model's digest is summed as they pass.
 
     Args:
-        chunks: of whole tensors.
         counts: whether they are summed at all: a trainer whose ranks sum their shards need not.
-
-    Attributes:
-        total: of those that have passed.
     """
 
     def __init__(self, chunks: Iterable[WeightChunk], *, counts: bool = True) -> None:

@@ -182,7 +182,7 @@ def test_large_tensors_go_through_several_threads_and_pieces(monkeypatch: pytest
     tensor = random_tensor("bfloat16", (1031, 2053), 1)  # 4 MiB, odd rows
     once = shard_sum(whole(tensor))
     alone = tensor_digest(tensor)
-    monkeypatch.setattr(model_module, "num_workers", lambda: 7)
+    monkeypatch.setattr(model_module, "num_cores", lambda: 7)
     for each in (model_module, tensor_digest_module):
         monkeypatch.setattr(each, "PIECE_BYTES", 99_999)
     assert shard_sum(whole(tensor)) == once
@@ -262,7 +262,7 @@ def test_a_patch_equals_the_recomputed_digest(data: st.DataObject) -> None:
 
 
 def test_a_large_patch_goes_through_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "num_workers", lambda: 7)
+    monkeypatch.setattr(module, "num_cores", lambda: 7)
     monkeypatch.setattr(module, "SMALL_BYTES", 8000)
     old = random_tensor("bfloat16", (1 << 20,), 1)
     positions = torch.arange(0, 1 << 20, 2)

@@ -15,7 +15,7 @@ from weightsync.codec import threads
 
 @pytest.fixture(autouse=True)
 def _two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "num_workers", lambda: 2)
+    monkeypatch.setattr(threads, "num_cores", lambda: 2)
 
 
 def test_results_keep_the_order() -> None:
@@ -50,7 +50,7 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
     program = """
 import os, signal, sys, threading
 from weightsync.codec import threads
-threads.num_workers = lambda: 2
+threads.num_cores = lambda: 2
 assert threads.map_all(lambda item: item + 1, range(4)) == [1, 2, 3, 4]
 threads._lock.acquire()
 child = os.fork()
@@ -69,4 +69,4 @@ def test_importing_the_digest_imports_no_numba() -> None:
 
 def test_the_pool_is_as_large_as_the_cores_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert threads.num_workers() == len(os.sched_getaffinity(0))
+    assert threads.num_cores() == len(os.sched_getaffinity(0))
