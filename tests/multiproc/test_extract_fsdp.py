@@ -20,7 +20,8 @@ from tests.standins.processes import run_ranks
 from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
-from weightsync.extract.module import ModuleWeightExtractor, module_tensors
+from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.module_walk import module_tensors
 from weightsync.tensors import byte_array
 
 Part = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bytes]

@@ -29,11 +29,11 @@ from tests.standins.processes import run_ranks
 from weightsync.clients.agent import AgentClient
 from weightsync.errors import ExtractError, StateError, VersionError
 from weightsync.extract.fsdp import FSDPWeightExtractor
-from weightsync.extract.module import module_tensors
 from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.extract.placements import shard_box
 from weightsync.host.puller import Puller
 from weightsync.memory import Lock, Reader
+from weightsync.module_walk import module_tensors
 from weightsync.plan.boxes import whole_box
 from weightsync.tensors import byte_array
 from weightsync.trainer.publisher import OffloadReport, WeightManager

@@ -9,10 +9,11 @@ It is a publication: the sender offloads and goes on, receivers pull the version
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -35,8 +36,6 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         endpoint: URL of the trainer's agent.
-        model_id: which model.
-        version: which version comes next.
         token: that the agent asks for; None: for none.
     """
 
@@ -53,7 +52,6 @@ class Sender:
     """The trainer's end, in training rank 0 alone.
 
     Args:
-        model_id: which model.
         host: where the agent listens, and how it is reached; "127.0.0.1" while all workers are on this machine.
         token: that the agent asks for; one is made up where not given.
         publishing: further arguments of `WeightManager`, e.g. dtype or delta_budget_bytes.
@@ -151,7 +149,7 @@ class Receiver:
             version = msgspec.structs.replace(self._plan.version, number=number)
             self._plan = msgspec.structs.replace(self._plan, version=version)
 
-    def receive(self, *, timeout_s: float = 600.0) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, *, timeout_s: float = 600.0) -> Generator[tuple[str, torch.Tensor], None, None]:
         """The version that the plan names, or a newer one of its run, whole and proved.
 
         Yields:
@@ -163,6 +161,15 @@ class Receiver:
         """
         with self.pulled(timeout_s=timeout_s) as staged, MappedSegment(staged.segment, need_bytes=1) as segment:
             yield from whole_tensors(staged, segment)
+
+    async def received(self, *, timeout_s: float) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """As `receive`; the trainer is waited for in a thread."""
+        with contextlib.closing(self.receive(timeout_s=timeout_s)) as pairs:
+            first = await asyncio.to_thread(next, pairs, None)
+            if first is not None:
+                yield first
+            for pair in pairs:
+                yield pair
 
     @contextlib.contextmanager
     def pulled(self, *, timeout_s: float = 600.0) -> Iterator[StagedVersion]:
@@ -208,7 +215,6 @@ def plan_in(metadata: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
 
 
 def node_address() -> str:
-    """This node's address, by Ray."""
     import ray
 
     return str(ray.util.get_node_ip_address()).strip("[]")

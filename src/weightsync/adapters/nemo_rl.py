@@ -12,10 +12,9 @@ counts them.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import msgspec
@@ -27,7 +26,6 @@ from weightsync.errors import InvalidRequestError, StateError
 from weightsync.types import Version
 
 _BATCH_BYTES = 64 << 20
-_END = object()
 
 
 class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -36,7 +34,6 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Args:
         bucket_size: NeMo-RL's, in bytes: a batch of tensors on the receiving side has about so much at most.
         host: where the trainer's agent listens, and how workers reach it; this node's address by Ray where not given.
-        model_id: which model.
         timeout_s: how long one transfer may take.
         mode: how workers fetch a version, see `Puller`.
         release_after_refit: NeMo-RL's; it calls `finalize` after each transfer then, and everything begins anew.
@@ -61,7 +58,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._mode = mode
         self._publishing = publishing
         self._held: socket.socket | None = None
-        self._offer: dict[str, Any] | None = None
+        self._offer: _Offer | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
 
@@ -71,11 +68,11 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             host = self._host or node_address()
             self._held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             self._held.bind((host, 0))
-            self._offer = {
-                "host": host, "port": self._held.getsockname()[1], "token": secrets.token_hex(32),
-                "run_id": f"nemo-rl-{secrets.token_hex(6)}", "model_id": self._model_id,
-            }  # fmt: skip
-        return dict(self._offer)
+            self._offer = _Offer(
+                host=host, port=self._held.getsockname()[1], token=secrets.token_hex(32),
+                run_id=f"nemo-rl-{secrets.token_hex(6)}", model_id=self._model_id,
+            )  # fmt: skip
+        return msgspec.structs.asdict(self._offer)
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -90,8 +87,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if worker_rank == 0 and self._sender is None:
             offer = _first(metadata, train_world_size + rollout_world_size)
             self._sender = Sender(
-                offer["model_id"], host=offer["host"], port=offer["port"], token=offer["token"],
-                run_id=offer["run_id"], **self._publishing,
+                offer.model_id, host=offer.host, port=offer.port, token=offer.token, run_id=offer.run_id,
+                **self._publishing,
             )  # fmt: skip
             self._sender.prepare()
 
@@ -101,10 +98,10 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """A rollout worker learns whom it pulls from."""
         self._let_go()
         offer = _first(metadata, train_world_size + rollout_world_size)
-        host = f"[{offer['host']}]" if ":" in offer["host"] else offer["host"]
+        host = f"[{offer.host}]" if ":" in offer.host else offer.host
         plan = TransferPlan(
-            endpoint=f"http://{host}:{offer['port']}", model_id=offer["model_id"],
-            version=Version(run_id=offer["run_id"], number=1), token=offer["token"],
+            endpoint=f"http://{host}:{offer.port}", model_id=offer.model_id,
+            version=Version(run_id=offer.run_id, number=1), token=offer.token,
         )  # fmt: skip
         if self._receiver is None:
             self._receiver = Receiver(mode=self._mode)
@@ -123,12 +120,9 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         receiver = self._receiver
         if receiver is None:
             raise StateError("init_rollout_process_group comes first")
-        received: Iterator[tuple[str, torch.Tensor]] = receiver.receive(timeout_s=self._timeout_s)
-        first = await asyncio.to_thread(next, received, _END)  # it waits for the trainer
+        received, batch, size = receiver.received(timeout_s=self._timeout_s), list[tuple[str, torch.Tensor]](), 0
         try:
-            batch: list[tuple[str, torch.Tensor]] = [] if first is _END else [first]  # type: ignore[list-item]
-            size = sum(tensor.nbytes for _, tensor in batch)
-            for name, tensor in received:
+            async for name, tensor in received:
                 if batch and size + tensor.nbytes > self._batch_bytes:
                     yield batch
                     batch, size = [], 0
@@ -137,7 +131,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if batch:
                 yield batch
         finally:
-            received.close()  # type: ignore[attr-defined]
+            await received.aclose()
             receiver.expect_next()  # also where it was not taken to its end: the same one does not come again
 
     def finalize(self) -> None:
@@ -149,7 +143,6 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._offer = self._sender = self._receiver = None
 
     def _let_go(self) -> None:
-        """Of the port that `prepare` held."""
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -163,7 +156,7 @@ class _Offer(msgspec.Struct):
     model_id: str
 
 
-def _first(metadata: list[Any], num_workers: int) -> dict[str, Any]:
+def _first(metadata: list[Any], num_workers: int) -> _Offer:
     """What training rank 0 offers.
 
     Raises:
@@ -172,7 +165,6 @@ def _first(metadata: list[Any], num_workers: int) -> dict[str, Any]:
     if len(metadata) != num_workers or not num_workers:
         raise InvalidRequestError(f"{num_workers} workers take part, {len(metadata)} have prepared to")
     try:
-        found: dict[str, Any] = msgspec.to_builtins(msgspec.convert(metadata[0], _Offer))
+        return msgspec.convert(metadata[0], _Offer)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"training rank 0 has prepared another checkpoint engine: {error}") from None
-    return found

@@ -31,7 +31,6 @@ class PublishInitInfo(WeightSyncInitInfo):  # type: ignore[misc]
         super().__init__(override_existing_receiver=True)
 
     def for_servers(self, *_: Any, **__: Any) -> list[PublishInitInfo]:
-        """Nobody."""
         return []
 
 

@@ -13,7 +13,6 @@ ranks and `receive_weights` on rollout workers at the same time, `finalize` on a
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
@@ -22,13 +21,7 @@ import msgspec
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from weightsync.adapters.checkpoint_engine import (
-    Receiver,
-    Sender,
-    TransferPlan,
-    node_address,
-    plan_in,
-)
+from weightsync.adapters.checkpoint_engine import Receiver, Sender, TransferPlan, node_address, plan_in
 from weightsync.errors import ConfigError
 from weightsync.memory import MappedSegment
 from weightsync.types import Version
@@ -36,7 +29,6 @@ from weightsync.types import Version
 WHOLE, CHANGES = "named_tensors", "delta_flush"
 _BUCKET_BYTES = 512 << 20
 _PATCH_LIMIT = 0.5
-_END = object()
 
 
 @CheckpointEngineRegistry.register("weightsync")
@@ -119,7 +111,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> AsyncIterator[tuple[str, torch.Tensor]] | Iterator[Any]:
         """The version that the master sends, proved: whole tensors, or flushes of changes. See `Receiver.receive`."""
         assert self._receiver is not None, "init_process_group comes first"
-        return self._flushes() if self.wire_format == CHANGES else self._whole()
+        return self._flushes() if self.wire_format == CHANGES else self._receiver.received(timeout_s=self._timeout_s)
 
     def _flushes(self) -> Iterator[Any]:
         from weightsync.adapters.verl_flush import changed, flushes, has_nan, whole
@@ -142,18 +134,6 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 pieces = whole(staged, stack.enter_context(MappedSegment(staged.segment, need_bytes=1)))
             yield from flushes(pieces, most_bytes=most_bytes)
             self._given = staged.version, staged.manifest.model_digest
-
-    async def _whole(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        assert self._receiver is not None
-        received: Iterator[tuple[str, torch.Tensor]] = self._receiver.receive(timeout_s=self._timeout_s)
-        first = await asyncio.to_thread(next, received, _END)  # it waits for the trainer
-        try:
-            if first is not _END:
-                yield first  # type: ignore[misc]
-            for pair in received:
-                yield pair
-        finally:
-            received.close()  # type: ignore[attr-defined]
 
     def finalize(self) -> None:
         """Nothing: what is kept makes the next transfer a delta."""

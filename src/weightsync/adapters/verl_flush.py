@@ -8,8 +8,10 @@ alone, of whole parameters. The form is that of verl 0.9 (`verl.checkpoint_engin
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +20,7 @@ from verl.checkpoint_engine.delta_sync.encode import DeltaParam, checksum
 from weightsync.adapters.checkpoint_engine import whole_tensors
 from weightsync.host.staged_version import StagedPatch, StagedVersion
 from weightsync.memory import MappedSegment
+from weightsync.plan.buckets import split_by_bytes
 from weightsync.tensors import tensor_from_bytes
 from weightsync.types import Manifest, TensorSpec, itemsize_bytes
 
@@ -43,7 +46,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Of it in a flush."""
         return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
 
 
@@ -78,24 +80,13 @@ def has_nan(pieces: Iterable[Piece]) -> bool:
 def flushes(pieces: Iterable[Piece], *, most_bytes: int) -> Iterator[Flush]:
     """Flushes of about so many bytes each, one dtype each; the last one says that it is."""
     pending: Flush | None = None
-    for taken in _batches(pieces, most_bytes):
-        if pending is not None:
-            yield pending
-        pending = (_named(taken), False)
+    for _, alike in itertools.groupby(pieces, key=lambda piece: piece.spec.dtype):
+        for taken in split_by_bytes(alike, attrgetter("nbytes"), most_bytes):
+            if pending is not None:
+                yield pending
+            pending = (_named(taken), False)
     if pending is not None:
         yield pending[0], True
-
-
-def _batches(pieces: Iterable[Piece], most_bytes: int) -> Iterator[list[Piece]]:
-    taken: list[Piece] = []
-    for piece in pieces:
-        other = taken and piece.spec.dtype != taken[0].spec.dtype
-        if taken and (other or sum(each.nbytes for each in taken) + piece.nbytes > most_bytes):
-            yield taken
-            taken = []
-        taken.append(piece)
-    if taken:
-        yield taken
 
 
 def _named(pieces: list[Piece]) -> list[tuple[str, torch.Tensor]]:

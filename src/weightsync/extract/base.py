@@ -137,9 +137,6 @@ class WeightExtractor(abc.ABC):
 
         What can be checked is checked by the call itself; the iterator only gathers and hands out.
 
-        Args:
-            dtype: as for `metadata`.
-
         Yields:
             Chunks of contiguous, detached tensors, bit-identical to gathering first and converting then.
 
@@ -164,9 +161,6 @@ class WeightExtractor(abc.ABC):
         yields, tensors that are not sharded come from rank 0 of the default group, and empty parts from nobody
         (a tensor without elements is yielded whole, by one rank).
 
-        Args:
-            dtype: as for `metadata`.
-
         Yields:
             Contiguous, detached parts on the device they lie on. They may be live weights.
 
@@ -177,39 +171,24 @@ class WeightExtractor(abc.ABC):
         return self._shards(*self._shardable(dtype))
 
     def local_parts(self, dtype: str | None = None) -> Iterator[HeldTensor]:
-        """`local_shards` before their conversion, for a caller that converts while it copies.
-
-        Args:
-            dtype: as for `metadata`.
+        """`local_shards` before their conversion, for a caller that converts while it copies; raises what that does.
 
         Yields:
             Parts with the spec of `metadata(dtype)`; their tensors are live weights, of the trainer's own dtype, not
             always contiguous.
-
-        Raises:
-            WeightSyncError: as for `local_shards`.
         """
         specs, live = self._shardable(dtype)
         return (part for spec in specs if (part := self._held(spec, live[spec.name])) is not None)
 
     def local_whole(self, dtype: str | None = None) -> tuple[TensorTable, list[torch.Tensor]] | None:
         """`metadata(dtype)` and for each of these the live tensor, in the trainer's own dtype, where this rank's parts
-        are all of every tensor. None where they are not, or where that has to be found out one by one.
-
-        Args:
-            dtype: as for `metadata`.
-
-        Raises:
-            WeightSyncError: as for `local_shards`.
+        are all of every tensor. None where they are not, or where that has to be found out one by one. Raises what
+        `local_shards` does.
         """
         return None
 
     def local_boxes(self) -> tuple[tuple[int, Box], ...]:
-        """Which part of which tensor (by its place in `metadata`) `local_parts` would give. Reads no weights.
-
-        Raises:
-            WeightSyncError: as for `local_shards`.
-        """
+        """Which part of which tensor (by its place in `metadata`) `local_parts` would give. Reads no weights."""
         specs, live = self._shardable(None)
         found: list[tuple[int, Box]] = []
         for index, spec in enumerate(specs):
@@ -265,7 +244,6 @@ class WeightExtractor(abc.ABC):
         return False
 
     def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The tensor's global shape."""
         return tuple(int(extent) for extent in tensor.shape)
 
     def _module_of(self, name: str) -> str:
@@ -422,7 +400,6 @@ def _castable(dtype: str) -> str:
 
 
 def chunk_of(planned: PlannedChunk, tensors: Sequence[torch.Tensor]) -> WeightChunk:
-    """The chunk that was planned, with its tensors."""
     return WeightChunk(
         names=planned.names,
         tensors=tuple(tensors),

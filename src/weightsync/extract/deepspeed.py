@@ -11,7 +11,8 @@ import torch
 
 from weightsync.errors import ExtractError, MissingDependencyError, UnsupportedError
 from weightsync.extract.base import WeightExtractor
-from weightsync.extract.module import ModuleWeightExtractor, clean_name, module_tensors, unwrapped
+from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.module_walk import clean_name, module_tensors, unwrapped
 from weightsync.types import Box
 
 

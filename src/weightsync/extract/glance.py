@@ -34,7 +34,6 @@ class Pairs(Collection[tuple[str, torch.Tensor]]):
 
     @classmethod
     def of(cls, named: Collection[tuple[str, torch.Tensor]]) -> Pairs:
-        """The same, by names and tensors."""
         if isinstance(named, cls):
             return named
         return cls(names=[name for name, _ in named], tensors=[tensor for _, tensor in named])
@@ -44,7 +43,6 @@ class Glance:
     """Names, types, dtypes and shapes of tensors that were checked.
 
     Args:
-        named: these, under the trainer's names.
         engine_names: of each; None where it is left out.
     """
 
@@ -59,12 +57,7 @@ class Glance:
     def live(
         self, named: Pairs, *, says_all: Callable[[Sequence[torch.Tensor]], bool]
     ) -> dict[str, torch.Tensor] | None:
-        """The tensors by their names for the engine; None where one has to be looked at.
-
-        Args:
-            named: the model's tensors as they are now.
-            says_all: whether a glance at these is enough.
-        """
+        """The tensors by their names for the engine; None where one has to be looked at."""
         if named.names is not self._names and list(named.names) != list(self._names):
             return None
         for cut in blocks(len(self._types)):

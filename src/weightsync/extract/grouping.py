@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
+from weightsync.plan.buckets import split_by_bytes
 from weightsync.types import TensorSpec
 
 FUSED_PROJECTIONS = frozenset(
@@ -40,22 +41,18 @@ class PlannedChunk:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of the chunk."""
         return sum(spec.nbytes for spec in self.specs)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors."""
         return tuple(spec.name for spec in self.specs)
 
     @functools.cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """Of the tensors."""
         return tuple(spec.dtype for spec in self.specs)
 
     @functools.cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the tensors."""
         return tuple(spec.shape for spec in self.specs)
 
 
@@ -99,22 +96,9 @@ def plan_chunks(
         else:
             units.append((group, [spec]))
     if chunk_bytes is not None:
-        units = _merged(units, chunk_bytes)
+        merged = split_by_bytes(units, lambda unit: sum(spec.nbytes for spec in unit[1]), chunk_bytes)
+        units = [
+            several[0] if len(several) == 1 else (None, [spec for _, members in several for spec in members])
+            for several in merged
+        ]
     return tuple(PlannedChunk(module_name=group, specs=tuple(members)) for group, members in units)
-
-
-def _merged(
-    units: Sequence[tuple[str | None, list[TensorSpec]]], chunk_bytes: int
-) -> list[tuple[str | None, list[TensorSpec]]]:
-    merged: list[tuple[str | None, list[TensorSpec]]] = []
-    filled_bytes = 0
-    for group, members in units:
-        unit_bytes = sum(spec.nbytes for spec in members)
-        if merged and filled_bytes + unit_bytes <= chunk_bytes:
-            merged[-1] = (None, merged[-1][1])
-            merged[-1][1].extend(members)
-            filled_bytes += unit_bytes
-        else:
-            merged.append((group, list(members)))
-            filled_bytes = unit_bytes
-    return merged

@@ -68,7 +68,6 @@ class MegatronCoreExporter:
 
         Args:
             model: this rank's one model chunk, under whatever wrappers Megatron put around it.
-            cpu: whether to move tensors to the host.
             show_progress: not used; the argument is part of a bridge's interface.
 
         Yields:

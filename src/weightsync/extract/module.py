@@ -14,14 +14,12 @@ from weightsync.copying import cast_together
 from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor, training_rank
 from weightsync.extract.glance import Pairs
-from weightsync.module_walk import Held, ModuleTensors, clean_name, module_tensors, unwrapped
+from weightsync.module_walk import Held, ModuleTensors, clean_name, unwrapped
 from weightsync.plan.boxes import whole_box
 from weightsync.types import Box, TensorTable
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
 """Types that say all of themselves."""
-
-__all__ = ["ModuleWeightExtractor", "clean_name", "module_tensors", "unwrapped"]
 
 _layout, _is_meta = attrgetter("layout"), attrgetter("is_meta")
 _STRIDED = frozenset({torch.strided})

@@ -9,7 +9,7 @@ import torch
 
 from weightsync.errors import ConfigError
 from weightsync.extract.fsdp import FSDPWeightExtractor
-from weightsync.extract.module import clean_name
+from weightsync.module_walk import clean_name
 
 
 class NamedTensorsExtractor(FSDPWeightExtractor):

@@ -86,14 +86,6 @@ class _Merging:
         return False  # what is merged is made tensor by tensor
 
 
-class MergedPeftExtractor(_Merging, FSDPWeightExtractor):
-    """Of a base with an adapter merged, plain or under FSDP2."""
-
-
-class DeepSpeedMergedPeftExtractor(_Merging, DeepSpeedWeightExtractor):
-    """Of a base with an adapter merged, in a DeepSpeed engine."""
-
-
 def adapter_extractor(
     weights: torch.nn.Module, *, adapter: str | None = None, base: Base | None = None, **settings: Any
 ) -> WeightExtractor:
@@ -110,9 +102,7 @@ def adapter_extractor(
     """
     model = _peft(weights)
     name = adapter_name(model, adapter)
-    names = adapter_names(model, name)
-    kind = DeepSpeedWeightExtractor if _is_deepspeed(weights) else FSDPWeightExtractor
-    made = kind(_root(weights, model), name_map=names.get, **settings)
+    made = _extractor(weights, model, adapter_names(model, name).get, **settings)
     made.adapter = adapter_of(model, name, base)
     return made
 
@@ -120,8 +110,7 @@ def adapter_extractor(
 def base_extractor(weights: torch.nn.Module, **settings: Any) -> WeightExtractor:
     """The extractor of a PEFT model's base, under its own names; for its publication, and its digest."""
     model = _peft(weights)
-    kind = DeepSpeedWeightExtractor if _is_deepspeed(weights) else FSDPWeightExtractor
-    return kind(_root(weights, model), name_map=base_names(model).get, **settings)
+    return _extractor(weights, model, base_names(model).get, **settings)
 
 
 def merged_extractor(
@@ -153,10 +142,7 @@ def merged_extractor(
         found = base.get(key)
         return found if found is None or name_map is None else name_map(found)
 
-    of = DeepSpeedMergedPeftExtractor if _is_deepspeed(weights) else MergedPeftExtractor
-    kind: Any = type(of.__name__, (of,), {"merged": name})
-    made: WeightExtractor = kind(_root(weights, model), name_map=named, **settings)
-    return made
+    return _extractor(weights, model, named, merged=name, **settings)
 
 
 def _peft(weights: torch.nn.Module) -> Any:
@@ -166,11 +152,19 @@ def _peft(weights: torch.nn.Module) -> Any:
     return model
 
 
-def _is_deepspeed(weights: torch.nn.Module) -> bool:
+def _extractor(
+    weights: torch.nn.Module,
+    model: torch.nn.Module,
+    name_map: Callable[[str], str | None],
+    *,
+    merged: str | None = None,
+    **settings: Any,
+) -> WeightExtractor:
+    """Of the PEFT model in `weights`, or of `weights` where that is a DeepSpeed engine, which says more."""
     engine = any(kind.__module__.startswith("deepspeed.") for kind in type(weights).__mro__)
-    return engine or any(hasattr(tensor, "ds_shape") for tensor in weights.parameters())
-
-
-def _root(weights: torch.nn.Module, model: Any) -> torch.nn.Module:
-    """What an extractor is given: a DeepSpeed engine says more than its module."""
-    return weights if _is_deepspeed(weights) else model
+    is_deepspeed = engine or any(hasattr(tensor, "ds_shape") for tensor in weights.parameters())
+    kind: Any = DeepSpeedWeightExtractor if is_deepspeed else FSDPWeightExtractor
+    if merged is not None:
+        kind = type(f"Merged{kind.__name__}", (_Merging, kind), {"merged": merged})
+    made: WeightExtractor = kind(weights if is_deepspeed else model, name_map=name_map, **settings)
+    return made

@@ -18,8 +18,6 @@ def merged_copy(layer: Any, adapter: str, gather: Callable[[torch.Tensor], torch
     of these is the trainer's here.
 
     Args:
-        layer: of PEFT; read.
-        adapter: which.
         gather: gives a tensor whole, in its dtype. Called for the same tensors in the same order on every rank.
 
     Returns:

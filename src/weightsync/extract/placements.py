@@ -49,11 +49,8 @@ def shard_box(
     1 row on 2 ranks: 1 and 0).
 
     Args:
-        shape: global shape.
         placements: `Shard` or `Replicate`, one a mesh dimension. Fewer than the mesh has dimensions: the
             part that the ranks along the others hold together.
-        mesh_shape: size of each mesh dimension.
-        coordinate: of the rank.
     """
     offset, extent = [0] * len(shape), [int(size) for size in shape]
     for placement, parts, place in zip(placements, mesh_shape, coordinate, strict=False):

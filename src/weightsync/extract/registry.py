@@ -34,7 +34,6 @@ def extractor_for(
     """The extractor that `config.transfer.training_backend` names, with the grouping and chunks of `config.extract`.
 
     Args:
-        config: the whole configuration.
         model: as that extractor takes it: an engine for DeepSpeed, the list of model chunks for Megatron.
         name_map: from the trainer's name to the engine's.
         bridge: Megatron alone, and needed there: what exports the model under Hugging Face's names.

@@ -14,7 +14,7 @@ import msgspec
 from weightsync.errors import ManifestMismatchError
 from weightsync.host.staged_version import PatchedTensor, StagedPatch, StagedVersion
 from weightsync.memory import host_nonce
-from weightsync.plan.buckets import split_specs
+from weightsync.plan.buckets import split_by_bytes
 from weightsync.types import (
     AnyUpdateRequest,
     EngineReply,
@@ -115,7 +115,7 @@ def full_chunks(
     """
     nonce = host_nonce()
     made: list[PackedCudaIpcWeightUpdateRequest] = []
-    for specs in split_specs(tensors, max_bytes):
+    for specs in split_by_bytes(tensors, lambda spec: spec.nbytes, max_bytes):
         sizes = tuple([spec.nbytes for spec in specs])
         places = [offsets[spec.name] for spec in specs]
         held = [index for index, size in enumerate(sizes) if size]

@@ -15,7 +15,6 @@ from weightsync.types import Box
 
 @functools.lru_cache(maxsize=4096)  # asked of each of 100,000 tensors, of which few differ in shape
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """The box that is all of a tensor of `shape`."""
     return Box(offset=(0,) * len(shape), shape=shape)
 
 
@@ -42,10 +41,6 @@ def overlap(first: Box, second: Box) -> Box | None:
 
 def box_runs(shape: tuple[int, ...], box: Box) -> tuple[int, npt.NDArray[np.int64]]:
     """Where the elements of a box lie in the flat, row-major, global tensor.
-
-    Args:
-        shape: the global shape.
-        box: a part of it.
 
     Returns:
         `(run_elements, offsets)`: the box's elements in row-major order are `len(offsets)` runs of
@@ -96,11 +91,6 @@ def split_box(box: Box, max_elements: int) -> Iterator[Box]:
 
 def check_partition(shape: tuple[int, ...], boxes: Sequence[Box], *, parameter: str | None = None) -> None:
     """Checks that boxes cover every element of a tensor exactly once. Empty boxes are ignored.
-
-    Args:
-        shape: the global shape.
-        boxes: the parts, in any order.
-        parameter: the tensor's name, for the error.
 
     Raises:
         ManifestMismatchError: a part lies outside, two parts overlap, or elements are covered by none.

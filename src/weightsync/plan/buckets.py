@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
-from weightsync.types import TensorSpec
-
+_T = TypeVar("_T")
 ALIGNMENT_BYTES = 256
 """Every tensor starts at a multiple of this, so views of any dtype are aligned, on a GPU too."""
 
@@ -43,15 +43,16 @@ def plan_dense_bucket(sizes_bytes: Sequence[int]) -> BucketLayout:
     return BucketLayout(offsets=ends[:-1], total_bytes=ends[-1])
 
 
-def split_specs(specs: Sequence[TensorSpec], max_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
-    """Consecutive tensors of at most `max_bytes` together; a larger one alone."""
-    batch: list[TensorSpec] = []
-    size = 0
-    for spec in specs:
-        if batch and size + spec.nbytes > max_bytes:
-            yield tuple(batch)
-            batch, size = [], 0
-        batch.append(spec)
-        size += spec.nbytes
+def split_by_bytes(items: Iterable[_T], bytes_of: Callable[[_T], int], most_bytes: float) -> Iterator[list[_T]]:
+    """Consecutive items of at most `most_bytes` together; a larger one alone."""
+    batch: list[_T] = []
+    filled = 0
+    for item in items:
+        size = bytes_of(item)
+        if batch and filled + size > most_bytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(item)
+        filled += size
     if batch:
-        yield tuple(batch)
+        yield batch

@@ -30,7 +30,6 @@ def published_adapter(config: Mapping[str, Any], layers: Mapping[str, tuple[int,
     Args:
         config: PEFT's.
         layers: rank and alpha of each module that it changes, by names within the base.
-        base: what it is bound to.
 
     Raises:
         InvalidRequestError: it has what no adapter has.
@@ -53,10 +52,6 @@ def published_adapter(config: Mapping[str, Any], layers: Mapping[str, tuple[int,
 
 def adapter_in_folder(raw: bytes, specs: Iterable[TensorSpec]) -> Adapter:
     """The adapter of a folder that PEFT has written: this user's own, so its patterns are read as PEFT reads them.
-
-    Args:
-        raw: its adapter_config.json.
-        specs: of its tensors.
 
     Raises:
         InvalidRequestError: it is none.

@@ -40,7 +40,6 @@ class Layout:
     Attributes:
         parts: in the order in which they were given, each with its absolute byte `offset`.
         data_start: first byte behind the header, a multiple of 4096.
-        total_bytes: size of the file.
     """
 
     parts: SpecTable
@@ -52,7 +51,6 @@ class Layout:
 
         Args:
             stamp: the version whose bytes lie there; None while they are being written.
-            model_id: which model.
 
         Raises:
             InvalidRequestError: run_id and model_id are too long for the room that there is.
@@ -106,7 +104,6 @@ def plan_layout(parts: Sequence[TensorSpec], *, source: int = 0) -> Layout:
 
     Args:
         parts: any order; their offsets are not looked at.
-        source: index that the placed parts carry.
 
     Raises:
         UnsupportedError: the format has no name for a dtype, or can't tell two parts apart by name.

@@ -14,9 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weightsync.extract.base import WeightExtractor, training_rank
-from weightsync.extract.module import clean_name, unwrapped
 from weightsync.many import blocks
-from weightsync.module_walk import ModuleTensors
+from weightsync.module_walk import ModuleTensors, clean_name, unwrapped
 from weightsync.trainer.segment_writer import Place, picker
 from weightsync.trainer.weights import Weights, extractor_of
 from weightsync.types import Box, TensorSpec

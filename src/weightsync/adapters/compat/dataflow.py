@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from weightsync.adapters.compat.weight_manager import TransferStatus
 from weightsync.clients.controller import ControllerClient
@@ -24,9 +23,8 @@ from weightsync.errors import ConfigError, DeadlineExceededError
 from weightsync.trainer.notifier import Notifier
 from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline, Version
+from weightsync.types.closing import Closing
 from weightsync.types.control import ValidationRun
-
-__all__ = ["AstraFlowClient", "AstraFlowService", "RaaSPool"]
 
 _TAKES_PART = ("live", "suspect")
 
@@ -100,7 +98,7 @@ class RaaSPool:
             each.set()
 
 
-class AstraFlowService:
+class AstraFlowService(Closing):
     """A controller of rollout services, and its HTTP face; from here on it listens. A context manager.
 
     Args:
@@ -136,14 +134,6 @@ class AstraFlowService:
     def close(self) -> None:
         """Stops listening, and starts nothing any more."""
         self._built.__exit__(None, None, None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class AstraFlowClient:

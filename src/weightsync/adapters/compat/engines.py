@@ -81,7 +81,6 @@ class WeightLoader:
 
         Args:
             named_tensors: a dict; or a receiver, or what it yields; or a request that a receiver has parsed.
-            request: what the receiver is to receive.
 
         Raises:
             ManifestMismatchError: tensors are missing, or don't fit. Nothing was changed.
@@ -166,7 +165,6 @@ class RemoteWeightLoader(WeightLoader):
 
     Args:
         engine: its URL, or a handle.
-        token: its bearer token.
     """
 
     def __init__(self, engine: str | EngineHandle, *, token: str | None = None) -> None:
@@ -192,14 +190,10 @@ class ActorEngine:
         name = next((name for name in _CALLS if callable(getattr(actor, name, None))), None)
         if name is None:
             raise ConfigError(f"{engine_id} is neither an engine's handle, nor a URL, nor has it one of {_CALLS}")
-        self._actor, self._name, self._engine_id = actor, name, engine_id
+        self._actor, self._name, self.engine_id = actor, name, engine_id
         self._group: str | None = None
         self._version: Version | None = None
         self._staged: Version | None = None
-
-    @property
-    def engine_id(self) -> str:
-        return self._engine_id
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         """See `EngineHandle`. What the actor's own code raises is an EngineError with its words."""
@@ -210,11 +204,11 @@ class ActorEngine:
         try:
             answer = answer_of(self._actor, self._name, said, timeout_s=timeout_s)
         except BaseException as error:
-            raise as_weightsync_error(error, EngineError, f"its {self._name} failed", peer=self._engine_id) from error
+            raise as_weightsync_error(error, EngineError, f"its {self._name} failed", peer=self.engine_id) from error
         if op is EngineOp.INIT:
             self._group, self._version = request.info.group_name, None  # type: ignore[union-attr]
         if answer is not None:
-            return msgspec.structs.replace(msgspec.convert(answer, EngineReply), engine_id=self._engine_id)
+            return msgspec.structs.replace(msgspec.convert(answer, EngineReply), engine_id=self.engine_id)
         return self._assumed(op, request)
 
     def initialize(self, strategy: Any, cfg: Any, info: WeightSyncInitInfo, rank_offset: int) -> None:
@@ -233,15 +227,11 @@ class ActorEngine:
                 self._version = self._staged
             case EngineOp.ABORT:
                 self._group = None
-        return EngineReply(engine_id=self._engine_id, group=self._group, version=self._version, unprovable=_NO_ANSWER)
+        return EngineReply(engine_id=self.engine_id, group=self._group, version=self._version, unprovable=_NO_ANSWER)
 
 
 class InferenceEngine:
-    """A document's inference actor, whole: what `initialize_weight_sync` and `update_named_weights` do there.
-
-    Args:
-        loader: of its model.
-    """
+    """A document's inference actor, whole: what `initialize_weight_sync` and `update_named_weights` do there."""
 
     def __init__(self, loader: WeightLoader) -> None:
         self.loader = loader
@@ -269,7 +259,6 @@ class InferenceEngineClient(EngineFanout):
 
     Args:
         engines: in the order of their ranks: handles of ours, URLs, `InferenceEngine`s, Ray's actor handles.
-        token: of the URLs.
     """
 
     def __init__(self, engines: Sequence[Any], *, token: str | None = None) -> None:
@@ -322,9 +311,6 @@ class WeightSyncManager:
     Args:
         trainers: the training actors, of every rank, with `initialize_weight_sync(strategy, cfg, inference_client)` and
             `sync_weights()`: objects here, or Ray's actor handles.
-        inference_client: the engines.
-        strategy: how bytes move.
-        cfg: for both sides.
     """
 
     def __init__(
@@ -368,16 +354,14 @@ class WeightSyncManager:
 class _Theirs(base.WeightLoader):
     """Our bracket over a document's own `load_weights`: staged, then called once at the commit."""
 
+    healthy = True
+
     def __init__(self, loader: WeightLoader) -> None:
         self._theirs = loader
         self._manifest: Manifest | None = None
         self._staging: dict[str, torch.Tensor] = {}
         self._came: set[str] = set()
-        self._verified, self._healthy = False, True
-
-    @property
-    def healthy(self) -> bool:
-        return self._healthy
+        self._verified = False
 
     def begin(self, manifest: Manifest) -> None:
         check_closed(self._manifest)
@@ -396,7 +380,7 @@ class _Theirs(base.WeightLoader):
 
     def commit(self, version: Version) -> None:
         check_verified(self._manifest, version, verified=self._verified)
-        self._healthy = self._verified = False  # one that fails is not tried again
+        self.healthy = self._verified = False  # one that fails is not tried again
         call: Any = self._theirs.load_weights
         staging, self._staging = self._staging, {}  # theirs from here on: who knows where they keep it
         if len(inspect.signature(call).parameters) > 1:
@@ -409,7 +393,7 @@ class _Theirs(base.WeightLoader):
             done(call(_pairwise(staging), request))
         else:
             done(call(staging))
-        self._manifest, self._healthy = None, True
+        self._manifest, self.healthy = None, True
 
     def abort(self, reason: str) -> None:
         self._manifest, self._verified = None, False

@@ -9,9 +9,11 @@ be called. What is not overridden is done by our extractors.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from weightsync.errors import ConfigError, ExtractError, InvalidRequestError
 from weightsync.extract import base
 from weightsync.extract.grouping import PlannedChunk, group_name
 from weightsync.extract.registry import extractor_for
+from weightsync.plan.buckets import split_by_bytes
 from weightsync.tensors import torch_dtype
 from weightsync.types import TensorSpec, TensorTable, dtype_name, target_dtype
 
@@ -70,7 +73,6 @@ class WeightChunk(types.WeightChunk):
 
     @property
     def packed(self) -> bool:
-        """Never: see the class."""
         return False
 
 
@@ -80,8 +82,6 @@ class Chunks(Iterator[types.WeightChunk]):
     Every training rank runs it to its end. Names, dtypes and shapes are known before the first chunk is made.
 
     Args:
-        source: the extractor.
-        model: the training model.
         dtype: the engine's; None leaves tensors as they are.
     """
 
@@ -117,12 +117,7 @@ class Chunks(Iterator[types.WeightChunk]):
 
 
 class _Switch:
-    """A flag of the documents that is a helper, too: `self._group_by_module = True`, `self._group_by_module(params)`.
-
-    Args:
-        name: where the flag is kept.
-        helper: what it is called for.
-    """
+    """A flag of the documents that is a helper too: `self._group_by_module = True`, `self._group_by_module(params)`."""
 
     def __init__(self, name: str, helper: Callable[..., Any]) -> None:
         self._name, self._helper = f"{name}_flag", helper
@@ -133,25 +128,18 @@ class _Switch:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        return _Switched(getattr(instance, self._name, False), lambda *args: self._helper(instance, *args))
+        switched = _Switched(getattr(instance, self._name, False))
+        switched.helper = functools.partial(self._helper, instance)
+        return switched
 
 
-class _Switched:
-    """The flag of one extractor."""
+class _Switched(int):
+    """The flag of one extractor: 0 or 1."""
 
-    def __init__(self, on: bool, helper: Callable[..., Any]) -> None:
-        self._on, self._helper = on, helper
-
-    def __bool__(self) -> bool:
-        return self._on
-
-    def __eq__(self, other: object) -> bool:
-        return self._on == other
-
-    __hash__ = None  # type: ignore[assignment]
+    helper: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        return self._helper(*args)
+        return self.helper(*args)
 
 
 def _names_by_module(self: WeightExtractor, params: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
@@ -166,16 +154,7 @@ def _batches(
     self: WeightExtractor, chunks: Iterable[types.WeightChunk], threshold_gb: float
 ) -> Iterator[list[types.WeightChunk]]:
     """Consecutive chunks of together at most `threshold_gb`; a larger one alone."""
-    batch: list[types.WeightChunk] = []
-    filled = 0
-    for chunk in chunks:
-        if batch and filled + chunk.total_size_bytes > threshold_gb * BYTES_A_GB:
-            yield batch
-            batch, filled = [], 0
-        batch.append(chunk)
-        filled += chunk.total_size_bytes
-    if batch:
-        yield batch
+    return split_by_bytes(chunks, attrgetter("total_size_bytes"), threshold_gb * BYTES_A_GB)
 
 
 class WeightExtractor:
@@ -261,7 +240,6 @@ class WeightExtractor:
         return following is None or group_name(following) != group_name(last)
 
     def _merge_chunks(self, buffer: Sequence[types.WeightChunk]) -> types.WeightChunk:
-        """Several chunks as one."""
         groups = {group_name(name) for chunk in buffer for name in chunk.names}
         return types.WeightChunk(
             names=tuple(name for chunk in buffer for name in chunk.names),
@@ -342,11 +320,7 @@ class MegatronWeightExtractor(WeightExtractor):
 
 
 class Handed(base.WeightExtractor):
-    """What a push extracts from: the chunks that were handed over last.
-
-    Attributes:
-        now: these.
-    """
+    """What a push extracts from: the chunks that were handed over last."""
 
     now: Chunks
 
@@ -372,11 +346,7 @@ class Handed(base.WeightExtractor):
 
 
 class HandedList(WeightExtractor):
-    """Chunks that were made elsewhere, as an extractor.
-
-    Args:
-        chunks: all of them.
-    """
+    """Chunks that were made elsewhere, as an extractor."""
 
     def __init__(self, chunks: Iterable[types.WeightChunk]) -> None:
         super().__init__(None)

@@ -13,12 +13,7 @@ from weightsync.types import TorchDistributedWeightSyncInitInfo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
-    """A transfer group that was joined by hand; a sender or a receiver takes it over.
-
-    Attributes:
-        info: what its members met by.
-        group: ours.
-    """
+    """A transfer group that was joined by hand; a sender or a receiver takes it over."""
 
     info: TorchDistributedWeightSyncInitInfo
     group: TransferGroup

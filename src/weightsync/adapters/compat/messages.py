@@ -42,7 +42,6 @@ class BroadcastWeightUpdateRequest(
     def spelled(
         names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], **ours: Any
     ) -> types.BroadcastWeightUpdateRequest:
-        """See the class."""
         header = _header(names, dtypes, shapes)
         if "offsets" not in ours:
             layout = plan_bucket(_sizes(header))
@@ -60,7 +59,6 @@ class CudaIpcWeightUpdateRequest(
     def spelled(
         names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], ipc_handles: Any = (), **ours: Any
     ) -> types.CudaIpcWeightUpdateRequest:
-        """See the class."""
         if "handles" not in ours:
             entries = [ipc_handles.get(name) for name in names] if isinstance(ipc_handles, Mapping) else ipc_handles
             each = [_handles(entry) for entry in entries]
@@ -86,7 +84,6 @@ class PackedCudaIpcWeightUpdateRequest(
         ipc_handle: Any = None,
         **ours: Any,
     ) -> types.PackedCudaIpcWeightUpdateRequest:
-        """See the class."""
         if "handles" not in ours:
             ours["handles"] = _handles(ipc_handle if ipc_handles is None else ipc_handles)
         ours.setdefault("offsets", tuple(sum(sizes[:index]) for index in range(len(sizes))))
@@ -104,7 +101,6 @@ class TorchDistributedWeightSyncInitInfo(
     def spelled(
         master_addr: str, master_port: int, world_size: int, group_name: str, backend: str, **ours: Any
     ) -> types.TorchDistributedWeightSyncInitInfo:
-        """See the class."""
         info = group_info(master_addr, master_port, world_size, group_name, backend, WeightSyncConfig())
         return msgspec.structs.replace(info, **ours)
 
@@ -116,7 +112,6 @@ class EmptyWeightSyncInitInfo(
 
     @staticmethod
     def spelled(strategy: str = "", group_name: str | None = None, **ours: Any) -> types.EmptyWeightSyncInitInfo:
-        """See the class."""
         group_name = group_name or f"weightsync-{uuid.uuid4().hex[:12]}"
         return types.EmptyWeightSyncInitInfo(strategy=strategy, group_name=group_name, **ours)
 

@@ -150,12 +150,7 @@ class PackedCudaIpcTransferReceiver(WeightTransferReceiver):
 
 
 class Joining(base.WeightTransferStrategy):
-    """How an engine's worker comes to a document's receiver: the strategy that it looks up.
-
-    Args:
-        receiver: the document's.
-        name: of the strategy.
-    """
+    """How an engine's worker comes to a document's receiver: the strategy that it looks up."""
 
     def __init__(self, receiver: WeightTransferReceiver, name: str) -> None:
         self.name, self.request_type, self._receiver = name, strategy_named(name).request_type, receiver

@@ -8,54 +8,45 @@ from __future__ import annotations
 
 import torch
 
-from weightsync.adapters.compat.engines import (
-    ActorEngine,
-    InferenceEngine,
-    InferenceEngineClient,
-    RemoteWeightLoader,
-    SGLangWeightLoader,
-    VLLMWeightLoader,
-    WeightLoader,
-    WeightSyncManager,
-)
-from weightsync.adapters.compat.extractors import (
-    Chunks,
-    DeepSpeedWeightExtractor,
-    FSDPWeightExtractor,
-    MegatronWeightExtractor,
-    WeightChunk,
-    WeightExtractor,
-)
-from weightsync.adapters.compat.groups import ProcessGroup, init_custom_process_group
-from weightsync.adapters.compat.messages import (
-    BroadcastWeightUpdateRequest,
-    CudaIpcWeightUpdateRequest,
-    EmptyWeightSyncInitInfo,
-    PackedCudaIpcWeightUpdateRequest,
-    TorchDistributedWeightSyncInitInfo,
-)
-from weightsync.adapters.compat.receiver import (
-    BroadcastTransferReceiver,
-    CudaIpcTransferReceiver,
-    PackedCudaIpcTransferReceiver,
-    WeightTransferReceiver,
-)
-from weightsync.adapters.compat.sender import (
-    BroadcastTransferSender,
-    CudaIpcTransferSender,
-    PackedCudaIpcTransferSender,
-    TransferRequest,
-    WeightTransferSender,
-)
-from weightsync.adapters.compat.strategy import (
-    BroadcastTransferStrategy,
-    CudaIpcTransferStrategy,
-    PackedCudaIpcTransferStrategy,
-    WeightTransferStrategy,
-    create_strategy,
-)
+from weightsync.adapters.compat.engines import ActorEngine as ActorEngine
+from weightsync.adapters.compat.engines import InferenceEngine as InferenceEngine
+from weightsync.adapters.compat.engines import InferenceEngineClient as InferenceEngineClient
+from weightsync.adapters.compat.engines import RemoteWeightLoader as RemoteWeightLoader
+from weightsync.adapters.compat.engines import SGLangWeightLoader as SGLangWeightLoader
+from weightsync.adapters.compat.engines import VLLMWeightLoader as VLLMWeightLoader
+from weightsync.adapters.compat.engines import WeightLoader as WeightLoader
+from weightsync.adapters.compat.engines import WeightSyncManager as WeightSyncManager
+from weightsync.adapters.compat.extractors import Chunks as Chunks
+from weightsync.adapters.compat.extractors import DeepSpeedWeightExtractor as DeepSpeedWeightExtractor
+from weightsync.adapters.compat.extractors import FSDPWeightExtractor as FSDPWeightExtractor
+from weightsync.adapters.compat.extractors import MegatronWeightExtractor as MegatronWeightExtractor
+from weightsync.adapters.compat.extractors import WeightChunk as WeightChunk
+from weightsync.adapters.compat.extractors import WeightExtractor as WeightExtractor
+from weightsync.adapters.compat.groups import ProcessGroup as ProcessGroup
+from weightsync.adapters.compat.groups import init_custom_process_group as init_custom_process_group
+from weightsync.adapters.compat.messages import BroadcastWeightUpdateRequest as BroadcastWeightUpdateRequest
+from weightsync.adapters.compat.messages import CudaIpcWeightUpdateRequest as CudaIpcWeightUpdateRequest
+from weightsync.adapters.compat.messages import EmptyWeightSyncInitInfo as EmptyWeightSyncInitInfo
+from weightsync.adapters.compat.messages import PackedCudaIpcWeightUpdateRequest as PackedCudaIpcWeightUpdateRequest
+from weightsync.adapters.compat.messages import TorchDistributedWeightSyncInitInfo as TorchDistributedWeightSyncInitInfo
+from weightsync.adapters.compat.receiver import BroadcastTransferReceiver as BroadcastTransferReceiver
+from weightsync.adapters.compat.receiver import CudaIpcTransferReceiver as CudaIpcTransferReceiver
+from weightsync.adapters.compat.receiver import PackedCudaIpcTransferReceiver as PackedCudaIpcTransferReceiver
+from weightsync.adapters.compat.receiver import WeightTransferReceiver as WeightTransferReceiver
+from weightsync.adapters.compat.sender import BroadcastTransferSender as BroadcastTransferSender
+from weightsync.adapters.compat.sender import CudaIpcTransferSender as CudaIpcTransferSender
+from weightsync.adapters.compat.sender import PackedCudaIpcTransferSender as PackedCudaIpcTransferSender
+from weightsync.adapters.compat.sender import TransferRequest as TransferRequest
+from weightsync.adapters.compat.sender import WeightTransferSender as WeightTransferSender
+from weightsync.adapters.compat.strategy import BroadcastTransferStrategy as BroadcastTransferStrategy
+from weightsync.adapters.compat.strategy import CudaIpcTransferStrategy as CudaIpcTransferStrategy
+from weightsync.adapters.compat.strategy import PackedCudaIpcTransferStrategy as PackedCudaIpcTransferStrategy
+from weightsync.adapters.compat.strategy import WeightTransferStrategy as WeightTransferStrategy
+from weightsync.adapters.compat.strategy import create_strategy as create_strategy
 from weightsync.tensors import torch_dtype
-from weightsync.types import WeightSyncInitInfo, WeightUpdateRequest, dtype_name
+from weightsync.types import WeightSyncInitInfo as WeightSyncInitInfo
+from weightsync.types import WeightUpdateRequest as WeightUpdateRequest
+from weightsync.types import dtype_name
 
 # The design's and the plan's own spellings.
 WeightSyncInfo = WeightSyncInitInfo
@@ -74,52 +65,3 @@ def parse_dtype(dtype: str) -> torch.dtype:
         InvalidRequestError: there is no such dtype.
     """
     return torch_dtype(dtype_name(dtype))
-
-
-__all__ = [
-    "ActorEngine",
-    "BroadcastTransferReceiver",
-    "BroadcastTransferSender",
-    "BroadcastTransferStrategy",
-    "BroadcastWeightTransferReceiver",
-    "BroadcastWeightTransferSender",
-    "BroadcastWeightUpdateRequest",
-    "Chunks",
-    "CudaIpcTransferReceiver",
-    "CudaIpcTransferSender",
-    "CudaIpcTransferStrategy",
-    "CudaIpcWeightTransferSender",
-    "CudaIpcWeightUpdateRequest",
-    "DeepSpeedWeightExtractor",
-    "EmptyWeightSyncInfo",
-    "EmptyWeightSyncInitInfo",
-    "FSDPWeightExtractor",
-    "InferenceEngine",
-    "InferenceEngineClient",
-    "MegatronWeightExtractor",
-    "PackedCudaIpcTransferReceiver",
-    "PackedCudaIpcTransferSender",
-    "PackedCudaIpcTransferStrategy",
-    "PackedCudaIpcWeightTransferSender",
-    "PackedCudaIpcWeightUpdateRequest",
-    "ProcessGroup",
-    "RemoteWeightLoader",
-    "SGLangWeightLoader",
-    "TorchDistributedWeightSyncInfo",
-    "TorchDistributedWeightSyncInitInfo",
-    "TransferRequest",
-    "VLLMWeightLoader",
-    "WeightChunk",
-    "WeightExtractor",
-    "WeightLoader",
-    "WeightSyncInfo",
-    "WeightSyncInitInfo",
-    "WeightSyncManager",
-    "WeightTransferReceiver",
-    "WeightTransferSender",
-    "WeightTransferStrategy",
-    "WeightUpdateRequest",
-    "create_strategy",
-    "init_custom_process_group",
-    "parse_dtype",
-]

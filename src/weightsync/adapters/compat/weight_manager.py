@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from weightsync.agent.api import TransferAgent
+from weightsync.agent.api import TransferAgent as TransferAgent
 from weightsync.errors import ConfigError
 from weightsync.host.puller import Puller
 from weightsync.host.settings import RolloutConfig
@@ -26,20 +26,8 @@ from weightsync.trainer import publisher
 from weightsync.trainer.offload_report import OffloadReport
 from weightsync.trainer.weights import Weights
 from weightsync.transfer.tcp_server import BlockServer
-from weightsync.types.transfer_messages import ReceiverInfo, Transport
-
-__all__ = [
-    "ReceiverAgentConfig",
-    "ReceiverInfo",
-    "SenderAgentConfig",
-    "TCPTransferEngine",
-    "TransferAgent",
-    "TransferBuffer",
-    "TransferEngineConfig",
-    "TransferStatus",
-    "WeightManager",
-    "WeightManagerConfig",
-]
+from weightsync.types.transfer_messages import ReceiverInfo as ReceiverInfo
+from weightsync.types.transfer_messages import Transport
 
 TransferBuffer = Staging
 """The CPU buffer that a receiver's bytes go into. It is the file that engines load from, and no copy of one."""
@@ -166,7 +154,6 @@ class WeightManager(publisher.WeightManager):
     """Our `WeightManager`, made from the document's configuration.
 
     Args:
-        config: see there.
         options: further arguments of ours: token, guard_s, run_id, dtype, ...
 
     Raises:
