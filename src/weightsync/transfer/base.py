@@ -90,7 +90,6 @@ class SharedChunk(WeightChunk):
     def of(
         cls, chunk: WeightChunk, handles: tuple[tuple[MemoryHandle, ...], ...], *, let_go: Callable[[], None]
     ) -> SharedChunk:
-        """`chunk`, lent by these handles."""
         return cls(
             names=chunk.names,
             tensors=chunk.tensors,

@@ -37,8 +37,6 @@ class Code(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The head of an answer."""
-
     code: Code
     block: int
     offset: int
@@ -51,12 +49,10 @@ def checksum(data: memoryview) -> str:
 
 
 def ask_bytes(block: int) -> bytes:
-    """Asks for one block."""
     return ASK.pack(_ASK_MAGIC, block)
 
 
 def answer_bytes(answer: Answer) -> bytes:
-    """The head of an answer."""
     return ANSWER.pack(_ANSWER_MAGIC, FORMAT, answer.code, answer.block, answer.offset, answer.length)
 
 

@@ -11,6 +11,7 @@ the worker's own loader has. So at most two chunks are in flight, whatever the m
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import uuid
@@ -54,6 +55,7 @@ NUM_BUCKETS = 2
 _OWN_WORD_S = 1.0  # before the end of this rank's own wait for the others
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class BroadcastTransferStrategy(WeightTransferStrategy):
     """Makes both ends of a packed broadcast. Stateless but for its settings.
 
@@ -64,7 +66,6 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
             given, as engines always choose theirs.
         join_timeout_s: how long members wait for each other when the group is built.
         transfer_timeout_s: how long one sync may take.
-        track: name of the sender in recorded phases.
 
     Raises:
         InvalidRequestError: a time-out is no time one can wait.
@@ -73,24 +74,16 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
     name = "broadcast"
     request_type = BroadcastWeightUpdateRequest
 
-    def __init__(
-        self,
-        *,
-        backend: Literal["nccl", "gloo"] = "gloo",
-        master_addr: str = "127.0.0.1",
-        interface: str | None = None,
-        join_timeout_s: float = 30.0,
-        transfer_timeout_s: float = 300.0,
-        track: str = "trainer/sender",
-    ) -> None:
-        check_wait_s("join_timeout_s", join_timeout_s)
-        check_wait_s("transfer_timeout_s", transfer_timeout_s)
-        self.backend: Literal["nccl", "gloo"] = backend
-        self.master_addr = master_addr
-        self.interface = interface
-        self.join_timeout_s = join_timeout_s
-        self.transfer_timeout_s = transfer_timeout_s
-        self.track = track
+    backend: Literal["nccl", "gloo"] = "gloo"
+    master_addr: str = "127.0.0.1"
+    interface: str | None = None
+    join_timeout_s: float = 30.0
+    transfer_timeout_s: float = 300.0
+    track: str = "trainer/sender"
+
+    def __post_init__(self) -> None:
+        check_wait_s("join_timeout_s", self.join_timeout_s)
+        check_wait_s("transfer_timeout_s", self.transfer_timeout_s)
 
     def create_init_info(self, world_sizes: Mapping[str, int]) -> tuple[TorchDistributedWeightSyncInitInfo, object]:
         """Opens the store that the members meet at; see the base class."""
@@ -139,7 +132,6 @@ class BroadcastTransferSender(WindowedSender):
     Args:
         group: joined; owned from here on.
         record: where phases "pack", "transfer" and "wait for engines" go.
-        track: name of this process in them.
         plan: how a chunk's tensors lie in a bucket, from their sizes in bytes.
     """
 
@@ -185,7 +177,7 @@ class BroadcastTransferSender(WindowedSender):
         return loaded, self._group.start_broadcast(bucket, deadline=deadline, done=done)
 
     def close(self) -> None:
-        self._usable = False
+        self.usable = False
         self._group.close()
         self._buckets = [None] * NUM_BUCKETS
 

@@ -55,9 +55,6 @@ class Transfer:
     """One granted transfer: a lock on its segment, and the connections that read it.
 
     Args:
-        version: of the publication.
-        source: what is read.
-        receiver_id: who asked.
         take_up_s: it is over when nothing was read for so long; see `expired`.
         idle: of what was granted together with it; one of its own where not given.
         lasting: the segment is never written again, so a newer version is no reason to end it.
@@ -93,9 +90,9 @@ class Transfer:
         self._take_up_s = take_up_s
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._over = False
+        self.over = False
         self.why_over = ""
-        self._num_reading = 0
+        self.num_reading = 0
         self.idle = idle or IdleClock()
         self._lease_ends_s = None if lease_s is None else time.monotonic() + lease_s
         self._segment = Lock(source.segment, Reader.SENT if lease_s is None else Reader.MAPPED)
@@ -104,11 +101,6 @@ class Transfer:
         except BaseException:
             self._segment.close()
             raise
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended."""
-        return self._over
 
     def expired(self, at_s: float) -> str | None:
         """Why it is over at a time of the monotonic clock: nobody has read it for too long, or its lease is over. None:
@@ -121,11 +113,6 @@ class Transfer:
         return None
 
     @property
-    def num_reading(self) -> int:
-        """Connections that read it now."""
-        return self._num_reading
-
-    @property
     def idle_s(self) -> float:
         """For how long nobody has read it, nor what was granted with it; 0 while somebody does."""
         return self.idle.seconds(time.monotonic())
@@ -133,10 +120,10 @@ class Transfer:
     def attach(self, connection: socket.socket) -> bool:
         """A connection begins to read; False where the transfer is over."""
         with self._lock:
-            if self._over:
+            if self.over:
                 return False
             self._connections.add(connection)
-            self._num_reading += 1
+            self.num_reading += 1
         self.idle.count(1)
         return True
 
@@ -144,8 +131,8 @@ class Transfer:
         """A connection ended. The descriptor is closed with the last one, so that nobody sends from another's."""
         with self._lock:
             self._connections.discard(connection)
-            self._num_reading -= 1
-            if self._num_reading == 0 and self._over:
+            self.num_reading -= 1
+            if self.num_reading == 0 and self.over:
                 os.close(self.fd)
         self.idle.count(-1)
 
@@ -157,9 +144,9 @@ class Transfer:
             why: it is over, for the receiver.
         """
         with self._lock:
-            if self._over:
+            if self.over:
                 return
-            self._over = True
+            self.over = True
             self.why_over = why
             for connection in self._connections:
                 with contextlib.suppress(OSError):
@@ -169,7 +156,7 @@ class Transfer:
                         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     # not an SSLSocket's own, which forgets TLS first: a thread that sends would send in clear
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
-            if self._num_reading == 0:
+            if self.num_reading == 0:
                 os.close(self.fd)
         self._segment.close()
         self._on_end(self, ok)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,17 +42,11 @@ _JOIN_POLL_S = 0.05
 _STORE, _GROUP = "store", "group"  # what a group's thread holds
 
 
-class OpenStore:
-    """A store that rank 0 has opened, in the thread of the group to come; it goes when that goes.
+class OpenStore(NamedTuple):
+    """A store that rank 0 has opened, in the thread of the group to come; it goes when that goes."""
 
-    Attributes:
-        thread: that holds it.
-        port: where it listens.
-    """
-
-    def __init__(self, thread: NativeThread, port: int) -> None:
-        self.thread = thread
-        self.port = port
+    thread: NativeThread
+    port: int
 
 
 def open_store(address: str, *, port: int = 0, timeout_s: float) -> OpenStore:
@@ -114,7 +108,6 @@ class TransferGroup:
     """A joined group. One operation at a time.
 
     Args:
-        thread: that joined it and holds it.
         rank: own rank; 0 is the sender.
         backend: "gloo" or "nccl".
         device: where buffers have to lie.
@@ -135,8 +128,6 @@ class TransferGroup:
         buffer is the group's until then; after a failure for ever.
 
         Args:
-            buffer: as said.
-            deadline: of the operation.
             done: told when it began, once it went well.
         """
         rank, backend, closed = self.rank, self.backend, self._thread.closed
@@ -190,9 +181,7 @@ def join_group(
     """Joins as `rank` and blocks until everybody has.
 
     Args:
-        info: from `create_init_info`.
         rank: 0 for the sender, rank_offset + worker index for the others.
-        store: rank 0's own.
         interface: network interface for gloo; the one that leads to `info.master_addr` where not given.
         watch: called now and then while waiting; may raise to give up early.
 
@@ -259,7 +248,6 @@ def join_torch_group(
 
     Args:
         info, interface, watch: as for `join_group`.
-        store: rank 0's own.
 
     Raises:
         GroupJoinError: somebody did not come within `info.join_timeout_s`. Nobody knows who.

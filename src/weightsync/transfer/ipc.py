@@ -15,10 +15,11 @@ engine's loader has let go of its chunk: on rank 0 the sender says so, the other
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -59,23 +60,19 @@ _NUM_SLOTS = _NUM_ANNOUNCED + 1
 _JOIN_GRACE_S = 2.0  # engines are given the join timeout and one second; their answer should be heard
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class _IpcTransferStrategy(WeightTransferStrategy):
     """What both strategies share.
 
     Args:
         join_timeout_s: how long engines may take to get ready.
-        track: name of the sender in recorded phases.
         keep_mapped: whether engines keep the host memory that they have mapped from one session to the next.
     """
 
-    packed: bool
-
-    def __init__(
-        self, *, join_timeout_s: float = 30.0, track: str = "trainer/sender", keep_mapped: bool = True
-    ) -> None:
-        self.join_timeout_s = join_timeout_s
-        self.track = track
-        self.keep_mapped = keep_mapped
+    packed: ClassVar[bool]
+    join_timeout_s: float = 30.0
+    track: str = "trainer/sender"
+    keep_mapped: bool = True
 
     def create_init_info(self, world_sizes: Mapping[str, int]) -> tuple[EmptyWeightSyncInitInfo, object]:
         """Nothing to open: each request carries its handles. See the base class."""
@@ -96,7 +93,7 @@ class _IpcTransferStrategy(WeightTransferStrategy):
         """Finds out what memory this process can reach; see the base class."""
         if not isinstance(info, EmptyWeightSyncInitInfo):
             raise InvalidRequestError(f"{self.name} needs an empty init info, got {type(info).__name__}")
-        return IpcTransferReceiver(self.request_type, borrowers(), takes_patches=True, keep_mapped=info.keep_mapped)
+        return IpcTransferReceiver(self.request_type, borrowers(), keep_mapped=info.keep_mapped)
 
     def create_sharer(self) -> IpcSharer:
         return IpcSharer(packed=self.packed)
@@ -183,7 +180,6 @@ class IpcTransferSender(WindowedSender):
     Args:
         packed: as for the sharer.
         record: where the phase "wait for engines" goes.
-        track: name of this process in it.
     """
 
     def __init__(self, *, packed: bool, record: RecordPhase, track: str) -> None:
@@ -222,7 +218,7 @@ class IpcTransferSender(WindowedSender):
             self._lent.pop(seq).let_go()
 
     def close(self) -> None:
-        self._usable = False
+        self.usable = False
         self._lent.clear()
 
 

@@ -75,7 +75,6 @@ class CudaDriver:
         return found.value
 
     def free(self, address: int) -> None:
-        """Gives it back."""
         self._library.cuMemFree_v2(address)
 
     def extent_of(self, address: int) -> tuple[int, int]:
@@ -115,7 +114,6 @@ class CudaDriver:
         return found.value
 
     def close(self, address: int) -> None:
-        """Unmaps what `open` gave."""
         self._library.cuIpcCloseMemHandle(address)
 
     def _check(self, code: int, what: str) -> None:
@@ -138,8 +136,6 @@ class CudaLender(MemoryLender):
 
     Args:
         device: with an index.
-        num_slots: number of buckets.
-        driver: the driver's calls.
     """
 
     lends_in_place = True
@@ -207,7 +203,6 @@ class CudaBorrower(MemoryBorrower):
 
     Args:
         device: of this worker, with an index.
-        driver: the driver's calls.
     """
 
     def __init__(self, device: torch.device, *, driver: CudaDriver | None = None) -> None:

@@ -59,11 +59,7 @@ class MemoryLender(abc.ABC):
 
 
 class MemoryBorrower(abc.ABC):
-    """The borrowing end of one engine worker. Thread-safe as its receiver is: chunks are opened one after the other.
-
-    Attributes:
-        place: whose memory it can reach.
-    """
+    """The borrowing end of one engine worker. Thread-safe as its receiver is: chunks are opened one after the other."""
 
     place: str
 
@@ -76,7 +72,6 @@ class MemoryBorrower(abc.ABC):
         """The bytes, 1-D uint8: a view, to be read alone.
 
         Args:
-            handle: one that `can_open`.
             keep: what it opens is a bucket and stays open for the next chunks. Else it may be memory that the trainer
                 frees, and `let_go` follows, once for each call that returned.
 
@@ -101,9 +96,6 @@ class MemoryBorrower(abc.ABC):
 
 class ShmLender(MemoryLender):
     """Buckets in named shared memory, one segment a slot.
-
-    Args:
-        num_slots: how many.
 
     Raises:
         UnsupportedError: the system has no named shared memory.

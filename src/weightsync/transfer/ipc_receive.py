@@ -31,9 +31,8 @@ class IpcTransferReceiver(WeightTransferReceiver):
     """Opens what is announced for this worker's device or host.
 
     Args:
-        request_type: the one kind of request that it takes.
+        request_type: the kind of request that it takes, besides patches in shared memory.
         reach: the kinds of memory that this process can open; owned from here on.
-        takes_patches: whether it takes patches in shared memory besides.
         keep_mapped: whether host memory stays mapped when a session has ended.
     """
 
@@ -42,11 +41,9 @@ class IpcTransferReceiver(WeightTransferReceiver):
         request_type: type[WeightUpdateRequest],
         reach: Sequence[MemoryBorrower],
         *,
-        takes_patches: bool = False,
         keep_mapped: bool = True,
     ) -> None:
         self._request_type = request_type
-        self._takes_patches = takes_patches
         self._keep_mapped = keep_mapped
         self._borrowers = reach
         self._lock = threading.Lock()
@@ -61,9 +58,7 @@ class IpcTransferReceiver(WeightTransferReceiver):
             UnsupportedError: nobody lends memory that this process can reach.
             SharedMemoryError: the memory is gone: the trainer died, or gave up this sync.
         """
-        if type(request) is not self._request_type and not (
-            self._takes_patches and isinstance(request, PatchWeightUpdateRequest)
-        ):
+        if type(request) is not self._request_type and not isinstance(request, PatchWeightUpdateRequest):
             raise InvalidRequestError(
                 f"this receiver takes a {self._request_type.__name__} and was sent a {type(request).__name__}",
                 state_left="nothing was received",
@@ -153,13 +148,12 @@ class IpcTransferReceiver(WeightTransferReceiver):
         for name, dtype, offset in zip(request.names, request.dtypes, at, strict=True):
             if offset % itemsize_bytes(dtype):
                 raise InvalidRequestError(f"a {dtype} at byte {offset} of its memory is not aligned", parameter=name)
-        if not isinstance(request, PackedCudaIpcWeightUpdateRequest):
-            parts = []
-            for handle in handles:
-                parts.append(borrower.open(handle, keep=False))
+        is_bucket, parts = isinstance(request, PackedCudaIpcWeightUpdateRequest), []
+        for handle in handles:
+            parts.append(borrower.open(handle, keep=is_bucket))
+            if not is_bucket:
                 opened.append(handle)
-            return parts
-        return [borrower.open(handle, keep=True) for handle in handles]
+        return parts
 
 
 def borrowers() -> list[MemoryBorrower]:

@@ -95,9 +95,6 @@ def _without_frames(error: BaseException) -> BaseException:
 class NativeThread:
     """A daemon thread that runs native calls, one after the other. Whoever waits for one may leave it behind.
 
-    Args:
-        name: of the thread.
-
     Raises:
         StateError: `MAX_LEFT_BEHIND` threads of this process are left behind in calls that have not come back.
     """
@@ -112,11 +109,6 @@ class NativeThread:
         thread = threading.Thread(target=self._inside.run, name=name, daemon=True)
         thread.start()
         weakref.finalize(self, self._inside.jobs.put, None).atexit = False
-
-    @property
-    def given_up(self) -> bool:
-        """Whether it was closed, or left behind."""
-        return self._inside.given_up.is_set()
 
     @property
     def closed(self) -> threading.Event:
@@ -147,8 +139,6 @@ class NativeThread:
         """Runs `job` and waits for it until `deadline`, no longer.
 
         Args:
-            job: as for `start`.
-            deadline: of the wait.
             watch: called now and then while waiting; may raise to give up early.
 
         Raises:

@@ -36,15 +36,12 @@ class Shared(Protocol):
 
     def has(self, block: int) -> bool:
         """Whether that block is there, proved."""
-        ...
 
     def block(self, block: int) -> tuple[int, int]:
         """Offset and length of a block, as its source has them."""
-        ...
 
     def read(self, block: int) -> memoryview:
         """Its bytes; a view where they lie in one piece, else a copy."""
-        ...
 
 
 class Offer:
@@ -117,16 +114,9 @@ class PeerServer:
     """From `start` to `close`.
 
     Args:
-        host: where to listen.
-        port: 0 lets the system choose.
         upload_bytes_s: no more is sent in a second, to all together; None: as much as the link takes.
         stall_s: a connection that takes nothing for so long is cut, and one that takes a block for so long, waits for
             `upload_bytes_s` not counted.
-        tls: where given, connections speak TLS.
-
-    Attributes:
-        port: where it listens.
-        sent_bytes: of blocks, so far.
     """
 
     def __init__(
@@ -153,7 +143,6 @@ class PeerServer:
         self.port = self._door.port
 
     def start(self) -> None:
-        """Starts to accept connections."""
         self._door.start()
 
     def serve(self, shown: str, offer: Offer) -> None:

@@ -9,6 +9,7 @@ A peer that is wrong, slow, silent or gone costs its block another turn elsewher
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import ssl
@@ -58,11 +59,9 @@ class Board(Protocol):
             TransferAbortedError: the grant is over.
             WeightSyncError: the agent could not be asked, or does not relay.
         """
-        ...
 
     def close(self) -> None:
         """Ends an exchange under way. Idempotent."""
-        ...
 
 
 def show(key: str, content: str, host: str, port: int) -> str:
@@ -70,58 +69,39 @@ def show(key: str, content: str, host: str, port: int) -> str:
 
     Args:
         key: as the agent gave it, to reader and peer.
-        content: see `content_id`.
         host, port: of the peer, as the agent hands them out.
     """
     said = f"{content} {host} {port}".encode()
     return hmac.new(bytes.fromhex(key), said, hashlib.sha256).hexdigest()[:32]
 
 
+@dataclasses.dataclass(eq=False)
 class RelaySource:
     """See `RangedSource`.
 
     Args:
         source, checksums: what is read; the checksums are the agent's.
-        content: its name, see `content_id`.
-        agent: reads from the agent.
-        num_streams: connections to the agent.
-        board: the agent's answer of who has what.
-        standing: of the peers, from read to read.
-        zone: of this host.
         stall_s: a connection over which nothing comes for so long is given up.
         max_peers: so many are asked at once.
         tls_of: of a peer's host; None where it is to be spoken to in clear. Raises where it may not be asked at all.
         told: told at the end how many bytes came from the agent and from peers, and why.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        checksums: Checksums,
-        *,
-        content: str,
-        agent: TcpSource,
-        num_streams: int,
-        board: Board,
-        standing: Standing,
-        zone: str | None,
-        stall_s: float,
-        max_peers: int,
-        tls_of: Callable[[RelayPeer], ssl.SSLContext | None],
-        told: Callable[[int, int, str], None],
-    ) -> None:
-        self._source = source
-        self._checksums = checksums
-        self._content = content
-        self._agent = agent
-        self._num_streams = num_streams
-        self._board = board
-        self._standing = standing
-        self._zone = zone
-        self._stall_s = stall_s
-        self._max_peers = max_peers
-        self._tls_of = tls_of
-        self._told = told
+    source: Source
+    checksums: Checksums
+    _: dataclasses.KW_ONLY
+    content: str
+    agent: TcpSource
+    num_streams: int
+    board: Board
+    standing: Standing
+    zone: str | None
+    stall_s: float
+    max_peers: int
+    tls_of: Callable[[RelayPeer], ssl.SSLContext | None]
+    told: Callable[[int, int, str], None]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._asking: dict[str, TcpSource] = {}
         self._threads: list[threading.Thread] = []
@@ -129,10 +109,9 @@ class RelaySource:
         self._closed = False
 
     def read(self, blocks: list[int], into: Destination, arrived: Arrived, *, deadline: Deadline) -> None:
-        """See `RangedSource.read`."""
         swarm = Swarm(
-            self._source.num_blocks, blocks, zone=self._zone, standing=self._standing,
-            size_of=lambda block: self._source.block(block)[1], first_patience_s=self._stall_s,
+            self.source.num_blocks, blocks, zone=self.zone, standing=self.standing,
+            size_of=lambda block: self.source.block(block)[1], first_patience_s=self.stall_s,
         )  # fmt: skip
         reading = _Reading(swarm, into, arrived, deadline)
         self._start(self._report, reading, name="weightsync-relay-report")
@@ -140,21 +119,19 @@ class RelaySource:
             self._watch(reading)
         finally:
             swarm.fail(TransferAbortedError("this read has ended"))  # nothing more is asked for
-            self._board.close()
+            self.board.close()
             self._cut()
             self._let_end(swarm)
-            self._told(swarm.agent_bytes, swarm.peer_bytes, swarm.because())
+            self.told(swarm.agent_bytes, swarm.peer_bytes, swarm.because())
         if reading.error is not None:
             raise reading.error
 
     def cancel(self) -> None:
-        """See `RangedSource.cancel`."""
         self._closed = True
-        self._board.close()
+        self.board.close()
         self._cut()
 
     def close(self) -> None:
-        """See `RangedSource.close`."""
         self.cancel()
 
     def _watch(self, reading: _Reading) -> None:
@@ -165,11 +142,11 @@ class RelaySource:
                 reading.error = swarm.error if swarm.num_left else None
                 return
             if self._closed:
-                swarm.fail(TransferAbortedError("this source was closed", peer=self._source.endpoint))
+                swarm.fail(TransferAbortedError("this source was closed", peer=self.source.endpoint))
             elif reading.deadline.expired:
                 swarm.fail(
                     DeadlineExceededError(
-                        f"not every block came within {reading.deadline.timeout_s:g} s", peer=self._source.endpoint
+                        f"not every block came within {reading.deadline.timeout_s:g} s", peer=self.source.endpoint
                     )
                 )
             else:
@@ -195,7 +172,7 @@ class RelaySource:
             thread.start()
         except RuntimeError as error:  # no thread can be had now
             self._threads.remove(thread)
-            raise StateError(f"no thread can be started to read {self._source.endpoint}: {error}") from error
+            raise StateError(f"no thread can be started to read {self.source.endpoint}: {error}") from error
 
     @staticmethod
     def _guarded(run: Callable[..., None], reading: _Reading, *args: object) -> None:
@@ -208,7 +185,7 @@ class RelaySource:
             raise
 
     def _cut(self) -> None:
-        self._agent.cancel()
+        self.agent.cancel()
         with self._lock:
             asking = tuple(self._asking.values())
         for each in asking:
@@ -218,7 +195,7 @@ class RelaySource:
 
     def _read_agent(self, reading: _Reading) -> None:
         try:
-            self._agent.stream(AgentWork(reading.swarm), reading.into, reading.arrived, reading.deadline)
+            self.agent.stream(AgentWork(reading.swarm), reading.into, reading.arrived, reading.deadline)
         finally:
             with self._lock:
                 self._num_agent_streams -= 1
@@ -227,7 +204,7 @@ class RelaySource:
         """As many streams to the agent as there is work for."""
         while True:
             with self._lock:
-                if self._closed or self._num_agent_streams >= reading.swarm.agent_streams(self._num_streams):
+                if self._closed or self._num_agent_streams >= reading.swarm.agent_streams(self.num_streams):
                     return
                 self._num_agent_streams += 1
             self._start(self._read_agent, reading, name="weightsync-pull-agent")
@@ -242,17 +219,17 @@ class RelaySource:
 
     def _report(self, reading: _Reading) -> None:
         """Says what is here and hears who has what, again and again."""
-        swarm, num_blocks = reading.swarm, self._source.num_blocks
+        swarm, num_blocks = reading.swarm, self.source.num_blocks
         pause_s, said, key = 0.0, -1, ""
         while not swarm.over and not self._closed:
             began_s = time.monotonic()
             fetched = swarm.fetched
             try:
-                answer = self._board.exchange(
-                    self._content,
+                answer = self.board.exchange(
+                    self.content,
                     fetched=have_bytes(fetched, num_blocks),
                     stuck=have_bytes(swarm.stuck(), num_blocks),
-                    want=swarm.want(2 * self._num_streams, pause_s),
+                    want=swarm.want(2 * self.num_streams, pause_s),
                     wait_s=_LONGEST_WAIT_S if swarm.is_idle and fetched == said else 0.0,
                     deadline=reading.deadline,
                 )
@@ -269,7 +246,7 @@ class RelaySource:
                 self._ask_agent(reading)
                 _wait(swarm, pause_s, began_s)
                 continue
-            said, key, pause_s = fetched, answer.keys.get(self._content, key), answer.again_s
+            said, key, pause_s = fetched, answer.keys.get(self.content, key), answer.again_s
             order = swarm.told(answer.peers, answer.take)
             if key:
                 self._ask(reading, order, key)
@@ -283,20 +260,20 @@ class RelaySource:
         """Streams to the peers that come first, as long as there is room for more."""
         for facts in order:
             with self._lock:
-                if len(self._asking) >= self._max_peers:
+                if len(self._asking) >= self.max_peers:
                     return
                 if facts.receiver_id in self._asking or self._closed:
                     continue
             try:
                 peer = TcpSource(
-                    self._source,
-                    self._checksums,
-                    transfer_id=show(key, self._content, facts.host, facts.port),
+                    self.source,
+                    self.checksums,
+                    transfer_id=show(key, self.content, facts.host, facts.port),
                     address=(facts.host, facts.port),
                     num_streams=1,
-                    stall_s=self._stall_s,
+                    stall_s=self.stall_s,
                     connect_s=_CONNECT_S,
-                    tls=self._tls_of(facts),
+                    tls=self.tls_of(facts),
                     name=f"{facts.receiver_id} at {facts.host}:{facts.port}",
                     max_tries=1,
                 )
@@ -310,15 +287,13 @@ class RelaySource:
                 reading.swarm.peer_failed(facts.receiver_id, wrong=isinstance(error, ConfigError))
 
 
+@dataclasses.dataclass(eq=False)
 class _Reading:
-    """One `read`."""
-
-    def __init__(self, swarm: Swarm, into: Destination, arrived: Arrived, deadline: Deadline) -> None:
-        self.swarm = swarm
-        self.into = into
-        self.arrived = arrived
-        self.deadline = deadline
-        self.error: WeightSyncError | None = None
+    swarm: Swarm
+    into: Destination
+    arrived: Arrived
+    deadline: Deadline
+    error: WeightSyncError | None = None
 
 
 def _wait(swarm: Swarm, pause_s: float, since_s: float, *, told: int | None = None) -> None:

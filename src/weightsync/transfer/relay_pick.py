@@ -44,20 +44,13 @@ class Swarm:
     """Of one read. Thread-safe.
 
     Args:
-        num_blocks: of the content.
         wanted: blocks that are missing.
-        zone: of this host.
-        standing: of its peers.
-        size_of: bytes of a block.
         first_patience_s: how long a peer's first block may take, before any has come.
-        clock: seconds, rising.
 
     Attributes:
-        ended: set when nothing is to be read any more.
         changed: notified when there may be more to take; its lock guards everything.
         agent_bytes, peer_bytes: bytes that came, from where.
         num_cut: how often a peer failed, was too slow or wrong.
-        error: why the read has failed.
     """
 
     def __init__(
@@ -109,7 +102,6 @@ class Swarm:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is to be read any more."""
         return self._missing == 0 or self.error is not None
 
     @property
@@ -129,7 +121,6 @@ class Swarm:
         return self._in_flight != 0
 
     def fail(self, error: WeightSyncError) -> None:
-        """The read has failed."""
         with self.changed:
             self.error = self.error or error
             self.ended.set()

@@ -15,11 +15,7 @@ _MAX_NAMES = 4096
 
 
 class Standing:
-    """What a host knows of its peers from one read to the next: who failed, and how fast they were. Thread-safe.
-
-    Args:
-        clock: seconds, rising.
-    """
+    """What a host knows of its peers from one read to the next: who failed, and how fast they were. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -29,7 +25,6 @@ class Standing:
         self._rates: dict[str, float] = {}
 
     def usable(self, name: str) -> bool:
-        """Whether it may be asked now."""
         return self._until_s.get(name, 0.0) <= self._clock()
 
     def strike(self, name: str, *, wrong: bool = False) -> None:

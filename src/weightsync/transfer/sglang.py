@@ -51,8 +51,6 @@ class SGLangTransferStrategy(BroadcastTransferStrategy):
 
 
 class SGLangTransferSender(BroadcastTransferSender):
-    """Rank 0 of SGLang's group."""
-
     def send_chunks(
         self, chunks: Iterable[WeightChunk], client: InferenceEngineClient, *, session: str, deadline: Deadline
     ) -> int:

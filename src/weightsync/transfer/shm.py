@@ -16,8 +16,6 @@ class ShmSource:
     """See `RangedSource`. Holds the lease from construction to `close`: until then nobody can write the segment.
 
     Args:
-        source: what is read.
-        checksums: of its blocks.
         stamp: version and model_id that have to lie there. None: it has no stamp, and only ever held these bytes.
 
     Raises:
@@ -52,7 +50,6 @@ class ShmSource:
             arrived(block, target)
 
     def cancel(self) -> None:
-        """See `RangedSource.cancel`."""
         self._closed = True
 
     def close(self) -> None:

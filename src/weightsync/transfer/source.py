@@ -19,7 +19,6 @@ class Checksums(Protocol):
 
     def checksum(self, block: int) -> str:
         """Checksum of one block, as `transfer.blocks.checksum` makes it."""
-        ...
 
 
 class RangedSource(Protocol):
@@ -40,12 +39,9 @@ class RangedSource(Protocol):
             EngineUnreachableError: the source is gone, or cuts every connection.
             DeadlineExceededError: it took too long.
         """
-        ...
 
     def cancel(self) -> None:
         """Ends a `read` under way soon, by TransferAbortedError. From any thread; gives nothing back."""
-        ...
 
     def close(self) -> None:
         """Gives connections and leases back, after the last `read` has returned. Idempotent."""
-        ...

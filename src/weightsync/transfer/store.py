@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable
@@ -24,37 +25,26 @@ from weightsync.types.store import StoredBlob
 _MAX_TRIES = 3
 
 
+@dataclasses.dataclass(eq=False)
 class StoreSource:
     """See `RangedSource`.
 
     Args:
-        source: what is read.
-        blob: the object, and what its ranges are.
-        store: where it lies.
         num_streams: ranges that are asked for at once.
         damaged: told of the object's key where it is gone, or wrong as often as it is asked for.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        blob: StoredBlob,
-        store: ObjectStore,
-        *,
-        num_streams: int = 6,
-        damaged: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        if (blob.data_start, blob.data_end, blob.block_bytes) != (
-            source.data_start,
-            source.data_end,
-            source.block_bytes,
-        ):
+    source: Source
+    blob: StoredBlob
+    store: ObjectStore
+    _: dataclasses.KW_ONLY
+    num_streams: int = 6
+    damaged: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        blob, where = self.blob, self.source
+        if (blob.data_start, blob.data_end, blob.block_bytes) != (where.data_start, where.data_end, where.block_bytes):
             raise TransferError(f"{blob.key} is cut into other ranges than its publication says")
-        self._source = source
-        self._blob = blob
-        self._store = store
-        self._num_streams = num_streams
-        self._damaged = damaged
         self._closed = False
 
     def read(self, blocks: list[int], into: Destination, arrived: Arrived, *, deadline: Deadline) -> None:
@@ -73,54 +63,52 @@ class StoreSource:
                         block = left.popleft()
                     except IndexError:
                         return
-                    target = into(*self._source.block(block))
+                    target = into(*self.source.block(block))
                     self._fetch(block, target, deadline)
                     arrived(block, target)
             except WeightSyncError as error:
                 failed.append(error)
             except Exception as error:
-                failed.append(TransferError(f"{self._blob.key} could not be read: {type(error).__name__}: {error}"))
+                failed.append(TransferError(f"{self.blob.key} could not be read: {type(error).__name__}: {error}"))
 
         streams = [
             threading.Thread(target=work, name=f"weightsync-store-{number}", daemon=True)
-            for number in range(min(self._num_streams, len(blocks)))
+            for number in range(min(self.num_streams, len(blocks)))
         ]
         for stream in streams:
             stream.start()
         for stream in streams:
             stream.join(deadline.remaining_s + 1.0)
         if any(stream.is_alive() for stream in streams):
-            failed.append(DeadlineExceededError(f"{self._blob.key} did not come within {deadline.timeout_s:g} s"))
+            failed.append(DeadlineExceededError(f"{self.blob.key} did not come within {deadline.timeout_s:g} s"))
             for stream in streams:
                 stream.join()  # its call has the store's own deadline, and it writes into the caller's memory
         if failed:
             raise failed[0]
 
     def cancel(self) -> None:
-        """See `RangedSource.cancel`."""
         self._closed = True
 
     def close(self) -> None:
-        """See `RangedSource.close`."""
         self._closed = True
 
     def _fetch(self, block: int, target: memoryview, deadline: Deadline) -> None:
-        start, length = self._source.block(block)
-        key, why = self._blob.key, ""
+        start, length = self.source.block(block)
+        key, why = self.blob.key, ""
         for _ in range(_MAX_TRIES):
             if self._closed:
                 raise TransferAbortedError("this source was closed")
-            deadline.check(f"end of {key}", peer=self._store.url)
+            deadline.check(f"end of {key}", peer=self.store.url)
             try:
-                self._store.get_range(key, start, target, deadline=deadline)
+                self.store.get_range(key, start, target, deadline=deadline)
             except ObjectMissingError:
                 why = "is gone"
                 break
             except StoreDamagedError as error:
                 why = error.message
                 continue
-            if hashlib.sha256(target).digest() == self._blob.digest(block):
+            if hashlib.sha256(target).digest() == self.blob.digest(block):
                 return
             why = f"is damaged: bytes {start} to {start + length} are others than were written"
-        self._damaged(key)
-        raise StoreDamagedError(f"{self._store.url}/{key} {why}", peer=self._store.url, state_left="nothing is taken")
+        self.damaged(key)
+        raise StoreDamagedError(f"{self.store.url}/{key} {why}", peer=self.store.url, state_left="nothing is taken")

@@ -28,12 +28,7 @@ MAX_STREAMS_A_TRANSFER = 128
 
 
 class Named(Protocol):
-    """What a hello names.
-
-    Attributes:
-        num_reading: connections that read it now.
-        over: whether it is to be read no more.
-    """
+    """What a hello names."""
 
     @property
     def num_reading(self) -> int: ...
@@ -43,11 +38,9 @@ class Named(Protocol):
 
     def attach(self, connection: socket.socket) -> bool:
         """A connection begins to read; False where it is over."""
-        ...
 
     def detach(self, connection: socket.socket) -> None:
         """A connection has ended."""
-        ...
 
 
 _T = TypeVar("_T", bound=Named)
@@ -57,17 +50,13 @@ class StreamDoor(Generic[_T]):
     """From `start` to `close`.
 
     Args:
-        host: where to listen.
-        port: 0 lets the system choose.
         look_up: what a hello's 32 hex digits name; None: nothing.
         serve: serves one connection of it, which is attached; in the connection's own thread.
-        tls: where given, connections speak TLS.
         max_streams, max_streams_each: connections that are served, in all and of one thing.
 
     Attributes:
         rejected: connections that were cut or refused, by reason: "no hello" (wrong, or not in time), "crowd" (none so
             far, and too many such), "no transfer", "full", "no thread".
-        port: where it listens.
     """
 
     def __init__(
@@ -96,12 +85,10 @@ class StreamDoor(Generic[_T]):
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open now."""
         with self._lock:
             return len(self._silent) + self._num_streams
 
     def start(self) -> None:
-        """Starts to accept connections, in a thread."""
         threading.Thread(target=self._accept, name="weightsync-blocks", daemon=True).start()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import socket
 import ssl
 import struct
@@ -30,15 +31,12 @@ _MAX_TRIES = 3
 _RETRY_S = 0.05
 
 
+@dataclasses.dataclass(eq=False)
 class TcpSource:
     """See `RangedSource`.
 
     Args:
-        source: what is read.
-        checksums: of its blocks.
         transfer_id: as granted, 32 hex digits.
-        address: host and port of the block server.
-        num_streams: connections.
         stall_s: a connection over which nothing comes for so long is given up and opened anew.
         tls: for a server that speaks TLS; with `server_hostname` of the host.
         name: of the server, for errors; the source's endpoint where not given.
@@ -46,44 +44,34 @@ class TcpSource:
         max_tries: so often in a row a stream may break before the server counts as gone.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        checksums: Checksums,
-        *,
-        transfer_id: str,
-        address: tuple[str, int],
-        num_streams: int = 6,
-        stall_s: float = 10.0,
-        tls: ssl.SSLContext | None = None,
-        name: str | None = None,
-        connect_s: float | None = None,
-        max_tries: int = _MAX_TRIES,
-    ) -> None:
-        self._source = source
-        self._connect_s = stall_s if connect_s is None else connect_s
-        self._name = name or source.endpoint
-        self._max_tries = max_tries
-        self._checksums = checksums
-        self._hello = HELLO.pack(MAGIC, bytes.fromhex(transfer_id))
-        self._address = address
-        self._num_streams = num_streams
-        self._stall_s = stall_s
-        self._tls = tls
-        self._flags = socket.MSG_WAITALL if tls is None else 0
+    source: Source
+    checksums: Checksums
+    _: dataclasses.KW_ONLY
+    transfer_id: str
+    address: tuple[str, int]
+    num_streams: int = 6
+    stall_s: float = 10.0
+    tls: ssl.SSLContext | None = None
+    name: str = ""
+    connect_s: float | None = None
+    max_tries: int = _MAX_TRIES
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.source.endpoint
+        self._hello = HELLO.pack(MAGIC, bytes.fromhex(self.transfer_id))
+        self._flags = socket.MSG_WAITALL if self.tls is None else 0
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
 
     def read(self, blocks: list[int], into: Destination, arrived: Arrived, *, deadline: Deadline) -> None:
-        """See `RangedSource.read`."""
         run = _Run(blocks)
-        peer = self._name
+        peer = self.name
         streams = [
             threading.Thread(
                 target=self.stream, args=(run, into, arrived, deadline), name=f"weightsync-pull-{n}", daemon=True
             )
-            for n in range(min(self._num_streams, max(1, len(blocks))))
+            for n in range(min(self.num_streams, max(1, len(blocks))))
         ]
         for stream in streams:
             stream.start()
@@ -100,12 +88,10 @@ class TcpSource:
             raise TransferError(f"{run.left} blocks did not come", peer=peer)
 
     def cancel(self) -> None:
-        """See `RangedSource.cancel`."""
         self._closed = True
         self._cut()
 
     def close(self) -> None:
-        """See `RangedSource.close`."""
         self.cancel()
 
     def _cut(self) -> None:
@@ -125,25 +111,25 @@ class TcpSource:
             except OSError as error:
                 failures = 1 if run.left < before else failures + 1
                 if self._closed:
-                    run.fail(TransferAbortedError("this source was closed", peer=self._name))
+                    run.fail(TransferAbortedError("this source was closed", peer=self.name))
                 elif deadline.expired:
-                    run.fail(DeadlineExceededError(_late(deadline), peer=self._name))
-                elif failures >= self._max_tries:
+                    run.fail(DeadlineExceededError(_late(deadline), peer=self.name))
+                elif failures >= self.max_tries:
                     run.fail(
                         EngineUnreachableError(
-                            f"{self._address[0]}:{self._address[1]} cut the stream {failures} times: {error}",
-                            peer=self._name,
+                            f"{self.address[0]}:{self.address[1]} cut the stream {failures} times: {error}",
+                            peer=self.name,
                         )
                     )
                 else:
                     pause.wait(min(_RETRY_S * 2**failures, deadline.remaining_s))
             except _DamagedError as error:
-                run.damaged(error.block, TransferError(str(error), peer=self._name))
+                run.damaged(error.block, TransferError(str(error), peer=self.name))
             except WeightSyncError as error:
-                error.peer = error.peer or self._name
+                error.peer = error.peer or self.name
                 run.fail(error)
             except BaseException as error:  # our own bug, or no memory: the caller must hear of it
-                run.fail(TransferError(f"a stream failed: {error!r}", peer=self._name))
+                run.fail(TransferError(f"a stream failed: {error!r}", peer=self.name))
                 raise
             if run.error is not None:
                 self._cut()  # what the others wait for is of no use any more
@@ -179,7 +165,7 @@ class TcpSource:
             raise _DamagedError(block, f"block {block}: {error.message}") from error
         if answer.code is Code.ENDED:
             raise TransferAbortedError("the transfer is over at its source: superseded, most likely")
-        offset, length = self._source.block(block)
+        offset, length = self.source.block(block)
         if answer.code is not Code.OK or (answer.block, answer.offset, answer.length) != (block, offset, length):
             raise _DamagedError(block, f"asked for block {block} ({length} bytes at {offset}), answered {answer}")
         target = into(offset, length)
@@ -192,7 +178,7 @@ class TcpSource:
             if deadline.expired:
                 raise TimeoutError(_late(deadline))
             view = view[count:]
-        if checksum(target) != self._checksums.checksum(block):
+        if checksum(target) != self.checksums.checksum(block):
             run.wrong(block)
             return
         arrived(block, target)
@@ -200,12 +186,12 @@ class TcpSource:
 
     @contextlib.contextmanager
     def _connected(self, deadline: Deadline) -> Iterator[socket.socket]:
-        timeout_s = max(0.001, min(self._stall_s, deadline.remaining_s))
-        connection = self._connect(min(timeout_s, self._connect_s))
+        timeout_s = max(0.001, min(self.stall_s, deadline.remaining_s))
+        connection = self._connect(timeout_s if self.connect_s is None else min(timeout_s, self.connect_s))
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_hostname=self._address[0])
+            if self.tls is not None:
+                connection = self.tls.wrap_socket(connection, server_hostname=self.address[0])
                 connection.settimeout(timeout_s)
             else:
                 wait_in_kernel(connection, timeout_s)
@@ -223,9 +209,9 @@ class TcpSource:
 
     def _connect(self, within_s: float) -> socket.socket:
         try:
-            return socket.create_connection(self._address, timeout=within_s)
+            return socket.create_connection(self.address, timeout=within_s)
         except (ValueError, OverflowError) as error:  # a UnicodeError among them; a peer's address is what it said
-            raise ConnectionError(f"{self._address} is no address: {error}") from error
+            raise ConnectionError(f"{self.address} is no address: {error}") from error
 
 
 class _DamagedError(Exception):
@@ -253,31 +239,24 @@ class Work(Protocol):
     @property
     def busy(self) -> bool:
         """Whether there is, or may be, anything to read."""
-        ...
 
     def take(self, *, idle: bool) -> int | None:
         """The next block; None: there is none. Only who is `idle`, with no answer outstanding, may be made to wait."""
-        ...
 
     def put_back(self, blocks: collections.deque[int]) -> None:
         """These were taken, and have not arrived."""
-        ...
 
     def arrived(self, block: int) -> None:
         """It is there, and right."""
-        ...
 
     def wrong(self, block: int) -> None:
         """Its checksum does not hold. It is not put back besides."""
-        ...
 
     def damaged(self, block: int, error: TransferError) -> None:
         """Its answer began wrong; it was put back."""
-        ...
 
     def fail(self, error: WeightSyncError) -> None:
         """Nothing more can be read here."""
-        ...
 
 
 class _Run:

@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from weightsync.errors import StateError, TransferAbortedError, VersionError
 from weightsync.transfer.blocks import Answer, Code, answer_bytes
 from weightsync.transfer.granted import RENEWABLE_S, Transfer
 from weightsync.transfer.stream_door import StreamDoor, asked_block
+from weightsync.transfer.tcp import wait_in_kernel
 from weightsync.types import Version
 from weightsync.types.publication import Source
 
@@ -40,14 +40,8 @@ class BlockServer:
     Who may connect, and how many, is in `StreamDoor`.
 
     Args:
-        host: where to listen.
-        port: 0 lets the system choose.
         stall_s: a connection that takes nothing for so long is cut.
         tls: where given, connections speak TLS, and bytes are copied instead of handed to the kernel.
-
-    Attributes:
-        rejected: see `StreamDoor`.
-        sent_bytes: of blocks, so far.
     """
 
     def __init__(
@@ -69,12 +63,10 @@ class BlockServer:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open now."""
         return self._door.num_connections
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that are granted and not over."""
         with self._lock:
             return len(self._transfers)
 
@@ -101,7 +93,6 @@ class BlockServer:
         anything: its next one holds its segment by a lease. Only one version at a time is held so.
 
         Args:
-            version, source, receiver_id, take_up_s, on_end, lasting: see `Transfer`.
             beside: those of the same receiver that were granted together with it, and go on.
             lease_s: how long a lease may last; None: there must be none now.
 
@@ -265,10 +256,7 @@ class BlockServer:
             self._count(length)
             return
         connection.sendall(head, socket.MSG_MORE)
-        # A blocking socket with the kernel's own send timeout: else sendfile would have to be tried and waited for.
-        connection.settimeout(None)
-        whole, part = divmod(self._stall_s, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(part * 1e6)))
+        wait_in_kernel(connection, self._stall_s)  # else sendfile would have to be tried and waited for
         end = offset + length
         while offset < end:
             if transfer.over:

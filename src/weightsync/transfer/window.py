@@ -22,25 +22,21 @@ class WindowedSender(WeightTransferSender):
     Args:
         window: chunks that may be in flight while another one is made.
         record: where the phase "wait for engines" goes, and a subclass's own.
-        track: name of this process in them.
     """
+
+    usable = True
 
     def __init__(self, *, window: int, record: RecordPhase, track: str) -> None:
         self._window = window
         self._record = record
         self._track = track
-        self._usable = True
-
-    @property
-    def usable(self) -> bool:
-        return self._usable
 
     def send_chunks(
         self, chunks: Iterable[WeightChunk], client: InferenceEngineClient, *, session: str, deadline: Deadline
     ) -> int:
-        if not self._usable:
+        if not self.usable:
             raise TransferAbortedError("this sender is broken; build a new one", state_left="nothing was sent")
-        self._usable = False  # until everything went well
+        self.usable = False  # until everything went well
         in_flight: dict[int, tuple[Future[Any], ...]] = {}
         stream = iter(chunks)
         seq = 0
@@ -55,7 +51,7 @@ class WindowedSender(WeightTransferSender):
         started = now_s()
         self._settle(in_flight, upto=seq, deadline=deadline)
         self._phase("wait for engines", started, seq - 1)
-        self._usable = True
+        self.usable = True
         return seq
 
     @abc.abstractmethod
@@ -81,7 +77,6 @@ def settle(in_flight: dict[int, tuple[Future[Any], ...]], *, upto: int, deadline
     Args:
         in_flight: by number, what has to be done before that chunk is; the first is the engines' answer.
         upto: the last number that is waited for.
-        deadline: of the sync.
 
     Raises:
         WeightSyncError: a failure of any chunk in flight, at once.

@@ -66,7 +66,7 @@ def test_a_call_that_never_comes_back_costs_the_deadline_and_is_left_behind() ->
         thread.call(hang, deadline=Deadline(0.2))
     assert time.monotonic() - began < 0.2 + SCHEDULING_S
     assert num_left_behind() == 1
-    assert thread.given_up
+    assert thread.closed.is_set()
     with pytest.raises(TransferAbortedError):
         thread.call(lambda held: None, deadline=Deadline(60))
     released.set()
@@ -84,7 +84,7 @@ def test_who_looks_beside_the_call_may_give_up_early() -> None:
 
     with pytest.raises(GroupJoinError):
         thread.call(lambda held: released.wait(), deadline=Deadline(60), watch=look)
-    assert thread.given_up
+    assert thread.closed.is_set()
     released.set()
 
 

@@ -87,4 +87,4 @@ def test_other_ranges_than_the_publication_says_are_refused(store) -> None:
     reader, _ = source(store)
     where = Source(endpoint="file:///a/run", segment="x", data_start=0, data_end=SIZE, block_bytes=BLOCK)
     with pytest.raises(TransferError):
-        StoreSource(where, reader._blob, store)
+        StoreSource(where, reader.blob, store)
