@@ -29,8 +29,7 @@ _BENCH = Path(__file__).resolve().parents[1] / "bench"
 _QUOTE = "'"
 _MACHINES = {
     "AMD 25/17, one run": ("2026-11-25-whole-amd.json",),
-    "Intel 6/207": ("2026-11-22-intel-amx.json",),
-    "the same, AVX2 alone": ("2026-11-22-intel-avx2-limited.json",),
+    "Intel 6/207, one run": ("2026-11-25-intel.json",),
     "Intel 6/167, one run": ("2026-11-22-intel.json", "2026-11-22-intel-again.json"),
 }
 """What was measured where, below bench/results, on 2 virtual cores; a later file's rows replace an earlier one's."""
@@ -157,12 +156,12 @@ def _meanings(docstring: str) -> dict[str, str]:
 
 
 def measured_table() -> str:
-    """Rows of the speed table that were measured on several machines; those over the target are bold."""
+    """Rows of the speed table that were measured on all machines; those over the target are bold."""
     said = _bench_rows()
     figures = {machine: _figures(files) for machine, files in _MACHINES.items()}
     rows = []
     for row, sentence in said.items():
-        if sum(row in taken for taken in figures.values()) < 2:
+        if not all(row in taken for taken in figures.values()):
             continue
         target = next(taken[row][1] for taken in reversed(figures.values()) if row in taken)
         cells = [_cell(row, taken, target) for taken in figures.values()]
