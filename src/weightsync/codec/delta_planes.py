@@ -98,13 +98,8 @@ def planes_payload(unit: Unit, new: Bytes, positions: Positions, steps: Words) -
         gap_bits=gap_bits,
         step_bits=step_bits,
         raw_lengths=(num_gaps, num_rest),
-        values=_sum_at(unit, new, positions),
+        values=int(kernels.sum_values_at(new, positions, np.empty(0, unit.kind.word), unit.kind.width_bytes)),
     )
-
-
-def _sum_at(unit: Unit, new: Bytes, positions: Positions) -> int:
-    """What an entry tells of the elements at these positions."""
-    return int(kernels.sum_values_at(new, positions, np.empty(0, unit.kind.word), unit.kind.width_bytes))
 
 
 def _choose_split(unit: Unit, positions: Positions, steps: Words) -> tuple[int, int]:
