@@ -169,7 +169,7 @@ def test_what_goes_wrong_is_one_line_and_an_exit_code(tmp_path: Path, monkeypatc
     with serving(folder, "--token", TOKEN) as agent:
         cases = {
             ("pull", nowhere, "--out", "x"): (1, "EngineUnreachableError"),
-            ("pull", agent.url, "--out", "x"): (1, "AuthError"),
+            ("pull", agent.url, "--out", "x"): (2, "AuthError"),
             ("pull", agent.url, "--out", "x", "--token", TOKEN, "--model-id", "another"): (1, "serves model 'model'"),
             ("pull", agent.url, "--out", "x", "--transport", "pigeon"): (2, "tcp or shm"),
             ("pull", agent.url, "--out", str(folder / "one.safetensors"), "--token", TOKEN): (2, "can't be the folder"),
@@ -187,7 +187,7 @@ def test_what_goes_wrong_is_one_line_and_an_exit_code(tmp_path: Path, monkeypatc
             ("inspect", str(tmp_path / "garbage.safetensors")): (1, "InvalidRequestError"),
         }
         code, _, err = end(start("pull", agent.url, "--out", tmp_path / "x"))
-        assert (code, len(err.strip().splitlines())) == (1, 1), err
+        assert (code, len(err.strip().splitlines())) == (2, 1), err
         for words, (code, text) in cases.items():
             got, _, err = invoke(*words)
             assert got == code, (words, got, err)
