@@ -101,11 +101,12 @@ class ChangesCodec(Codec):
         if kept is None or kept.model_digest is None:
             return self._nothing_kept
         whole = sorted(who for who, reply in replies.items() if "patch" not in reply.accepts)
-        if whole and not self._warned:
+        for_ever = [who for who in whole if replies[who].version is not None]  # a vLLM that has none may take them yet
+        if for_ever and not self._warned:
             self._warned = True
             _logger.warning(
-                "%s take whole tensors alone: while one of them is there, every version goes out in full, and the copy "
-                "that ChangesCodec keeps is for nothing", ", ".join(whole),
+                "whole tensors alone are taken by %s: while it is there, every version goes out in full, and the copy "
+                "that a push of deltas keeps is for nothing", ", ".join(for_ever),
             )  # fmt: skip
         if whole:
             return f"{', '.join(whole)} take whole tensors alone"

@@ -264,7 +264,10 @@ def test_each_push_has_a_codec_of_its_own() -> None:
 
 
 def test_engines_that_never_take_changes_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """But none that was started a moment ago: a vLLM says what it takes when it has been given its first version."""
     codec, weights, base = a_codec()
+    assert codec.base_for(serving(base, accepts=("full",), version=None), manifest(weights, 2)) is None
+    assert "for nothing" not in caplog.text
     for number in (2, 3):
         assert codec.base_for(serving(base, accepts=("full",)), manifest(weights, number)) is None
     assert codec.why_full == "f take whole tensors alone"
