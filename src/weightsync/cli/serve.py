@@ -78,7 +78,7 @@ def serve(
     zone: Annotated[
         str | None, typer.Option(metavar="NAME", help="Rack or data centre: relays of one ask each other first.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="The service's name, for operators; this host's.")] = None,
+    name: Annotated[str | None, typer.Option(help="The service's name, for operators: HOST, or HOST-PORT.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML; options win over it.", exists=True, dir_okay=False)] = None,
     verify: Verify = None,
 ) -> None:
@@ -108,8 +108,12 @@ def serve(
     """
     with told():
         from weightsync.config import WeightSyncConfig
+        from weightsync.types.spec import check_config_id
         from weightsync.verbs.serving import serve as begin
 
+        for option, value in (("--name", name), ("--zone", zone)):
+            if value is not None:
+                check_config_id(option, value)
         models = _models(engine or ())
         settings = WeightSyncConfig() if config is None else WeightSyncConfig.load(config)
         lease = lease or settings.serve.lease
