@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from weightsync.cli.shared import MAX_S, refuse_given, told
-from weightsync.errors import MissingDependencyError
+from weightsync.errors import ConfigError, MissingDependencyError
 
 _NOT_LORA = (
     "ranks", "engines", "delta", "lr", "strategy", "fleet", "models", "mode", "ray", "out", "deadline_s",
@@ -112,6 +112,10 @@ def demo(
             from weightsync.demo.launch import DemoOptions, run_demo
         except ImportError as error:
             raise MissingDependencyError(f"the demo needs more: pip install 'weightsync[demo]' ({error})") from None
+        from weightsync.cli.tables import console
+
+        if json is not None and not json.absolute().parent.is_dir():
+            raise ConfigError(f"--json {json}: there is no folder {json.parent}")
         if not lora:
             refuse_given(context, ("rank",), "it is of an adapter; add --lora")
         if lora:
@@ -134,7 +138,7 @@ def demo(
                 step_timeout_s=timeout_s,
             )
             with _errors_alone():  # the demo says itself what happens
-                problems = run_fleet(options)
+                problems = run_fleet(options, console())
         else:
             refuse_given(context, ("models", "mode"), "it belongs to a fleet; add --fleet 3")
             if not delta:
@@ -144,7 +148,8 @@ def demo(
                     steps=steps, ranks=ranks, engines=engines, engine=engine, path=path, delta=delta, learning_rate=lr,
                     strategy=strategy, ray=ray, size=size or "", out=out, json=json, deadline_s=deadline_s,
                     step_timeout_s=timeout_s,
-                )
+                ),
+                console(),
             )  # fmt: skip
         raise typer.Exit(1 if problems else 0)
 
@@ -152,12 +157,14 @@ def demo(
 def _run_lora(
     *, steps: int, path: MovePath, engine: str, size: str | None, rank: int, json: Path | None, timeout_s: float
 ) -> list[str]:
+    from weightsync.cli.tables import console
     from weightsync.demo.lora import LoraOptions, run_lora
 
     return run_lora(
         LoraOptions(
             steps=steps, path=path, engine=engine, size=size or "small", rank=rank, json=json, step_timeout_s=timeout_s
-        )
+        ),
+        console(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import signal
@@ -19,6 +20,8 @@ _GIVEN = ("COMMANDLINE", "ENVIRONMENT")
 TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
 BROKEN_PIPE = 141
 """The exit code of a process that SIGPIPE ends, as a shell shows it."""
+_ENDS = (signal.SIGINT, signal.SIGTERM)
+_forking = threading.local()
 MAX_S = 7 * 86_400.0
 """No wait is longer than a week, as in `types.deadline`."""
 
@@ -70,26 +73,40 @@ def stop_event() -> threading.Event:
     event = threading.Event()
     read, write = os.pipe()
     os.set_blocking(write, False)
-    ends = (signal.SIGINT, signal.SIGTERM)
 
     def watch() -> None:
-        while os.read(read, 1)[0] not in ends:
+        while os.read(read, 1)[0] not in _ENDS:
             pass
         event.set()
 
     threading.Thread(target=watch, name="weightsync-signals", daemon=True).start()
-    for number in ends:  # a second byte does no harm; the first is lost where a loop of asyncio took the descriptor
+    for number in _ENDS:  # a second byte does no harm; the first is lost where a loop of asyncio took the descriptor
         signal.signal(number, lambda number, _: _said(write, number))
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_signals_of_its_own)
+    _let_children_go()
     return event
 
 
-def _signals_of_its_own() -> None:
+@functools.cache
+def _let_children_go() -> None:
     """A child that was forked shares the descriptor: a signal to it would end its parent."""
+    os.register_at_fork(before=_unheard, after_in_parent=_heard_again, after_in_child=_signals_of_its_own)
+
+
+def _signals_of_its_own() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _heard_again()
+
+
+def _unheard() -> None:
+    """Before a fork, in the thread that forks: until the child has handlers of its own it is given no signal."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+
+
+def _heard_again() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def _said(write: int, number: int) -> None:
