@@ -101,7 +101,7 @@ def test_the_demo_leaves_the_log_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     levels: list[int] = []
     logger = logging.getLogger("weightsync")
     before = logger.level
-    monkeypatch.setattr("weightsync.demo.fleet.run_fleet", lambda options, console: levels.append(logger.level) or 0)
+    monkeypatch.setattr("weightsync.demo.fleet.run_fleet", lambda options: levels.append(logger.level) or 0)
     assert run("demo", "--fleet", "2")[0] == 0
     assert (levels, logger.level) == ([logging.ERROR], before)
 
@@ -202,6 +202,22 @@ def test_a_reader_that_has_gone_is_no_error(words: tuple[str, ...], tmp_path: Pa
         command = [sys.executable, "-m", "weightsync.cli", *words]
         done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=120, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_an_output_that_was_closed_is_no_error(tmp_path: Path) -> None:
+    """`weightsync ... >&-`. Seen red with a traceback."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
+    for words in ("--version", "inspect weights.safetensors"):
+        command = f"exec {sys.executable} -m weightsync.cli {words} >&-"
+        done = subprocess.run(
+            ["sh", "-c", command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            timeout=120,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert (done.returncode, done.stderr) == (0, b""), words
 
 
 def test_help_flows_in_a_narrow_terminal() -> None:

@@ -10,13 +10,13 @@ from typing import Annotated
 import typer
 
 from weightsync.cli import check, controller, demo, doctor, pull, serve, status, trace, verify
-from weightsync.cli.shared import BROKEN_PIPE, flowing
+from weightsync.cli.shared import BROKEN_PIPE, flowing, is_terminal
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
-    rich_markup_mode="rich" if sys.stdout.isatty() else None,  # its boxes cut words, and are as wide as a terminal
+    rich_markup_mode="rich" if is_terminal() else None,  # its boxes cut words, and are as wide as a terminal
 )
 
 
@@ -48,12 +48,16 @@ for _known in app.registered_commands:
 def main() -> None:
     """Entry point. Who reads its output may have gone (`| head`): it ends then as by SIGPIPE, without a word."""
     output = sys.stdout
+    if not output:  # it was closed before: nothing is written
+        app()
+    before = os.fstat(output.fileno())
     try:
         try:
             app()
         finally:
             output.flush()
-            if sys.stdout is not output:  # typer has met the broken pipe, and put another in its place
+            # a pipe that typer or rich found broken has something else in its place, and they end with 1
+            if sys.stdout is not output or not os.path.samestat(before, os.fstat(output.fileno())):
                 raise BrokenPipeError
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # what is left goes there when Python ends

@@ -112,8 +112,6 @@ def demo(
             from weightsync.demo.launch import DemoOptions, run_demo
         except ImportError as error:
             raise MissingDependencyError(f"the demo needs more: pip install 'weightsync[demo]' ({error})") from None
-        from weightsync.cli.tables import console
-
         if json is not None and not json.absolute().parent.is_dir():
             raise ConfigError(f"--json {json}: there is no folder {json.parent}")
         if not lora:
@@ -138,7 +136,7 @@ def demo(
                 step_timeout_s=timeout_s,
             )
             with _errors_alone():  # the demo says itself what happens
-                problems = run_fleet(options, console())
+                problems = run_fleet(options)
         else:
             refuse_given(context, ("models", "mode"), "it belongs to a fleet; add --fleet 3")
             if not delta:
@@ -148,8 +146,7 @@ def demo(
                     steps=steps, ranks=ranks, engines=engines, engine=engine, path=path, delta=delta, learning_rate=lr,
                     strategy=strategy, ray=ray, size=size or "", out=out, json=json, deadline_s=deadline_s,
                     step_timeout_s=timeout_s,
-                ),
-                console(),
+                )
             )  # fmt: skip
         raise typer.Exit(1 if problems else 0)
 
@@ -157,14 +154,12 @@ def demo(
 def _run_lora(
     *, steps: int, path: MovePath, engine: str, size: str | None, rank: int, json: Path | None, timeout_s: float
 ) -> list[str]:
-    from weightsync.cli.tables import console
     from weightsync.demo.lora import LoraOptions, run_lora
 
     return run_lora(
         LoraOptions(
             steps=steps, path=path, engine=engine, size=size or "small", rank=rank, json=json, step_timeout_s=timeout_s
-        ),
-        console(),
+        )
     )
 
 

@@ -137,6 +137,11 @@ def is_the_users(error: Exception) -> bool:
     return isinstance(error, ConfigError | AuthError) and not isinstance(error, SignatureError)
 
 
+def is_terminal() -> bool:
+    """Whether somebody sees the output at once; it may be closed (`>&-`)."""
+    return bool(sys.stdout) and sys.stdout.isatty()
+
+
 def flowing(text: str) -> str:
     """A docstring whose paragraphs have no line breaks of their own, so that a terminal of any width breaks them; what
     is indented stays as it is."""

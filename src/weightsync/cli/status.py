@@ -130,7 +130,7 @@ def _watch(face: Face, *, every_s: float, timeout_s: float) -> int:
                 live.update(now, refresh=True)
             else:  # one look after the other
                 out.print(now, highlight=False)
-                sys.stdout.flush()
+                out.file.flush()
 
         while True:
             try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Container, Iterable, Sequence
-from typing import Any, Never
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -12,21 +11,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.cli.shared import plain
+from weightsync.cli.shared import is_terminal, plain
 
 _ANY_WIDTH = 1 << 20
 """Of what is no terminal: each row, and each sentence, is one line."""
 
 Cell = str | tuple[str | None, str] | None
 """A text, or a text and its style."""
-
-
-class _Output(Console):
-    """Standard output."""
-
-    def on_broken_pipe(self) -> Never:
-        """As Python says it elsewhere; rich would end the process with 1."""
-        raise BrokenPipeError
 
 
 class _Table(Table):
@@ -57,7 +48,7 @@ class _Table(Table):
 
 def console() -> Console:
     """Standard output: as wide as the terminal; of a pipe no line is broken. No text is taken for a style."""
-    return _Output(width=None if sys.stdout.isatty() else _ANY_WIDTH, markup=False, highlight=False)
+    return Console(width=None if is_terminal() else _ANY_WIDTH, markup=False, highlight=False)
 
 
 def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]], *, right: Container[str] = ()) -> Table:
