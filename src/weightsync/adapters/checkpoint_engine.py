@@ -164,8 +164,9 @@ class Receiver:
 
     async def received(self, *, timeout_s: float) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """As `receive`; the trainer is waited for in a thread."""
-        with contextlib.closing(self.receive(timeout_s=timeout_s)) as pairs:
-            first = await asyncio.to_thread(next, pairs, None)
+        pairs = self.receive(timeout_s=timeout_s)
+        first = await asyncio.to_thread(next, pairs, None)  # who is cancelled here can't close it: the thread runs it
+        with contextlib.closing(pairs):
             if first is not None:
                 yield first
             for pair in pairs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -72,6 +73,23 @@ def test_a_worker_waits_for_the_version_of_its_plan(sender: Sender) -> None:
     sender.send(weights(2.0).items())
     waiting.join(20)
     assert same(came[0], weights(2.0))
+    receiver.close()
+
+
+def test_who_gives_up_waiting_in_a_loop_is_cancelled(sender: Sender) -> None:
+    """The thread waits on until its own deadline. Seen red: ValueError, "generator already executing"."""
+    receiver = Receiver()
+    receiver.join(sender.prepare())
+
+    async def wait() -> None:
+        async for _ in receiver.received(timeout_s=1.0):
+            raise AssertionError("nothing was sent")
+
+    async def give_up() -> None:
+        await asyncio.wait_for(wait(), 0.2)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(give_up())
     receiver.close()
 
 
