@@ -120,6 +120,7 @@ def kind_at(
 ) -> Kind:
     """What runs there, where that can do what is needed. See `engine_at`."""
     deadline = Deadline(timeout_s)
+    error: WeightSyncError | None = None
     if said.kind in (None, "weightsync"):
         error = _is_ours(said.url, token=token, verify=verify, deadline=deadline)
         if error is None:
@@ -129,9 +130,11 @@ def kind_at(
     found = probe(said.url, token=token, verify=verify, timeout_s=deadline.check("answer", peer=said.url))
     kind: Kind | None = next((each for each in _KINDS if each == found.engine), None)
     if kind is None:
-        if said.kind in (None, "weightsync") or (
-            _is_ours(said.url, token=token, verify=verify, deadline=deadline) is not None
-        ):
+        if said.kind not in (None, "weightsync"):
+            error = _is_ours(said.url, token=token, verify=verify, deadline=deadline)
+        if error is not None:
+            if type(error) is EngineError and not error.details.keys() & {"status", "remote_error"}:
+                raise error  # the words of an engine server of ours, and not of who knows no such request
             raise ConfigError(_what_it_is(found), peer=said.url)
         kind = "weightsync"
     if said.kind not in (None, kind):

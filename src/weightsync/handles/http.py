@@ -77,6 +77,7 @@ class HttpEngine:
             raise EngineError(
                 f"{self.url} answered {op} with {answer.status} and a body that is no reply: {error}",
                 peer=self.engine_id,
+                status=answer.status,
             ) from error
 
     def close(self) -> None:
@@ -90,4 +91,5 @@ class _EngineClient(JsonClient):
             f"{self.url} answered {path} with status {status}: {body[:200]!r}; is this a weightsync engine server? "
             "(vLLM's own takes a VllmEngine)",
             peer=self.peer,
+            status=status,
         )

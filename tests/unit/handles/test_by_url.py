@@ -18,11 +18,12 @@ from tests.unit.handles.sglang_kit import write_checkpoint
 from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
-from weightsync.errors import AuthError, ConfigError, DeadlineExceededError, EngineUnreachableError
+from weightsync.errors import AuthError, ConfigError, DeadlineExceededError, EngineError, EngineUnreachableError
 from weightsync.handles.by_url import engine_at, read_engine_url
 from weightsync.handles.http import HttpEngine
 from weightsync.handles.vllm import VllmEngine
 from weightsync.load.module import ModuleWeightLoader
+from weightsync.types import EngineOp, EngineReply, EngineRequest
 
 SECRET = "a-token-for-tests-only"
 
@@ -97,6 +98,24 @@ def test_a_vllm_under_our_own_kinds_url_is_named(tmp_path: Path, stranger: str) 
             engine_at(f"weightsync+{url}")
     with pytest.raises(ConfigError, match="is no engine that can be synced"):
         engine_at(f"weightsync+{stranger}")
+
+
+class Failing:
+    engine_id = "failing"
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        raise EngineError("its workers lost each other")
+
+
+@pytest.mark.parametrize("kind", ["", "weightsync+", "vllm+"])
+def test_an_engine_server_of_ours_that_fails_says_why_itself(kind: str) -> None:
+    """Seen red: "is no engine that can be synced"."""
+    server = EngineServer(Failing())
+    try:
+        with pytest.raises(EngineError, match="its workers lost each other"):
+            engine_at(kind + server.start())
+    finally:
+        server.close()
 
 
 def test_a_silent_server_is_asked_for_as_long_as_was_said_and_once() -> None:
