@@ -161,6 +161,30 @@ def test_a_reader_that_has_gone_is_no_error(words: tuple[str, ...]) -> None:
     assert (done.returncode in (1, 141), done.stderr) == (True, b"")
 
 
+@pytest.mark.parametrize(("words", "code"), [(("--version",), 0), (("status", "http://127.0.0.1:9"), 3)])
+def test_an_output_that_was_closed_changes_no_exit_code(words: tuple[str, ...], code: int) -> None:
+    """`weightsync ... >&-`. Seen red: 1, with an AttributeError."""
+    shell = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "weightsync.cli", *words]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, timeout=120, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (code, False), done.stderr[-2000:]
+
+
+CHILD_GONE = """
+import subprocess
+from weightsync.cli.shared import told
+with told():
+    child = subprocess.Popen(["true"], stdin=subprocess.PIPE, bufsize=0)
+    child.wait()
+    child.stdin.write(b".")
+"""
+
+
+def test_a_pipe_to_a_child_that_has_gone_is_told() -> None:
+    """As of the demo to an engine. Seen red: it ended with 141, as if its own reader had gone, and without a word."""
+    done = subprocess.run([sys.executable, "-c", CHILD_GONE], capture_output=True, timeout=60, check=False)
+    assert b"BrokenPipeError: [Errno 32] Broken pipe" in done.stderr
+
+
 def test_help_flows_in_a_narrow_terminal() -> None:
     """Seen red: a docstring's own line breaks stayed, and every second line was a few words."""
     assert flowing("One\nline.\n\n  $ code\n  $ more\n\nTwo\nlines.") == "One line.\n\n  $ code\n  $ more\n\nTwo lines."

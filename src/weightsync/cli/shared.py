@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import select
 import signal
 import sys
 import threading
@@ -105,14 +106,26 @@ def told() -> Iterator[None]:
     except WeightSyncError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(2 if is_the_users(error) else 1) from None
-    except BrokenPipeError:  # who reads it has gone
-        raise typer.Exit(BROKEN_PIPE) from None
     except ImportError as error:
         print(f"this command needs torch: pip install 'weightsync[torch]' ({error})", file=sys.stderr)
         raise typer.Exit(2) from None
     except OSError as error:  # a disk that is full, a file that is not there
+        if reader_has_gone(error):
+            raise typer.Exit(BROKEN_PIPE) from None
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def reader_has_gone(error: Exception) -> bool:
+    """Whether it is that nobody reads standard output any more. A pipe to a process that was started here breaks in the
+    same way, and that is to be said."""
+    if not isinstance(error, BrokenPipeError) or sys.stdout is None:
+        return False
+    poll = select.poll()
+    with contextlib.suppress(OSError, ValueError):  # no file at all
+        poll.register(sys.stdout, 0)
+        return bool(poll.poll(0))
+    return False
 
 
 def is_the_users(error: Exception) -> bool:

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightsync.cli.shared import BROKEN_PIPE, MAX_S, Token, Verify, is_the_users, plain, refuse_given, was_given
+from weightsync.cli.shared import (
+    BROKEN_PIPE,
+    MAX_S,
+    Token,
+    Verify,
+    is_the_users,
+    plain,
+    reader_has_gone,
+    refuse_given,
+    was_given,
+)
 from weightsync.errors import AuthError, ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -80,9 +90,9 @@ def _told() -> Iterator[None]:
     """Typed errors as one line, and the exit codes that `status` promises."""
     try:
         yield
-    except BrokenPipeError:  # who reads it has gone
-        raise typer.Exit(BROKEN_PIPE) from None
     except (WeightSyncError, OSError) as error:
+        if reader_has_gone(error):
+            raise typer.Exit(BROKEN_PIPE) from None
         print(plain(f"{type(error).__name__}: {error}"), file=sys.stderr)
         given = is_the_users(error) or isinstance(error, OSError)
         raise typer.Exit(_REFUSED if given else _NO_ANSWER) from None
