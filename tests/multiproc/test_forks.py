@@ -31,6 +31,7 @@ from weightsync.host.puller import Puller
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staging import Staging
+from weightsync.memory import Lock, Segment
 from weightsync.memory.serving import ServingLease
 from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline
@@ -190,6 +191,35 @@ def dies_and_leaves_a_fork(lease_path: str, conn: Any) -> None:
     signal.pause()
 
 
+def fork_forks(lease_path: str, taken_again: bool) -> None:
+    """Of a parent with a lease: a child takes a lock, and forks a child in which that one has to end, and nothing else.
+
+    Args:
+        lease_path: of the parent's.
+        taken_again: whether the child gives the number of the lease's descriptor to a file of its own.
+    """
+    with Segment(4096) as segment:
+        lease = ServingLease(lease_path)
+
+        def locks_and_forks() -> None:
+            with open(os.devnull) as null:
+                os.dup2(null.fileno(), lease._file)
+            lock = Lock(segment.name, None)
+            if not taken_again:
+                os.close(lease._file)
+
+            def looks() -> None:
+                with pytest.raises(OSError, match="Bad file descriptor"):
+                    os.fstat(lock.fileno())
+                if taken_again:
+                    os.fstat(lease._file)
+
+            assert in_a_fork(looks) == 0
+
+        assert in_a_fork(locks_and_forks) == 0
+        lease.remove()
+
+
 def run(call: str) -> None:
     """In a process of its own, which forks, and whose forks end as Python programs end."""
     script = f"from {__name__} import *; {call}"
@@ -225,3 +255,10 @@ def test_a_fork_that_outlives_its_parent_holds_no_port_and_no_lease(tmp_path: Pa
                 listener.listen()
         finally:
             os.kill(fork, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("taken_again", [False, True])
+def test_a_fork_of_a_fork_closes_what_its_parent_has_and_nothing_else(tmp_path: Path, taken_again: bool) -> None:
+    """Seen red: what the grandparent had was closed once more, by a number that was nobody's (so the lock stayed), or
+    another file's by then."""
+    run(f"fork_forks({str(tmp_path / 'lease')!r}, {taken_again})")

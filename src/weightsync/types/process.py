@@ -6,6 +6,7 @@ is refused there, and closing it does nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -99,8 +100,11 @@ def _is_owner(this: Any) -> bool:
 
 
 def _after_fork() -> None:
-    for owner, close in list(_forgotten.items()):
-        close(owner)
+    owners = list(_forgotten.items())
+    _forgotten.clear()  # a child of this child would close what has these descriptors' numbers by then
+    for owner, close in owners:
+        with contextlib.suppress(OSError):  # one that was being closed just now; the others are closed all the same
+            close(owner)
 
 
 if hasattr(os, "register_at_fork"):
