@@ -47,7 +47,7 @@ class TcpSource:
     source: Source
     checksums: Checksums
     _: dataclasses.KW_ONLY
-    transfer_id: str
+    transfer_id: str = dataclasses.field(repr=False)
     address: tuple[str, int]
     num_streams: int = 6
     stall_s: float = 10.0

@@ -173,3 +173,9 @@ def test_upload_is_bounded() -> None:
         for thread in threads:
             thread.join(20)
         assert time.monotonic() - begun_s > 1.5
+
+
+def test_a_source_does_not_show_the_right_to_read_it(served: Served) -> None:
+    """In a log, or a traceback with locals. Seen red: a data class shows all of its fields."""
+    source = TcpSource(served.source, served.proof, transfer_id=served.shown, address=("127.0.0.1", 1))
+    assert served.shown not in repr(source)
