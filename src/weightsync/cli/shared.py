@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from weightsync.errors import AuthError, ConfigError, SignatureError, WeightSyncError
+from weightsync.types.process import closed_in_children
 
 _GIVEN = ("COMMANDLINE", "ENVIRONMENT")
 TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
@@ -82,11 +83,10 @@ def stop_event() -> threading.Event:
     for number in ends:  # a second byte does no harm; the first is lost where a loop of asyncio took the descriptor
         signal.signal(number, lambda number, _: _said(write, number))
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_signals_of_its_own)
-    return event
+    return closed_in_children(event, _signals_of_its_own)
 
 
-def _signals_of_its_own() -> None:
+def _signals_of_its_own(_: threading.Event) -> None:
     """A child that was forked shares the descriptor: a signal to it would end its parent."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)

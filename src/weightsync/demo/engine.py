@@ -41,6 +41,7 @@ class DemoEngine(Rollout):
     """
 
     refusals = (NotServingError,)
+    end_s = 60.0  # Python's end aborts the process where a thread is inside of torch still
 
     def __init__(self, engine_id: str, size: str, *, lease: LeaseReader | None = None, rest_s: float = 0.05) -> None:
         super().__init__(engine_id, size, rest_s=rest_s)

@@ -22,6 +22,8 @@ class Rollout(abc.ABC):
 
     refusals: ClassVar[tuple[type[Exception], ...]]
     """What a generation raises that the engine refuses."""
+    end_s: ClassVar[float] = 5.0
+    """How long `close` waits for a generation."""
 
     def __init__(self, engine_id: str, size: str, *, rest_s: float = 0.05) -> None:
         self._batch = ByteText().held_out(row_length=model_size(size).row_length)
@@ -38,7 +40,7 @@ class Rollout(abc.ABC):
         """Stops generating, and ends what was opened. Idempotent."""
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join(60)  # Python's end aborts the process where a thread is inside of torch still
+            self._thread.join(self.end_s)
 
     @abc.abstractmethod
     def _generate_once(self) -> None: ...

@@ -76,7 +76,7 @@ def serve(
             there. A vLLM beside it reads it by a middleware, see docs/fleet-vllm.md.
         controller: URL of the controller whose fleet it is part of; needs `lease`.
         advertise: URL by which the controller reaches it.
-        service_id: its name, for operators; this host's.
+        service_id: its name, for operators; this host's, with the port behind it where that is not 9000.
         on_served: told (model_id, version) after every engine serves it; the model's thread waits for it.
         config: a YAML file, a mapping or a `WeightSyncConfig`.
         verify: see `JsonClient`, of agents, engines and the controller.
