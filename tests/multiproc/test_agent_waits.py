@@ -242,6 +242,28 @@ def test_closing_answers_who_waits(beside: Beside) -> None:
         assert told[0].version == now.number
 
 
+def test_who_follows_and_is_between_two_requests_is_told_of_the_end_too() -> None:
+    """Seen to fail: a host that had just heard of the last version found nobody, and took its trainer for dead."""
+    with contextlib.closing(Beside()) as other, contextlib.closing(other.client):
+        url = urlsplit(other.manager.endpoint)
+        before = other.publish()
+        with other.waiting(f"/get_version?after={before}&wait_s=30") as follower:
+            now = other.publish()
+            assert f'"version":{now.number}'.encode() in answer_of(follower)
+            closing = threading.Thread(target=other.manager.close)
+            closing.start()
+            headers = {"authorization": f"Bearer {TOKEN}"}
+            wait_until(
+                lambda: httpx.get(f"{other.manager.endpoint}/get_version", headers=headers).json()["ending"],
+                "it closes, and waits for its follower",
+            )
+            head = f"GET /get_version?after={now}&wait_s=30 HTTP/1.1\r\nhost: {url.netloc}\r\n"
+            follower.sendall(f"{head}authorization: Bearer {TOKEN}\r\n\r\n".encode())
+            assert b'"ending":true' in answer_of(follower)
+            closing.join(20)
+            assert not closing.is_alive()
+
+
 def test_a_service_that_polls_hears_of_a_version_at_once(beside: Beside) -> None:
     """Seen to fail: `poll_s` later."""
 

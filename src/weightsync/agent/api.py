@@ -204,9 +204,11 @@ class TransferAgent:
         """Cuts everything. Idempotent.
 
         Args:
-            in_order: its trainer has said so, and did not just go: who asks for a version now is told.
+            in_order: its trainer has said so, and did not just go: who follows is told, see `LongPoll`.
         """
         self._closed, self._ending = True, self._ending or in_order
+        if in_order:
+            self._waiting.close_for_followers()
         self._waiting.close()
         self._relaying.close()
         self._prover.close()

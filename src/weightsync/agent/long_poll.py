@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 
 from starlette.requests import Request
@@ -18,6 +19,11 @@ from weightsync.types.spec import check_id
 MAX_WAIT_S = 60.0
 """No request waits longer. Whoever wants more asks again."""
 _MAX_WAITERS = 1024
+_FOLLOWS_S = 10.0
+"""Who lets a request wait for longer asks again as soon as it is answered: it follows."""
+_BACK_S = 2.0
+"""A follower that has not asked again for so long is gone, or has no reason to."""
+_MAX_AWAY = 4096
 
 
 class LongPoll:
@@ -29,8 +35,9 @@ class LongPoll:
 
     def __init__(self, *, max_waiters: int = _MAX_WAITERS) -> None:
         self._places = Places(max_waiters)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+        self._away: dict[object, float] = {}  # followers that were answered, and until when they may come back
         self._closed = False
 
     @property
@@ -46,8 +53,14 @@ class LongPoll:
         Raises:
             StateError: too many wait already.
         """
-        if wait_s <= 0 or ready():
-            return
+        follower = request.client if wait_s > _FOLLOWS_S else None
+        self._is_back(follower)
+        if not (wait_s <= 0 or ready()):
+            await self._wait(ready, request, wait_s)
+        if ready():
+            self._is_away(follower)
+
+    async def _wait(self, ready: Callable[[], bool], request: Request, wait_s: float) -> None:
         awake = asyncio.Event()
         with self._places.take(request, awake.set) as place:
             with self._lock:
@@ -76,6 +89,27 @@ class LongPoll:
         """Nobody waits any longer. Idempotent."""
         self._closed = True
         self.changed()
+
+    def close_for_followers(self) -> None:
+        """`close`, and then a wait for those that are between two requests, so that each has asked once more: 2 s at
+        most. Not in the server's loop."""
+        self.close()
+        with self._lock:
+            while self._away and (left_s := max(self._away.values()) - time.monotonic()) > 0:
+                self._lock.wait(left_s)
+
+    def _is_back(self, follower: object) -> None:
+        with self._lock:
+            if self._away.pop(follower, None) is not None:
+                self._lock.notify_all()
+
+    def _is_away(self, follower: object) -> None:
+        with self._lock:
+            if follower is None or self._closed:
+                return
+            self._away[follower] = time.monotonic() + _BACK_S
+            while len(self._away) > _MAX_AWAY:
+                del self._away[next(iter(self._away))]
 
 
 async def _disconnected(request: Request) -> None:
