@@ -259,7 +259,7 @@ def test_a_node_dies_and_a_new_one_takes_its_place(running: Running, ray_cluster
         running.ask(lost, "actor", "generate")
     with pytest.raises(EngineUnreachableError, match=lost):
         fleet.services[lost].status(timeout_s=ASK_S)
-    with pytest.raises(DeadlineExceededError, match=f"{lost} is evicted: no heartbeat"):
+    with pytest.raises(DeadlineExceededError, match=f"{lost} is evicted: not heard for"):
         fleet.wait_live(timeout_s=0.1)
 
     nodes.append(add_node(ray_cluster))

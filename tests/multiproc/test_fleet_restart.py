@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,11 +59,17 @@ def engine_main(lease: str, port: int, conn: Any) -> None:
     _act(conn, {"url": lambda: url, "answer": answer})
 
 
-def service_main(controller: str | None, lease: str, engine: str, senders: tuple[str, ...], conn: Any) -> None:
+def service_main(
+    controller: str | None, lease: str, engine: str, senders: tuple[str, ...], name: str = "one", *, conn: Any
+) -> None:
     """The engine's service."""
     torch.set_num_threads(1)
     config = RolloutConfig(
-        service_id="one", controller=controller, lease=ServingLease(lease), lease_s=LOCAL_LEASE_S, senders=senders
+        service_id=name,
+        controller=controller,
+        lease=ServingLease(lease),
+        lease_s=LOCAL_LEASE_S,
+        senders=senders,
     )
     service = RolloutService({"actor": HttpEngine(engine, engine_id="e")}, config)
     url = service.start()
@@ -101,6 +109,36 @@ def test_a_fleet_whose_trainer_has_ended_survives_the_restart_of_its_service(sta
     wait_until(lambda: fleet.states().get("one") == "joining", "it joins", SOON_S)
     wait_until(lambda: "can't connect" in (fleet.client.status().instances[0].why or ""), "it tries", SOON_S)
     assert other.ask("answer") is None
+    fleet.close()
+
+
+def test_a_controller_says_what_it_knows_of_who_is_gone(start: Start, tmp_path: Path) -> None:
+    """Seen red: "All 2 instances serve" of an engine that was killed, then "joining" with exit code 0, and the same of
+    a service that was killed while it joined."""
+    fleet = Fleet(sets=())
+    trainers = Trainers(start, models=("actor",))
+    engines = {}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        lease = make_lease(tmp_path / name)
+        engines[name] = Actor(start, engine_main, lease, 0, name=f"engine-{name}")
+        url = engines[name].ask("url")
+        last = Actor(start, service_main, fleet.server_url, lease, url, (), name, name=name)
+    fleet.wait_states({"one": "live", "two": "live"})
+    trainers.publish("actor", 1)
+    fleet.client.notify_version(trainers.run_of("actor"), "actor", 1, trainers.endpoints["actor"])
+    assert fleet.controller.wait_version(trainers.run_of("actor"), "actor", 1, timeout_s=SOON_S)
+
+    def says(*words: str) -> bool:
+        command = [sys.executable, "-m", "weightsync.cli", "status", fleet.server_url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode == 1 and all(word in done.stdout for word in words)
+
+    engines["two"].child.kill()
+    wait_until(lambda: says("two: engine gone: e", "1 of 2 serve actor 1"), "its engine is gone", SOON_S)
+    fleet.wait_states({"one": "live", "two": "joining"})
+    last.child.kill()
+    wait_until(lambda: says("1 of 2 instances is evicted: two", "not heard for"), "it is gone itself", SOON_S)
     fleet.close()
 
 

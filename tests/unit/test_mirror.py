@@ -25,6 +25,8 @@ ELSEWHERE = {
     "adapters/verl_flush": "unit/adapters/test_verl.py",
     "adapters/compat/dataflow": "documents/test_document_3.py",
     "adapters/compat/weight_manager": "documents/test_document_3.py",
+    # What a pool knows of one: tested by what the pool says.
+    "control/instance": "unit/control/test_pool.py",
     # Processes and commands: tested as a user runs them.
     "agent/deltas": "multiproc/test_pull_delta.py",
     "agent/delta_file": "multiproc/test_pull_kills.py",

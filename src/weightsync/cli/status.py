@@ -54,10 +54,10 @@ def status(
     fleet, "12" is a version of the trainer's run, "2 behind" how far it is from the newest, and a lease of "none" means
     that the instance answers nobody.
 
-    Exit codes: 0: all is well. 1: something is wrong: an instance is evicted or suspect, a sync or a pull failed, an
-    agent that a host asks is gone, a model is overdue, a set waits longer than it may, an engine refuses its weights or
-    is left paused, or a host's engines answer nobody. 2: a wrong option or token. 3: no controller answers, nor
-    anything else of ours.
+    Exit codes: 0: all is well. 1: something is wrong: an instance is evicted, suspect or not heard any more, or has an
+    engine that is gone, a sync or a pull failed, an agent that a host asks is gone, a model is overdue, a set waits
+    longer than it may, an engine refuses its weights or is left paused, or a host's engines answer nobody. 2: a wrong
+    option or token. 3: no controller answers, nor anything else of ours.
 
     Examples: weightsync status http://127.0.0.1:8700 --watch, or in a script:
     weightsync status $URL --json | jq '.models.actor.staleness'

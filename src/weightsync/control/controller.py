@@ -145,22 +145,33 @@ class WeightSyncController:
         self._hold("weaver", holder, model_tag)
 
     def _learnt(self, versions: Sequence[ModelVersion]) -> None:
-        """A pool has learnt from its instances what they serve: as if trainers had told of it, where none has."""
+        """A pool has learnt from its instances what they serve: as if trainers had told of it, where none has. Those
+        that have it not yet are brought there, whatever the mode."""
 
         def tell() -> None:
-            for each in versions:
-                if each.model_id in self._models:
-                    event = Trained(worker="fleet", run_id=each.run_id, version=each.version, learnt=True)
-                    with contextlib.suppress(VersionError):  # a trainer has, of another run
-                        self._models[each.model_id].trained(event, each.sender_endpoint)
+            told = [each for each in versions if each.model_id in self._models]
+            for each in told:
+                event = Trained(
+                    worker="fleet", run_id=each.run_id, version=each.version, learnt=True,
+                    claimed=self.method.asks_agents,
+                )  # fmt: skip
+                with contextlib.suppress(VersionError):  # a trainer has, of another run
+                    self._models[each.model_id].trained(event, each.sender_endpoint)
+            for each in told:
+                self._models[each.model_id].sync_now()
 
         in_thread(tell, name="weightsync-learnt")
 
     def _try_again(self) -> None:
         """Syncs that were given up, maybe since nobody was there, are tried once more."""
         for model in self._models.values():
-            if model.state.overdue:
+            if model.state.overdue or self._is_dark(model.tag):
                 model.sync_now()
+
+    def _is_dark(self, model_tag: str) -> bool:
+        """Whether nobody takes part any more: whoever comes can have the newest version alone, due or not."""
+        pool = self.method.pool
+        return pool is not None and pool.current(model_tag) is not None and not pool.members([model_tag])
 
     def _hold(self, service: str, holder: object, model_tag: str | None) -> None:
         if not isinstance(self.method, HostedMethod) or self.method.service != service:
@@ -222,6 +233,8 @@ class WeightSyncController:
             worker=worker_name, run_id=run_id, version=version, evaluate=evaluate, claimed=self.method.asks_agents
         )
         started = model.trained(event, sender_endpoint)
+        if self._is_dark(model_tag):
+            model.sync_now()
         if evaluate:
             model.wait(lambda model: model.evaluated, timeout_s, given_up)
         elif model.policy.bound is not None and (model.held_up or any(isinstance(each, StartSync) for each in started)):

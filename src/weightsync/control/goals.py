@@ -63,6 +63,7 @@ class FleetGoals:
         self._is_coming = is_coming
         self._claimed: set[str] = set()
         self._decided: dict[str, ModelVersion] = {}  # the last one of each: what is claimed goes not below it
+        self._unsure: set[str] = set()  # of which that is what an instance had that answered nobody
         self._told: dict[str, ModelVersion] = {}  # the newest claim of each
         self._sets: dict[str, tuple[str, ...]] = {}
         self._torn: set[tuple[str, ...]] = set()  # of which an instance has denied some
@@ -71,12 +72,27 @@ class FleetGoals:
     def decide(self, versions: Sequence[ModelVersion]) -> None:
         """Some instance serves them from now on, or is about to."""
         self._note_set(versions)
-        self.learn([each for each in versions if not self._goes_back(each)])
-
-    def learn(self, versions: Sequence[ModelVersion]) -> None:
-        """Instances serve them, as a controller hears that was started anew; who knows which belong together."""
         for each in versions:
-            self._settle(each)
+            if not self._goes_back(each):
+                self._settle(each)
+
+    def learn(self, versions: Iterable[ModelVersion], *, answered: bool) -> None:
+        """Instances serve them, as a controller hears that was started anew; who knows which belong together.
+
+        Args:
+            versions: what.
+            answered: they could answer with that until now, and go on: a sync brings what is claimed. Else a claim
+                that is not below that stays, and gives way to it where it is denied.
+        """
+        for each in versions:
+            goal = self.current.get(each.model_id)
+            claim = goal if each.model_id in self._claimed else None
+            above = claim is not None and (claim.run_id != each.run_id or claim.version > each.version)
+            if above and not answered:
+                self._decided[each.model_id] = each
+                self._unsure.add(each.model_id)
+            else:
+                self._settle(each)
 
     def claim(self, versions: Sequence[ModelVersion]) -> None:
         """They were told of, and nobody takes part."""
@@ -152,6 +168,15 @@ class FleetGoals:
             if model_id in self._claimed and goal is not None and version == goal.of:
                 self._settle(goal)
 
+    def returns(self, serves: Mapping[str, Version | None]) -> None:
+        """An instance that joins serves these. Where they are what was decided last, claims hold it up no more: nobody
+        has answered with anything newer, and a sync brings what is claimed. All models of a set do so together."""
+        for names in {self._sets[name] for name in serves if name in self._claimed}:
+            decided = [self._decided.get(name) for name in names]
+            if all(each and each.of == serves.get(name, each.of) for name, each in zip(names, decided, strict=True)):
+                for name in names if not self._unsure.intersection(names) else ():
+                    self._fall_back(self.current[name])
+
     def deny(self, denied: AbsentVersion) -> None:
         """An instance has heard from the agent that what it was told to serve is not there.
 
@@ -169,19 +194,29 @@ class FleetGoals:
         floor = max((self._decided[each.model_id].version for each in together if self._has_served(each)), default=-1)
         self._torn.add(self._sets[goal.model_id])
         for each in claims:
-            model_id, decided = each.model_id, self._decided.get(each.model_id)
             if denied.newest is not None and denied.newest > floor:
-                self.current[model_id] = msgspec.structs.replace(each, version=denied.newest)
-            elif decided is not None:
-                moved = each.sender_endpoint if decided.run_id == each.run_id else decided.sender_endpoint
-                self._settle(msgspec.structs.replace(decided, sender_endpoint=moved))
+                self.current[each.model_id] = msgspec.structs.replace(each, version=denied.newest)
+            elif each.model_id in self._decided:
+                self._fall_back(each)
             else:
-                del self.current[model_id]
-                self._claimed.discard(model_id)
-                self._leaders.pop(model_id, None)
+                del self.current[each.model_id]
+                self._claimed.discard(each.model_id)
+                self._leaders.pop(each.model_id, None)
+
+    @property
+    def decided(self) -> Mapping[str, ModelVersion]:
+        """The last one of each model that was decided, or learnt."""
+        return self._decided
+
+    def _fall_back(self, claim: ModelVersion) -> None:
+        """To what was decided last of that model."""
+        decided = self._decided[claim.model_id]
+        moved = claim.sender_endpoint if decided.run_id == claim.run_id else decided.sender_endpoint
+        self._settle(msgspec.structs.replace(decided, sender_endpoint=moved))
 
     def _settle(self, version: ModelVersion) -> None:
         model_id = version.model_id
+        self._unsure.discard(model_id)
         self.current[model_id] = self._decided[model_id] = version
         self._claimed.discard(model_id)
         self._leaders.pop(model_id, None)

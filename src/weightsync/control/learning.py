@@ -28,43 +28,55 @@ class Learning:
         self._goes_on = False
 
     def learn(self, heard: Iterable[HeartbeatRequest]) -> None:
-        """The newest whole set that instances serve; of models that a trainer has told of meanwhile, nothing."""
-        self.until_s = 0.0
-        told = frozenset(self._goals.current)
+        """The newest whole set that instances serve; of models that were decided, nothing. When a claim was denied, and
+        left no goal, once more."""
+        first, self.until_s = self.until_s > 0, 0.0
         whole = [beat for beat in heard if beat.whole and not beat.lacks]
         runs = collections.Counter(_runs(beat) for beat in whole)
         alike = collections.Counter(_numbers(beat) for beat in whole)
+        decided, found = self._goals.decided, list[ModelVersion]()
         for beat in sorted(  # who may answer first; runs are not compared, of the one that most have the newest
             whole,
             key=lambda beat: (beat.leased, runs[_runs(beat)], alike[_numbers(beat)] > 1, _numbers(beat)),
             reverse=True,
         ):
-            if not any(each.model_id in self._goals.current.keys() - told for each in beat.serves):  # with others
-                self._goals.learn([each for each in beat.serves if each.sender_endpoint and each.model_id not in told])
-        if found := tuple(each for model_id, each in self._goals.current.items() if model_id not in told):
-            self._goes_on = not told
-            self._learnt(found)
+            known = [decided[each.model_id].of == each.of for each in beat.serves if each.model_id in decided]
+            new = [each for each in beat.serves if each.sender_endpoint and each.model_id not in decided]
+            if all(known):  # one set, and no other beside it
+                self._goals.learn(new, answered=first and beat.leased)
+                found += new
+        current = self._goals.current
+        if found := [each for each in found if current[each.model_id] == each]:
+            self._goes_on = len(found) == len(current)
+            self._learnt(tuple(found))
 
-    def learn_more(self, beat: HeartbeatRequest, others: Sequence[HeartbeatRequest], *, believed: bool) -> None:
+    def learn_more(self, beat: HeartbeatRequest, heard: Sequence[HeartbeatRequest], *, answers: bool) -> bool:
         """An instance serves these: what is newer counts while nothing was brought or claimed here. It was told to
         commit that by the controller before, and has taken longer than this one has listened; or it was not believed,
         and was right.
 
+        At once it counts where more instances serve it than the fleet's goal, or as many and it answers. Else the goal
+        stays, and a sync is to bring the others there: who can't have it would go dark.
+
         Args:
             beat: what it says.
-            others: what the others said last, of those that were heard of late.
-            believed: it takes part, or nobody does. Else two have to agree: those that answer would go dark for it.
+            heard: what each said last that was heard of late.
+            answers: it takes part.
+
+        Returns:
+            Whether it has something newer, and the goal stays.
         """
-        if self._goes_on and beat.whole and not beat.lacks:
-            agreed = {(each.model_id, each.of) for other in others for each in other.serves}
-            newer = [
-                each
-                for each in beat.serves
-                if each.sender_endpoint and self._is_newer(each) and (believed or (each.model_id, each.of) in agreed)
-            ]
-            if newer:
-                self._goals.learn(newer)
-                self._learnt(tuple(newer))
+        newer = [each for each in beat.serves if self._is_newer(each)]
+        if not (self._goes_on and beat.whole and not beat.lacks and newer and all(e.sender_endpoint for e in newer)):
+            return False
+        sets = [{(each.model_id, each.of) for each in other.serves} for other in heard if other.whole]
+        num_newer = sum({(each.model_id, each.of) for each in newer} <= served for served in sets)
+        goals = {(each.model_id, self._goals.current[each.model_id].of) for each in newer}
+        stays = num_newer < sum(bool(goals & served) for served in sets) + (not answers)
+        if not stays:
+            self._goals.learn(newer, answered=True)
+        self._learnt(tuple(newer))
+        return stays
 
     def brings(self, versions: Sequence[ModelVersion]) -> None:
         """A sync brings these, or they are claimed; none: nobody knows what. From then on this controller decides."""

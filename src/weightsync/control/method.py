@@ -80,7 +80,8 @@ class SyncMethod(abc.ABC):
 
         Args:
             learnt: to be told of versions that instances serve, and that no trainer has told of.
-            members: to be told when an instance takes part that did not, or when none is left.
+            members: to be told when a sync that was given up may do by now: an instance takes part that did not, or
+                none does any more; one that does not serves something else; or an agent has less than was told of.
         """
         if self.pool is not None:
             self.pool.on_learnt, self.pool.on_members = learnt, members

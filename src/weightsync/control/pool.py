@@ -10,64 +10,27 @@ is later than there. Nobody comes in while a version is on its way: it would mis
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+
+import msgspec
 
 from weightsync.control.goals import FleetGoals
+from weightsync.control.instance import Instance, Member
 from weightsync.control.learning import Learning
 from weightsync.errors import ConfigError, StateError
 from weightsync.types import Deadline, Version
 from weightsync.types.control import InstanceStatus
 from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest, ModelVersion
 
-State = Literal["joining", "live", "suspect", "evicted"]
 _BEATS_A_LEASE = 3.0
 _LATE_BEATS = 1.5
 _FORGET_LEASES = 60.0
 _MAX_INSTANCES = 4096
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Instance:
-    """What is known of one. Not thread-safe: its pool's lock."""
-
-    beat: HeartbeatRequest
-    heard_s: float
-    state: State = "joining"
-    lease_end_s: float = 0.0
-    why: str | None = None
-    fresh: bool = False  # it came in, and was not told so yet
-    doubted: bool = False
-    let_in: dict[str, Version | None] | None = None  # with what; None: it has taken its lease
-
-    @property
-    def takes_part(self) -> bool:
-        return self.state in ("live", "suspect")
-
-    def serves(self) -> dict[str, Version | None]:
-        served: dict[str, Version | None] = dict.fromkeys(self.beat.lacks)
-        return served | {each.model_id: each.of for each in self.beat.serves}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Member:
-    """An instance that takes part in a sync.
-
-    Attributes:
-        instance_id, incarnation, url: as it names them.
-        models: that it serves.
-    """
-
-    instance_id: str
-    incarnation: str
-    url: str
-    models: frozenset[str]
 
 
 class RolloutPool:
@@ -96,14 +59,14 @@ class RolloutPool:
         self._clock = clock
         self._models = None if models is None else frozenset(models)
         self._changed = threading.Condition()
-        self._instances: dict[str, _Instance] = {}
+        self._instances: dict[str, Instance] = {}
         self._goals = FleetGoals(self._is_coming)
         self._digests: dict[str, tuple[Version, str]] = {}  # of what is current, as instances that take part say
         self._syncs: list[dict[str, ModelVersion]] = []  # what each sync that runs brings; empty: nobody knows
         self._learning = Learning(self._goals, clock() + lease_s, lambda versions: self.on_learnt(versions))
         self._listeners: list[Callable[[], None]] = []
         self.on_learnt: Callable[[tuple[ModelVersion, ...]], None] = lambda versions: None
-        self.on_members: Callable[[], object] = lambda: None  # one more takes part, or nobody is left
+        self.on_members: Callable[[], object] = lambda: None  # see `SyncMethod.attach`
 
     # --- what instances say ---
 
@@ -136,19 +99,30 @@ class RolloutPool:
             if known is None:
                 if len(self._instances) >= _MAX_INSTANCES and beat.instance_id not in self._instances:
                     raise StateError(f"this controller knows {_MAX_INSTANCES} instances already", state_left="no lease")
-                known = self._instances[beat.instance_id] = _Instance(beat=beat, heard_s=now)
+                known = self._instances[beat.instance_id] = Instance(beat=beat, heard_s=now)
                 _logger.info("instance %s joins from %s", beat.instance_id, beat.url)
-            known.beat, known.heard_s = beat, now
+            if now < self._learning.until_s and known.beat.leased:  # it could answer when this controller began
+                beat = msgspec.structs.replace(beat, leased=True)
+            was, known.beat, known.heard_s = known.serves(), beat, now
+            heard = [each.beat for each in self._instances.values() if self._is_fresh(each, now)]
+            goals = dict(self._goals.current)
             for each in beat.absent:
                 self._goals.deny(each)
-            if not known.takes_part and not self._may_come_in(known, now):
+            if goals.keys() > self._goals.current.keys() and not self._learning.until_s:
+                self._learning.learn(heard)  # nothing is left to serve
+            elif goals != self._goals.current and any(each.newest is not None for each in beat.absent):
+                self.on_members()  # less is there than was told of
+            if not known.takes_part and beat.whole:
+                self._goals.returns(known.serves())
+            if not known.takes_part and self._held_up(known, now) is not None:
                 self._goals.offer(beat.instance_id, known.serves(), (*beat.staged, *beat.serves), now)
-            others = [each for each in self._instances.values() if each is not known and self._is_fresh(each, now)]
-            believed = known.takes_part or not any(each.takes_part for each in others)
-            self._learning.learn_more(beat, [each.beat for each in others], believed=believed)
+            if self._learning.learn_more(beat, heard, answers=known.takes_part) and known.takes_part:
+                self._leave(known, f"it serves {self._ahead(known)}", shown=False)  # it has no part in that sync
             reply = self._answer(known, now)
             if known.takes_part:
                 self._note_digests(known)
+            elif known.serves() != was:
+                self.on_members()  # it may have what a sync has failed to bring the others
             self._tell()
             return reply
 
@@ -158,28 +132,29 @@ class RolloutPool:
             if known is not None and known.beat.incarnation == beat.incarnation:  # else it is a newer process
                 del self._instances[beat.instance_id]
                 _logger.info("instance %s leaves", beat.instance_id)
-                self._one_less()
+                self._one_less(known)
                 self._tell()
         return HeartbeatReply(state="evicted", lease_s=0.0, every_s=self.lease_s, why="it leaves")
 
-    def _answer(self, known: _Instance, now: float) -> HeartbeatReply:
+    def _answer(self, known: Instance, now: float) -> HeartbeatReply:
         ahead, models = self._ahead(known) if known.takes_part else None, known.serves().keys()
         behind = self._behind(known) or ahead
         if known.beat.leased:
             known.let_in = None
         elif known.takes_part and (ahead or (behind and known.let_in not in (None, known.serves()))):
-            self._leave(known, f"it serves {behind}")  # it was let in for what it served before, and has taken no lease
+            # it was let in for what it served before, and has taken no lease
+            self._leave(known, f"it serves {behind}", shown=False)
         every_s = self.lease_s / _BEATS_A_LEASE
         if known.takes_part and behind and not any(not goals or goals.keys() & models for goals in self._syncs):
             if not known.doubted:  # its heartbeat may be from before its commit: it gets no more than it has
                 known.doubted = True
                 left_s = known.lease_end_s - now
                 return HeartbeatReply(state="suspect", lease_s=left_s, every_s=min(every_s, 1.0), why=behind)
-            self._leave(known, f"it serves {behind}")
+            self._leave(known, f"it serves {behind}", shown=False)
         known.doubted = False
         if known.state == "evicted":
             known.state = "joining"
-        if known.state == "joining" and self._may_come_in(known, now):
+        if known.state == "joining" and self._held_up(known, now) is None:
             self._come_in(known)
         if known.takes_part:
             admitted, known.fresh = known.fresh or not (known.beat.whole or self._syncs), False
@@ -193,35 +168,54 @@ class RolloutPool:
             goals |= each
         wanted = tuple(each for tag, each in goals.items() if tag in models)
         self._goals.tell(known.beat.instance_id, models)
-        why = known.why or behind or ("it waits until a sync has ended" if self._syncs else "it joins")
         known_of = {(tag, version): digest for tag, (version, digest) in self._digests.items()}
         digests = {each.model_id: found for each in wanted if (found := known_of.get((each.model_id, each.of)))}
         return HeartbeatReply(
-            state="joining", lease_s=0.0, every_s=min(every_s, 1.0), catch_up=wanted, why=why, digests=digests
-        )
+            state="joining", lease_s=0.0, every_s=min(every_s, 1.0), catch_up=wanted, digests=digests,
+            why=self._why(known, now) or "it joins",
+        )  # fmt: skip
 
-    def _may_come_in(self, known: _Instance, now: float) -> bool:
-        """Whether it serves exactly what is current, and no sync is on its way to something else."""
+    def _held_up(self, known: Instance, now: float) -> str | None:
+        """Why it may not come in; None: it serves what is current, and no sync is on its way to something else."""
         served = known.serves()
-        if self._behind(known) is not None or now < self._learning.until_s or self._goals.apart(served):
-            return False
-        for tag, version in served.items():
-            current = self._goals.current.get(tag)
-            if current is not None and version != current.of:
-                return False
+        if (behind := self._behind(known)) is not None:
+            return behind
+        if (ahead := self._ahead(known)) is not None:
+            return f"{ahead}, which is older: it comes in when the fleet has come so far, by a sync"
+        if now < self._learning.until_s:
+            return "the controller was started anew, and listens what its instances serve"
+        if self._goals.apart(served):
+            return "it serves other numbers of models that belong together"
         for goals in self._syncs:
             mine = [each for tag, each in goals.items() if tag in served]
             if not goals or any(self._goals.current.get(each.model_id) != each for each in mine):
-                return False
-        return True
+                return "it waits until a sync has ended"
+        return None
 
-    def _come_in(self, known: _Instance) -> None:
+    def _why(self, known: Instance, now: float) -> str | None:
+        """Why it takes no part, or is about to."""
+        silent_s, held = now - known.heard_s, None
+        if known.state == "joining":
+            held = self._held_up(known, now)
+        silent = f"not heard for {silent_s:.1f} s" if silent_s > self._late_s else None
+        left = f"it was left out: {known.why}" if held and known.why else known.why
+        return "; ".join(filter(None, (silent, held, left))) or None
+
+    def _let_in(self, now: float) -> None:
+        """Who was heard not long ago, and may come in by now. Its next heartbeat is lent a lease."""
+        for each in self._instances.values():
+            heard = now - each.heard_s < self.lease_s / 2
+            if each.state == "joining" and heard and self._held_up(each, now) is None:
+                self._come_in(each)
+                each.lease_end_s = now + self.lease_s
+
+    def _come_in(self, known: Instance) -> None:
         known.state, known.why, known.fresh, known.let_in = "live", None, True, known.serves()
         self._goals.came_in(known.serves())
         self.on_members()
         _logger.info("instance %s takes part", known.beat.instance_id)
 
-    def _behind(self, known: _Instance) -> str | None:
+    def _behind(self, known: Instance) -> str | None:
         """Why it may not answer with what it serves; None: it may."""
         exact = True
         for tag, served in known.serves().items():
@@ -233,7 +227,7 @@ class RolloutPool:
                     return f"{served or 'nothing'} of {tag}, and the fleet serves {current.of}"
         return None if known.beat.whole or exact else "part of a set"
 
-    def _ahead(self, known: _Instance) -> str | None:
+    def _ahead(self, known: Instance) -> str | None:
         """What it serves that nobody has decided for; None: nothing."""
         for tag, served in known.serves().items():
             current = self._goals.current.get(tag)
@@ -245,10 +239,10 @@ class RolloutPool:
 
     # --- what a sync asks ---
 
-    def members(self, models: Sequence[str]) -> tuple[Member, ...]:
-        """Who takes part and has any of these models."""
+    def members(self, models: Sequence[str], *, joining: bool = False) -> tuple[Member, ...]:
+        """Who takes part and has any of these models; where `joining`, also who takes none, and was heard of late."""
         with self._changed:
-            self._swept()
+            now = self._swept()
             return tuple(
                 Member(
                     instance_id=name,
@@ -257,7 +251,7 @@ class RolloutPool:
                     models=frozenset(each.serves()),
                 )
                 for name, each in self._instances.items()
-                if each.takes_part and set(models) & set(each.serves())
+                if (each.takes_part or (joining and self._is_fresh(each, now))) and set(models) & set(each.serves())
             )
 
     def takes_part(self, member: Member) -> bool:
@@ -295,12 +289,7 @@ class RolloutPool:
         finally:
             with self._changed:
                 self._syncs.remove(goals)
-                now = self._swept()
-                for each in self._instances.values():
-                    heard = now - each.heard_s < self.lease_s / 2
-                    if each.state == "joining" and heard and self._may_come_in(each, now):
-                        self._come_in(each)
-                        each.lease_end_s = now + self.lease_s  # its next heartbeat is lent that
+                self._let_in(self._swept())
                 self._tell()
 
     def decided(self, versions: Sequence[ModelVersion]) -> None:
@@ -330,6 +319,16 @@ class RolloutPool:
                 return False
             found = [pair for each in self._instances.values() if each.takes_part for pair in each.serves().items()]
             return {(name, of) for name, of in found if name in wanted} == set(wanted.items())
+
+    def num_waiting(self, versions: Sequence[ModelVersion]) -> int:
+        """How many have exactly these, served or staged, answer nobody, and come in when they are decided."""
+        with self._changed:
+            now, found = self._clock(), 0
+            for each in self._instances.values():
+                mine = {(one.model_id, one.of) for one in versions if one.model_id in each.serves()}
+                has = {(one.model_id, one.of) for one in (*each.beat.serves, *each.beat.staged)}
+                found += not each.takes_part and self._is_fresh(each, now) and bool(mine) and mine <= has
+            return found
 
     def current(self, model_id: str) -> ModelVersion | None:
         """What the fleet serves of a model."""
@@ -377,28 +376,11 @@ class RolloutPool:
         """Every instance; lags are behind `newest`, by model."""
         with self._changed:
             now = self._swept()
-            found = []
-            for name, each in sorted(self._instances.items()):
-                served = each.serves()
-                found.append(
-                    InstanceStatus(
-                        instance_id=name,
-                        url=each.beat.url,
-                        state=each.state,
-                        models={tag: None if version is None else str(version) for tag, version in served.items()},
-                        lag={tag: _lag(newest.get(tag), version) for tag, version in served.items()},
-                        heartbeat_age_s=now - each.heard_s,
-                        lease_left_s=max(0.0, each.lease_end_s - now),
-                        why=each.why or each.beat.error or (None if each.takes_part else self._behind(each)),
-                        progress=each.beat.progress,
-                        adapters=each.beat.adapters,
-                    )
-                )
-            return tuple(found)
+            return tuple(each.status(now, newest, self._why(each, now)) for _, each in sorted(self._instances.items()))
 
     # --- under the lock ---
 
-    def _note_digests(self, known: _Instance) -> None:
+    def _note_digests(self, known: Instance) -> None:
         for each in known.beat.serves:
             digest, current = known.beat.digests.get(each.model_id), self._goals.current.get(each.model_id)
             if digest is not None and current is not None and current.of == each.of:
@@ -408,17 +390,23 @@ class RolloutPool:
         known = self._instances.get(instance_id)
         return known is not None and not known.takes_part and self._is_fresh(known, self._clock())
 
-    def _is_fresh(self, known: _Instance, now: float) -> bool:
+    @property
+    def _late_s(self) -> float:
+        return _LATE_BEATS * self.lease_s / _BEATS_A_LEASE
+
+    def _is_fresh(self, known: Instance, now: float) -> bool:
         return now - known.heard_s < self.lease_s
 
-    def _leave(self, known: _Instance, why: str) -> None:
-        known.state, known.why = "evicted", why
+    def _leave(self, known: Instance, why: str, *, shown: bool = True) -> None:
+        """`shown`: its status says why; else that says by itself what is so by then."""
+        known.state, known.why = "evicted", why if shown else None
         _logger.warning("instance %s is evicted: %s", known.beat.instance_id, why)
-        self._one_less()
+        self._one_less(known)
 
-    def _one_less(self) -> None:
-        """Nobody may be left: what was given up may be claimed now, and is what who comes next can have."""
-        if not any(each.takes_part for each in self._instances.values()):
+    def _one_less(self, left: Instance) -> None:
+        """Nobody may be left with some model: who comes next can have what is newest alone, so that may be claimed."""
+        others = [each.serves().keys() for each in self._instances.values() if each.takes_part]
+        if left.serves().keys() - set().union(*others):
             self.on_members()
 
     def _swept(self) -> float:
@@ -426,13 +414,14 @@ class RolloutPool:
         now = self._clock()
         if self._learning.until_s and now >= self._learning.until_s:
             self._learning.learn([each.beat for each in self._instances.values()])
+            self._let_in(now)  # before a trainer's word finds nobody who takes part
         for name, each in tuple(self._instances.items()):
             silent_s = now - each.heard_s
             if each.takes_part and now >= each.lease_end_s:
-                self._leave(each, f"no heartbeat for {silent_s:.1f} s")
+                self._leave(each, f"not heard for {silent_s:.1f} s", shown=False)
                 self._tell()
-            elif each.state == "live" and silent_s > _LATE_BEATS * self.lease_s / _BEATS_A_LEASE:
-                each.state = "suspect"
+            elif each.state in ("live", "joining") and silent_s > self._late_s:
+                each.state = "suspect" if each.takes_part else "evicted"
                 self._tell()
             elif not each.takes_part and silent_s > _FORGET_LEASES * self.lease_s:
                 del self._instances[name]
@@ -442,9 +431,3 @@ class RolloutPool:
         self._changed.notify_all()
         for listener in tuple(self._listeners):
             listener()
-
-
-def _lag(newest: Version | None, served: Version | None) -> int | None:
-    if newest is None or served is None or served.run_id != newest.run_id:
-        return None
-    return newest.number - served.number

@@ -89,8 +89,9 @@ class ModelState:
         evaluated_to: the newest version of this run whose validation was started.
         sure_version, sure_pending: what `train_version` and `num_pending` are without what was only announced, and that
             nobody has fetched yet.
-        replaced: the last runs that another took over from. None comes back, but for the last one where the run that
-            took over was given up before anything of it was served.
+        replaced: the last runs that another took over from. None comes back, but for the last one, and the last one
+            that was served, where the run that took over was given up before anything of it was served.
+        served_run: the run before this one of which something was served.
     """
 
     phase: Phase = "running"
@@ -111,6 +112,7 @@ class ModelState:
     sure_version: int = 0
     sure_pending: int = 0
     replaced: tuple[str, ...] = ()
+    served_run: str | None = None
 
     @property
     def staleness(self) -> int:
@@ -274,8 +276,8 @@ def _batch_ready(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[A
 def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     run_id = event.run_id if event.run_id is not None else state.run_id
     in_vain = state.overdue and state.rollout_version < 0  # nothing of this run was ever served, and nobody tries it
-    refused = state.replaced[:-1] if in_vain else state.replaced
-    if run_id in refused or (event.learnt and state.told and run_id != state.run_id):
+    back = (*state.replaced[-1:], state.served_run) if in_vain else ()
+    if run_id in set(state.replaced) - set(back) or (event.learnt and state.told and run_id != state.run_id):
         raise VersionError(
             f"run {run_id} was taken over by {state.run_id}: a trainer that starts again has a new run_id",
             version=f"{run_id}/{event.version}",
@@ -290,6 +292,7 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
             rollout_version=-1 if state.told else 0,
             validation=state.validation,
             replaced=tuple(each for each in (*state.replaced, *left) if each != run_id)[-_MAX_REPLACED:],
+            served_run=state.run_id if state.rollout_version >= 0 else state.served_run,
         )
     told = dict(state.told)
     if event.worker not in told and len(told) >= _MAX_WORKERS:
@@ -416,6 +419,7 @@ def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[Mode
         state = _confirmed(state, newest)
     state = dataclasses.replace(state, train_version=state.sure_version, num_pending=state.sure_pending, told=told)
     state = _advanced(state, max((number for _, number in told), default=0))
+    state = dataclasses.replace(state, overdue=state.overdue and state.train_version > state.rollout_version)
     if policy.validate_freq:
         reached = state.train_version // policy.validate_freq * policy.validate_freq
         state = dataclasses.replace(state, validated_to=min(state.validated_to, reached))
@@ -427,7 +431,7 @@ def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[Mode
 def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     if state.syncing is None:
         return state, ()
-    current = state.syncing.run_id == state.run_id
+    tried, current = state.syncing, state.syncing.run_id == state.run_id
     state = dataclasses.replace(state, phase="running", syncing=None)
     if not current:
         return _go_on(state, policy)
@@ -439,4 +443,8 @@ def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action
         state, actions = _begin(dataclasses.replace(state, evicting=True))
         return state, (EvictFailed(), *actions)
     given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True)
-    return given_up, (GiveUp(run_id=state.run_id, version=state.train_version),)
+    told = (GiveUp(run_id=state.run_id, version=tried.version),)
+    if tried.version < state.train_version:  # that was trained meanwhile, and nobody has tried it
+        state, actions = _begin(given_up)
+        return state, (*told, *actions)
+    return given_up, told

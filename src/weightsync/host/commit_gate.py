@@ -46,10 +46,17 @@ class CommitGate:
             allowed = self._allowed
             return allowed is not None and allowed.run_id == version.run_id and not version.is_newer_than(allowed)
 
-    def allow(self, version: Version) -> None:
-        """It and older ones of its run may be committed; what waits for that goes on."""
+    @property
+    def passing(self) -> Version | None:
+        """What some engine commits, or has, while its load is under way."""
         with self._changed:
-            self._allowed = version
+            return self._hold.version if self._hold is not None and self._hold.passed else None
+
+    def allow(self, version: Version) -> None:
+        """It and older ones of its run may be committed; what waits for that goes on, and what was prepared before is
+        waited for no more."""
+        with self._changed:
+            self._allowed, self._prepared = version, None
             self._tell()
 
     def allow_no_more_than(self, served: Version | None) -> bool:

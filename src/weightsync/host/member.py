@@ -31,6 +31,8 @@ from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease, boot_s
 from weightsync.types import Deadline, Version
 from weightsync.types.fleet import (
+    MAX_GONE,
+    MAX_WORDS,
     AbsentVersion,
     CommitVersionsRequest,
     HeartbeatReply,
@@ -48,6 +50,7 @@ _STOP_S = 5.0
 _SOON_S = 0.5
 _LOOK_S = 0.05
 _ASK_AGAIN_S = 5.0
+_MAX_WANTED = 16
 
 _logger = logging.getLogger(__name__)
 
@@ -90,8 +93,11 @@ class FleetMember:
         self._set = threading.Lock()
         # models of sets that are not committed as a whole
         self._broken: frozenset[str] = frozenset(models) if torn else frozenset()
+        self._sound = {model_id: model.served for model_id, model in models.items()}  # what it served as one last
+        self._wanted: tuple[dict[str, Version | None], ...] = ()  # what it was told to serve as one: comes by model
         self._num_commits = 0
         self._catching_up: dict[str, Claim] = {}
+        self._denied: dict[str, Claim] = {}  # of these its fleet was told that they were denied
         self._adopting: dict[str, _Adopting] = {}
         self._url = ""
         self._said: HeartbeatReply | None = None
@@ -204,13 +210,19 @@ class FleetMember:
             todo = [(model, version) for model, version in pairs if not model.serves(version)]
             names = {model.model_id for model, _ in pairs}
             self._num_commits += 1
-            if len(todo) > 1 or self._broken & names:
+            if (todo and len(pairs) > 1) or self._broken & names:
                 self._broken |= names
                 self._lease.hold(boot_s() + deadline.remaining_s)
+            self._is_told({model.model_id: version for model, version in pairs})
             for model, version in todo:
                 model.permit.allow(version)
             self._wait(todo, deadline)
             self._renew(0.0)  # what was started not long ago, and loaded now, need not wait for the next heartbeat
+            if len(pairs) > 1 and any(model.served != version for model, version in pairs):
+                self._broken |= names  # it was told to catch up with something newer meanwhile, and has half of that
+                self._lease.hold(boot_s())
+                return
+            self._sound = {**self._sound, **{model.model_id: model.served for model, _ in pairs}}
             self._broken -= names
             if not self._broken:
                 self._lease.lift()
@@ -276,7 +288,13 @@ class FleetMember:
         return self._stop.is_set()
 
     def _request(self) -> HeartbeatRequest:
+        commits = self._num_commits
         serves, lacks, errors, absent, waits = [], [], [], [], []
+        gone = [
+            (who[:MAX_WORDS], why[:MAX_WORDS])
+            for each in self._models.values()
+            for who, why in each.engines.gone().items()
+        ]
         if self._lease.damaged:
             errors.append(self._lease.damage)
         for model_id, model in self._models.items():
@@ -290,7 +308,7 @@ class FleetMember:
                 errors.append(f"{model_id}: {status.retrying}")
             claim = self._catching_up.get(model_id)
             if claim is not None and claim.denied is not None:
-                version = claim.version
+                version, self._denied[model_id] = claim.version, claim
                 absent.append(
                     AbsentVersion(
                         of=ModelVersion(model_id=model_id, run_id=version.run_id, version=version.number),
@@ -313,14 +331,31 @@ class FleetMember:
             serves=tuple(serves),
             lacks=tuple(lacks),
             staged=tuple(waits),
-            whole=not self._broken,
+            whole=self._belongs_together(commits),
             leased=self._lease.left_s > 0,
             error="; ".join(errors)[:2000] or None,
             absent=tuple(absent),
             digests={model_id: found for model_id, model in self._models.items() if (found := model.served_digest)},
             adapters={tag: text for tag, model in self._models.items() if (text := model.status().adapter) is not None},
             progress={model_id: moved for model_id, model in self._models.items() if (moved := model.progress)},
+            gone=dict(gone[:MAX_GONE]),
         )
+
+    def _is_told(self, versions: Mapping[str, Version]) -> None:
+        """It is to serve these as one, with what it serves of others."""
+        wanted = {**self._sound, **versions}
+        if wanted not in self._wanted:
+            self._wanted = (*self._wanted[1 - _MAX_WANTED :], wanted)
+
+    def _belongs_together(self, commits: int) -> bool:
+        """Whether what is served now was served as one, or was to be: half of what it catches up with is no set. What
+        serves nothing mixes with nothing."""
+        if self._told in self._wanted:
+            self._sound = dict(self._told)
+            if self._lease.left_s <= 0:  # a set that was committed late, too, and nobody is answered yet
+                self._made_whole(commits)
+        whole = all(version in (None, self._sound[model_id]) for model_id, version in self._told.items())
+        return whole and not self._broken
 
     def _heard(self, said: HeartbeatReply, sent_s: float, commits: int) -> bool:
         """False: the fleet is to hear soon what is served by now."""
@@ -336,6 +371,8 @@ class FleetMember:
         elif said.admitted:
             self._made_whole(commits)
         self._renew(sent_s + said.lease_s if said.lease_s else 0.0)
+        if said.catch_up:
+            self._is_told({each.model_id: each.of for each in said.catch_up if each.model_id in self._models})
         for each in said.catch_up:
             model = self._models.get(each.model_id)
             if model is not None:
@@ -353,7 +390,8 @@ class FleetMember:
             False: some engine has committed something else than this service has told of, or commits it.
         """
         if not self._set.acquire(blocking=False):
-            return True
+            told = [(model, self._told.get(name)) for name, model in self._models.items()]
+            return all(model.served == served and model.permit.passing in (None, served) for model, served in told)
         try:
             if self._num_commits != commits:
                 return True
@@ -369,7 +407,7 @@ class FleetMember:
         if self._set.acquire(blocking=False):
             try:
                 if self._num_commits == commits:
-                    self._broken = frozenset()
+                    self._broken, self._sound = frozenset(), dict(self._told)
                     self._lease.lift()
             finally:
                 self._set.release()
@@ -397,7 +435,8 @@ class FleetMember:
         model.permit.release("the fleet has gone on", older_than=wanted.of)
         model.permit.allow(wanted.of)
         claim = self._catching_up.get(model.model_id)
-        if claim is None or claim.error is not None or claim.version != wanted.of:
+        untold = claim is not None and claim.denied is not None and self._denied.get(model.model_id) is not claim
+        if claim is None or claim.version != wanted.of or (claim.error is not None and not untold):
             try:
                 self._catching_up[model.model_id] = model.claimed(wanted.of, wanted.sender_endpoint)
             except WeightSyncError as error:

@@ -126,6 +126,11 @@ class ServedVersions:
         with self._lock:
             return {engine.name: engine.unprovable for engine in self._engines if engine.unprovable}
 
+    def gone(self) -> dict[str, str]:
+        """Why some did not answer when they were looked at last, by engine."""
+        with self._lock:
+            return {engine.name: engine.silence or "" for engine in self._engines if engine.unreachable}
+
     def serve(self, version: Version) -> bool:
         """Whether all serve that version or a newer one of its run."""
         return not self._outdated(version)

@@ -10,7 +10,7 @@ from weightsync.host.engine_group import GroupReport
 from weightsync.host.staged_version import StagedVersion
 from weightsync.observe import Metrics
 from weightsync.types import ArtifactKind, Deadline, Manifest, SyncReport, Version
-from weightsync.types.fleet import MAX_ADAPTER
+from weightsync.types.fleet import MAX_WORDS
 from weightsync.types.service import ModelStatus
 
 
@@ -76,5 +76,5 @@ def kind_of(manifest: Manifest) -> Kind:
     """What `ModelStatus` says of the kind of a version."""
     return {
         "artifact": manifest.artifact,
-        "adapter": None if manifest.adapter is None else str(manifest.adapter)[:MAX_ADAPTER],
+        "adapter": None if manifest.adapter is None else str(manifest.adapter)[:MAX_WORDS],
     }

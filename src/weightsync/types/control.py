@@ -171,7 +171,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     Attributes:
         instance_id, url: which, and where it is called.
         state: "joining": it catches up before it takes part; "live"; "suspect": live, and its heartbeat is late;
-            "evicted": it takes part no more until it has caught up.
+            "evicted": it takes part no more until it has caught up, or is not heard any more.
         models: version that it serves of each model, as "run/number"; None: none of ours.
         lag: versions behind the newest one that the pool was told of, by model; None: of another run, or none.
         heartbeat_age_s: seconds since it was heard last.
@@ -179,6 +179,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
         why: why it is not live, or what failed last.
         progress: of transfers under way there, by model, as of its last heartbeat.
         adapters: of models that are adapters, rank and base in words.
+        gone: engines that do not answer their service, as of its last heartbeat; `why` says more.
     """
 
     instance_id: str
@@ -191,6 +192,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     why: str | None = None
     progress: dict[str, TransferProgress] = msgspec.field(default_factory=dict)
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
+    gone: tuple[str, ...] = ()
 
 
 SPANS = ("trainer", "batch gate", "barrier", "agent", "transfer", "load", "pause", "commit", "retry")

@@ -16,8 +16,10 @@ from weightsync.types.service import ModelStatus
 from weightsync.types.spec import check_id
 
 MAX_MODELS = 256
-MAX_ADAPTER = 1000
-"""Characters of what is said of one."""
+MAX_WORDS = 1000
+"""Characters of what is said of an adapter, or of an engine that is gone."""
+MAX_GONE = 16
+"""Engines that are told of."""
 _MAX_URL = 2048
 _MAX_ERROR = 4000
 _MAX_DIGEST = 200
@@ -85,6 +87,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
         digests: of what it serves, by model, where it knows them.
         progress: of transfers under way, by model.
         adapters: of those that are adapters, rank and base in words, by model.
+        gone: why engines do not answer their service, by engine.
     """
 
     instance_id: str
@@ -101,6 +104,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     digests: dict[str, str] = msgspec.field(default_factory=dict)
     progress: dict[str, TransferProgress] = msgspec.field(default_factory=dict)
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
+    gone: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_id("instance_id", self.instance_id)
@@ -114,8 +118,10 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
         if len(self.absent) > MAX_MODELS or len(self.staged) > MAX_MODELS:
             raise InvalidRequestError(f"at most {MAX_MODELS} versions are absent, or staged")
         _check_digests(self.digests)
-        if len(self.adapters) > MAX_MODELS or any(len(text) > MAX_ADAPTER for text in self.adapters.values()):
-            raise InvalidRequestError(f"at most {MAX_MODELS} adapters are told of, in {MAX_ADAPTER} characters each")
+        if len(self.adapters) > MAX_MODELS or any(len(text) > MAX_WORDS for text in self.adapters.values()):
+            raise InvalidRequestError(f"at most {MAX_MODELS} adapters are told of, in {MAX_WORDS} characters each")
+        if len(self.gone) > MAX_GONE or any(max(len(who), len(why)) > MAX_WORDS for who, why in self.gone.items()):
+            raise InvalidRequestError(f"at most {MAX_GONE} engines are gone, in {MAX_WORDS} characters each")
         if len(self.progress) > MAX_MODELS:
             raise InvalidRequestError(f"transfers are of at most {MAX_MODELS} models")
         for model_id in self.progress:

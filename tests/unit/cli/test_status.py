@@ -66,6 +66,7 @@ def test_all_is_well() -> None:
         (statuses.evicted(), 1),
         (statuses.hundred(), 1),
         (status(instances=(instance("a", 12, state="suspect"),)), 1),
+        (status(instances=(instance("a", 12, gone=("e1",)),)), 1),
         (status(models={"actor": model(14, 12, overdue=True)}), 1),
         (status(syncs=(sync(12, outcome="failed"),)), 1),
         (statuses.hostile(), 1),

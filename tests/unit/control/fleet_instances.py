@@ -50,11 +50,13 @@ class Instance:
         self.served: dict[str, ModelVersion] = {}
         self.on_prepare: Does = lambda asked: None
         self.on_commit: Does = lambda asked: None
+        self.on_check: Does = lambda asked: None
         self.whole = True
         self._stop = threading.Event()
         app = Api("instance")
         app.answer("POST", "/prepare_versions", self._prepare)
         app.answer("POST", "/commit_versions", self._commit)
+        app.answer("POST", "/check_versions", self._check)
         app.answer("POST", "/release_versions", self._release)
         self.server = ServerThread(app)
         self.url = self.server.start()
@@ -109,6 +111,11 @@ class Instance:
         if said is None:
             self.served |= {each.model_id: each for each in asked.versions}
         return said or served(*asked.versions)
+
+    async def _check(self, request: Request) -> Response:
+        asked = decode(await request.body(), PrepareRequest, what="a set")
+        self.calls.append(("check", asked.versions))
+        return await _done(self.on_check(asked)) or Response(b"{}", media_type="application/json")
 
     async def _release(self, request: Request) -> Response:
         asked = decode(await request.body(), ReleaseRequest, what="a release")

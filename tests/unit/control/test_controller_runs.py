@@ -159,6 +159,16 @@ def test_a_pool_that_has_learnt_late_changes_nothing(monkeypatch: pytest.MonkeyP
     controller.close()
 
 
+def test_what_a_pool_has_learnt_is_brought_to_all_whatever_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: one instance had it, and the others went on with what they had until the trainer spoke again."""
+    monkeypatch.setattr(controller_module, "in_thread", lambda call, name: call())
+    method = Remembers()
+    controller = WeightSyncController({"sync_mode": "batch-async", "staleness_threshold": 9}, method)
+    controller._learnt([ModelVersion(model_id="default", run_id="r1", version=1, sender_endpoint=AGENT)])
+    assert controller.wait_version("r1", "default", 1, timeout_s=LONG_S)
+    controller.close()
+
+
 class Timer:
     """One that fires when the test says so."""
 

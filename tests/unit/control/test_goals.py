@@ -144,7 +144,7 @@ def test_what_was_served_of_one_model_of_a_set_stays() -> None:
 def test_models_of_a_set_that_were_decided_apart() -> None:
     """They were served so before they were a set. Seen red: who served just that was kept out for good."""
     of = Joining()
-    of.goals.learn([at(5), at(9, model="n")])
+    of.goals.learn([at(5), at(9, model="n")], answered=True)
     of.goals.decide([at(5), at(9, model="n")])
     serves = {"m": at(5).of, "n": at(9).of}
     assert not of.goals.apart(serves)
@@ -250,6 +250,11 @@ class Claims(RuleBasedStateMachine):
         if goal is not None:
             newest = None if nothing else max(0, goal.version - below)
             self.of.goals.deny(AbsentVersion(of=goal, newest=newest))
+
+    @rule()
+    def one_that_was_let_in_before_joins(self) -> None:
+        for run_id, version in self.served.items():
+            self.of.goals.returns({"m": at(version, run_id=run_id).of})
 
     @rule()
     def comes_in(self) -> None:

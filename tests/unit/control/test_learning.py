@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.unit.control.pool_kit import LEASE_S, Clock, at, beat, made, states
 from weightsync.control.pool import RolloutPool
+from weightsync.types.fleet import AbsentVersion
 
 
 def learnt_from(version: int) -> tuple[RolloutPool, Clock]:
@@ -65,8 +66,113 @@ def test_one_alone_does_not_take_those_that_answer_with_it() -> None:
         assert not pool.heartbeat(beat("c", at(8), lacks=(), leased=False)).lease_s
         assert all(pool.heartbeat(beat(name, at(7), lacks=(), leased=True)).lease_s for name in "ab")
         clock.now += 1
-    pool.heartbeat(beat("d", at(8), lacks=(), leased=False))
-    assert pool.current("m") == at(8), "two of them agree"
+    for name in "de":
+        assert pool.current("m") == at(7), "no more than those that answer"
+        pool.heartbeat(beat(name, at(8), lacks=(), leased=False))
+    assert pool.current("m") == at(8), "they are more"
+
+
+def test_one_that_answers_does_not_take_two_others_with_it() -> None:
+    """A commit of the controller before. Seen red: the two that had 7 were left out, and could have 8 from nobody."""
+    pool, clock = learnt_from(7)
+    told: list[object] = []
+    pool.on_learnt = told.append
+    for name in "abc":
+        assert pool.heartbeat(beat(name, at(7), lacks=())).lease_s
+    for _ in range(3):
+        assert not pool.heartbeat(beat("a", at(8), lacks=())).lease_s
+        assert all(pool.heartbeat(beat(name, at(7), lacks=())).lease_s for name in "bc")
+        clock.now += 1
+    assert [member.instance_id for member in pool.members("m")] == ["b", "c"], "it has no part in the sync"
+    assert (pool.current("m"), told[0]) == (at(7), (at(8),)), "a sync brings them there"
+    with pool.syncing([at(8)]):
+        pool.decided([at(8)])
+    assert pool.heartbeat(beat("a", at(8), lacks=(), leased=False)).lease_s
+
+
+def test_what_others_that_have_other_models_serve_holds_up_nobody() -> None:
+    """Seen red: b, which answers with n, counted against the only instance of m."""
+    pool, clock = made(learnt=False)
+    for _ in range(3):
+        pool.heartbeat(beat("x", at(7), lacks=(), leased=False))
+        pool.heartbeat(beat("b", at(1, model="n"), lacks=()))
+        clock.now += LEASE_S / 3
+    for _ in range(int(LEASE_S) + 2):  # x is gone, and is forgotten after a lease
+        assert pool.heartbeat(beat("b", at(1, model="n"), lacks=())).lease_s
+        reply = pool.heartbeat(beat("a", at(8), lacks=(), leased=False))
+        clock.now += 1
+    assert (reply.lease_s > 0, pool.current("m")) == (True, at(8))
+
+
+def test_a_set_is_learnt_as_one() -> None:
+    """Seen red: half a set agreed with one that had 8 of both; half of the goal was theirs, and half a set came in."""
+    pool, clock = made(learnt=False)
+    sets = {version: (at(version), at(version, model="n")) for version in (7, 8)}
+    for _ in range(4):
+        pool.heartbeat(beat("x", *sets[7], lacks=()))
+        clock.now += LEASE_S / 3
+    half = beat("h", sets[8][0], sets[7][1], lacks=(), whole=False, leased=False)
+    for _ in range(3):
+        assert pool.heartbeat(beat("x", *sets[7], lacks=())).lease_s
+        assert not pool.heartbeat(half).lease_s
+        assert not pool.heartbeat(beat("a", *sets[8], lacks=(), leased=False)).lease_s
+        clock.now += 1
+    assert [pool.current(model) for model in ("m", "n")] == list(sets[7])
+
+
+def test_a_trainers_word_behind_the_listening_finds_who_may_answer() -> None:
+    """Seen red: nobody had sent a heartbeat since then, so the fleet was to serve what it had not fetched."""
+    pool, clock = made(learnt=False)
+    for _ in range(3):
+        for name in "ab":
+            pool.heartbeat(beat(name, at(7), lacks=(), leased=False))
+        clock.now += LEASE_S / 3
+    assert [member.instance_id for member in pool.claim([at(8)])] == ["a", "b"]
+    assert pool.heartbeat(beat("a", at(7), lacks=(), leased=False)).lease_s
+
+
+def test_a_claim_gives_way_to_what_instances_answer_with() -> None:
+    """Its sync is tried again when they take part. Seen red: they answered nothing until they had loaded it, and with
+    a number that is not there they came in with whatever each had."""
+    for claim in (at(9), at(1000), at(3), at(1, run_id="next")):
+        pool, clock = made(learnt=False)
+        for turn in range(4):
+            for name, version in (("a", 7), ("b", 7), ("c", 6)):
+                pool.heartbeat(beat(name, at(version), lacks=(), leased=turn == 0))
+            if turn == 1:
+                pool.claim([claim])
+            clock.now += LEASE_S / 3
+        assert [member.instance_id for member in pool.members("m")] == ["a", "b"], claim
+        assert pool.current("m") == at(7)
+
+
+def test_a_claim_stays_before_what_nobody_could_answer_with() -> None:
+    """Of the last of a fleet, that was being left behind; where it is denied that counts. Seen red: with no goal left
+    each came in with what it had."""
+    for newest, goal in ((None, at(7)), (6, at(7)), (8, at(8))):
+        pool, clock = made(learnt=False)
+        pool.heartbeat(beat("a", at(7), lacks=(), leased=False))
+        pool.claim([at(1000)])
+        clock.now += LEASE_S
+        assert pool.heartbeat(beat("a", at(7), lacks=(), leased=False)).catch_up == (at(1000),)
+        absent = AbsentVersion(of=at(1000), newest=newest)
+        reply = pool.heartbeat(beat("a", at(7), lacks=(), leased=False, absent=(absent,)))
+        assert (pool.current("m"), reply.lease_s > 0) == (goal, goal == at(7))
+
+
+def test_a_claim_that_is_denied_and_leaves_no_goal_is_learnt_from() -> None:
+    """All were cut off while the controller listened. Seen red: each came in with what it had, 7 beside 6."""
+    pool, clock = made(learnt=False)
+    pool.claim([at(1000, run_id="none")])
+    clock.now += 2 * LEASE_S
+    for name, version in (("a", 7), ("b", 6), ("c", 7)):
+        assert not pool.heartbeat(beat(name, at(version), lacks=(), leased=False)).lease_s
+    absent = AbsentVersion(of=at(1000, run_id="none"))
+    leases = {
+        name: pool.heartbeat(beat(name, at(version), lacks=(), leased=False, absent=(absent,))).lease_s > 0
+        for name, version in (("b", 6), ("a", 7), ("c", 7))
+    }
+    assert (leases, pool.current("m")) == ({"a": True, "b": False, "c": True}, at(7))
 
 
 def test_once_a_sync_has_run_nothing_more_is_learnt() -> None:

@@ -203,7 +203,7 @@ def test_what_users_see() -> None:
     assert seen.lag == {"m": 2, "n": None}
     assert (seen.heartbeat_age_s, seen.lease_left_s, seen.why) == (2.0, LEASE_S - 2.0, "m: e1: as told")
     pool.evict("a", "it was slow")
-    assert pool.status({})[0].why == "it was slow"
+    assert pool.status({})[0].why == "it was slow; m: e1: as told"
     clock.now += 61 * LEASE_S
     assert pool.status({}) == (), "one that is silent for long is forgotten"
 
@@ -437,3 +437,148 @@ def test_a_fleet_serves_what_each_of_it_serves() -> None:
     assert not pool.serves([at(8)]), "a has 7 yet"
     pool.heartbeat(beat("a", at(8), lacks=(), leased=True))
     assert pool.serves([at(8)])
+
+
+def test_one_that_is_ahead_says_so_and_comes_in_when_the_fleet_has_come_so_far() -> None:
+    """It committed what a sync was to bring, which failed. Seen red: nothing said why it was out."""
+    pool, clock = made()
+    pool.decided([at(10)])
+    pool.heartbeat(beat("a", at(10), lacks=()))
+    reply = pool.heartbeat(beat("j", at(11), lacks=(), leased=False))
+    for why in (reply.why, pool.status({})[1].why):
+        assert str(why).startswith("r/11 of m, and the fleet serves r/10, which is older: it comes in when")
+    clock.now += LEASE_S / 3
+    pool.heartbeat(beat("j", at(11), lacks=(), leased=False))
+    with pool.syncing([at(11)]):
+        pool.decided([at(11)])
+    assert states(pool)["j"] == "live"
+    assert pool.status({})[1].why is None
+
+
+def test_one_that_is_heard_no_more_says_for_how_long() -> None:
+    """Seen red: one that was killed while it joined stood there as joining for ten minutes."""
+    pool, clock = made()
+    pool.decided([at(3)])
+    pool.heartbeat(beat("live", at(3), lacks=()))
+    pool.heartbeat(beat("j", at(2), lacks=(), leased=False))
+    for _ in range(2):
+        clock.now += LEASE_S / 3
+    said = {each.instance_id: (each.state, each.why) for each in pool.status({})}
+    assert said == {"live": ("suspect", "not heard for 8.0 s"), "j": ("evicted", "not heard for 8.0 s")}
+    reply = pool.heartbeat(beat("j", at(2), lacks=(), leased=False))
+    assert (reply.state, reply.why) == ("joining", "r/2 of m, and the fleet serves r/3")
+    clock.now += 60.0
+    assert {each.why for each in pool.status({})} == {"not heard for 60.0 s", "not heard for 68.0 s"}
+
+
+def test_an_instance_whose_engine_is_gone_says_so() -> None:
+    """Seen red: it stood there as live, and then as one that joins."""
+    pool, _ = made()
+    pool.decided([at(3)])
+    pool.heartbeat(beat("a", at(3), lacks=()))
+    for state in ("live", "joining"):
+        pool.heartbeat(beat("a", lacks=("m",), gone={"e1": "EngineUnreachableError: can't connect"}))
+        (seen,) = pool.status({})
+        assert (seen.state, seen.gone) == (state, ("e1",))
+        assert "engine e1 is gone: EngineUnreachableError: can't connect" in str(seen.why)
+    pool.heartbeat(beat("a", at(3), lacks=()))
+    assert (pool.status({})[0].gone, pool.status({})[0].why) == ((), None)
+
+
+def test_one_that_is_held_up_by_a_set_says_so() -> None:
+    pool, _ = made()
+    pool.claim([at(8), at(8, model="n")])
+    pool.heartbeat(beat("a", lacks=("m", "n"), absent=(AbsentVersion(of=at(8)),)))
+    reply = pool.heartbeat(beat("b", at(8), at(3, model="n"), lacks=(), leased=False))
+    assert reply.why == "it serves other numbers of models that belong together"
+
+
+def test_a_claim_does_not_hold_up_who_serves_what_was_decided_last() -> None:
+    """Nobody has answered with anything newer. Seen red: a number that never came, or whose agent was gone, kept a
+    fleet dark that had the version before."""
+    for claims in ([at(50)], [at(1, run_id="next")]):
+        pool, clock = made()
+        pool.decided([at(7)])
+        pool.heartbeat(beat("a", at(7), lacks=()))
+        clock.now += 2 * LEASE_S
+        told: list[str] = []
+        pool.on_members = lambda told=told: told.append("")  # type: ignore[misc]
+        pool.claim(claims)
+        assert not pool.heartbeat(beat("old", at(6), lacks=(), leased=False)).lease_s
+        assert not pool.heartbeat(beat("half", at(7), lacks=(), leased=False, whole=False)).lease_s
+        assert pool.heartbeat(beat("a", at(7), lacks=(), leased=False)).lease_s
+        assert (pool.current("m"), bool(told)) == (at(7), True), "a sync brings what is claimed"
+
+
+def test_a_claim_of_a_set_gives_way_as_one() -> None:
+    pool, _ = made()
+    pool.decided([at(7), at(7, model="n")])
+    pool.claim([at(9), at(9, model="n")])
+    assert not pool.heartbeat(beat("a", at(7), at(9, model="n"), lacks=(), leased=False)).lease_s
+    assert pool.current("n") == at(9, model="n")
+    assert pool.heartbeat(beat("b", at(7), at(7, model="n"), lacks=(), leased=False)).lease_s
+    assert [pool.current(model) for model in ("m", "n")] == [at(7), at(7, model="n")]
+    pool, _ = made()
+    pool.claim([at(9), at(9, model="n")])
+    assert not pool.heartbeat(beat("a", at(7), at(7, model="n"), lacks=(), leased=False)).lease_s, "nobody decided"
+
+
+def test_a_sync_that_was_given_up_is_tried_again_when_one_has_it_or_less_is_there() -> None:
+    """Seen red: one that waited with it stayed out until the trainer spoke again; and so did all that were told of a
+    number too high, after the first of them had heard that."""
+    pool, _ = made()
+    told: list[str] = []
+    pool.decided([at(7)])
+    pool.heartbeat(beat("a", at(7), lacks=()))
+    pool.heartbeat(beat("j", at(6), lacks=(), leased=False))
+    pool.on_members = lambda: told.append("")
+    pool.heartbeat(beat("j", at(6), lacks=(), leased=False))
+    assert told == []
+    pool.heartbeat(beat("j", at(8), lacks=(), leased=False))
+    pool.heartbeat(beat("j", at(8), lacks=(), leased=False))
+    assert told == [""]
+    pool, _ = made()
+    pool.claim([at(50)])
+    pool.heartbeat(beat("j", lacks=("m",)))
+    pool.on_members = lambda: told.append("")
+    for newest in (3, None):
+        pool.heartbeat(beat("j", lacks=("m",), absent=(AbsentVersion(of=at(50), newest=newest),)))
+    assert told == ["", ""]
+
+
+def test_who_joins_can_be_asked() -> None:
+    pool, clock = made()
+    pool.decided([at(7)])
+    pool.heartbeat(beat("a", at(7), lacks=()))
+    pool.heartbeat(beat("j", at(6), lacks=(), leased=False))
+    pool.heartbeat(beat("n", at(6, model="n"), lacks=(), leased=False))
+    assert [member.instance_id for member in pool.members(["m"], joining=True)] == ["a", "j"]
+    clock.now += LEASE_S
+    pool.heartbeat(beat("k", at(6), lacks=(), leased=False))
+    assert [member.instance_id for member in pool.members(["m"], joining=True)] == ["k"], "the others are silent"
+
+
+def test_who_waits_with_a_version_is_counted() -> None:
+    pool, clock = made()
+    both = (at(8), at(8, model="n"))
+    pool.decided([at(7), at(7, model="n")])
+    pool.heartbeat(beat("a", at(7), at(7, model="n"), lacks=()))
+    pool.heartbeat(beat("serves", *both, lacks=(), leased=False))
+    pool.heartbeat(beat("half", at(7), at(8, model="n"), lacks=(), leased=False))
+    pool.heartbeat(beat("staged", at(8), lacks=("n",), leased=False, staged=(at(8, model="n"),)))
+    pool.heartbeat(beat("one", lacks=("m",), leased=False, staged=(at(8),)))
+    pool.heartbeat(beat("none", at(1, model="other"), lacks=(), leased=False))
+    assert pool.num_waiting(both) == 3
+    clock.now += LEASE_S
+    assert pool.num_waiting(both) == 0
+
+
+def test_it_is_told_when_nobody_is_left_with_a_model() -> None:
+    """Seen red: another one, with other models, took part."""
+    pool, _ = made()
+    told: list[str] = []
+    pool.heartbeat(beat("a", at(1), lacks=()))
+    pool.heartbeat(beat("n", at(1, model="n"), lacks=()))
+    pool.on_members = lambda: told.append("")
+    pool.evict("a", "for a test")
+    assert told == [""]

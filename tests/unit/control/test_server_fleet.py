@@ -357,3 +357,21 @@ def test_a_version_that_came_before_any_service_is_served_when_one_is_there() ->
     )
     assert controller.wait_version("r", "actor", 1, timeout_s=LONG_S)
     controller.close()
+
+
+def test_a_version_that_is_not_due_is_what_who_comes_back_can_have() -> None:
+    """Its agent has no older one. Seen red: the trainer waited for batches, and rollout for the version before."""
+    pool = RolloutPool(lease_s=0.2)
+    config = {"sync_mode": "batch-async", "staleness_threshold": 9}
+    controller = WeightSyncController(config, FleetMethod(pool), model_tags=["actor"], retries_s=())
+    served = ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=AGENT)
+    beat = HeartbeatRequest(instance_id="a", incarnation="1", url="http://a", serves=(served,))
+    until(lambda: pool.heartbeat(beat).lease_s, "it takes part")
+    pool.decided([served])
+    for version in (2, 3):
+        controller.train_worker_notify_weight_update("trainer", "actor", "r", version, sender_endpoint=AGENT)
+        if version == 2:
+            assert pool.current("actor") == served, "it is not due"
+            until(lambda: not pool.members(["actor"]), "nobody takes part any more")
+        until(lambda: (goal := pool.current("actor")) and goal.version == version, "it is what newcomers are to serve")  # noqa: B023
+    controller.close()

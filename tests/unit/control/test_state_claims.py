@@ -96,3 +96,45 @@ def test_lies_leave_no_trace_in_what_is_due(steps: list[str], mode: str) -> None
         assert machine.state.rollout_version <= machine.state.sure_version <= version == machine.state.train_version
         assert machine.state.num_pending == batches
         assert not machine.blocked or machine.state.phase == "need_sync"
+
+
+def test_what_is_told_of_during_the_last_retry_is_tried() -> None:
+    """Seen red: nobody tried it before the trainer spoke again, and it had ended."""
+    machine = Machine(mode="sync", retries_s=())
+    claim(machine, 4)
+    claim(machine, 5)
+    assert machine(SyncFailed()) == (GiveUp(run_id="r", version=4), start(5))
+    assert (machine.state.overdue, machine.blocked) == (True, False), "rollout waits no longer for that"
+    assert machine(SyncFailed()) == (GiveUp(run_id="r", version=5),)
+    machine(Trained(worker="w", run_id="r", version=6))
+    machine(Synced(version=6))
+    assert not machine.state.overdue
+
+
+def test_nothing_is_overdue_where_nothing_is_there() -> None:
+    """Seen red: a number that was given up, and that its agent denied later, stood there as one that is overdue."""
+    machine = Machine(mode="fully-async", retries_s=())
+    claim(machine, 1)
+    machine(Synced(version=1))
+    claim(machine, 51)
+    machine(SyncFailed())
+    assert machine.state.overdue
+    claim(machine, 52)
+    machine(SyncFailed(absent=True, newest=1))
+    assert (machine.state.overdue, machine.state.train_version) == (False, 1)
+
+
+def test_the_run_that_was_served_comes_back_behind_any_number_of_false_ones() -> None:
+    """Seen red: behind two of them its trainer was refused for good."""
+    machine = Machine(mode="fully-async", retries_s=())
+    claim(machine, 1, "true")
+    machine(Synced(version=1))
+    claim(machine, 9, "lie")
+    claim(machine, 9, "another lie")
+    with pytest.raises(VersionError, match="taken over"):
+        claim(machine, 2, "true")
+    machine(SyncFailed(absent=True))
+    machine(SyncFailed(absent=True))
+    assert claim(machine, 2, "true") == (start(2, "true"),)
+    with pytest.raises(VersionError, match="taken over"):
+        claim(machine, 9, "lie")

@@ -318,3 +318,17 @@ class Holds(RuleBasedStateMachine):
 
 TestHolds = Holds.TestCase
 TestHolds.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def test_what_was_prepared_is_not_waited_for_when_something_is_allowed() -> None:
+    """Of a number that nobody has. Seen red: whatever was staged below it was let go, for good."""
+    gate = CommitGate(threading.Condition(), lambda: None)
+    gate.prepare(Version(run_id="r", number=51))
+    assert gate.hold(Version(run_id="r", number=5), 1).why is not None
+    gate.allow(Version(run_id="r", number=2))
+    held = gate.hold(Version(run_id="r", number=5), 1)
+    assert held.why is None
+    assert gate.passing is None
+    gate.allow(Version(run_id="r", number=5))
+    held.staged(Deadline(LONG_S))
+    assert gate.passing == Version(run_id="r", number=5)

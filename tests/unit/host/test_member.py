@@ -19,14 +19,21 @@ from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
-from weightsync.errors import StateError, SyncFailedError
+from weightsync.errors import NotPublishedError, StateError, SyncFailedError
 from weightsync.handles.fanout import in_thread
 from weightsync.host.agent_state import Claim
 from weightsync.host.member import FleetMember
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import LeaseReader, ServingLease
 from weightsync.types import Deadline, Version
-from weightsync.types.fleet import CommitVersionsRequest, HeartbeatReply, HeartbeatRequest, ModelVersion
+from weightsync.types.fleet import (
+    MAX_GONE,
+    MAX_WORDS,
+    CommitVersionsRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    ModelVersion,
+)
 from weightsync.types.service import ModelStatus
 
 LONG_S = 10.0
@@ -50,6 +57,8 @@ class Told:
     kept: Version | None = None
     commits = False
     progress = None
+    passing: Version | None = None
+    num_gone = 0
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
@@ -61,6 +70,9 @@ class Told:
 
     def seen_s(self) -> float:
         return math.inf
+
+    def gone(self) -> dict[str, str]:
+        return {f"e{number}" * MAX_WORDS: "EngineUnreachableError: " * MAX_WORDS for number in range(self.num_gone)}
 
     def allow(self, version: Version) -> None:
         if not self.fails:
@@ -283,6 +295,13 @@ def test_a_lease_file_that_was_cut_off_is_told_to_the_fleet(made: Member) -> Non
     assert not made.answers
 
 
+def test_engines_that_are_gone_are_told_to_the_fleet(made: Member) -> None:
+    made.live()
+    made.models["a"].num_gone = 2 * MAX_GONE
+    until(lambda: made.pool.status({})[0].gone, "its status says so")
+    assert len(made.pool.status({})[0].gone) == MAX_GONE, "as many as a heartbeat takes"
+
+
 def test_what_it_was_told_before_it_came_in_is_committed_with_its_fleet_alone(made: Member) -> None:
     """Told of a number that nobody has, it came in, and then committed whatever it had staged, by itself. Seen red."""
     made.models["a"].commits = True
@@ -309,3 +328,92 @@ def test_what_may_be_committed_is_looked_at_when_its_fleet_commits_no_more(made:
     with made.member._set:
         made.live()
     until(lambda: all(model.kept is not None for model in made.models.values()), "it looks what it may commit")
+
+
+def told(*versions: ModelVersion) -> HeartbeatReply:
+    return HeartbeatReply(state="joining", lease_s=0.0, every_s=1.0, catch_up=versions)
+
+
+def serves(made: Member, a: int, b: int) -> HeartbeatRequest:
+    for model, version in zip(MODELS, (a, b), strict=True):
+        made.models[model].served = Version(run_id="r", number=version)
+    return made.member._request()
+
+
+def test_half_of_what_it_catches_up_with_is_no_set(made: Member) -> None:
+    """Seen red: a controller that was started anew believed it, and it answered with a split set."""
+    made.member._url = "http://127.0.0.1:9"
+    for model in made.models.values():
+        model.fails = True
+    assert serves(made, 1, 1).whole
+    for version in (5, 6):
+        made.member._heard(told(at("a", version), at("b", version)), 0.0, 0)
+    assert serves(made, 1, 1).whole, "nothing has come yet"
+    assert not serves(made, 5, 1).whole
+    assert not serves(made, 6, 5).whole
+    assert serves(made, 5, 5).whole, "it was told that as one, too"
+    assert not serves(made, 6, 5).whole
+    assert serves(made, 6, 6).whole
+    made.models["b"].served = None
+    assert made.member._request().whole, "its engine was started anew: it answers nothing"
+
+
+def test_a_set_of_which_one_is_newer_is_not_committed_as_a_whole(made: Member) -> None:
+    """It was told to catch up with that while an older set was committed. Seen red: it stood there as whole."""
+    made.live()
+    made.models["a"].served = Version(run_id="r", number=3)
+    made.member.commit(both(2))
+    assert made.models["b"].served == Version(run_id="r", number=2)
+    assert made.reader.refusal() is not None
+    assert not made.member._request().whole
+
+
+def test_a_set_that_is_committed_late_is_whole_when_it_has_no_lease(made: Member) -> None:
+    """Seen red: its controller was started anew, knew of no set, and left it out for half of one."""
+    made.member._url = "http://127.0.0.1:9"
+    made.models["b"].fails = True
+    with pytest.raises(SyncFailedError):
+        made.member.commit(both(2))
+    assert not made.member._request().whole
+    assert serves(made, 2, 2).whole
+    made.lease.renew(1e12)
+    assert made.answers
+
+
+def test_a_denial_is_told_before_it_is_asked_for_again(made: Member) -> None:
+    """It came between a heartbeat and its answer. Seen red: it was asked for again, and never told."""
+    made.member._url = "http://127.0.0.1:9"
+    for model in made.models.values():
+        model.fails = True
+    made.member._heard(told(at("a", 9)), 0.0, 0)
+    made.member._request()
+    claim = made.member._catching_up["a"]
+    claim.error = NotPublishedError("as told", newest=1)
+    made.member._heard(told(at("a", 9)), 0.0, 0)
+    assert [(each.of.version, each.newest) for each in made.member._request().absent] == [(9, 1)]
+    made.member._heard(told(at("a", 9)), 0.0, 0)
+    assert made.member._catching_up["a"] is not claim, "it may be there by now"
+
+
+def test_the_last_of_a_set_is_committed_behind_a_hold(made: Member) -> None:
+    """The other one was served already, by what it was told before it came in. Seen red: both were answered, apart."""
+    made.live()
+    made.models["a"].served = Version(run_id="r", number=2)
+    made.models["b"].go.clear()
+    commit = in_thread(lambda: made.member.commit(both(2)), name="commit")
+    until(lambda: made.reader.held, "nothing is answered meanwhile")
+    made.models["b"].go.set()
+    commit.result(LONG_S)
+    assert made.answers
+
+
+def test_what_it_commits_while_its_fleet_commits_takes_no_lease(made: Member) -> None:
+    """Seen red: it took its first lease for what it had told, and answered with what it had by then."""
+    made.member._url = "http://127.0.0.1:9"
+    assert made.member._request().whole
+    with made.member._set:
+        assert made.member._keep_to_what_is_served(0)
+        made.models["a"].passing = Version(run_id="r", number=2)
+        assert not made.member._keep_to_what_is_served(0)
+        made.models["a"].passing, made.models["a"].served = None, Version(run_id="r", number=2)
+        assert not made.member._keep_to_what_is_served(0)

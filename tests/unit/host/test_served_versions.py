@@ -12,7 +12,7 @@ from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import NotServingError
+from weightsync.errors import EngineUnreachableError, NotServingError
 from weightsync.host.engine_group import EngineGroup
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
@@ -31,8 +31,11 @@ class Handle:
     def __init__(self, name: str) -> None:
         self.engine_id = name
         self.version: Version | None = V1
+        self.dead = False
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        if self.dead:
+            raise EngineUnreachableError("as told", peer=self.engine_id)
         return EngineReply(engine_id=self.engine_id, world_size=1, serving=True, version=self.version)
 
     def close(self) -> None: ...
@@ -58,6 +61,11 @@ def test_an_engine_that_has_something_else_was_not_seen_to_serve() -> None:
     two.version = V1
     group.look()
     assert group.seen_s() > seen_s
+    assert group.gone() == {}
+    two.dead = True
+    group.look()
+    assert group.gone().keys() == {"two"}
+    assert "as told" in group.gone()["two"]
 
 
 def test_before_the_first_version_engines_answer_with_what_they_were_started_with(tmp_path: Path) -> None:

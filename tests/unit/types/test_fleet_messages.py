@@ -14,7 +14,9 @@ from weightsync.net.messages import decode, encode
 from weightsync.types import Version
 from weightsync.types.control import InstanceStatus, TrainedRequest, WaitVersionRequest
 from weightsync.types.fleet import (
+    MAX_GONE,
     MAX_MODELS,
+    MAX_WORDS,
     CommitVersionsRequest,
     HeartbeatReply,
     HeartbeatRequest,
@@ -42,6 +44,7 @@ def heartbeats(draw: Any) -> HeartbeatRequest:
     return HeartbeatRequest(
         instance_id=draw(ids), incarnation=draw(ids), url=draw(urls), serves=serves, lacks=tuple(lacks),
         whole=draw(st.booleans()), error=draw(st.none() | st.text()), leaving=draw(st.booleans()),
+        gone=draw(st.dictionaries(ids, st.text(), max_size=2)),
     )  # fmt: skip
 
 
@@ -103,6 +106,8 @@ WRONG: list[tuple[type[Any], dict[str, Any], dict[str, Any]]] = [
     (HeartbeatRequest, BEAT, {"lacks": ["m"]}),
     (HeartbeatRequest, BEAT, {"lacks": [str(n) for n in range(MAX_MODELS)]}),
     (HeartbeatRequest, BEAT, {"whole": 1}),
+    (HeartbeatRequest, BEAT, {"gone": {str(n): "" for n in range(MAX_GONE + 1)}}),
+    (HeartbeatRequest, BEAT, {"gone": {"e": "a" * (MAX_WORDS + 1)}}),
     (HeartbeatReply, REPLY, {"state": "dead"}),
     (HeartbeatReply, REPLY, {"lease_s": -1.0}),
     (HeartbeatReply, REPLY, {"lease_s": 3601.0}),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from weightsync.control.barrier import VersionBarrier
-from weightsync.errors import NotPublishedError, WeightSyncError
+from weightsync.control.instance import Member
+from weightsync.errors import NotPublishedError, SyncFailedError, WeightSyncError
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Deadline
 from weightsync.types.fleet import ModelVersion
@@ -76,9 +77,31 @@ class Once:
         self._lock = threading.Lock()
         self._word: bool | None = None
 
-    def set(self, word: bool) -> bool:
-        """Says it; whether it is what counts."""
+    def set(self, word: bool, then: Callable[[], None] = lambda: None) -> bool:
+        """Says it; whether it is what counts. Who says it first does `then` before anybody else goes on."""
         with self._lock:
             if self._word is None:
                 self._word = word
+                then()
             return self._word is word
+
+
+def failed_error(
+    versions: Sequence[ModelVersion], failed: Mapping[Member, WeightSyncError], num_members: int, *, num_needed: int = 0
+) -> WeightSyncError:
+    """What the failures of all come to: where an agent has denied a version, that is what counts."""
+    causes = {member.instance_id: error for member, error in failed.items()}
+    for who, error in causes.items():
+        if isinstance(error, NotPublishedError) and any(str(each.of) == error.version for each in versions):
+            return NotPublishedError(
+                error.message, peer=who, version=error.version, newest=error.newest,
+                state_left="what was served is served",
+            )  # fmt: skip
+    lacking = f"{num_needed} have to stage it, and {num_members} take part; " if num_needed > num_members else ""
+    return SyncFailedError(
+        f"{lacking}{len(causes)} of {num_members} instances failed: "
+        + "; ".join(f"{who}: {type(error).__name__}: {error}" for who, error in causes.items())[:2000],
+        causes=causes,
+        version=", ".join(f"{each.model_id} {each.of}" for each in versions),
+        state_left="what was served is served",
+    )

@@ -23,11 +23,12 @@ import msgspec
 from weightsync.clients.agent import AgentClient
 from weightsync.clients.host import RolloutClient
 from weightsync.control.barrier import VersionBarrier
+from weightsync.control.instance import Member
 from weightsync.control.method import Peers, SyncMethod
-from weightsync.control.methods.claims import Once, asking_about
+from weightsync.control.methods.claims import Once, asking_about, failed_error
 from weightsync.control.methods.spans import Spans
 from weightsync.control.policy import CommitPolicy
-from weightsync.control.pool import Member, RolloutPool
+from weightsync.control.pool import RolloutPool
 from weightsync.errors import (
     DeadlineExceededError,
     EngineUnreachableError,
@@ -49,6 +50,8 @@ from weightsync.types.service import ServiceStatus
 _COMMIT_AGAIN_S = 0.2
 _LOOK_S = 0.25
 _RELEASE_S = 5.0
+_ASK_S = 5.0
+_OVER = "another run has taken over"
 
 _logger = logging.getLogger(__name__)
 
@@ -155,13 +158,13 @@ class FleetMethod(SyncMethod):
             # more was announced meanwhile than is there; what was asked for is
             return self._sync(model_tag, (msgspec.structs.replace(wanted, version=newest),), spans)
 
-    def _asks(self, wanted: ModelVersion) -> bool:
-        """Some instance asks the agent whether it has that version; False: nobody is there to ask."""
-        members = self.pool.members([wanted.model_id])
-        if members:
-            request = PrepareRequest(versions=(wanted,), wait_s=self._prepare_timeout_s)
-            self._client(members[0].url).check_versions(request)
-        return bool(members)
+    def _asks(self, wanted: ModelVersion, wait_s: float | None = None) -> bool:
+        """Some instance asks the agent whether it has that version, maybe one that joins; False: nobody is there."""
+        model = [wanted.model_id]
+        if found := self.pool.members(model) or self.pool.members(model, joining=True):
+            request = PrepareRequest(versions=(wanted,), wait_s=wait_s or self._prepare_timeout_s)
+            self._client(found[0].url).check_versions(request)
+        return bool(found)
 
     def _sync(self, model_tag: str, versions: Set, spans: Spans) -> int:
         key = tuple(each.model_id for each in versions)
@@ -215,6 +218,7 @@ class FleetMethod(SyncMethod):
     def _bring(self, versions: Set, spans: Spans) -> None:
         models = [each.model_id for each in versions]
         if self.pool.serves(versions):
+            self.pool.wait_fenced(self.pool.unfenced(models))
             return
         self._check_members(versions)  # before who joins is told of them: it may be on its way to an older claim
         with self.pool.syncing(versions):
@@ -227,9 +231,16 @@ class FleetMethod(SyncMethod):
             self.pool.wait_fenced(self.pool.unfenced(models))
 
     def _check_members(self, versions: Set) -> Sequence[Member]:
-        """Who takes part. Where nobody does, who comes in is to serve these, not what nobody can fetch any more."""
+        """Who takes part. Where nobody does, who comes in is to serve these, unless a joiner hears of a denial."""
         if members := self.pool.claim(versions):
             return members
+        for each in versions:
+            try:
+                self._asks(each, _ASK_S)
+            except WeightSyncError as error:
+                if isinstance(error, NotPublishedError):
+                    raise
+                _logger.info("model %s: nobody says whether %s is there: %s", each.model_id, each.of, error)
         raise NoEnginesError("no rollout service takes part: see /status for why")
 
     def _each(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
@@ -239,9 +250,9 @@ class FleetMethod(SyncMethod):
             self._prepare(member, versions, spans)
             if not self.pool.takes_part(member):  # it was not waited for, and the fleet may have gone on
                 raise EngineUnreachableError("it left the pool meanwhile", peer=member.instance_id)
-            if not decided.set(True):
+            # once, before one commits: who comes in from now on has to serve it
+            if not decided.set(True, lambda: self.pool.decided(versions)):
                 raise self._superseded(versions)
-            self.pool.decided(versions)  # one commits: who comes in from now on has to serve it
             self._commit(member, versions, Deadline(self._commit_timeout_s), spans)
 
         done, failed = self._at_once(members, both, unless=lambda: self._is_over(versions) and decided.set(False))
@@ -249,7 +260,7 @@ class FleetMethod(SyncMethod):
             self._note_failed(versions, failed)
             if all(self.pool.current(each.model_id) == each for each in versions):  # it was let go, and nobody is left
                 self._evict(failed)
-            raise _failed_error(versions, failed, len(members))
+            raise failed_error(versions, failed, len(members))
         self._evict(failed)
 
     def _together(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
@@ -263,11 +274,11 @@ class FleetMethod(SyncMethod):
         if self.policy.kind == "all":  # one that left the pool meanwhile fails alone
             enough = bool(staged) and all(who in staged or not self.pool.takes_part(who) for who in members)
         else:
-            enough = len(staged) >= need
+            enough = self._are_enough(staged, versions, need)
         if not enough:
             self._release(members, versions, "not enough instances have staged it")
             self._note_failed(versions, failed)
-            raise _failed_error(versions, failed, len(members))
+            raise failed_error(versions, failed, len(members), num_needed=need)
         self._hook("decide", "")
         self.pool.decided(versions)
         deadline = Deadline(self._commit_timeout_s)
@@ -278,7 +289,16 @@ class FleetMethod(SyncMethod):
         outside = lost | failed | {who: DeadlineExceededError("it had not staged it in time") for who in late}
         self._evict(outside)
         if not done:
-            raise _failed_error(versions, lost, len(members))
+            raise failed_error(versions, lost, len(members))
+
+    def _are_enough(self, staged: set[Member], versions: Set, need: int) -> bool:
+        """Whether so many have staged it, those counted that wait to come in: they were told of it by their next
+        heartbeat."""
+        deadline = Deadline(self._straggler_s)
+        while staged and len(staged) + self.pool.num_waiting(versions) < need and not deadline.expired:
+            with self._lock:
+                self._lock.wait(min(_LOOK_S, deadline.remaining_s))
+        return bool(staged) and len(staged) + self.pool.num_waiting(versions) >= need
 
     def _is_over(self, versions: Set) -> bool:
         """Whether another run of one of these models has taken over: nobody wants these any more."""
@@ -287,8 +307,7 @@ class FleetMethod(SyncMethod):
 
     def _superseded(self, versions: Set) -> TransferAbortedError:
         named = ", ".join(f"{each.model_id} {each.of}" for each in versions)
-        why = "another run has taken over from this one"
-        return TransferAbortedError(why, version=named, state_left="what was served is served")
+        return TransferAbortedError(_OVER, version=named, state_left="what was served is served")
 
     def _prepare(self, member: Member, versions: Set, spans: Spans) -> None:
         self._hook("prepare", member.instance_id)
@@ -394,9 +413,8 @@ class FleetMethod(SyncMethod):
             if len(done) + len(failed) == len(calls):
                 return done, self._settled(failed)
             if unless():
-                left = "another run has taken over"
                 return done, failed | {
-                    member: TransferAbortedError(left, peer=member.instance_id)
+                    member: TransferAbortedError(_OVER, peer=member.instance_id)
                     for member in calls
                     if member not in done and member not in failed
                 }
@@ -430,21 +448,3 @@ class FleetMethod(SyncMethod):
 
 def _named(model_tag: str, version: Version, sender: str) -> ModelVersion:
     return ModelVersion(model_id=model_tag, run_id=version.run_id, version=version.number, sender_endpoint=sender)
-
-
-def _failed_error(versions: Set, failed: dict[Member, WeightSyncError], num_members: int) -> WeightSyncError:
-    """What the failures of all come to: where an agent has denied a version, that is what counts."""
-    causes = {member.instance_id: error for member, error in failed.items()}
-    for who, error in causes.items():
-        if isinstance(error, NotPublishedError) and any(str(each.of) == error.version for each in versions):
-            return NotPublishedError(
-                error.message, peer=who, version=error.version, newest=error.newest,
-                state_left="what was served is served",
-            )  # fmt: skip
-    return SyncFailedError(
-        f"{len(causes)} of {num_members} instances failed: "
-        + "; ".join(f"{who}: {type(error).__name__}: {error}" for who, error in causes.items())[:2000],
-        causes=causes,
-        version=", ".join(f"{each.model_id} {each.of}" for each in versions),
-        state_left="what was served is served",
-    )

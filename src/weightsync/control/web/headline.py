@@ -24,6 +24,8 @@ _LEVELS: tuple[Level, ...] = ("wrong", "busy", "ok")
 _STATES = ("evicted", "suspect", "joining", "live")
 _NAMED = 3
 _DETAIL_CHARS = 300
+_OLD_S = 2.0
+"""What was heard longer ago is said with its age."""
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +147,10 @@ def _of_instances(instances: Sequence[InstanceStatus]) -> Iterator[Fact]:
         whys = [instance.why or f"heartbeat {seconds_text(instance.heartbeat_age_s)} ago" for instance in those]
         detail = "; ".join(dict.fromkeys(why[:_DETAIL_CHARS] for why in whys[:_NAMED]))
         yield Fact(level=level, text=f"{head}{verb} {state}: {names}{more}", detail=detail)
+    for instance in [each for each in instances if each.gone][:_NAMED]:
+        names = ", ".join(who[:100] for who in instance.gone[:_NAMED])
+        heard = f"heard {seconds_text(instance.heartbeat_age_s)} ago"
+        yield Fact(level="wrong", text=f"{instance.instance_id[:100]}: engine gone: {names}", detail=heard)
 
 
 def _of_barrier(barrier: BarrierStatus) -> Fact:
@@ -168,7 +174,7 @@ def _served(status: ControllerStatus) -> Iterator[Fact]:
         served = ", ".join(f"{tag} {_served_number(model)}" for tag, model in status.models.items())
         yield Fact(level="ok", text=f"Rollout serves {served}")
         return
-    serving = [instance for instance in status.instances if instance.state in ("live", "suspect")]
+    serving = [each for each in status.instances if each.state in ("live", "suspect") and not each.gone]
     if not serving:
         return
     every = len(serving) == len(status.instances)
@@ -176,7 +182,8 @@ def _served(status: ControllerStatus) -> Iterator[Fact]:
     if every and len(serving) == 1:
         who = f"{serving[0].instance_id[:100]} serves"
     found = ", ".join(_range(tag, model, serving) for tag, model in status.models.items())
-    yield Fact(level="ok", text=f"{who} {found}")
+    age_s = max(instance.heartbeat_age_s for instance in serving)
+    yield Fact(level="ok", text=f"{who} {found}", detail=f"as of {seconds_text(age_s)} ago" if age_s >= _OLD_S else "")
 
 
 def _range(tag: str, model: RolloutServiceState, serving: Sequence[InstanceStatus]) -> str:

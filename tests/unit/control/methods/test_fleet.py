@@ -272,3 +272,37 @@ def test_each_that_all_fail_to_stage_changes_nothing(world: World) -> None:
     assert [each.state for each in instances] == ["live"] * 3
     assert world.pool.current("actor") is None
     assert method.evict_failed("actor") == ["a", "b", "c"]
+
+
+def test_what_is_served_already_waits_for_who_may_answer_with_less(world: World) -> None:
+    """Seen red: one was left out and had not heard it; the gate opened while it answered with the version before."""
+    (a, b, c), method = world.three(), world.method("all", commit_timeout_s=1.0)
+    bring(method, 1)
+    for each in (a, b, c):
+        each.on_commit = status_500
+        if each is not a:
+            each.silent()
+    with pytest.raises(SyncFailedError, match="3 of 3"):
+        bring(method, 2)
+    until(lambda: a.state == "live" and a.served["actor"].of == v(2), "it has caught up")
+    late = [name for name in "bc" if not world.pool.fenced(name)]
+    assert method.sync_weights("actor", v(2)) == 2
+    assert late, "or this shows nothing"
+    assert all(world.pool.fenced(name) for name in "bc")
+
+
+def test_a_quorum_counts_who_has_it_and_waits_for_it(world: World) -> None:
+    """It committed what a sync was to bring, which failed. Seen red: it was out until the fleet had come so far, and
+    the fleet never came so far without it."""
+    a, method = world.instance("a").beat(), world.method("quorum(2)")
+    world.pool.decided([ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=SENDER)])
+    until(lambda: a.state == "live" and a.served, "it serves that")
+    with pytest.raises(SyncFailedError, match="2 have to stage it, and 1 take part"):
+        bring(method, 2)
+    waits = world.instance("waits")
+    has = ModelVersion(model_id="actor", run_id="r", version=2, sender_endpoint=SENDER)
+    waits.served["actor"] = has
+    assert waits.beat_once() == 0.0
+    waits.served["actor"] = has
+    assert method.sync_weights("actor", v(2)) == 2
+    assert (waits.beat_once(), a.served["actor"].of) == (LEASE_S, v(2))

@@ -17,6 +17,7 @@ from tests.unit.control.fleet_instances import (
     SENDER,
     World,
     bring,
+    raises,
     status_500,
     until,
     v,
@@ -24,11 +25,14 @@ from tests.unit.control.fleet_instances import (
 from weightsync.errors import (
     DeadlineExceededError,
     EngineUnreachableError,
+    NoEnginesError,
+    NotPublishedError,
     SyncFailedError,
     TransferAbortedError,
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.types.fleet import (
+    ModelVersion,
     PrepareRequest,
 )
 
@@ -153,27 +157,30 @@ def test_a_version_that_fails_takes_nothing_from_the_next(world: World) -> None:
     assert [versions[0].version for name, versions in a.calls if name == "prepare"] == [1, 2]
 
 
-def test_a_call_that_was_not_waited_for_takes_nothing_back(world: World) -> None:
-    """It ends when the fleet has gone on. Seen to fail: what is current went back to the version of that call."""
+@pytest.mark.parametrize(("number", "run_id"), [(2, "r"), (1, "next")])
+def test_a_call_that_was_not_waited_for_takes_nothing_back(world: World, number: int, run_id: str) -> None:
+    """It ends when the fleet has gone on. Seen to fail: what is current went back to the version of that call, also to
+    the run before."""
     (a, b, _), method = world.three(), world.method(prepare_timeout_s=8.0)
     go = threading.Event()
 
     async def waits(asked: PrepareRequest) -> None:
-        await asyncio.to_thread(go.wait, LONG_S)
+        if asked.versions[0].of == v(1):
+            await asyncio.to_thread(go.wait, LONG_S)
 
     b.on_prepare = waits
     began = in_thread(lambda: bring(method, 1), name="sync")
     until(lambda: b.calls, "it is asked")
     b.silent()
     assert began.result(LONG_S) == 1
-    assert bring(method, 2) == 2
     b.beat()
+    assert bring(method, number, run_id=run_id) == number
     go.set()
     until(lambda: not any(thread.name == "weightsync-fleet" for thread in threading.enumerate()), "the late call ends")
     current = world.pool.current("actor")
     assert current is not None
-    assert current.of == v(2)
-    assert a.served["actor"].of == v(2)
+    assert current.of == v(number, run_id)
+    assert a.served["actor"].of == v(number, run_id)
 
 
 def test_an_instance_that_is_gone_and_does_not_beat(world: World) -> None:
@@ -225,3 +232,33 @@ def test_who_joins_fetches_meanwhile_and_comes_in_when_the_sync_has_ended(world:
     done.result(LONG_S)
     assert late.beat_once() == LEASE_S
     assert method.instances()[1].lag == {"actor": 0}
+
+
+def test_who_joins_is_asked_for_a_number_that_nobody_can_fetch(world: World) -> None:
+    """Seen red: nobody took part, so nobody was asked, and no lower number was told of any more."""
+    world.pool.decided([ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=SENDER)])
+    joins, method = world.instance("joins"), world.method()
+    joins.on_check = raises(NotPublishedError("as told", version=str(v(51)), newest=3))
+    joins.served["actor"] = ModelVersion(model_id="actor", run_id="before", version=1, sender_endpoint=SENDER)
+    assert joins.beat_once() == 0.0
+    with pytest.raises(NotPublishedError) as caught:
+        bring(method, 51)
+    assert caught.value.newest == 3
+    assert method.barrier.published()["actor"].version == 3
+    joins.on_check = status_500
+    with pytest.raises(NoEnginesError):
+        bring(method, 4)
+
+
+def test_who_joins_is_asked_for_a_set_that_waits(world: World) -> None:
+    """Seen red: a number too high of one model held up its set until the barrier's time was over."""
+    world.pool.decided([ModelVersion(model_id=model, run_id="r", version=1, sender_endpoint=SENDER) for model in PAIR])
+    joins, method = world.instance("joins", PAIR), world.method("all", (PAIR,), barrier_timeout_s=LONG_S)
+    joins.on_check = raises(NotPublishedError("as told", version=str(v(51)), newest=3))
+    joins.beat_once()
+    joins.served.clear()
+    joins.beat_once()
+    method.trained("critic", v(3), SENDER)
+    with pytest.raises(NotPublishedError):
+        bring(method, 51)
+    assert method.barrier.published()["actor"].version == 3

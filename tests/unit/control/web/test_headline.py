@@ -56,6 +56,13 @@ def said(now: ControllerStatus) -> list[str]:
             ],
         ),
         (
+            status(instances=(instance("a", 12, heartbeat_age_s=2.5), instance("b", 12, gone=("e1", "e2")))),
+            [
+                "wrong: b: engine gone: e1, e2 (heard 0.4 s ago)",
+                "ok: 1 of 2 serve actor 12, verifier 12 (as of 2.5 s ago)",
+            ],
+        ),
+        (
             statuses.failed(),
             [
                 f"wrong: actor: the sync of version 13 failed 2 times, rollout waits (next try in 2.0 s: "

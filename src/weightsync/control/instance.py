@@ -1,0 +1,85 @@
+"""What a pool knows of one instance, and an instance as a sync sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from weightsync.types import Version
+from weightsync.types.control import InstanceStatus
+from weightsync.types.fleet import HeartbeatRequest
+
+State = Literal["joining", "live", "suspect", "evicted"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Instance:
+    """What is known of one. Not thread-safe: its pool's lock.
+
+    Attributes:
+        beat: what it said last.
+        heard_s, lease_end_s: by the pool's clock.
+        why: why it was evicted; None: it was not, or is silent.
+        fresh: it came in, and was not told so yet.
+        doubted: it has said once that it serves something else than the fleet.
+        let_in: with what; None: it has taken its lease.
+    """
+
+    beat: HeartbeatRequest
+    heard_s: float
+    state: State = "joining"
+    lease_end_s: float = 0.0
+    why: str | None = None
+    fresh: bool = False
+    doubted: bool = False
+    let_in: dict[str, Version | None] | None = None
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether syncs bring it versions, and it may answer."""
+        return self.state in ("live", "suspect")
+
+    def serves(self) -> dict[str, Version | None]:
+        """By model; None: nothing of ours."""
+        served: dict[str, Version | None] = dict.fromkeys(self.beat.lacks)
+        return served | {each.model_id: each.of for each in self.beat.serves}
+
+    def status(self, now_s: float, newest: Mapping[str, Version], why: str | None) -> InstanceStatus:
+        """As users see it; lags are behind `newest`, by model, and `why` is what its pool says of it."""
+        served = self.serves()
+        gone = [f"engine {who} is gone: {silence}" for who, silence in self.beat.gone.items()]
+        return InstanceStatus(
+            instance_id=self.beat.instance_id,
+            url=self.beat.url,
+            state=self.state,
+            models={tag: None if version is None else str(version) for tag, version in served.items()},
+            lag={tag: _lag(newest.get(tag), version) for tag, version in served.items()},
+            heartbeat_age_s=now_s - self.heard_s,
+            lease_left_s=max(0.0, self.lease_end_s - now_s),
+            why="; ".join(filter(None, (why, *gone, self.beat.error))) or None,
+            progress=self.beat.progress,
+            adapters=self.beat.adapters,
+            gone=tuple(self.beat.gone),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    """An instance that takes part in a sync.
+
+    Attributes:
+        instance_id, incarnation, url: as it names them.
+        models: that it serves.
+    """
+
+    instance_id: str
+    incarnation: str
+    url: str
+    models: frozenset[str]
+
+
+def _lag(newest: Version | None, served: Version | None) -> int | None:
+    if newest is None or served is None or served.run_id != newest.run_id:
+        return None
+    return newest.number - served.number
