@@ -24,10 +24,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.engines import vllm_faults, vllm_forks
+from tests.engines import vllm_faults, vllm_forks, vllm_prefork
 from tests.multiproc.trainers import VOCAB, hf_config
 from tests.standins.processes import free_port
 
+AnyProcess = vllm_prefork.Process | subprocess.Popen[str]
 MODEL_NAME = "tiny"
 MAX_LEN = 2048
 KV_CACHE_BYTES = 64 << 20  # 131072 tokens
@@ -128,14 +129,14 @@ class Server:
         self._port = free_port()
         self._tp = tp
         self._options = options if counts else ("--disable-log-stats", *options)
-        forks = {vllm_forks.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
+        forks = {vllm_forks.VARIABLE: "1"}
         self._env = {**engine_env(tp), **vllm_faults.install(folder), **forks, **(env or {})}
         self._log = folder / "vllm.log"
         self.url = f"http://127.0.0.1:{self._port}"
         self.http = httpx.Client(
             base_url=self.url, timeout=60.0, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: AnyProcess | None = None
 
     @property
     def pid(self) -> int:
@@ -145,8 +146,8 @@ class Server:
 
     def start(self) -> None:
         """Starts it; `wait_until_ready` waits."""
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.checkpoint)),
+        words = [
+            *("vllm.entrypoints.openai.api_server", "--model", str(self.checkpoint)),
             *("--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", MODEL_NAME),
             *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16"),
             *("--max-model-len", str(SERVER_MAX_LEN), "--max-num-seqs", "8", "--tensor-parallel-size", str(self._tp)),
@@ -156,15 +157,8 @@ class Server:
             *self._options,
         ]
         with self._log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # a session of its own would be scheduled as a group of its own: see demo.vllm_engine
-                cwd=Path(__file__).parents[2],
-                env={**as_the_cpu_is(), "VLLM_SERVER_DEV_MODE": "1", **self._env},
-            )
+            env = {**as_the_cpu_is(), "VLLM_SERVER_DEV_MODE": "1", **self._env}
+            self.process = vllm_prefork.start(words, output, env=env)
 
     def wait_until_ready(self) -> None:
         """Returns when the server answers."""
@@ -251,6 +245,7 @@ def engine_env(tp: int = 1, *, core: int = 0) -> dict[str, str]:
     cores = [str((core + rank) % (os.cpu_count() or 1)) for rank in range(tp)]
     return {
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores),
+        "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
@@ -277,7 +272,7 @@ class Oracle:
         self._env = env
         self._tp = tp
         self._asked: set[Path] = set()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: AnyProcess | None = None
         self._log = log
 
     def learn(self, checkpoints: Sequence[Path]) -> None:
@@ -345,21 +340,14 @@ def run_script(name: str, argument: Any, *, env: Mapping[str, str] | None = None
 
 def start_script(
     name: str, argument: Any, output: IO[str], *, env: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL
-) -> subprocess.Popen[str]:
+) -> AnyProcess:
     """Starts a function of `SCRIPTS`; see `run_script`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.engines.vllm_scripts", name, json.dumps(argument)],
-        stdout=output,  # no pipe: the engine's own processes would keep it open
-        stderr=subprocess.STDOUT,
-        stdin=stdin,
-        text=True,
-        process_group=0,  # a session of its own would be scheduled as a group of its own: see demo.vllm_engine
-        env={**as_the_cpu_is(), **engine_env(core=1), **(env or {})},
-        cwd=Path(__file__).parents[2],
-    )
+    words = ["tests.engines.vllm_scripts", name, json.dumps(argument)]
+    env = {**as_the_cpu_is(), **engine_env(core=1), **(env or {})}
+    return vllm_prefork.start(words, output, env=env, stdin=stdin)  # `output` is no pipe: engines would keep it open
 
 
-def kill_group(process: subprocess.Popen[str]) -> None:
+def kill_group(process: AnyProcess) -> None:
     """kill -9 of a script and everything it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
