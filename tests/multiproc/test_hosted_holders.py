@@ -95,7 +95,10 @@ class TinkerJob:
         key = "tml-for-tests-only"
         service = self.tinker.ServiceClient(base_url=url, api_key=key)
         self.training = service.create_lora_training_client(base_model="tiny", rank=8).result(timeout=LONG_S)
-        self.holder = TinkerHolder(self.training, service, self.tinker.RestClient(base_url=url, api_key=key))
+        rest = self.tinker.RestClient(base_url=url, api_key=key)
+        for client in (service, rest):
+            opened.callback(client.holder.close)  # its heartbeats would go on, and fail, until the process ends
+        self.holder = TinkerHolder(self.training, service, rest)
         config = {"sync_method": "tinker", "sync_mode": "sync", "fleet": {"port": 0, "retries_s": list(RETRIES_S)}}
         self.controller = opened.enter_context(build_controller(config)).controller
         self.controller.set_tinker_service_holder(self.holder, "default")

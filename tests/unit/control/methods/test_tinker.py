@@ -44,8 +44,8 @@ class Service:
         url, key = self.server.start(), self.server.api_key
         self.client = self.tinker.ServiceClient(base_url=url, api_key=key)
         self.training = self.client.create_lora_training_client(base_model="tiny", rank=8).result(timeout=LONG_S)
-        rest = self.tinker.RestClient(base_url=url, api_key=key)
-        self.holder = TinkerHolder(self.training, self.client, rest)
+        self.rest = self.tinker.RestClient(base_url=url, api_key=key)
+        self.holder = TinkerHolder(self.training, self.client, self.rest)
         self.method = TinkerMethod(self.holder, timeout_s=LONG_S, trainer_waits=True)
 
     def step(self) -> Any:
@@ -71,6 +71,7 @@ class Service:
     def close(self) -> None:
         self.server.release()
         self.client.close("success").result(timeout=LONG_S)
+        self.rest.holder.close()  # its heartbeats would go on, and fail, until the process ends
         self.server.close()
 
 
