@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 _WRONG, _UNKNOWN = 1, 3
 _ASK_S = 10.0  # to say what it is
+_QUIET_S, _AGAIN_S = 2.0, 10.0  # until it says who is waited for
 
 
 def verify(
@@ -28,6 +31,7 @@ def verify(
     ] = 600.0,
 ) -> None:
     """Makes engines read all of their live weights and compare them with what was published; they serve meanwhile.
+    Who takes longer than two seconds is named on standard error.
 
     A line for each: "proved" with the digest; "wrong" where live bytes are others: load a version in full, until then
     an engine of ours refuses to serve, and a vLLM server answers on; "unknown" with the reason where nobody can tell:
@@ -47,7 +51,7 @@ def verify(
                 read_engine_url(each)
         asked = {each: in_thread(lambda e=each: _asked(e, token, verify or True, timeout_s), name="weightsync-verify")  # type: ignore[misc]
                  for each in url}  # fmt: skip
-        found = [_line(each, answer) for each, answer in asked.items()]
+        found = [_line(each, asked) for each in asked]
     raise typer.Exit(_WRONG if _WRONG in found else _UNKNOWN if _UNKNOWN in found else 0)
 
 
@@ -63,9 +67,14 @@ def _asked(url: str, token: str | None, verify: bool | str, timeout_s: float) ->
         handle.close()  # type: ignore[attr-defined]
 
 
-def _line(url: str, answer: Future[EngineReply]) -> int:
+def _line(url: str, asked: Mapping[str, Future[EngineReply]]) -> int:
+    pause_s = _QUIET_S
+    while wait([asked[url]], pause_s).not_done:
+        late = [who for who, answer in asked.items() if not answer.done()]
+        print(plain(f"{', '.join(late)}: no answer yet"), file=sys.stderr, flush=True)
+        pause_s = _AGAIN_S
     try:
-        reply = answer.result()
+        reply = asked[url].result()
     except WeightSyncError as error:
         if is_the_users(error):
             raise

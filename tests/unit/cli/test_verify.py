@@ -26,6 +26,15 @@ SECRET = "a-token-for-tests-only"
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": SECRET}
 
 
+verifying = sys.modules["weightsync.cli.verify"]  # the name is the command's
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine names nobody whom a quick one would not."""
+    monkeypatch.setattr(verifying, "_QUIET_S", 60.0)
+
+
 def invoke(*words: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["verify", *words], env=ENV)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
@@ -68,6 +77,16 @@ def test_one_that_does_not_answer_hides_no_other(served: tuple[nn.Linear, str]) 
     code, text = invoke(nobody, served[1])
     assert code == 3
     assert [line.split()[0] for line in text.splitlines()] == ["unknown", "proved"]
+
+
+def test_who_is_waited_for_is_named_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "_QUIET_S", 0.01)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code, text = invoke(url, "--timeout-s", "1")
+    assert (code, text.splitlines()[0]) == (3, f"{url}: no answer yet")
 
 
 def test_a_wrong_token_is_the_users(served: tuple[nn.Linear, str]) -> None:
