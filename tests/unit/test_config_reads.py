@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +132,8 @@ def test_services_of_one_host_have_names_of_their_own() -> None:
     host = socket.gethostname()
     assert names == [host, f"{host}-9001", f"{host}-9002", "mine"]
     assert RolloutConfig.from_config({"sync_method": "pull"}, port=9003).service_id == f"{host}-9003"
+    any_port = RolloutConfig.from_config({"sync_method": "pull"}, port=0)
+    assert any_port.service_id == f"{host}-{os.getpid()}", "seen red: all of them had the host's"
 
 
 def test_engines_are_what_the_inference_service_says() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import socket
 from collections.abc import Mapping
 from typing import Any, Self
@@ -193,9 +194,10 @@ class RolloutConfig:
 
 
 def _name_of_host(port: int) -> str:
-    """The host's, and the same after each start; a second service of one host listens at another port."""
+    """The host's, and the same after each start; a second service of one host listens at another port. Where any free
+    one is taken, services are told apart by their processes: two of one name would put each other out of a fleet."""
     name = socket.gethostname()[:100] or "rollout"
-    return name if port in (0, ServeConfig().port) else f"{name}-{port}"
+    return name if port == ServeConfig().port else f"{name}-{port or os.getpid()}"
 
 
 def pull_settings(config: WeightSyncConfig) -> dict[str, Any]:
