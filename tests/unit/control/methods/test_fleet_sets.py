@@ -262,3 +262,21 @@ def test_who_joins_is_asked_for_a_set_that_waits(world: World) -> None:
     with pytest.raises(NotPublishedError):
         bring(method, 51)
     assert method.barrier.published()["actor"].version == 3
+
+
+def test_who_comes_in_while_an_agent_is_asked_is_brought_that_at_once(world: World) -> None:
+    """Seen red: the sync had failed for want of one, and nobody tried again when that was the last retry."""
+    one = ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=SENDER)
+    world.pool.decided([one])
+    joins, method = world.instance("joins"), world.method()
+    joins.beat_once()
+    joins.served.clear()
+    joins.beat_once()
+
+    def comes_in(_: Any) -> None:
+        joins.served["actor"] = one
+        assert joins.beat_once() == LEASE_S
+
+    joins.on_check = comes_in
+    assert bring(method, 2) == 2
+    assert joins.served["actor"].of == v(2)
