@@ -98,6 +98,7 @@ class FleetMethod(SyncMethod):
         self.pool = pool
         self.policy = CommitPolicy.parse(commit_policy)
         self.barrier = VersionBarrier(sets)
+        pool.know_sets(self.barrier.sets)
         self.agent_client = functools.partial(AgentClient, token=token, verify=verify)
         self._client = functools.lru_cache(maxsize=1024)(lambda url: RolloutClient(url, token=token, verify=verify))
         self._barrier_timeout_s = barrier_timeout_s
