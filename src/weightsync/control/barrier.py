@@ -43,6 +43,11 @@ class VersionBarrier:
         """The models that are served together with this one, itself included."""
         return self._set_of.get(model_id, (model_id,))
 
+    @property
+    def sets(self) -> frozenset[tuple[str, ...]]:
+        """Models that are served together."""
+        return frozenset(self._set_of.values())
+
     def arrive(self, version: ModelVersion) -> None:
         """A trainer has published it. One of a new run takes the place of any other; an older one changes nothing."""
         with self._lock:

@@ -165,7 +165,7 @@ class WeightSyncController:
     def _try_again(self) -> None:
         """Syncs that were given up, maybe since nobody was there, are tried once more."""
         for model in self._models.values():
-            if model.state.overdue or self._is_dark(model.tag):
+            if not model.up_to_date and (model.state.overdue or self._is_dark(model.tag)):
                 model.sync_now()
 
     def _is_dark(self, model_tag: str) -> bool:

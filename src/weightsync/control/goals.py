@@ -10,6 +10,7 @@ one has staged, until that one has come in with it. What is newer still is broug
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -66,8 +67,24 @@ class FleetGoals:
         self._unsure: set[str] = set()  # of which that is what an instance had that answered nobody
         self._told: dict[str, ModelVersion] = {}  # the newest claim of each
         self._sets: dict[str, tuple[str, ...]] = {}
-        self._torn: set[tuple[str, ...]] = set()  # of which an instance has denied some
+        self._knows_sets = False
+        self._torn: set[tuple[str, ...]] = set()  # of which an instance has denied some, or two have a model each
         self._leaders: dict[str, _Leader] = {}
+
+    def know_sets(self, sets: Iterable[tuple[str, ...]]) -> None:
+        """These models belong together, and no others do."""
+        self._knows_sets = True
+        for names in sets:
+            self._sets |= dict.fromkeys(names, names)
+
+    def mixes(self, model_ids: Iterable[str]) -> bool:
+        """Whether an instance that has these may serve half of a set."""
+        found = collections.Counter(self._sets.get(name, (name,)) for name in model_ids)
+        return not self._knows_sets or max(found.values(), default=0) > 1
+
+    def tear(self, model_ids: Iterable[str]) -> None:
+        """What is current of their sets is no set, until one is decided or claimed."""
+        self._torn.update(self._sets[name] for name in model_ids if name in self._sets)
 
     def decide(self, versions: Sequence[ModelVersion]) -> None:
         """Some instance serves them from now on, or is about to."""
@@ -156,8 +173,10 @@ class FleetGoals:
         for names in set(self._sets.values()):
             found = {name: serves[name] for name in names if name in serves}
             goals = [self.current[name] for name in found if name in self.current and name not in self._claimed]
-            agreed = names not in self._torn and {each.model_id: each.of for each in goals} == found
-            if not agreed and len({None if each is None else each.number for each in found.values()}) > 1:
+            torn = names in self._torn
+            agreed = not torn and {each.model_id: each.of for each in goals} == found
+            numbers = {None if each is None else each.number for each in found.values()}
+            if not agreed and len(numbers if torn else numbers - {None}) > 1:  # what serves nothing mixes with nothing
                 return True
         return False
 

@@ -42,7 +42,11 @@ class Learning:
         ):
             known = [decided[each.model_id].of == each.of for each in beat.serves if each.model_id in decided]
             new = [each for each in beat.serves if each.sender_endpoint and each.model_id not in decided]
+            mine = {each.model_id: each.of for each in beat.serves}
+            with_others = {name: each.of for name, each in decided.items()} | mine
             if all(known):  # one set, and no other beside it
+                if self._goals.apart(with_others) and not self._goals.apart(mine):
+                    self._goals.tear(mine)
                 self._goals.learn(new, answered=first and beat.leased)
                 found += new
         current = self._goals.current

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -103,6 +103,8 @@ class RolloutPool:
                 _logger.info("instance %s joins from %s", beat.instance_id, beat.url)
             if now < self._learning.until_s and known.beat.leased:  # it could answer when this controller began
                 beat = msgspec.structs.replace(beat, leased=True)
+            if not self._goals.mixes([*beat.lacks, *(each.model_id for each in beat.serves)]):
+                beat = msgspec.structs.replace(beat, whole=True)
             was, known.beat, known.heard_s = known.serves(), beat, now
             heard = [each.beat for each in self._instances.values() if self._is_fresh(each, now)]
             goals = dict(self._goals.current)
@@ -238,6 +240,11 @@ class RolloutPool:
         return None
 
     # --- what a sync asks ---
+
+    def know_sets(self, sets: Iterable[tuple[str, ...]]) -> None:
+        """Which models are served together; all others go by themselves."""
+        with self._changed:
+            self._goals.know_sets(sets)
 
     def members(self, models: Sequence[str], *, joining: bool = False) -> tuple[Member, ...]:
         """Who takes part and has any of these models; where `joining`, also who takes none, and was heard of late."""

@@ -389,18 +389,18 @@ class FleetMember:
         Returns:
             False: some engine has committed something else than this service has told of, or commits it.
         """
-        if not self._set.acquire(blocking=False):
-            told = [(model, self._told.get(name)) for name, model in self._models.items()]
-            return all(model.served == served and model.permit.passing in (None, served) for model, served in told)
+        free = self._set.acquire(blocking=False)
         try:
-            if self._num_commits != commits:
-                return True
+            if not free or self._num_commits != commits:
+                told = [(model, self._told.get(name)) for name, model in self._models.items()]
+                return all(model.served == served and model.permit.passing in (None, served) for model, served in told)
             kept = [model.permit.allow_no_more_than(self._told.get(name)) for name, model in self._models.items()]
             same = all(model.served == self._told.get(name) for name, model in self._models.items())
             self._comes_in = not (all(kept) and same)
             return not self._comes_in
         finally:
-            self._set.release()
+            if free:
+                self._set.release()
 
     def _made_whole(self, commits: int) -> None:
         """The controller has seen what is served; a commit that was begun since then says more."""

@@ -209,3 +209,47 @@ def test_a_trainer_that_speaks_meanwhile_leaves_the_other_models_to_be_learnt() 
     assert not says("new", None, leased=False)
     assert (pool.current("m"), pool.current("n")) == (at(4), at(5, model="n"))
     assert states(pool) == {"a": "live", "old": "joining", "new": "joining"}
+
+
+def test_who_has_one_model_of_a_set_takes_the_others_out_of_none() -> None:
+    """Seen red: a, which has m alone, had 5; b was to serve that beside 1 of n, and came in with half of a set."""
+    pool, clock = made(learnt=False)
+    pool.know_sets([("m", "n")])
+    old, half = (at(1), at(1, model="n")), (at(5), at(1, model="n"))
+    for _ in range(4):
+        assert not pool.heartbeat(beat("b", *old, lacks=(), leased=False)).lease_s
+        reply = pool.heartbeat(beat("a", at(5), lacks=()))
+        clock.now += LEASE_S / 3
+    assert reply.lease_s
+    assert not pool.heartbeat(beat("b", *half, lacks=(), leased=False)).lease_s
+    pool.decided([at(5), at(5, model="n")])
+    assert pool.heartbeat(beat("b", at(5), at(5, model="n"), lacks=(), leased=False)).lease_s
+
+
+def test_numbers_of_a_set_that_two_instances_have_apart_are_no_set() -> None:
+    """Each has one model. Seen red: c came in with 5 of the one and 3 of the other."""
+    pool, clock = made(learnt=False)
+    pool.know_sets([("m", "n")])
+    for _ in range(4):
+        pool.heartbeat(beat("a", at(5), lacks=()))
+        pool.heartbeat(beat("b", at(3, model="n"), lacks=()))
+        pool.heartbeat(beat("c", at(1), at(1, model="n"), lacks=(), leased=False))
+        clock.now += LEASE_S / 3
+    assert (pool.current("m"), pool.current("n")) == (at(5), at(3, model="n"))
+    for whole in (False, True):
+        assert not pool.heartbeat(beat("c", at(5), at(3, model="n"), lacks=(), leased=False, whole=whole)).lease_s
+    pool.decided([at(6), at(6, model="n")])
+    assert pool.heartbeat(beat("c", at(6), at(6, model="n"), lacks=(), leased=False)).lease_s
+
+
+def test_a_model_without_a_set_is_never_half_of_one() -> None:
+    """It had committed something below a number that nobody has, of which it was told. Seen red: its controller was
+    started anew, and left it out for half of a set until the trainer's next word."""
+    for models, lacks, lent in (("m", "", LEASE_S), ("mx", "", LEASE_S), ("mn", "", 0.0), ("m", "n", 0.0)):
+        pool, clock = made(learnt=False)
+        pool.know_sets([("m", "n")])
+        serves = [at(2, model=model) for model in models]
+        for _ in range(4):
+            reply = pool.heartbeat(beat("a", *serves, lacks=tuple(lacks), whole=False, leased=False))
+            clock.now += LEASE_S / 3
+        assert reply.lease_s == lent, (models, lacks)

@@ -417,3 +417,13 @@ def test_what_it_commits_while_its_fleet_commits_takes_no_lease(made: Member) ->
         assert not made.member._keep_to_what_is_served(0)
         made.models["a"].passing, made.models["a"].served = None, Version(run_id="r", number=2)
         assert not made.member._keep_to_what_is_served(0)
+
+
+def test_what_it_has_committed_beside_its_fleet_takes_no_lease(made: Member) -> None:
+    """Its fleet committed another model meanwhile. Seen red: that hid what it had committed by itself."""
+    made.member._url = "http://127.0.0.1:9"
+    made.member._request()
+    made.member.commit(CommitVersionsRequest(versions=(at("b", 1),), wait_s=LONG_S))
+    assert made.member._keep_to_what_is_served(0), "it serves what it has told of"
+    made.models["a"].served = Version(run_id="r", number=2)
+    assert not made.member._keep_to_what_is_served(0)

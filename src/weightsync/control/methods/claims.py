@@ -86,6 +86,11 @@ class Once:
             return self._word is word
 
 
+def named(versions: Sequence[ModelVersion]) -> str:
+    """As errors name them."""
+    return ", ".join(f"{each.model_id} {each.of}" for each in versions)
+
+
 def failed_error(
     versions: Sequence[ModelVersion], failed: Mapping[Member, WeightSyncError], num_members: int, *, num_needed: int = 0
 ) -> WeightSyncError:
@@ -102,6 +107,6 @@ def failed_error(
         f"{lacking}{len(causes)} of {num_members} instances failed: "
         + "; ".join(f"{who}: {type(error).__name__}: {error}" for who, error in causes.items())[:2000],
         causes=causes,
-        version=", ".join(f"{each.model_id} {each.of}" for each in versions),
+        version=named(versions),
         state_left="what was served is served",
     )

@@ -25,7 +25,7 @@ from weightsync.clients.host import RolloutClient
 from weightsync.control.barrier import VersionBarrier
 from weightsync.control.instance import Member
 from weightsync.control.method import Peers, SyncMethod
-from weightsync.control.methods.claims import Once, asking_about, failed_error
+from weightsync.control.methods.claims import Once, asking_about, failed_error, named
 from weightsync.control.methods.spans import Spans
 from weightsync.control.policy import CommitPolicy
 from weightsync.control.pool import RolloutPool
@@ -98,6 +98,7 @@ class FleetMethod(SyncMethod):
         self.pool = pool
         self.policy = CommitPolicy.parse(commit_policy)
         self.barrier = VersionBarrier(sets)
+        pool.know_sets(self.barrier.sets)
         self.agent_client = functools.partial(AgentClient, token=token, verify=verify)
         self._client = functools.lru_cache(maxsize=1024)(lambda url: RolloutClient(url, token=token, verify=verify))
         self._barrier_timeout_s = barrier_timeout_s
@@ -160,8 +161,7 @@ class FleetMethod(SyncMethod):
 
     def _asks(self, wanted: ModelVersion, wait_s: float | None = None) -> bool:
         """Some instance asks the agent whether it has that version, maybe one that joins; False: nobody is there."""
-        model = [wanted.model_id]
-        if found := self.pool.members(model) or self.pool.members(model, joining=True):
+        if found := self.pool.members([wanted.model_id]) or self.pool.members([wanted.model_id], joining=True):
             request = PrepareRequest(versions=(wanted,), wait_s=wait_s or self._prepare_timeout_s)
             self._client(found[0].url).check_versions(request)
         return bool(found)
@@ -241,6 +241,8 @@ class FleetMethod(SyncMethod):
                 if isinstance(error, NotPublishedError):
                     raise
                 _logger.info("model %s: nobody says whether %s is there: %s", each.model_id, each.of, error)
+        if members := self.pool.claim(versions):  # it came in meanwhile: nobody tells of that once more
+            return members
         raise NoEnginesError("no rollout service takes part: see /status for why")
 
     def _each(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
@@ -252,7 +254,7 @@ class FleetMethod(SyncMethod):
                 raise EngineUnreachableError("it left the pool meanwhile", peer=member.instance_id)
             # once, before one commits: who comes in from now on has to serve it
             if not decided.set(True, lambda: self.pool.decided(versions)):
-                raise self._superseded(versions)
+                raise TransferAbortedError(_OVER, version=named(versions), state_left="what was served is served")
             self._commit(member, versions, Deadline(self._commit_timeout_s), spans)
 
         done, failed = self._at_once(members, both, unless=lambda: self._is_over(versions) and decided.set(False))
@@ -292,22 +294,20 @@ class FleetMethod(SyncMethod):
             raise failed_error(versions, lost, len(members))
 
     def _are_enough(self, staged: set[Member], versions: Set, need: int) -> bool:
-        """Whether so many have staged it, those counted that wait to come in: they were told of it by their next
-        heartbeat."""
+        """Whether so many have staged it, those counted that wait to come in: their next heartbeat is told of it."""
         deadline = Deadline(self._straggler_s)
-        while staged and len(staged) + self.pool.num_waiting(versions) < need and not deadline.expired:
+        while here := [who for who in staged if self.pool.takes_part(who)]:
+            enough = len(here) + self.pool.num_waiting(versions) >= need
+            if enough or deadline.expired or self._is_over(versions):
+                return enough
             with self._lock:
                 self._lock.wait(min(_LOOK_S, deadline.remaining_s))
-        return bool(staged) and len(staged) + self.pool.num_waiting(versions) >= need
+        return False
 
     def _is_over(self, versions: Set) -> bool:
         """Whether another run of one of these models has taken over: nobody wants these any more."""
         published = self.barrier.published()
         return any(published[each.model_id].run_id != each.run_id for each in versions if each.model_id in published)
-
-    def _superseded(self, versions: Set) -> TransferAbortedError:
-        named = ", ".join(f"{each.model_id} {each.of}" for each in versions)
-        return TransferAbortedError(_OVER, version=named, state_left="what was served is served")
 
     def _prepare(self, member: Member, versions: Set, spans: Spans) -> None:
         self._hook("prepare", member.instance_id)

@@ -306,3 +306,34 @@ def test_a_quorum_counts_who_has_it_and_waits_for_it(world: World) -> None:
     waits.served["actor"] = has
     assert method.sync_weights("actor", v(2)) == 2
     assert (waits.beat_once(), a.served["actor"].of) == (LEASE_S, v(2))
+
+
+def test_a_quorum_counts_nobody_twice(world: World) -> None:
+    """It had staged it, was left out, and had it staged once more. Seen red: it counted as two."""
+    a, method = world.instance("a"), world.method("quorum(2)")
+    one, two = (ModelVersion(model_id="actor", run_id="r", version=n, sender_endpoint=SENDER) for n in (1, 2))
+    world.pool.decided([one])
+    a.served["actor"] = one
+    assert a.beat_once() == LEASE_S
+    staged = set(world.pool.members(["actor"]))
+    with world.pool.syncing([two]):
+        world.pool.evict("a", "as told")
+        world.pool.heartbeat(
+            HeartbeatRequest(instance_id="a", incarnation="1", url=a.url, serves=(one,), staged=(two,), leased=False)
+        )
+        assert world.pool.num_waiting([two]) == 1
+        assert not method._are_enough(staged, (two,), 2)
+
+
+def test_a_quorum_that_is_not_there_waits_for_no_run_that_is_over(world: World) -> None:
+    """Seen red: the run that took over waited for `straggler_s`, too."""
+    a, method = world.instance("a").beat(), world.method("quorum(2)", straggler_s=100 * LONG_S)
+    world.pool.decided([ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=SENDER)])
+    until(lambda: a.state == "live" and a.served, "it serves that")
+    counted = threading.Event()
+    world.pool.num_waiting = lambda versions: counted.set() or 0  # type: ignore[method-assign,func-returns-value]
+    first = in_thread(lambda: bring(method, 2), name="first")
+    assert counted.wait(LONG_S)
+    method.trained("actor", v(1, "next"), SENDER)
+    with pytest.raises(SyncFailedError, match="2 have to stage it"):
+        first.result(LONG_S)

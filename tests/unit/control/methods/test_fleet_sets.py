@@ -22,6 +22,7 @@ from tests.unit.control.fleet_instances import (
     until,
     v,
 )
+from weightsync.control.pool import RolloutPool
 from weightsync.errors import (
     DeadlineExceededError,
     EngineUnreachableError,
@@ -32,6 +33,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.types.fleet import (
+    HeartbeatRequest,
     ModelVersion,
     PrepareRequest,
 )
@@ -262,3 +264,37 @@ def test_who_joins_is_asked_for_a_set_that_waits(world: World) -> None:
     with pytest.raises(NotPublishedError):
         bring(method, 51)
     assert method.barrier.published()["actor"].version == 3
+
+
+def test_who_comes_in_while_an_agent_is_asked_is_brought_that_at_once(world: World) -> None:
+    """Seen red: the sync had failed for want of one, and nobody tried again when that was the last retry."""
+    one = ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=SENDER)
+    world.pool.decided([one])
+    joins, method = world.instance("joins"), world.method()
+    joins.beat_once()
+    joins.served.clear()
+    joins.beat_once()
+
+    def comes_in(_: Any) -> None:
+        joins.served["actor"] = one
+        assert joins.beat_once() == LEASE_S
+
+    joins.on_check = comes_in
+    assert bring(method, 2) == 2
+    assert joins.served["actor"].of == v(2)
+
+
+def test_a_method_tells_its_pool_of_its_sets(world: World) -> None:
+    """Half of what is no set may answer, and half of a set may not."""
+    serves = tuple(ModelVersion(model_id=model, run_id="r", version=1, sender_endpoint=SENDER) for model in PAIR)
+
+    def lent_s() -> float:
+        beat = HeartbeatRequest(instance_id="half", incarnation="1", url=SENDER, serves=serves, whole=False)
+        return world.pool.heartbeat(beat).lease_s
+
+    world.method(sets=(PAIR,))
+    assert lent_s() == 0.0
+    world.pool = RolloutPool(lease_s=LEASE_S)
+    world.pool._learning.until_s = 0.0
+    world.method()
+    assert lent_s() == LEASE_S
