@@ -144,7 +144,8 @@ class VllmEngine(SteppedEngine):
         name, run_id = secrets.token_hex(8), self._look(deadline).run_id
         self._send_init(VllmInitMessage(audit=name), deadline)
         while (ended := next((each for each in self._look(deadline).audits if each.name == name), None)) is None:
-            if self._state.run_id != run_id:
+            restarted = self._state.run_id is None and self._state.version is None
+            if restarted or self._state.run_id not in (None, run_id):
                 raise StateError("it was started again, or another run took over, while it read: ask again")
             deadline.check("read its live weights")
             threading.Event().wait(_AUDIT_POLL_S)
