@@ -63,6 +63,8 @@ class WeightSyncError(Exception):
 
     def __str__(self) -> str:
         facts = [f"{key}={value}" for key in _FIELDS if (value := getattr(self, key)) is not None]
+        if self.peer is not None and "://" in self.peer and self.peer in self.message:
+            facts.remove(f"peer={self.peer}")  # a URL need not be read twice
         facts += [f"{key}={_shown(value)}" for key, value in self.details.items()]
         return _visible(f"{self.message} [{', '.join(facts)}]" if facts else self.message)
 

@@ -82,6 +82,7 @@ def test_help_teaches() -> None:
         (("--engine", "actor=vllm+http://127.0.0.1:1", "--from", "trainer-0:8765"), "starts with http:// or https://"),
         (("--engine", "actor=vllm+http://127.0.0.1:1", "--controller", "http://a:1", "--port", "0"), "a lease"),
         (("--engine", "actor=vllm+http://127.0.0.1:1", "--lease", "/no/such/folder/lease"), "folder /no/such/folder"),
+        (("--engine", "actor=vllm+http://127.0.0.1:1", "--name", "\n"), "--name has 1 to 256 printable characters"),
     ],
 )
 def test_what_serve_refuses_at_once(words: tuple[str, ...], said: str) -> None:
