@@ -225,6 +225,10 @@ def test_a_url_is_not_read_twice() -> None:
     assert error.to_dict()["peer"] == url
     assert str(EngineError("refused", peer=url)) == f"refused [peer={url}]"
     assert str(EngineError("engine 0 failed", peer="0")) == "engine 0 failed [peer=0]", "a word may mean anything"
+    other = f"not {url}0, {url}.a or {url}:2"
+    assert str(EngineError(other, peer=url)) == f"{other} [peer={url}]", "seen red: these are others"
+    assert str(EngineError(f"{url}: refused", peer=url)) == f"{url}: refused"
+    assert str(error_from_dict({"message": "x", "peer": 5})) == "x [peer=5]", "seen red with a TypeError"
 
 
 def test_what_is_typed_stays_what_it_is() -> None:

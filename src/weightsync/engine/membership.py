@@ -71,11 +71,11 @@ class Membership:
         self._trainer, self._ended = self.run, False
 
     def end(self, group: str) -> None:
-        """The trainer of a group has ended in order. One that is not the last is no news."""
+        """The trainer of a group has ended in order. Of one that is not the last, or said again, it is no news."""
         if group == self._joined:
             self.leave()
             self._ended |= self.run == self._trainer
-            self.run = self._trainer
+            self.run, self._joined = self._trainer, None
 
     def receiver_for(self, version: Version, model_id: str) -> WeightTransferReceiver:
         """The group's receiver, for a version of the current run and model.
