@@ -8,6 +8,7 @@ process borders as plain JSON (`to_dict`, `error_from_dict`), never as a pickle.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -63,6 +64,9 @@ class WeightSyncError(Exception):
 
     def __str__(self) -> str:
         facts = [f"{key}={value}" for key in _FIELDS if (value := getattr(self, key)) is not None]
+        url = str(self.peer)
+        if "://" in url and re.search(re.escape(url) + r"(?![\w.:-]*\w)", self.message):  # and none that is longer
+            facts.remove(f"peer={url}")  # a URL need not be read twice
         facts += [f"{key}={_shown(value)}" for key, value in self.details.items()]
         return _visible(f"{self.message} [{', '.join(facts)}]" if facts else self.message)
 

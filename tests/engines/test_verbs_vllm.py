@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import weightsync
 from tests.engines.vllm_support import PACKS, Server, build_model, train_step
@@ -15,6 +16,7 @@ from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.test_verbs import command
 from tests.standins.processes import children, free_port
 from tests.unit.cli.test_status import run
+from weightsync.cli import app
 from weightsync.errors import ConfigError, SyncFailedError
 
 TOKEN = "a-token-for-tests-only"
@@ -73,9 +75,20 @@ def test_check_and_push_name_what_a_vllm_has_not(vllm_server: Server, serves: Ca
         weightsync.publish(model, "actor", to=vllm_server.url, token=TOKEN, port=0)
     with pytest.raises(SyncFailedError, match=r"closest that it has is 'model\.embed_tokens\.weight'"):
         weightsync.push(model, vllm_server.url, name_map=lambda name: f"module.{name}")
+
+    def checked(*more: str) -> int:
+        words = ("check", "--model", str(vllm_server.checkpoint), "--engine", f"vllm+{vllm_server.url}", *more)
+        return CliRunner().invoke(app, words).exit_code
+
     with weightsync.push(model, vllm_server.url) as push:  # it is asked what it is
         report = push.step()
+        assert (checked(), checked("--anyway"), checked()) == (2, 0, 2), "it is left alone, or comes through"
+        assert push.step() is not None
     assert (report.version.number, report.digests_equal) == (1, None if PACKS else True)
+    assert (checked(), checked()) == (0, 0), "the trainer has ended in order"
+    serves(0)
+    with weightsync.push(model, vllm_server.url) as push:
+        assert push.step() is not None
     serves(0)
 
 

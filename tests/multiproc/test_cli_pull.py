@@ -184,7 +184,7 @@ def test_what_goes_wrong_is_one_line_and_an_exit_code(tmp_path: Path, monkeypatc
             ("inspect", nowhere): (1, "EngineUnreachableError"),
             ("inspect", "nothing-of-the-kind"): (2, "no agent's URL"),
             ("inspect", str(tmp_path / "empty.safetensors")): (2, "is empty"),
-            ("inspect", str(tmp_path / "garbage.safetensors")): (1, "InvalidRequestError"),
+            ("inspect", str(tmp_path / "garbage.safetensors")): (2, "garbage.safetensors: this is no safetensors file"),
         }
         code, _, err = end(start("pull", agent.url, "--out", tmp_path / "x"))
         assert (code, len(err.strip().splitlines())) == (2, 1), err

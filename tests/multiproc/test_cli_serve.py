@@ -82,6 +82,7 @@ def test_help_teaches() -> None:
         (("--engine", "actor=vllm+http://127.0.0.1:1", "--from", "trainer-0:8765"), "starts with http:// or https://"),
         (("--engine", "actor=vllm+http://127.0.0.1:1", "--controller", "http://a:1", "--port", "0"), "a lease"),
         (("--engine", "actor=vllm+http://127.0.0.1:1", "--lease", "/no/such/folder/lease"), "folder /no/such/folder"),
+        (("--engine", "actor=vllm+http://127.0.0.1:1", "--name", "\n"), "--name has 1 to 256 printable characters"),
     ],
 )
 def test_what_serve_refuses_at_once(words: tuple[str, ...], said: str) -> None:
@@ -172,15 +173,37 @@ def test_check_leaves_an_engine_alone_that_has_a_trainer(checkpoint: Path) -> No
     engine = EmbeddedEngine.of(ModuleWeightLoader(served))
     server = EngineServer(engine, token=SECRET)
     url = server.start()
-    with weightsync.push(trained, url, token=SECRET) as push:
+    asked = ("check", "--model", checkpoint, "--engine", url)
+    with weightsync.push(trained, url, token=SECRET, run_id="mine") as push:
+        for _ in range(2):  # before its first step it is in no group, and a trainer all the same
+            code, text = invoke(*asked)
+            assert (code, "has a trainer, mine" in text) == (2, True)
+            push.step()
+        code, text = invoke(*asked, "--anyway")
+        assert code == 0, text
+        code, text = invoke(*asked)
+        assert (code, "has a trainer, mine" in text) == (2, True), "a check takes nobody's place"
         push.step()
-        code, text = invoke("check", "--model", checkpoint, "--engine", url)
-        assert (code, f"has a trainer, {push.run_id}" in text) == (2, True)
-        push.step()
-    code, text = invoke("check", "--model", checkpoint, "--engine", url, "--anyway")
-    assert code == 0, text
     assert engine.version is not None
-    assert engine.version.number == 2
+    assert engine.version.number == 3
+    server.close()
+
+
+def test_check_goes_on_where_the_trainer_has_ended_in_order(checkpoint: Path) -> None:
+    trained, served = model(torch.float32), model()
+    engine = EmbeddedEngine.of(ModuleWeightLoader(served))
+    server = EngineServer(engine, token=SECRET)
+    url = server.start()
+    asked = ("check", "--model", checkpoint, "--engine", url)
+    with weightsync.push(trained, url, token=SECRET, run_id="mine") as push:
+        push.step()
+    for _ in range(2):
+        code, text = invoke(*asked)
+        assert code == 0, text
+    assert str(engine.version) == "mine/1"
+    with weightsync.push(trained, url, token=SECRET, run_id="another"):
+        code, text = invoke(*asked)
+        assert (code, "has a trainer, another" in text) == (2, True)
     server.close()
 
 

@@ -6,8 +6,11 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from weightsync.cli import app
@@ -27,6 +30,21 @@ def test_help_names_every_command_and_option() -> None:
     assert code == 0
     for word in ("--steps", "--json", "--out", "--engines", "--ranks", "--size", "exits with 1"):
         assert word in text
+
+
+def test_a_demo_is_not_run_for_a_file_that_cannot_be_written() -> None:
+    """Seen red after all its steps."""
+    code, text = run("demo", "--json", "/no/such/folder/summary.json")
+    assert (code, "there is no folder /no/such/folder" in text) == (2, True)
+
+
+def test_a_mistake_is_said_without_a_box_in_a_pipe() -> None:
+    """Seen red: a path that is longer than a line was cut."""
+    path = "/a/folder/of/a/very/long/name/indeed/that/no/line/holds/and/another/one/no-such-file.yaml"
+    command = [sys.executable, "-m", "weightsync.cli", "controller", "--config", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"Error: Invalid value for '--config': path '{path}' does not exist."
 
 
 def test_version() -> None:
@@ -150,22 +168,50 @@ def test_a_signal_to_a_child_that_was_forked_ends_the_child_alone() -> None:
     assert done.stdout == b"True False\n", done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("words", [("--version",), ("--help",), ("doctor",)])
-def test_a_reader_that_has_gone_is_no_error(words: tuple[str, ...]) -> None:
-    """`weightsync ... | head`. Seen red with a traceback."""
+FORKS_AT_ONCE = """
+import os, signal
+at_once = lambda: os.kill(os.getpid(), signal.SIGTERM)
+os.register_at_fork(after_in_child=at_once)  # the first of all: before the child has handlers of its own
+from weightsync.cli.shared import stop_event
+
+stop = stop_event()
+if not (child := os.fork()):
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM, stop.wait(0.2))
+at_once()
+print(stop.wait(20))
+"""
+
+
+def test_a_signal_to_a_child_at_its_first_moment_ends_the_child_alone() -> None:
+    """Seen red: it came before the child had let go of its parent's pipe."""
+    done = subprocess.run([sys.executable, "-c", FORKS_AT_ONCE], capture_output=True, timeout=60, check=False)
+    assert done.stdout == b"True False\nTrue\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "words", [("--version",), ("--help",), ("doctor",), ("controller", "--example"), ("inspect", "weights.safetensors")]
+)
+def test_a_reader_that_has_gone_is_no_error(words: tuple[str, ...], tmp_path: Path) -> None:
+    """`weightsync ... | head`. Seen red with a traceback, and with 1, which means that something is wrong."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
     reads, writes = os.pipe()
     os.close(reads)
     with open(writes, "wb") as nobody:
         command = [sys.executable, "-m", "weightsync.cli", *words]
-        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=120, check=False)
-    assert (done.returncode in (1, 141), done.stderr) == (True, b"")
+        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=120, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize(("words", "code"), [(("--version",), 0), (("status", "http://127.0.0.1:9"), 3)])
-def test_an_output_that_was_closed_changes_no_exit_code(words: tuple[str, ...], code: int) -> None:
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(("--version",), 0), (("status", "http://127.0.0.1:9"), 3), (("inspect", "weights.safetensors"), 0)],
+)
+def test_an_output_that_was_closed_changes_no_exit_code(words: tuple[str, ...], code: int, tmp_path: Path) -> None:
     """`weightsync ... >&-`. Seen red: 1, with an AttributeError."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
     shell = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "weightsync.cli", *words]
-    done = subprocess.run(shell, stderr=subprocess.PIPE, timeout=120, check=False)
+    done = subprocess.run(shell, stderr=subprocess.PIPE, timeout=120, check=False, cwd=tmp_path)
     assert (done.returncode, b"Traceback" in done.stderr) == (code, False), done.stderr[-2000:]
 
 

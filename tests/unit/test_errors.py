@@ -216,6 +216,21 @@ def test_a_failed_sync_is_a_consequence_only_if_all_its_causes_are() -> None:
     assert not is_consequence(SyncFailedError("x"))
 
 
+def test_a_url_is_not_read_twice() -> None:
+    """Seen red: each error of a client named its server in the message and behind it."""
+    url = "http://host:1"
+    assert str(EngineError(f"can't connect to {url}", peer=url)) == f"can't connect to {url}"
+    error = EngineError(f"can't connect to {url}", peer=url, version=1)
+    assert (str(error), error.peer) == (f"can't connect to {url} [version=1]", url)
+    assert error.to_dict()["peer"] == url
+    assert str(EngineError("refused", peer=url)) == f"refused [peer={url}]"
+    assert str(EngineError("engine 0 failed", peer="0")) == "engine 0 failed [peer=0]", "a word may mean anything"
+    other = f"not {url}0, {url}.a or {url}:2"
+    assert str(EngineError(other, peer=url)) == f"{other} [peer={url}]", "seen red: these are others"
+    assert str(EngineError(f"{url}: refused", peer=url)) == f"{url}: refused"
+    assert str(error_from_dict({"message": "x", "peer": 5})) == "x [peer=5]", "seen red with a TypeError"
+
+
 def test_what_is_typed_stays_what_it_is() -> None:
     typed = ConfigError("x")
     assert as_weightsync_error(typed, LoadError, "no") is typed

@@ -10,13 +10,13 @@ from typing import Annotated
 import typer
 
 from weightsync.cli import check, controller, demo, doctor, pull, serve, status, trace, verify
-from weightsync.cli.shared import BROKEN_PIPE, flowing
+from weightsync.cli.shared import BROKEN_PIPE, flowing, is_terminal
 
 app = typer.Typer(
-    help="Moves updated weights from a trainer to rollout engines, and says what of it is proved.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich" if is_terminal() else None,  # its boxes cut words, and are as wide as a terminal
 )
 
 
@@ -25,7 +25,11 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
 ) -> None:
-    """Moves updated weights from a trainer to rollout engines, and says what of it is proved."""
+    """Moves updated weights from a trainer to rollout engines, and says what of it is proved.
+
+    Exit codes: 0: it is done, or all is well. 1: it failed, or something is wrong. 2: what you gave is: an option, a
+    file, a URL or a token. 3, of status and verify: nobody can tell. 130: Ctrl-C. 141: who reads the output has gone.
+    """
     if version:
         print(f"weightsync {importlib.metadata.version('weightsync')}")
         raise typer.Exit
@@ -38,18 +42,26 @@ for _command in (serve, check, doctor, verify, demo, pull, controller, status, t
 for _known in app.registered_commands:
     assert _known.callback is not None
     _known.help = flowing(_known.callback.__doc__ or "")
+    _known.short_help = _known.help.partition("\n\n")[0]
 
 
 def main() -> None:
     """Entry point. Who reads its output may have gone (`| head`): it ends then as by SIGPIPE, without a word."""
+    output = sys.stdout
+    if output is None:  # it was closed before this began (`>&-`)
+        app()
+        return
+    before = os.fstat(output.fileno())
     try:
         try:
             app()
         finally:
-            if sys.stdout is not None:  # it was closed before this began (`>&-`)
-                sys.stdout.flush()
+            output.flush()
+            # a pipe that typer or rich found broken has something else in its place, and they end with 1
+            if sys.stdout is not output or not os.path.samestat(before, os.fstat(output.fileno())):
+                raise BrokenPipeError
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # what is left goes there when Python ends
         raise SystemExit(BROKEN_PIPE) from None
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _NUM_SHOWN = 20
 _ANSWER_S = 30.0
-_RUN = "weightsync-check"
 
 
 def check(
@@ -56,7 +55,12 @@ def check(
     token: Token = None,
     verify: Verify = None,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also where the engine has a trainer, whose next sync joins anew then.")
+        bool,
+        typer.Option(
+            "--anyway",
+            help="Also where the engine has a trainer that has not ended in order: a sync under way is aborted, and "
+            "the next one joins anew.",
+        ),
     ] = False,
 ) -> None:
     """Asks an engine whether a model's names, shapes and dtypes are its own; nothing moves, and it goes on serving.
@@ -64,7 +68,7 @@ def check(
     The engine is shown what a trainer would send, as at the beginning of a sync, and answers before a byte moves. What
     differs is counted, and the first ten tensors are named, with the closest names that it has. A checkpoint's names
     are those that a trainer sends without a name_map. Of an adapter it is also asked whether it takes adapters, and
-    one of this rank and base.
+    one of this rank and base. An engine whose trainer has not ended in order is left alone.
 
     Exit codes: 0: it would take them. 1: it would not, or does not answer. 2: a wrong option or token, or no
     such file.
@@ -190,38 +194,40 @@ def _ask(
         BeginRequest,
         DescribeRequest,
         EngineOp,
-        InitRequest,
         Manifest,
         TensorTable,
         Version,
     )
+    from weightsync.types.engine import CHECK_RUN
     from weightsync.update.artifacts import check_takes
 
     told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ANSWER_S)
-    if told_of.run_id is not None and not told_of.run_id.startswith(_RUN) and not anyway:
+    if told_of.run_id is not None and not told_of.run_id.startswith(CHECK_RUN) and not anyway:
         raise ConfigError(
-            f"{handle.engine_id} has a trainer, {told_of.run_id}, which would have to join it anew after the check: "
-            "ask before a run, or say --anyway where that one has ended"
+            f"{handle.engine_id} has a trainer, {told_of.run_id}, which has not said that it ended: a sync that is "
+            "under way would be aborted. Ask before a run, or say --anyway where that one is dead or can bear it"
         )
+    run_id = f"{CHECK_RUN}-{uuid.uuid4().hex[:8]}"
     manifest = Manifest(
-        version=Version(run_id=f"{_RUN}-{uuid.uuid4().hex[:8]}", number=0), model_id=model_id,
-        tensors=TensorTable.of(specs), artifact="model" if adapter is None else "lora", adapter=adapter,
+        version=Version(run_id=run_id, number=0), model_id=model_id, tensors=TensorTable.of(specs),
+        artifact="model" if adapter is None else "lora", adapter=adapter,
     )  # fmt: skip
     try:
         check_takes(manifest, {handle.engine_id: told_of})
     except SyncFailedError as error:
         raise error.causes[handle.engine_id] from None
-    run_id, session = manifest.version.run_id, f"check-{uuid.uuid4().hex[:8]}"
-    info, _ = PackedCudaIpcTransferStrategy().create_init_info({handle.engine_id: told_of.world_size})
+    session = f"check-{uuid.uuid4().hex[:8]}"
     sizes = {handle.engine_id: told_of.world_size}
+    info, _ = PackedCudaIpcTransferStrategy().create_init_info(sizes)
     requests = init_requests(info, sizes, run_id=run_id, model_id=model_id, artifact=manifest.artifact)
-    init: InitRequest = requests[handle.engine_id]
-    handle.call(EngineOp.INIT, init, timeout_s=_ANSWER_S)
     begin = BeginRequest(session=session, manifest=manifest, deadline_s=_ANSWER_S)
+    handle.call(EngineOp.INIT, requests[handle.engine_id], timeout_s=_ANSWER_S)
     try:
         handle.call(EngineOp.BEGIN, begin, timeout_s=_ANSWER_S)
     finally:
-        handle.call(EngineOp.ABORT, AbortRequest(session=session, reason="nothing but a check"), timeout_s=_ANSWER_S)
+        for name in (session, info.group_name):
+            request = AbortRequest(session=name, reason="nothing but a check")
+            handle.call(EngineOp.ABORT, request, timeout_s=_ANSWER_S)
 
 
 def _check_slots(handle: EngineHandle, model_id: str, staleness: int) -> None:

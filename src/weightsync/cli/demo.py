@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from weightsync.cli.shared import MAX_S, refuse_given, told
-from weightsync.errors import MissingDependencyError
+from weightsync.errors import ConfigError, MissingDependencyError
 
 _NOT_LORA = (
     "ranks", "engines", "delta", "lr", "strategy", "fleet", "models", "mode", "ray", "out", "deadline_s",
@@ -112,6 +112,8 @@ def demo(
             from weightsync.demo.launch import DemoOptions, run_demo
         except ImportError as error:
             raise MissingDependencyError(f"the demo needs more: pip install 'weightsync[demo]' ({error})") from None
+        if json is not None and not json.absolute().parent.is_dir():
+            raise ConfigError(f"--json {json}: there is no folder {json.parent}")
         if not lora:
             refuse_given(context, ("rank",), "it is of an adapter; add --lora")
         if lora:

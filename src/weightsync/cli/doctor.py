@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from weightsync.cli.shared import Token, Verify, plain, told
-from weightsync.errors import UnsupportedError, WeightSyncError
+from weightsync.errors import AuthError, UnsupportedError, WeightSyncError
 from weightsync.memory import folder
 from weightsync.types.process import num_cores
 
@@ -45,12 +45,14 @@ class Finding:
         what: is looked at.
         found: there.
         advice: what to do; empty where there is nothing to do.
+        is_token: whether it is the token that is wrong.
     """
 
     mark: Mark
     what: str
     found: str
     advice: str = ""
+    is_token: bool = False
 
 
 def doctor(
@@ -71,17 +73,17 @@ def doctor(
 
     Nothing is changed. A line that begins with "wrong" has to be seen to, "note" is worth knowing; both say what to do.
 
-    Exit codes: 0: nothing is wrong. 1: something is. 2: a wrong option.
+    Exit codes: 0: nothing is wrong. 1: something is. 2: a wrong option or token.
 
     Example: weightsync doctor --model-gb 16 vllm+http://127.0.0.1:8000
     """
     with told():
-        wrong = False
+        code = 0
         for finding in (*_machine(model_gb), *_packages(), *_gpus(), *_engines(engine or (), token, verify or True)):
-            wrong |= finding.mark == "wrong"
+            code = max(code, 2 if finding.is_token else finding.mark == "wrong")
             tail = f": {finding.advice}" if finding.advice else ""
             print(plain(f"{finding.mark:<5}  {finding.what:<14} {finding.found}{tail}"), flush=True)
-        raise typer.Exit(1 if wrong else 0)
+        raise typer.Exit(code)
 
 
 def _ok(what: str, found: str) -> Finding:
@@ -222,7 +224,8 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
             finally:
                 handle.close()  # type: ignore[attr-defined]
         except WeightSyncError as error:
-            yield _wrong(url, f"{type(error).__name__}: {error}")
+            said = _wrong(url, f"{type(error).__name__}: {error}")
+            yield dataclasses.replace(said, is_token=isinstance(error, AuthError))
             with contextlib.suppress(WeightSyncError):
                 yield from _lacks(url, token=token, verify=verify)
             continue

@@ -20,7 +20,7 @@ from weightsync.errors import (
     EngineUnreachableError,
     WeightSyncError,
 )
-from weightsync.handles.by_url import engine_at, read_engine_url
+from weightsync.handles.by_url import engine_at, or_another_part, read_engine_url
 from weightsync.net.client import JsonClient
 from weightsync.net.messages import decode
 from weightsync.observe import now_s
@@ -167,7 +167,8 @@ class Face:
             try:
                 self._engine = engine_at(self._url, token=self._token, verify=self._verify, timeout_s=timeout_s)
             except ConfigError as error:  # of what answers there: the URL is one
-                raise EngineError(f"{error.message}; nor does {_RUNS} run there", peer=error.peer) from None
+                what = error.message.replace(or_another_part(error.peer or ""), "")
+                raise EngineError(f"{what}; nor does {_RUNS} run there", peer=error.peer) from None
         reply = described(self._engine, DescribeRequest(), deadline)
         return Seen(facts=tuple(engine_facts(self._engine, reply)), tables=(), raw=reply)
 

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from weightsync.cli.shared import Token, Verify, plain, told
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, InvalidRequestError
 from weightsync.types import Manifest, TensorSpec
 
 Shown = tuple[str, Sequence[tuple[TensorSpec, str | None]], dict[str, Any]]
@@ -80,7 +80,7 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
 
     Raises:
         ConfigError: it is none of these.
-        WeightSyncError: the agent does not answer, or the file is no safetensors file.
+        WeightSyncError: the agent does not answer.
     """
     from weightsync.net.messages import decode
     from weightsync.plan.safetensors import read_header
@@ -107,7 +107,10 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
         mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
         memoryview(mapped) as view,
     ):
-        _, tensors, metadata = read_header(view)
+        try:
+            _, tensors, metadata = read_header(view)
+        except InvalidRequestError as error:
+            raise ConfigError(f"{file}: {error.message}") from None
     return str(file), [(spec, None) for spec in tensors.values()], dict(metadata)
 
 

@@ -110,8 +110,12 @@ def serve(
     """
     with told():
         from weightsync.config import WeightSyncConfig
+        from weightsync.types.spec import check_config_id
         from weightsync.verbs.serving import serve as begin
 
+        for option, value in (("--name", name), ("--zone", zone)):
+            if value is not None:
+                check_config_id(option, value)
         models = _models(engine or ())
         settings = WeightSyncConfig() if config is None else WeightSyncConfig.load(config)
         lease = lease or settings.serve.lease

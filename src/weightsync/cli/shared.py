@@ -21,6 +21,8 @@ _GIVEN = ("COMMANDLINE", "ENVIRONMENT")
 TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
 BROKEN_PIPE = 141
 """The exit code of a process that SIGPIPE ends, as a shell shows it."""
+_ENDS = (signal.SIGINT, signal.SIGTERM)
+_forking = threading.local()
 MAX_S = 7 * 86_400.0
 """No wait is longer than a week, as in `types.deadline`."""
 
@@ -72,15 +74,14 @@ def stop_event() -> threading.Event:
     event = threading.Event()
     read, write = os.pipe()
     os.set_blocking(write, False)
-    ends = (signal.SIGINT, signal.SIGTERM)
 
     def watch() -> None:
-        while os.read(read, 1)[0] not in ends:
+        while os.read(read, 1)[0] not in _ENDS:
             pass
         event.set()
 
     threading.Thread(target=watch, name="weightsync-signals", daemon=True).start()
-    for number in ends:  # a second byte does no harm; the first is lost where a loop of asyncio took the descriptor
+    for number in _ENDS:  # a second byte does no harm; the first is lost where a loop of asyncio took the descriptor
         signal.signal(number, lambda number, _: _said(write, number))
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     return closed_in_children(event, _signals_of_its_own)
@@ -91,6 +92,18 @@ def _signals_of_its_own(_: threading.Event) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _unheard() -> None:
+    """Before a fork, in the thread that forks: until the child has handlers of its own it is given no signal."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+
+
+def _heard_again() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+os.register_at_fork(before=_unheard, after_in_parent=_heard_again, after_in_child=_heard_again)
 
 
 def _said(write: int, number: int) -> None:
@@ -131,6 +144,11 @@ def reader_has_gone(error: Exception) -> bool:
 def is_the_users(error: Exception) -> bool:
     """Whether what the user gave is at fault: an option, a file, a URL or a token."""
     return isinstance(error, ConfigError | AuthError) and not isinstance(error, SignatureError)
+
+
+def is_terminal() -> bool:
+    """Whether somebody sees the output at once; it may be closed (`>&-`)."""
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def flowing(text: str) -> str:

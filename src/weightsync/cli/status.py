@@ -131,19 +131,28 @@ def _watch(face: Face, *, every_s: float, timeout_s: float) -> int:
     shown: Group | None = None
     code = _NO_ANSWER
     answered = time.monotonic()
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console(), auto_refresh=False) as live:
+    out = console()
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        live = stack.enter_context(Live(console=out, auto_refresh=False)) if out.is_terminal else None
+
+        def show(now: Group) -> None:
+            if live is not None:
+                live.update(now, refresh=True)
+            else:  # one look after the other
+                out.print(now, highlight=False)
+
         while True:
             try:
                 seen = face.look(timeout_s)
                 shown, code, answered = _rendered(seen), _code(seen), time.monotonic()
-                live.update(shown, refresh=True)
+                show(shown)
             except (ConfigError, AuthError):
                 raise
             except WeightSyncError as error:
                 code = _NO_ANSWER
                 since = seconds_text(time.monotonic() - answered)
                 gone = Text(f"No answer since {since} ({plain(str(error))})", style="bold red")
-                live.update(Group(gone, *(shown.renderables if shown is not None else ())), refresh=True)
+                show(Group(gone, *(shown.renderables if shown is not None else ())))
             time.sleep(every_s)
     return code
 

@@ -1,28 +1,54 @@
-"""Tables for a terminal: others' text in them moves no cursor and styles nothing."""
+"""Tables for a terminal: others' text in them moves no cursor, styles nothing, and is never cut."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
-from weightsync.cli.shared import plain
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from weightsync.cli.shared import is_terminal, plain
 
-_WIDTH_OF_A_PIPE = 160
+_ANY_WIDTH = 1 << 20
+"""Of what is no terminal: each row, and each sentence, is one line."""
 
 Cell = str | tuple[str | None, str] | None
 """A text, or a text and its style."""
 
 
-def console() -> Console:
-    """Standard output: as wide as the terminal, or as a log bears."""
-    from rich.console import Console
+class _Table(Table):
+    """One whose words are wider than the terminal is a list of its rows instead, a line for each cell.
 
-    return Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+    Args:
+        heading: above it, and as wide as it is.
+    """
+
+    def __init__(self, heading: Text, **options: Any) -> None:
+        super().__init__(**options)
+        self._heading = heading
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """See `rich.protocol`."""
+        yield self._heading
+        if Measurement.get(console, options.update_width(_ANY_WIDTH), self).minimum <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        heads = [str(column.header) for column in self.columns]
+        wide = max(map(len, heads))
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            yield Text("─" * options.max_width, style="dim")
+            for head, cell in zip(heads, row, strict=True):
+                if str(cell):
+                    yield Text.assemble((head.ljust(wide + 2), "dim"), cell)
+
+
+def console() -> Console:
+    """Standard output: as wide as the terminal; of a pipe no line is broken. No text is taken for a style."""
+    return Console(width=None if is_terminal() else _ANY_WIDTH, markup=False, highlight=False)
 
 
 def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]], *, right: Container[str] = ()) -> Table:
@@ -34,13 +60,9 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]], *, r
         rows: of cells.
         right: heads of the columns whose cells stand at the right.
     """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(
-        title=Text(plain(title), style="bold"), title_justify="left", header_style="dim", box=box.SIMPLE_HEAD,
-        show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
+    made = _Table(
+        Text(plain(title), style="bold"), header_style="dim", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
+        padding=(0, 1, 0, 0),
     )  # fmt: skip
     for index, head in enumerate(heads):
         made.add_column(

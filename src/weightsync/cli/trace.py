@@ -57,7 +57,10 @@ def trace(
             "clocks": [face.about() for face in found],
             "unreachable": [{"url": url, "error": str(error)} for url, error in missing.items()],
         }
-        write_chrome_trace(records, out, about=about)
+        try:
+            write_chrome_trace(records, out, about=about)
+        except OSError as broke:
+            raise ConfigError(f"--out {out} can't be written: {broke.strerror}") from broke
         for face in found:
             print(plain(str(face)))
         for url, error in missing.items():

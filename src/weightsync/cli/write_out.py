@@ -61,7 +61,7 @@ def prepare(folder: Path) -> None:
         with _opened(folder) as fd:
             _check_replaceable(folder, fd)
     except OSError as error:
-        raise ConfigError(f"{folder} can't be the folder of a version: {error}") from error
+        raise ConfigError(f"{folder} can't be the folder of a version: {error.strerror}") from error
 
 
 def write_out(pulled: StagedVersion, folder: Path) -> Path:

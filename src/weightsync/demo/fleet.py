@@ -58,7 +58,7 @@ def run_fleet(options: FleetOptions) -> list[str]:
     if options.services < 2:
         raise ConfigError(f"one service is killed on the way: --fleet 2 or more, not {options.services}")
     models = ("actor", "verifier", *(f"model-{index}" for index in range(2, options.models)))[: options.models]
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     with (
         Processes(step_timeout_s=options.step_timeout_s, say=console.print) as processes,
         _controller(options, models, processes.token) as built,

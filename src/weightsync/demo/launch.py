@@ -49,7 +49,7 @@ def run_demo(options: DemoOptions) -> list[str]:
         raise ConfigError(f"--lr, a learning rate, lies between 0 and 1, not at {options.learning_rate}")
     if options.engine in SERVED:
         SERVED[options.engine].server.check()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     rows: list[StepRow] = []
     phases: tuple[PhaseRecord, ...] = ()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ def run_lora(options: LoraOptions) -> list[str]:
     Raises:
         WeightSyncError: a process failed or the time ran out. No process is left behind.
     """
-    out = Console(highlight=False)
+    out = Console(highlight=False, soft_wrap=True, markup=False)
     torch.set_num_threads(1)
     text, size = ByteText(), model_size(options.size)
     with Processes(step_timeout_s=options.step_timeout_s, say=out.print) as processes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weightsync.errors import InvalidRequestError, StateError, TransferAbortedError, VersionError
 from weightsync.transfer.base import WeightTransferReceiver
 from weightsync.types import InitRequest, Version
+from weightsync.types.engine import CHECK_RUN
 
 _MAX_SUPERSEDED = 1000
 
@@ -14,7 +15,7 @@ class Membership:
 
     Attributes:
         model_id: the one model that is taken; None: any.
-        run: run_id and model_id of the latest init; None before the first.
+        run: run_id and model_id of the latest init, but of none that was a check and is over; None before the first.
         group: name of the group; None where there is none.
         receiver: of the group; None where there is none.
     """
@@ -25,14 +26,24 @@ class Membership:
         self.group: str | None = None
         self.receiver: WeightTransferReceiver | None = None
         self._superseded: dict[str, None] = {}  # runs that are over, oldest first
+        self._trainer: tuple[str, str] | None = None  # the run that is no check
+        self._joined: str | None = None  # the group that was joined last
+        self._ended = False  # whether the trainer has said that it ended
         self._num_inits = 0
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that may come again without being asked; None where there is none."""
+        return None if self.run is None or (self._ended and self.run == self._trainer) else self.run[0]
 
     def check_may_join(self, request: InitRequest) -> None:
         """Raises InvalidRequestError for another model, VersionError for a run that is over."""
         if self.model_id not in (None, request.model_id):
             raise InvalidRequestError(f"this engine serves model {self.model_id!r}, not {request.model_id!r}")
         if request.run_id in self._superseded:
-            raise VersionError(f"run {request.run_id} was taken over by {self.run and self.run[0]}; start a new run")
+            raise VersionError(
+                f"run {request.run_id} was taken over by {self._trainer and self._trainer[0]}; start a new run"
+            )
 
     def begin_join(self) -> int:
         """The number of this attempt; an older one that is still under way gives up."""
@@ -49,12 +60,22 @@ class Membership:
             receiver.close()
             raise TransferAbortedError("a newer init took over while this one joined")
         self.receiver = receiver
-        if self.run is not None and self.run[0] != request.run_id:
-            self._superseded[self.run[0]] = None
+        self.run = (request.run_id, request.model_id)
+        self.group = self._joined = request.info.group_name
+        if request.run_id.startswith(CHECK_RUN):
+            return
+        if self._trainer is not None and self._trainer[0] != request.run_id:
+            self._superseded[self._trainer[0]] = None
             while len(self._superseded) > _MAX_SUPERSEDED:
                 del self._superseded[next(iter(self._superseded))]
-        self.run = (request.run_id, request.model_id)
-        self.group = request.info.group_name
+        self._trainer, self._ended = self.run, False
+
+    def end(self, group: str) -> None:
+        """The trainer of a group has ended in order. Of one that is not the last, or said again, it is no news."""
+        if group == self._joined:
+            self.leave()
+            self._ended |= self.run == self._trainer
+            self.run, self._joined = self._trainer, None
 
     def receiver_for(self, version: Version, model_id: str) -> WeightTransferReceiver:
         """The group's receiver, for a version of the current run and model.

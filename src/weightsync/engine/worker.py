@@ -150,7 +150,7 @@ class EngineWorker(AuditedWorker):
                 digests_equal=True if served and served.proved else None,
                 writes_live=self.loader.writes_live,
                 group=self._member.group,
-                run_id=self._member.run[0] if self._member.run else None,
+                run_id=self._member.run_id,
                 artifacts=tuple(sorted(self.loader.artifacts)),
                 accepts=tuple(sorted(self.loader.accepts if self._takes_patches else self.loader.accepts - {"patch"})),
                 unhealthy=unhealthy,
@@ -351,12 +351,14 @@ class EngineWorker(AuditedWorker):
             self._served = before
 
     def abort(self, name: str | None, reason: str) -> None:
-        """Ends a session badly (any session, where `name` is None) and leaves the group. Idempotent.
+        """Ends a session badly (any, where `name` is None) and leaves the group; or see `AbortRequest`. Idempotent.
 
         Returns when another may begin, also where something else has ended it a moment before.
         """
         with self._lock:
             session = self._session
+            if session is None and name is not None:
+                self._member.end(name)
         if session is not None and name in (None, session.name):
             self._end(session, TransferAbortedError(f"aborted: {reason}", version=str(session.manifest.version)))
 

@@ -101,7 +101,7 @@ def engine_at(
         kind = kind_at(said, token=token, verify=verify, need=need, timeout_s=timeout_s)
     except EngineUnreachableError as error:
         if said.kind is None:
-            error.message += f"; so it can't be asked what it is: start it, or write {' or '.join(_named(said.url))}"
+            error.message += f" It can't be asked what it is: start it, or write {' or '.join(_named(said.url))}"
             raise
         if must_answer:
             raise
@@ -192,8 +192,13 @@ def _what_it_is(found: Capabilities) -> str:
         return f"{found.url} is where clients of OpenAI's API ask: an engine's URL ends before the /v1"
     return (
         f"{found.url} answers, and is no engine that can be synced: neither vLLM, SGLang nor an EngineServer; look at "
-        f"the port (`weightsync status {found.url}` says whether it is another part of weightsync)"
+        f"the port{or_another_part(found.url)}"
     )
+
+
+def or_another_part(url: str) -> str:
+    """What an error advises besides: all but `weightsync status` itself."""
+    return f" (`weightsync status {url}` says whether it is another part of weightsync)"
 
 
 def _named(url: str, *kinds: Kind) -> list[str]:

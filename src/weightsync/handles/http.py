@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightsync.errors import EngineError, InvalidRequestError, UnknownLayoutError, WeightSyncError
 from weightsync.handles.compact import COMPACT_HEADER, ToldLayout, layout_named_in
 from weightsync.net.client import JsonClient
-from weightsync.net.http_edge import told_error
+from weightsync.net.http_edge import first_words, told_error
 from weightsync.net.messages import decode, encode
 from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest
 
@@ -88,8 +88,8 @@ class HttpEngine:
 class _EngineClient(JsonClient):
     def _error_in(self, status: int, body: bytes, path: str) -> WeightSyncError:
         return told_error(body, peer=self.peer) or EngineError(
-            f"{self.url} answered {path} with status {status}: {body[:200]!r}; is this a weightsync engine server? "
-            "(vLLM's own takes a VllmEngine)",
+            f"{self.url} answered {path} with status {status}: {first_words(body)}; is this a weightsync engine "
+            "server? (vLLM's own takes a VllmEngine)",
             peer=self.peer,
             status=status,
         )

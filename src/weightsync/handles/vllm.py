@@ -141,10 +141,12 @@ class VllmEngine(SteppedEngine):
         return self._look(deadline, layers=True).layers
 
     def _audit(self, deadline: Deadline) -> EngineReply:
-        name, run_id = secrets.token_hex(8), self._look(deadline).run_id
+        name, before = secrets.token_hex(8), self._look(deadline)
         self._send_init(VllmInitMessage(audit=name), deadline)
         while (ended := next((each for each in self._look(deadline).audits if each.name == name), None)) is None:
-            if self._state.run_id != run_id:
+            run_id, version = self._state.run_id, self._state.version
+            restarted = (run_id, version) == (None, None) != (before.run_id, before.version)
+            if restarted or run_id not in (None, before.run_id):  # None: its trainer has ended
                 raise StateError("it was started again, or another run took over, while it read: ask again")
             deadline.check("read its live weights")
             threading.Event().wait(_AUDIT_POLL_S)
@@ -280,6 +282,8 @@ class VllmEngine(SteppedEngine):
                 self._go_on(deadline)
 
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
+        if self._paused_by not in (None, request.session):
+            return  # a pause of this handle's run is to be ended yet: that run is not over, and goes on mending
         self._mending.set()
         try:
             self._abort_once(request, deadline)

@@ -63,7 +63,7 @@ class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         group: the transfer group that all are in; None where they are in none, or in different ones.
-        run_id: the run that last made them join.
+        run_id: the run that last made them join; None where its trainer has ended in order.
         version: the version whose bytes all serve; None before the first commit, and where they differ.
         digest: model digest of what was committed as that version, as it was proved on its way in; None likewise.
         healthy: whether every worker's live weights are those of that one version.

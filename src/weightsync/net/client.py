@@ -20,7 +20,7 @@ from weightsync.errors import (
 )
 from weightsync.net.auth import bearer_headers
 from weightsync.net.exchange import Answer, TimedSocket, answer_to, trusted
-from weightsync.net.http_edge import NO_ENCODING, checked_url, reply_limit, told_error
+from weightsync.net.http_edge import NO_ENCODING, checked_url, first_words, reply_limit, told_error
 from weightsync.net.messages import decode, encode
 from weightsync.types import Deadline
 
@@ -223,5 +223,6 @@ class JsonClient:
 
     def _error_in(self, status: int, body: bytes, path: str) -> WeightSyncError:
         return told_error(body, peer=self.peer) or EngineError(
-            f"{self.url} answered {path} with status {status}: {body[:200]!r}; is {self._runs} there?", peer=self.peer
+            f"{self.url} answered {path} with status {status}: {first_words(body)}; is {self._runs} there?",
+            peer=self.peer,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
+import textwrap
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -59,6 +60,12 @@ def told_error(body: bytes, *, peer: str) -> WeightSyncError | None:
         if "error" in told:
             return error_from_dict(told, peer=peer)
     return None
+
+
+def first_words(body: bytes) -> str:
+    """Of an answer that is none of ours, for an error: one line; of a web page, that it is one."""
+    text = textwrap.shorten(body[:2000].decode("utf-8", "replace"), 200, placeholder=" ...")
+    return "a web page" if text.lower().startswith(("<!doctype html", "<html")) else repr(text)
 
 
 def reply_limit(status: int, limit_bytes: int | None) -> int:

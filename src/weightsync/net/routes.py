@@ -93,7 +93,8 @@ def listening(host: str, port: int, *, backlog: int = 2048) -> socket.socket:
         listener.listen(backlog)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise ConfigError(f"can't listen on {host}:{port}: {error}; choose another port or host") from error
+        where = f"{host}:{port}" if port else host
+        raise ConfigError(f"can't listen on {where}: {error}; choose another port or host") from error
     return listener
 
 

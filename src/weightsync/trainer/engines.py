@@ -28,6 +28,8 @@ DESCRIBE_TIMEOUT_S = 3.0
 _SHUN_S, _SHUN_LONGEST_S = 30.0, 600.0  # how long an engine that did not join is left out
 _SHUN_BUSY_S = 5.0  # how long one is left out that hangs, or is still busy with an earlier sync
 
+_GOODBYE_S = 1.5  # how long a trainer's end waits for engines
+
 _logger = logging.getLogger(__name__)
 
 
@@ -59,6 +61,11 @@ class JoinedEngines:
         self.group = TransferGroup(strategy, model_id=model_id, join_timeout_s=join_timeout_s, recorder=recorder)
         self._shunned: dict[str, _Shunned] = {}
         self._lost_before: set[str] = set()
+
+    def close(self) -> None:
+        """Tells the engines that this trainer ends in order, and leaves the group. Idempotent."""
+        if self._all is not None:
+            self.group.end(self._all, timeout_s=_GOODBYE_S)
 
     def took_part(self, engine_ids: Sequence[str]) -> None:
         """These engines began a sync: the next time that one fails it is left out for a short time again."""

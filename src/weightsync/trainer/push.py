@@ -321,7 +321,7 @@ class PushSync:
             SyncInProgressError: a sync is running; it goes on.
         """
         with self._exclusive():
-            self._engines.group.leave()
+            self._engines.close()
             self._parts.codec.close()
             if self._parts.sharer is not None:
                 self._parts.sharer.close()

@@ -37,6 +37,9 @@ from weightsync.types.manifest import ArtifactKind, Manifest, Version, check_mod
 from weightsync.types.message import Message
 from weightsync.types.requests import AnyUpdateRequest
 
+CHECK_RUN = "weightsync-check"
+"""A run of a name that begins so looks whether its weights would be taken, and takes no other run's place."""
+
 
 class DescribeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks an engine what it is. Changes nothing.
@@ -132,7 +135,13 @@ class CommitRequest(Message, frozen=True, kw_only=True):
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
-    """Ends a session badly. Idempotent; an unknown session is no error."""
+    """Ends a session badly. Idempotent; an unknown session is no error.
+
+    Attributes:
+        session: its name. Or the name of the transfer group that was joined last: its trainer has ended in order, and
+            the engine has none from then on. That ends no session.
+        reason: for the log.
+    """
 
     session: str
     reason: str
@@ -241,7 +250,7 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
         writes_live: whether loading touches live weights, so that it has to be paused before the first chunk.
         pauses_first: whether that holds for a session of changes too: it takes no step of one while it generates.
         group: name of the transfer group that all its workers are in; None where there is none (any more).
-        run_id: the run that last made it join; None before the first.
+        run_id: the run that last made it join; None before the first, and where its trainer has ended in order.
         digests_equal: at stage: True, or None with `unprovable` where live bytes can't be read back.
             A mismatch is never a reply but a DigestMismatchError.
         model_digest: at stage: the digest computed from the memory that commit will serve; later that of

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from weightsync.errors import GroupJoinError, as_weightsync_error
 from weightsync.observe import Recorder
 from weightsync.transfer.base import WeightTransferSender, WeightTransferStrategy, init_requests
-from weightsync.types import Deadline, EngineReply, InferenceEngineClient
+from weightsync.types import AbortRequest, Deadline, EngineReply, InferenceEngineClient
 from weightsync.types.manifest import ArtifactKind
 
 
@@ -82,6 +83,21 @@ class TransferGroup:
                     raise
                 raise typed from error
         self.sender, self._name, self._members, self._run_id = sender, info.group_name, tuple(replies), run_id
+
+    def end(self, client: InferenceEngineClient, *, timeout_s: float) -> None:
+        """Tells the engines that their trainer ends in order, and leaves. Never raises; nor does it matter where one
+        does not hear it: it holds the trainer for one that may come again.
+
+        Args:
+            client: of these engines, and perhaps others.
+            timeout_s: how long they may take to answer.
+        """
+        if self._name is not None:
+            with contextlib.suppress(Exception):
+                members = client.only(self._members)
+                members.abort(AbortRequest(session=self._name, reason="its trainer has ended"), timeout_s=timeout_s)
+            self._name = None
+        self.leave()
 
     def leave(self) -> None:
         """The next `join` builds another one. Idempotent."""

@@ -15,7 +15,7 @@ from tests.unit.handles.test_probe import without
 from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.cli import app, faces
 from weightsync.handles.vllm_messages import VllmState
-from weightsync.net.server import Api, ServerThread
+from weightsync.net.server import Api, ServerSettings, ServerThread
 
 
 def doctor(url: str) -> tuple[int, str]:
@@ -82,3 +82,11 @@ def test_what_is_no_engine_is_one_finding() -> None:
     assert code == 1
     assert "no engine that can be synced" in text
     assert "can't" not in text.partition(url)[2], text
+
+
+def test_a_wrong_token_is_2_as_of_every_command() -> None:
+    """Seen red with 1."""
+    server = ServerThread(Api("a part of weightsync"), ServerSettings(token="a-token-for-tests-only"))
+    with contextlib.closing(server):
+        code, text = doctor(server.start())
+    assert (code, "AuthError" in text) == (2, True)

@@ -226,6 +226,8 @@ def test_what_is_none_of_ours_is_3_and_a_wrong_url_2() -> None:
         code, _, error = run(url)
     assert code == 3
     assert "nor does a weightsync controller" in error
+    assert "`weightsync status" not in error, "that was asked"
+    assert error.count(url) == 1
     code, _, error = run("vlm+http://127.0.0.1:9")
     assert code == 2
     assert "did you mean vllm+http" in error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pty
 import re
@@ -140,6 +141,21 @@ def test_tokens(tmp_path: Path) -> None:
         file.write_text("")
         assert run(server.url, "--token-file", str(file))[0] == 2
         assert run(server.url, "--token-file", str(tmp_path / "none"))[0] == 2
+
+
+def test_watch_into_a_pipe_shows_one_look_after_the_other_and_ends_with_its_reader() -> None:
+    """Seen red: it said nothing until Ctrl-C, and went on when its reader had gone."""
+    with StatusServer(status()) as server:
+        command = [sys.executable, "-m", "weightsync.cli", "status", server.url, "--watch", "--every-s", "0.1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        looks = [line for line in itertools.islice(process.stdout, 60) if line.startswith("All 3 instances serve")]
+        assert len(looks) >= 2
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert process.stderr.read() == ""
+        process.stderr.close()
 
 
 class Watched:

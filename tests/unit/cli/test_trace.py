@@ -120,6 +120,16 @@ def test_mistakes(words: str, says: str) -> None:
     assert says in text + error
 
 
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(tmp_path: Path) -> None:
+    """Seen red: it named a file beside it that nobody knows, and ended with 1."""
+    with face("controller", "actor") as controller:
+        code, _, error = run(controller, "--out", tmp_path / "none" / "t.json")
+    assert (code, error) == (
+        2,
+        f"ConfigError: --out {tmp_path}/none/t.json can't be written: No such file or directory\n",
+    )
+
+
 def test_a_wrong_token_is_said(tmp_path: Path) -> None:
     with face("controller", "actor", token=TOKEN) as controller:
         code, _, error = run(controller, "--out", tmp_path / "t.json", "--token", "another-token-for-tests")

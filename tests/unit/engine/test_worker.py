@@ -31,6 +31,7 @@ from weightsync.errors import (
 from weightsync.handles.fanout import in_thread
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.types import HeldTensor, StageRequest, TensorSpec, Version
+from weightsync.types.engine import CHECK_RUN
 
 TENSORS = ("0.weight", "0.bias", "1.weight", "1.bias")
 
@@ -441,6 +442,49 @@ def test_another_run_starts_over_but_only_after_its_init() -> None:
     assert bench.worker.describe().version == Version(run_id="restarted", number=1)
     with pytest.raises(VersionError, match="current run"):
         bench.worker.begin(begin(9, session="v"))
+
+
+def test_a_trainer_that_says_that_it_ends_is_none_any_more_and_may_come_again() -> None:
+    bench = Bench()
+    bench.worker.init(init(group="first"))
+    bench.worker.init(init(group="second"))
+    bench.worker.abort("first", "an older life of it has ended")
+    assert (bench.worker.describe().run_id, bench.worker.describe().group) == (RUN, "second")
+    bench.worker.begin(begin(5))
+    bench.worker.abort("second", "it ended, and somebody has a session open")
+    assert (bench.worker.describe().run_id, bench.worker.session) == (RUN, "s")
+    bench.worker.abort("s", "over")
+    bench.worker.abort("second", "it ended")
+    assert (bench.worker.describe().run_id, bench.worker.describe().group) == (None, None)
+    bench.worker.init(init(group="third"))
+    assert bench.worker.describe().run_id == RUN
+    bench.sync(5)
+    bench.worker.abort("third", "it ended")
+    assert bench.worker.describe().version == Version(run_id=RUN, number=5)
+    bench.worker.init(init("newer"))
+    with pytest.raises(VersionError, match=f"{RUN} was taken over by newer"):
+        bench.worker.init(init(group="fourth"))
+    bench.worker.abort("third", "a late goodbye of another run")
+    assert (bench.worker.describe().run_id, bench.worker.describe().group) == ("newer", "g")
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_check_takes_no_trainers_place(ended: bool) -> None:
+    bench = Bench()
+    bench.worker.init(init())
+    bench.sync(5)
+    if ended:
+        bench.worker.abort("g", "it ended")
+    check = f"{CHECK_RUN}-1"
+    bench.worker.init(init(check, group="of the check"))
+    bench.worker.begin(begin(0, session="t", run_id=check))
+    bench.worker.abort("t", "nothing but a check")
+    assert bench.worker.describe().run_id == check
+    for _ in range(2):  # seen red: said twice it ended the trainer's run
+        bench.worker.abort("of the check", "nothing but a check")
+        assert bench.worker.describe().run_id == (None if ended else RUN)
+    assert bench.worker.describe().version == Version(run_id=RUN, number=5)
+    works_again(bench)
 
 
 def test_the_same_version_again_has_the_same_bytes_or_is_refused() -> None:

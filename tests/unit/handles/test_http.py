@@ -24,6 +24,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.handles.http import HttpEngine
+from weightsync.net.client import JsonClient
 from weightsync.types import (
     CommitRequest,
     Deadline,
@@ -218,6 +219,25 @@ def test_any_other_status_is_an_engine_error_that_shows_it(status: str, body: by
     assert type(caught.value) is EngineError
     assert status[:3] in str(caught.value)
     assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<!DOCTYPE HTML>\n<html>\n<title>Error response</title>", "with status 404: a web page; is"),
+        (b"no such\n  route", "with status 404: 'no such route'; is"),
+        (b"word " * 100, "word word ...'; is"),
+    ],
+)
+def test_an_answer_that_is_none_of_ours_is_told_in_one_line(body: bytes, said: str) -> None:
+    """Seen red: a page's first 200 bytes, cut in a tag."""
+    answer = http("404 Not Found", body, "text/html")
+    with raw_server(lambda c: c.sendall(answer)) as url, pytest.raises(EngineError) as caught:
+        HttpEngine(url).call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    with raw_server(lambda c: c.sendall(answer)) as url, pytest.raises(EngineError) as client:
+        JsonClient(url, runs="a test").exchange("POST", "/x", content=b"{}", timeout_s=5)
+    assert said in str(caught.value)
+    assert said in str(client.value)
 
 
 @pytest.mark.parametrize(

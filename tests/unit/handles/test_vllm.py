@@ -32,6 +32,7 @@ from weightsync.errors import (
 from weightsync.handles import vllm as vllm_client
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.handles.vllm_messages import (
+    VllmAudit,
     VllmInitMessage,
     VllmState,
     VllmUpdateMessage,
@@ -46,6 +47,7 @@ from weightsync.handles.vllm_messages import (
 from weightsync.net import http_edge
 from weightsync.types import (
     AbortRequest,
+    AuditRequest,
     BeginRequest,
     BroadcastWeightUpdateRequest,
     CommitRequest,
@@ -375,6 +377,8 @@ class Engine:
         self.busy = False
         self.calls: list[str] = []
         self.resumed = threading.Event()
+        self.meanwhile: dict[str, Any] = {}  # what changes while it reads
+        self.looks: list[VllmState] = []  # what the next ones find
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: self.calls.append(name)
@@ -406,8 +410,14 @@ class Engine:
             self.state = VllmState(group="g", run_id=message.init.run_id, writes_live=message.in_place)
         elif message.abort is not None and message.abort.session == self.state.session:
             self.state = msgspec.structs.replace(self.state, session=None)
-        elif message.expect not in (None, self.state):
-            raise other_state(self.state)
+        elif message.audit is not None:
+            state = msgspec.structs.replace(self.state, **self.meanwhile)
+            audit = VllmAudit(name=message.audit, version=state.version, equal=True)
+            self.looks = [state, msgspec.structs.replace(state, audits=(audit,))]
+        elif message.expect is not None:
+            self.state = self.looks.pop(0) if self.looks else self.state
+            if message.expect != self.state:
+                raise other_state(self.state)
 
     def update(self, info: dict[str, Any], **_: Any) -> None:
         self.calls.append(next(iter(info)))
@@ -536,3 +546,43 @@ def test_a_pause_that_the_abort_could_not_end_is_ended_later(monkeypatch: pytest
         assert not thread.is_alive(), "it has found that the engine is somebody else's"
     assert mends
     assert api.paused
+
+
+def test_a_trainer_that_ends_leaves_the_ending_of_its_pause_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: its goodbye ended what was to end the pause, and made the run nobody's: vLLM stayed paused."""
+    monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 0.2)
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    api.busy = True
+    with pytest.raises(DeadlineExceededError):
+        handle.call(EngineOp.ABORT, AbortRequest(session="s", reason="slow"), timeout_s=5)
+    api.busy = False
+    handle.call(EngineOp.ABORT, AbortRequest(session="g-run", reason="its trainer has ended"), timeout_s=5)
+    assert api.resumed.wait(5)
+    assert not api.paused
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile", "refused"),
+    [
+        ({}, {}, False),  # it has served nothing yet
+        ({}, {"run_id": "b"}, True),
+        ({"run_id": "a", "version": VERSION}, {"run_id": None}, False),  # its trainer ended
+        ({"run_id": "a", "version": VERSION}, {"run_id": "b"}, True),
+        ({"run_id": "a", "version": VERSION}, {"run_id": None, "version": None}, True),  # it was started again
+        ({"version": VERSION}, {"version": None}, True),
+    ],
+)
+def test_what_may_change_while_live_weights_are_read(
+    before: dict[str, Any], meanwhile: dict[str, Any], refused: bool
+) -> None:
+    """Seen red: a vLLM that had served nothing yet "was started again"."""
+    api = Engine()
+    api.state, api.meanwhile = VllmState(**before), meanwhile
+    handle = VllmEngine(api, engine_id="run")  # type: ignore[arg-type]
+    if refused:
+        with pytest.raises(StateError, match="ask again"):
+            handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=5)
+    else:
+        assert handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=5).digests_equal

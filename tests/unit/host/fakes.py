@@ -80,10 +80,9 @@ def chunk(seq: int, *names: str, session: str = "s", seed: int = 0, **changes: A
     return BroadcastWeightUpdateRequest(**{**fields, **changes})
 
 
-def init(run_id: str = RUN, *, strategy: str = "memory", model_id: str = "default") -> InitRequest:
-    return InitRequest(
-        run_id=run_id, model_id=model_id, info=EmptyWeightSyncInitInfo(strategy=strategy, group_name="g"), rank_offset=1
-    )
+def init(run_id: str = RUN, *, strategy: str = "memory", model_id: str = "default", group: str = "g") -> InitRequest:
+    info = EmptyWeightSyncInitInfo(strategy=strategy, group_name=group)
+    return InitRequest(run_id=run_id, model_id=model_id, info=info, rank_offset=1)
 
 
 def holds_pause(gate: ServingGate, session: str) -> bool:

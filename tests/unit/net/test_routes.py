@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.net.routes import address_towards, interface_towards, name_leads_here, own_address_towards
+from weightsync.net.routes import (
+    address_towards,
+    interface_towards,
+    listening,
+    name_leads_here,
+    own_address_towards,
+)
 
 
 def test_loopback_needs_no_address_and_an_unknown_machine_is_an_error() -> None:
@@ -41,3 +47,11 @@ def test_a_name_that_leads_to_loopback_or_nowhere_leads_nobody_here(
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: name)
     assert name_leads_here() is leads
+
+
+def test_where_nobody_can_listen_is_said_without_a_port_that_nobody_named() -> None:
+    """Seen red: it said port 0."""
+    with pytest.raises(ConfigError, match=r"^can't listen on 192\.0\.2\.1: "):
+        listening("192.0.2.1", 0)
+    with pytest.raises(ConfigError, match=r"^can't listen on 192\.0\.2\.1:81: "):
+        listening("192.0.2.1", 81)
