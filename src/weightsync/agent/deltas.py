@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
-from weightsync.agent.proved import Proved, StoredDelta
-from weightsync.agent.stamp import check_stamp
+from weightsync.agent.proved import Proved, StoredDelta, check_stamp
 from weightsync.errors import (
     DeltaTooLargeError,
     SharedMemoryError,

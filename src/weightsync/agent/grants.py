@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from weightsync.agent.deltas import Deltas
-from weightsync.agent.proved import Proved
-from weightsync.agent.stamp import check_stamp
+from weightsync.agent.proved import Proved, check_stamp
 from weightsync.errors import InvalidRequestError, SharedMemoryError, VersionError, WeightSyncError
 from weightsync.memory import Reader, is_read
 from weightsync.transfer.granted import Transfer

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from weightsync.agent.proved import StoredDelta
-from weightsync.errors import MissingDependencyError, SharedMemoryError
+from weightsync.errors import SharedMemoryError
 from weightsync.memory import Reader, is_read
 from weightsync.observe import now_s
 from weightsync.types.publication import Publication
@@ -29,16 +29,11 @@ class AgentMetrics:
 
     Args:
         blocks: whose connections and bytes are told.
-
-    Raises:
-        MissingDependencyError: prometheus-client is not installed.
     """
 
     def __init__(self, blocks: BlockServer) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-        except ImportError as error:
-            raise MissingDependencyError("metrics need prometheus-client: pip install prometheus-client") from error
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
         self._blocks = blocks
         self._lock = threading.Lock()
         self._segments: dict[str, None] = {}

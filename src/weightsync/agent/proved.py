@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from weightsync.errors import VersionError
+from weightsync.memory.folder import read_head
+from weightsync.plan.safetensors import STAMP_WITHIN_BYTES, read_stamp
 from weightsync.types.agent_messages import DeltaReport
 from weightsync.types.publication import Publication, Source, SourceProof
 
@@ -75,3 +78,16 @@ class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
 def facts_of(delta: StoredDelta) -> DeltaReport:
     """What users are told of a delta."""
     return DeltaReport(**{name: getattr(delta, name) for name in DeltaReport.__struct_fields__})
+
+
+def check_stamp(publication: Publication, source: int) -> None:
+    """Reads a segment's stamp; only under a lock on the segment does the answer hold.
+
+    Raises:
+        VersionError: another version lies there by now, or is being written.
+        SharedMemoryError: the segment is gone.
+    """
+    where, manifest = publication.sources[source], publication.manifest
+    stamp = read_stamp(memoryview(read_head(where.segment, STAMP_WITHIN_BYTES, need_bytes=where.data_end)))
+    if stamp != (manifest.version, manifest.model_id):
+        raise VersionError("the segment holds another version: ask for the newest", version=str(manifest.version))

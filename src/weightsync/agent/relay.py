@@ -39,12 +39,6 @@ class Relaying:
         self._board = RelayBoard()
         self._waiting = LongPoll()
 
-    @property
-    def num_relays(self) -> int:
-        """Hosts that serve something now."""
-        with self._lock:
-            return self._board.num_relays
-
     def add_to(self, app: Api) -> None:
         """Answers at `PATH`."""
         app.answer("POST", PATH, self._relay)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import functools
 import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -22,7 +24,6 @@ from weightsync.errors import (
 from weightsync.net.auth import check_token, checked_token
 from weightsync.net.log import logger
 from weightsync.net.origin import check_page, host_names
-from weightsync.net.trim import Trimmer
 
 MANIFEST_BODY_BYTES = 256 << 20
 """Routes that take a manifest: one of a million tensors fits."""
@@ -38,6 +39,9 @@ VISIT = "weightsync.visit"
 """Where a request's scope has its `Visit`."""
 
 _JSON = "application/json"
+_TRIM_FROM_BYTES, _TRIM_AFTER_S = 8 << 20, 0.2
+"""Bodies of less are not worth it; and by then the request's last references are gone, and many that end together are
+one."""
 
 
 class Guard:
@@ -76,7 +80,7 @@ class Guard:
         self._limits = dict(body_limits or {})
         self._max_held_bytes = 2 * max((BODY_BYTES * 128, *self._limits.values()))
         self._held_bytes = 0
-        self._trimmer = Trimmer()
+        self._trim_soon: asyncio.TimerHandle | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -120,7 +124,8 @@ class Guard:
             await send_error(watched, unexpected())
         finally:
             self._held_bytes -= body.held_bytes
-            self._trimmer.freed(body.held_bytes)
+            if body.held_bytes >= _TRIM_FROM_BYTES and self._trim_soon is None and _malloc_trim() is not None:
+                self._trim_soon = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
 
     def limit_bytes(self, path: str) -> int:
         """The longest body that is taken there."""
@@ -138,6 +143,13 @@ class Guard:
                 f"the requests under way have over {self._max_held_bytes} bytes together: try again",
                 state_left="nothing was changed",
             )
+
+    def _trim(self) -> None:
+        """Gives memory back to the system: malloc keeps what large bodies took for as long as the process lives."""
+        self._trim_soon = None
+        trim = _malloc_trim()
+        assert trim is not None
+        asyncio.get_running_loop().run_in_executor(None, trim, 0)  # some milliseconds
 
     def _check_caller(self, scope: Scope, headers: Mapping[str, str]) -> None:
         path = scope["path"]
@@ -215,6 +227,12 @@ class _Body:
                 return await self._receive()
         self._is_late = True
         raise DeadlineExceededError(f"the request's body did not come within {BODY_WITHIN_S:g} s")
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's; other C libraries have none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def _is_large(scope: Scope) -> bool:

@@ -32,10 +32,9 @@ from weightsync.plan.boxes import whole_box
 from weightsync.trainer.buffer import PublicationBuffer, WriteTurn
 from weightsync.trainer.extraction import LockstepExtraction
 from weightsync.trainer.offload_plan import HostPlan, plan_hosts
-from weightsync.trainer.plan_cache import Named, OffloadPlanCache
+from weightsync.trainer.plan_cache import Named, OffloadPlanCache, Weights, extractor_of
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.trainer.segment_writer import SegmentWriter, write_header
-from weightsync.trainer.weights import Weights, extractor_of
 from weightsync.types import Box, Deadline, TensorSpec, TensorTable, Version
 from weightsync.types.adapter import Adapter
 from weightsync.types.canary import Canary

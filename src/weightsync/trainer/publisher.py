@@ -25,9 +25,9 @@ from weightsync.trainer.agent_process import AgentProcess
 from weightsync.trainer.checks import check_call, check_deltas, check_names, check_reachable, check_settings
 from weightsync.trainer.offload_report import OffloadReport
 from weightsync.trainer.offload_steps import OffloadSteps
+from weightsync.trainer.plan_cache import Weights
 from weightsync.trainer.publish_tracker import PublishTracker
 from weightsync.trainer.ranks import TrainingRanks
-from weightsync.trainer.weights import Weights
 from weightsync.types import PhaseRecord, Version
 from weightsync.types.agent_config import AgentConfig
 from weightsync.types.agent_messages import DeltaReport, Event, Published, TransferDone
