@@ -51,7 +51,7 @@ def _checked(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch
                 found[id(tensor)] = clean_name(name), tensor
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "tensors by name are pairs of a name and a tensor, as a mapping or model.named_parameters() has them, and "
+            "tensors by name are names and tensors, in pairs, as a mapping or model.named_parameters() has them, and "
             f"not {error}"
         ) from error
     return list(found.values())

@@ -56,7 +56,9 @@ class AgentRun(Closing):
         self._layout: PublicationLayout | None = None  # that it was told of last
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(PrivateFolder())
-            process = self._process = _started()
+            process = self._process = started_beside(
+                "weightsync.agent.main", str(os.getpid()), stdout=subprocess.DEVNULL
+            )
             stack.callback(_ended, process)
             start = AgentStart(config=config, socket=f"{folder.path}/agent", max_order_bytes=MAX_ORDER_BYTES)
             self._channel: HostChannel[Event] = stack.enter_context(
@@ -160,13 +162,14 @@ class AgentRun(Closing):
         self._stack.close()
 
 
-def _started() -> subprocess.Popen[bytes]:
-    # -P: what lies in the trainer's working directory is none of the agent's modules; where we lie, it looks.
+def started_beside(module: str, *arguments: str, stdout: int) -> subprocess.Popen[bytes]:
+    """A process of the library's own beside the trainer; its standard input is a pipe."""
+    # -P: what lies in the trainer's working directory is none of its modules; where we lie, it looks.
     found = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "weightsync.agent.main", str(os.getpid())],
+        [sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=stdout,
         env={**os.environ, "PYTHONPATH": found},
         process_group=0,  # Ctrl-C at a terminal is the trainer's; this one ends with it
     )
