@@ -96,7 +96,6 @@ class TransferAgent:
     """Serves one model's publications from `start` to `close`. Document 3's endpoints, and a few more.
 
     Args:
-        config: how it runs.
         tell: takes events; called from several threads.
     """
 
@@ -128,8 +127,8 @@ class TransferAgent:
         tls = None
         if config.certificate is not None and config.key is not None:
             tls = TlsFiles(certificate=config.certificate, key=config.key)
-        self.app = Api("weightsync agent")
-        for method, path, handler in (
+        self.app = Api(
+            "weightsync agent",
             ("GET", "/get_version", self._get_version),
             ("GET", "/get_buffer_info", self._get_buffer_info),
             ("GET", "/manifest", self._get_manifest),
@@ -142,14 +141,13 @@ class TransferAgent:
             ("POST", "/request_transfer", self._request_transfer),
             ("POST", "/renew_transfer", self._renew_transfer),
             ("POST", "/finish_transfer", self._finish_transfer),
-        ):
-            self.app.answer(method, path, handler)
+        )
         add_timeline(self.app, self._told, lambda: Timeline(kind="agent", name=self._config.model_id, now_s=now_s()))
         self._blocks = BlockServer(
             config.host, config.blocks_port, stall_s=config.stall_s, tls=None if tls is None else _tls_context(tls)
         )
         self._relaying = Relaying(self._receivers, self._blocks)
-        self._relaying.add_to(self.app)
+        self.app.answer("POST", PATH, self._relaying.relay)
         self._metrics = AgentMetrics(self._blocks)
         self._grants = Grants(
             config,

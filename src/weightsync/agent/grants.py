@@ -27,10 +27,7 @@ class Grants:
     """Begins transfers. Thread-safe.
 
     Args:
-        config: of the agent.
         nonce: of this host's shared memory.
-        blocks: who sends.
-        deltas: the agent's.
         segments: names of the segments that were published lately.
         begun: told of each transfer that begins.
         ended: told of each that ends, and whether its receiver has everything.

@@ -33,9 +33,8 @@ class Proved(msgspec.Struct, frozen=True, kw_only=True):
         """The segment."""
         return self.publication.sources[self.source]
 
-    def lies_like(self, other: Proved | tuple[Publication, int]) -> bool:
+    def lies_like(self, publication: Publication, source: int) -> bool:
         """Whether each byte of both is of the same element, so that a delta can lead from one to the other."""
-        publication, source = (other.publication, other.source) if isinstance(other, Proved) else other
         mine, theirs = self.where, publication.sources[source]
         return (
             self.source == source

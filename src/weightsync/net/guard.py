@@ -79,13 +79,8 @@ class Guard:
         self._hosts = host_names(hosts)
         self._limits = dict(body_limits or {})
         self._max_held_bytes = 2 * max((BODY_BYTES * 128, *self._limits.values()))
-        self._held_bytes = 0
+        self.held_bytes = 0  # of bodies, of requests under way
         self._trim_soon: asyncio.TimerHandle | None = None
-
-    @property
-    def held_bytes(self) -> int:
-        """Of bodies, of requests under way."""
-        return self._held_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through, or answers it with an error."""
@@ -123,7 +118,7 @@ class Guard:
             logger.error("a request to %s failed", scope["path"][:100], exc_info=error)
             await send_error(watched, unexpected())
         finally:
-            self._held_bytes -= body.held_bytes
+            self.held_bytes -= body.held_bytes
             if body.held_bytes >= _TRIM_FROM_BYTES and self._trim_soon is None and _malloc_trim() is not None:
                 self._trim_soon = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
 
@@ -137,8 +132,8 @@ class Guard:
         Raises:
             BusyError: it is too much, of all requests together.
         """
-        self._held_bytes += num_bytes
-        if self._held_bytes > self._max_held_bytes:
+        self.held_bytes += num_bytes
+        if self.held_bytes > self._max_held_bytes:
             raise BusyError(
                 f"the requests under way have over {self._max_held_bytes} bytes together: try again",
                 state_left="nothing was changed",

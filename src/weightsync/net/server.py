@@ -132,16 +132,11 @@ def json_of(message: msgspec.Struct | Mapping[str, Any]) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with our own door.
-
-    Attributes:
-        has_token: whether it asks for one.
-    """
+    """uvicorn, with our own door."""
 
     has_token = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens."""
         assert sockets is not None
         config, loop = self.config, asyncio.get_running_loop()
         loop.set_exception_handler(_told)
@@ -172,10 +167,8 @@ class ServerThread:
 
     Args:
         app: the application; it is guarded here.
-        settings: where it listens, and who may call it.
         on_refused: called for each request without the token, in the server's thread.
         open_paths, hosts, body_limits: see `Guard`; the settings' `host` is one of `hosts`.
-        name: of the thread.
     """
 
     def __init__(

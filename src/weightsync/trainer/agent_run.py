@@ -44,7 +44,6 @@ class AgentRun(Closing):
     """Starts a process. One thread.
 
     Args:
-        config: how the agent runs.
         wake_fd: an eventfd that ends a `wait`, and is taken back by it.
         closed: where it is set, nothing is waited for.
     """
@@ -76,12 +75,10 @@ class AgentRun(Closing):
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has."""
         return self._process.poll() is not None
 
     def ready(self, timeout_s: float) -> Ready:
@@ -117,7 +114,6 @@ class AgentRun(Closing):
             os.eventfd_read(self._wake_fd)
 
     def events(self) -> Iterator[Event]:
-        """What it has said by now."""
         return self._channel.received()
 
     def publish(self, publication: Publication, source: int) -> bool:
@@ -154,7 +150,6 @@ class AgentRun(Closing):
                 self._process.wait(timeout_s)
 
     def kill(self) -> None:
-        """Ends it at once."""
         self._process.kill()
 
     def close(self) -> None:

@@ -36,10 +36,6 @@ class JoinedEngines:
 
     Args:
         client: all engines that are known; None on other ranks.
-        strategy: how bytes move.
-        model_id: which model.
-        join_timeout_s: how long building the group may take.
-        recorder: where phases go.
 
     Attributes:
         group: that those who take part are in.

@@ -53,7 +53,6 @@ class Notifier:
 
     Args:
         urls: of rollout services, or of controllers; each is asked which it is.
-        model_id: which model.
         token, verify: see `JsonClient`.
 
     Raises:
@@ -270,8 +269,7 @@ class _Told:
         self._failing = set(status.errors)
 
     def _introduce(self) -> None:
-        """Makes the agents known to a service; one that was told of them by its own configuration refuses, "
-        "and knows."""
+        """Makes the agents known to a service; one that knows them by its own configuration refuses."""
         if self._introduced:
             return
         for endpoint in self._endpoints:

@@ -53,7 +53,6 @@ class HostPlan:
         """What is said of a version that lies there.
 
         Args:
-            version, model_id: which.
             specs: of the whole tensors, as for `plan_hosts`.
             endpoints: the agents' URLs, by rank.
             segments: names of the segments that it was written to, by host.

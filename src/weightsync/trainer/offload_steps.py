@@ -106,11 +106,9 @@ class OffloadSteps:
     """Every training rank has one, and takes the same steps. Not thread-safe.
 
     Args:
-        ranks: they take part.
         hosts: host of each rank.
         model_id, dtype, guard_s, timeout_s: see `WeightManager`.
         leases: whether receivers over TCP may cost a third segment.
-        recorder: where phases go.
 
     Attributes:
         buffer: this host's segments; None before the first offload, and where another rank of the host has them.
@@ -151,8 +149,6 @@ class OffloadSteps:
         """All ranks mean the same.
 
         Args:
-            weights: see `WeightManager.offload`.
-            version: its number.
             check: raises where this rank's call makes no sense.
 
         Raises:
@@ -201,7 +197,6 @@ class OffloadSteps:
         """A segment on each host. `give_back` comes after, whatever happens.
 
         Args:
-            agreed: of this offload.
             reset: ends transfers of superseded versions, where no segment is free.
 
         Raises:

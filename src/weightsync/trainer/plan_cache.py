@@ -57,7 +57,7 @@ class OffloadPlanCache:
     def listed(self, weights: Weights) -> Named | None:
         """What the extractor of these weights would be made from; None where they are an extractor, or no tensors."""
         if isinstance(weights, torch.nn.Module):
-            held = self._module.read(unwrapped(weights), kind=FSDPModule, prepare=_reshard)
+            held = self._module.read(unwrapped(weights), kind=FSDPModule, prepare=FSDPModule.reshard)
             return Named(names=held.names, tensors=held.tensors, are_apart=True)
         if isinstance(weights, (WeightExtractor, str, bytes)) or not hasattr(weights, "__iter__"):
             return None
@@ -154,7 +154,3 @@ def _placed(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _reshard(module: FSDPModule) -> None:
-    module.reshard()

@@ -213,7 +213,7 @@ class WeightManager:
         self.run_id = said[0]["run_id"] or f"run-{uuid.uuid4().hex[:12]}" if ranks.rank == 0 else ""
         self._hosts = [what["host"] for what in said]
         endpoint = None
-        if self._leads and error is None:
+        if self._hosts.index(host) == ranks.rank and error is None:
             try:
                 config = msgspec.structs.replace(
                     self._config, incarnation=said[0]["incarnation"], load_delta_codec=deltas
@@ -392,12 +392,6 @@ class WeightManager:
         self.close()
 
     # --- the steps ---
-
-    @property
-    def _leads(self) -> bool:
-        """Whether this rank is the first of its host group."""
-        assert self._ranks is not None
-        return self._hosts.index(self._hosts[self._ranks.rank]) == self._ranks.rank
 
     def _skipped(self, version: Version, begun_s: float, why: str) -> None:
         _logger.warning("version %d was not published: %s", version.number, why)

@@ -38,9 +38,6 @@ _logger = logging.getLogger(__name__)
 class SinkProcess:
     """Starts it, hears it, and starts it again when it dies. Thread-safe.
 
-    Args:
-        config: how it runs.
-
     Attributes:
         newest: the newest version that is in the store; None: none yet.
         error: what went wrong last; None: nothing since the last version.

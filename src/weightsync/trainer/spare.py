@@ -21,7 +21,6 @@ class SpareSegment:
     """At most one spare segment, made on request. What is to be given back goes before it, so both never add up.
 
     Args:
-        size_bytes: of the segment.
         still_needed: asked every half second, from the thread, from `ask` or `tend` on until it says no. It may
             `discard` and `give_back`.
         let_go: told of a segment's memory before it is given back, from the thread.
