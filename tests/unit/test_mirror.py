@@ -51,7 +51,6 @@ ELSEWHERE = {
     "demo/lora_engine": "multiproc/test_demo_lora.py",
     "demo/fleet_service": "multiproc/test_demo_fleet.py",
     "demo/fleet_trainer": "multiproc/test_demo_fleet.py",
-    "demo/processes": "unit/demo/test_patience.py",
     "demo/trainer": "multiproc/test_demo.py",
     "trainer/agent_process": "multiproc/test_offload_agent.py",
     "trainer/agent_run": "multiproc/test_agent_channel.py",

@@ -108,7 +108,6 @@ class Deltas:
         return None
 
     def to(self, number: int) -> StoredDelta | None:
-        """The one that leads to a version."""
         return next((stored for stored in self.kept() if stored.version == number), None)
 
     def kept(self) -> tuple[StoredDelta, ...]:
@@ -117,7 +116,6 @@ class Deltas:
             return tuple(stored for stored, _ in self._chain)
 
     def observe_link(self, nbytes: int, seconds: float) -> None:
-        """A transfer of so many bytes took so long."""
         self._cost_model().observe_link(nbytes, seconds)
 
     def load_codec(self) -> None:
@@ -192,7 +190,6 @@ class Deltas:
                 self.clear()
 
     def clear(self) -> None:
-        """Gives all of them up."""
         with self._lock:
             dropped = list(self._chain)
             self._chain.clear()

@@ -88,14 +88,12 @@ class AgentMetrics:
         self._bytes.set(where.data_end - where.data_start)
 
     def delta(self, delta: StoredDelta) -> None:
-        """One was made."""
         self._deltas.inc()
         self._delta_bytes.set(delta.nbytes)
         self._delta_density.set(delta.num_changed / max(1, delta.num_elements))
         self._delta_seconds.observe(delta.seconds)
 
     def not_published(self) -> None:
-        """A version could not be proved."""
         self._publications.labels("failed").inc()
 
     def transfer(self, transport: Transport, event: str) -> None:
@@ -103,7 +101,6 @@ class AgentMetrics:
         self._transfers.labels(transport, event).inc()
 
     def auth_failed(self) -> None:
-        """A request came without the token."""
         self._refused.inc()
 
     def collect(self) -> Iterator[Metric]:

@@ -20,17 +20,14 @@ class Proved(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run_id(self) -> str:
-        """Which run."""
         return self.publication.manifest.version.run_id
 
     @property
     def number(self) -> int:
-        """Number of the version."""
         return self.publication.manifest.version.number
 
     @property
     def where(self) -> Source:
-        """The segment."""
         return self.publication.sources[self.source]
 
     def lies_like(self, publication: Publication, source: int) -> bool:
@@ -70,7 +67,6 @@ class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of the blob."""
         return self.blob.data_end
 
 

@@ -52,7 +52,6 @@ class Prover:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the thread."""
         threading.Thread(target=self._run, name="weightsync-agent-prover", daemon=True).start()
 
     def publish(self, publication: Publication, source: int) -> None:

@@ -87,7 +87,6 @@ class _Fleet:
         self.answers: list[dict[str, Any]] = []
         self._trained: dict[tuple[str, int], dict[str, Any]] = {}
         self._done: set[str] = set()
-        self._ready: set[str] = set()
         self._killed = ""
         self._added = ""
         self._joined_at: dict[str, int] = {}
@@ -120,7 +119,6 @@ class _Fleet:
         return self
 
     def summary(self) -> dict[str, Any]:
-        """The run as JSON-able data."""
         gaps = [gap for answer in self.answers if (gap := self._gap(answer)) is not None]
         added = [answer["version"] for answer in self.answers if answer["service"] == self._added]
         return {

@@ -109,7 +109,6 @@ class _Push:
         self._adapter = pushed(model, ADAPTER_ID)
 
     def adapter(self, number: int) -> dict[str, Any]:
-        """A version, and how it went."""
         report = self._adapter.step(number)
         return {
             "bytes": report.sent_bytes, "sync_s": report.seconds, "paused_s": report.paused_s,
@@ -144,7 +143,6 @@ class _Pull:
             self._follow(BASE_ID, base)
 
     def adapter(self, number: int) -> dict[str, Any]:
-        """A version, and how it went."""
         began_s = time.monotonic()
         status = self._follow(ADAPTER_ID, self._adapter)
         return {

@@ -83,7 +83,6 @@ class Guard:
         self._trim_soon: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through, or answers it with an error."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -123,7 +122,6 @@ class Guard:
                 self._trim_soon = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
 
     def limit_bytes(self, path: str) -> int:
-        """The longest body that is taken there."""
         return self._limits.get(path, self._limits.get("*", BODY_BYTES))
 
     def hold(self, num_bytes: int) -> None:
@@ -242,7 +240,6 @@ def unexpected() -> WeightSyncError:
 
 
 async def send_error(send: Send, error: WeightSyncError) -> None:
-    """Answers with a typed error as JSON."""
     body = error_body(error)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
@@ -250,5 +247,4 @@ async def send_error(send: Send, error: WeightSyncError) -> None:
 
 
 def error_body(error: WeightSyncError, **more: Any) -> bytes:
-    """A typed error as JSON."""
     return json.dumps({**error.to_dict(), **more}).encode()

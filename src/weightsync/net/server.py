@@ -127,7 +127,6 @@ class Api(Starlette):
 
 
 def json_of(message: msgspec.Struct | Mapping[str, Any]) -> Response:
-    """An answer: a message of ours."""
     return Response(encode(message), media_type="application/json")
 
 
@@ -229,7 +228,6 @@ class ServerThread:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         port = self._socket.getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{self._scheme}://{host}:{port}"

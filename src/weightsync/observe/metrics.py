@@ -81,7 +81,6 @@ class Metrics:
             recorder.subscribe(self.observe_phase)
 
     def observe_phase(self, record: PhaseRecord) -> None:
-        """Counts one phase."""
         labels = self._bounded("phase", record.name), self._bounded("track", record.track)
         self._phase.labels(*labels).observe(max(0.0, record.end_s - record.start_s))
         if record.name == "audit":

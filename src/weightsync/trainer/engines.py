@@ -143,7 +143,6 @@ class _Shunned:
 
     @property
     def left_s(self) -> float:
-        """For how long it is still left out."""
         return self._until.remaining_s
 
     def told(self) -> WeightSyncError:

@@ -128,7 +128,6 @@ class LockstepExtraction:
 
     @property
     def hangs(self) -> bool:
-        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:

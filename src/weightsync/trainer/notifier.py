@@ -64,7 +64,6 @@ class Notifier:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Who is told."""
         return tuple(host.url for host in self._hosts)
 
     def meet(self) -> None:

@@ -33,7 +33,6 @@ class HostPlan:
 
     @functools.cached_property
     def parts(self) -> SpecTable:
-        """The parts of all hosts."""
         if len(self.layouts) == 1:
             return self.layouts[0].parts
         return SpecTable(part for layout in self.layouts for part in layout.parts)

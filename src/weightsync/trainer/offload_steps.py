@@ -311,7 +311,6 @@ class OffloadSteps:
         return copied_bytes
 
     def _key(self, extractor: WeightExtractor) -> str:
-        """What the layout depends on, in short."""
         facts = msgspec.json.encode((extractor.metadata(self._dtype), extractor.can_shard_locally()))
         return str(xxhash.xxh3_128_hexdigest(facts))
 

@@ -71,7 +71,6 @@ class OffloadPlanCache:
         return Named(names=names, tensors=tensors)
 
     def forget(self) -> None:
-        """Nothing is known."""
         self.places, self._glance, self._placed, self._tied = (), None, [], []
         self._pick, self._rank = picker((), 0), -1
 

@@ -260,7 +260,6 @@ class SegmentWriter:
         raise InvalidRequestError(f"the segment has no place for {box or 'all'} of it", parameter=name)
 
     def _target(self, name: str, box: Box | None) -> torch.Tensor:
-        """The place as a tensor."""
         assert self._flat is not None
         part = self._part(name, box)
         flat = self._flat[part.offset : part.offset + part.nbytes]

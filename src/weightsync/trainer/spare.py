@@ -137,7 +137,6 @@ class SpareSegment:
         return self._thread is not None
 
     def _run(self) -> None:
-        """Works until there is nothing left to do."""
         while True:
             with self._changed:
                 self.under_way = self.under_way and not self._closed
