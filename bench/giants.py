@@ -205,9 +205,10 @@ def _said_bytes(manager: WeightManager) -> tuple[int, int]:
     held: tuple[str, ...] = ()
     for _ in range(2):
         asked = TransferRequest(receiver_id="counts", model_id="giant", layouts=held)
-        body = client.exchange(
-            "POST", "/request_transfer", content=encode(asked), timeout_s=60.0, limit_bytes=MAX_PUBLICATION_BYTES
-        )
+        body = client.answer(
+            "POST", "/request_transfer", content=encode(asked), deadline=Deadline(60.0),
+            limit_bytes=MAX_PUBLICATION_BYTES,
+        ).body  # fmt: skip
         sizes.append(len(body))
         said = decode(body, GrantMessage, what="a grant")
         assert said.head is not None

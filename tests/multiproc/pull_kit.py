@@ -170,7 +170,7 @@ class Run:
     def begin_anew(self, seed: int) -> None:
         """A new run from version 0 on at the same agent, as receivers see a trainer that was started again."""
         self.seed = seed
-        self.wm._run_id = run_of(seed)
+        self.wm.run_id = run_of(seed)
         self.wm._newest = -1
         proofs = self.wm._tracker
         with proofs._changed:
@@ -211,7 +211,7 @@ def trainer_main(kib: int, hook: Hook | None, agent_hooks: list[Hook], conn: Any
             "publish": publish,
             "agent": lambda: runs[-1].wm.agent_pid,
             "delta": lambda version: runs[-1].wm.wait_delta_ready(version, timeout_s=20.0),
-            "segments": lambda: (steps := runs[-1].wm._steps) and steps.buffer and steps.buffer.num_segments,
+            "segments": lambda: (steps := runs[-1].wm._steps) and steps.buffer and len(steps.buffer._segments),
             "resize": lambda kib: setattr(runs[-1], "kib", kib),
             "close": lambda: runs.pop().wm.close(),
         },

@@ -51,13 +51,11 @@ ELSEWHERE = {
     "demo/lora_engine": "multiproc/test_demo_lora.py",
     "demo/fleet_service": "multiproc/test_demo_fleet.py",
     "demo/fleet_trainer": "multiproc/test_demo_fleet.py",
-    "demo/processes": "unit/demo/test_patience.py",
     "demo/trainer": "multiproc/test_demo.py",
     "trainer/agent_process": "multiproc/test_offload_agent.py",
     "trainer/agent_run": "multiproc/test_agent_channel.py",
     "trainer/checks": "multiproc/test_offload.py",
     "trainer/notifier": "multiproc/test_verbs.py",
-    "trainer/offload_steps": "multiproc/test_offload.py",
     # Adapters in vLLM: the middleware's parts by its own test, the rest in a real server.
     "engine/vllm/adapter_table": "unit/engine/vllm/test_lora_middleware.py",
     "engine/vllm/answers": "unit/engine/vllm/test_version_middleware.py",

@@ -14,7 +14,7 @@ import torch
 
 from weightsync.adapters.host_copy import HostCopy
 from weightsync.errors import ConfigError, InvalidRequestError
-from weightsync.trainer.offload_report import OffloadReport
+from weightsync.trainer.offload_steps import OffloadReport
 from weightsync.types import SyncReport, Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.verbs.publishing import Publisher, publish

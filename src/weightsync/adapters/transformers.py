@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from weightsync.errors import ConfigError
-from weightsync.trainer.offload_report import OffloadReport
+from weightsync.trainer.offload_steps import OffloadReport
 from weightsync.verbs.publishing import Publisher, publish
 
 _logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -35,7 +34,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import host_nonce, reclaim_dead
 from weightsync.net.messages import decode, encode
-from weightsync.net.server import Api, ServerSettings, ServerThread, TlsFiles
+from weightsync.net.server import Api, ServerSettings, ServerThread, TlsFiles, json_of
 from weightsync.net.timeline import add_timeline
 from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
 from weightsync.transfer.granted import Transfer
@@ -97,7 +96,6 @@ class TransferAgent:
     """Serves one model's publications from `start` to `close`. Document 3's endpoints, and a few more.
 
     Args:
-        config: how it runs.
         tell: takes events; called from several threads.
     """
 
@@ -129,8 +127,8 @@ class TransferAgent:
         tls = None
         if config.certificate is not None and config.key is not None:
             tls = TlsFiles(certificate=config.certificate, key=config.key)
-        self.app = Api("weightsync agent")
-        for method, path, handler in (
+        self.app = Api(
+            "weightsync agent",
             ("GET", "/get_version", self._get_version),
             ("GET", "/get_buffer_info", self._get_buffer_info),
             ("GET", "/manifest", self._get_manifest),
@@ -143,14 +141,13 @@ class TransferAgent:
             ("POST", "/request_transfer", self._request_transfer),
             ("POST", "/renew_transfer", self._renew_transfer),
             ("POST", "/finish_transfer", self._finish_transfer),
-        ):
-            self.app.answer(method, path, handler)
+        )
         add_timeline(self.app, self._told, lambda: Timeline(kind="agent", name=self._config.model_id, now_s=now_s()))
         self._blocks = BlockServer(
             config.host, config.blocks_port, stall_s=config.stall_s, tls=None if tls is None else _tls_context(tls)
         )
         self._relaying = Relaying(self._receivers, self._blocks)
-        self._relaying.add_to(self.app)
+        self.app.answer("POST", PATH, self._relaying.relay)
         self._metrics = AgentMetrics(self._blocks)
         self._grants = Grants(
             config,
@@ -295,7 +292,7 @@ class TransferAgent:
         coming = self._prover.newest  # looked at first: what is proved meanwhile is in one of the two
         served = self._current
         version = None if served is None else served.publication.manifest.version
-        return _json(
+        return json_of(
             AgentVersion(
                 model_id=self._config.model_id,
                 run_id=None if version is None else version.run_id,
@@ -312,7 +309,7 @@ class TransferAgent:
         served = self._published()
         publication, source = served.publication, served.source
         where = publication.sources[source]
-        return _json(
+        return json_of(
             {
                 "segment": where.segment,
                 "total_bytes": where.data_end,
@@ -324,11 +321,11 @@ class TransferAgent:
 
     async def _get_manifest(self) -> Response:
         served = self._published()
-        return _json({"publication": self._whole(served), "source": served.source, "proof": served.raw_proof})
+        return json_of({"publication": self._whole(served), "source": served.source, "proof": served.raw_proof})
 
     async def _get_capabilities(self) -> Response:
         kept = self._deltas.kept()
-        return _json(
+        return json_of(
             {
                 "modes": list(MODES),
                 "transports": list(Transport),
@@ -349,10 +346,10 @@ class TransferAgent:
         await self._waiting.until(lambda: self._num_ended > after, request, wait_s=asked_wait_s(request))
         with self._lock:
             ended = tuple(each for each in self._ended_last if each.number > after)
-            return _json(EndedTransfers(ended=ended, newest=self._num_ended))
+            return json_of(EndedTransfers(ended=ended, newest=self._num_ended))
 
     async def _get_receivers(self) -> Response:
-        return _json(self._receivers.listed(most=_MOST_LISTED))
+        return json_of(self._receivers.listed(most=_MOST_LISTED))
 
     async def _get_metrics(self) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
@@ -371,12 +368,12 @@ class TransferAgent:
         known = await asyncio.to_thread(self._blocks.finish, asked.transfer_id, ok=asked.ok)
         if not known:
             raise TransferAbortedError(f"this transfer is over: {self._blocks.why_over(asked.transfer_id)}")
-        return _json({})
+        return json_of({})
 
     async def _renew_transfer(self, request: Request) -> Response:
         asked = decode(await request.body(), RenewRequest, what="a renewal")
         self._blocks.renew(asked.transfer_id)
-        return _json({})
+        return json_of({})
 
     def _grant(self, asked: TransferRequest) -> Response:
         if asked.receiver_id not in self._receivers:
@@ -388,9 +385,9 @@ class TransferAgent:
         # a `TransferGrant`, of which the largest fields are encoded already
         sealed = {"proof": served.raw_proof, "seal": served.seal}
         if asked.layouts is None:
-            return _json({**grant, **sealed, "publication": self._whole(served)})
+            return json_of({**grant, **sealed, "publication": self._whole(served)})
         layout = None if served.layout in asked.layouts else served.raw_layout
-        return _json({**grant, **sealed, "head": served.raw_head, "layout": layout})
+        return json_of({**grant, **sealed, "head": served.raw_head, "layout": layout})
 
     def _whole(self, served: _Served) -> msgspec.Raw:
         """The publication as JSON, with its layout: for those that know of none, so not before one asks."""
@@ -444,7 +441,3 @@ def _tls_context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.certificate, files.key)
     return context
-
-
-def _json(message: Any) -> Response:
-    return Response(encode(message), media_type="application/json")

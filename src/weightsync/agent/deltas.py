@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
-from weightsync.agent.proved import Proved, StoredDelta
-from weightsync.agent.stamp import check_stamp
+from weightsync.agent.proved import Proved, StoredDelta, check_stamp
 from weightsync.errors import (
     DeltaTooLargeError,
     SharedMemoryError,
@@ -45,7 +44,8 @@ class Deltas:
 
     Args:
         endpoint: says where the agent is reached.
-        budget_bytes: what all of them together may take of shared memory; 0: none are made.
+        budget_bytes: what all of them together may take of shared memory; 0: none are made; None: a quarter of what the
+            source has.
         full_sync_interval: a version whose number is a multiple of it has no delta; 0: none is excepted.
         evicted: told of a segment whose delta is given up, before it is.
         search_device: where changes are searched for, as torch names it; None: on the CPU's cores.
@@ -108,7 +108,6 @@ class Deltas:
         return None
 
     def to(self, number: int) -> StoredDelta | None:
-        """The one that leads to a version."""
         return next((stored for stored in self.kept() if stored.version == number), None)
 
     def kept(self) -> tuple[StoredDelta, ...]:
@@ -117,7 +116,6 @@ class Deltas:
             return tuple(stored for stored, _ in self._chain)
 
     def observe_link(self, nbytes: int, seconds: float) -> None:
-        """A transfer of so many bytes took so long."""
         self._cost_model().observe_link(nbytes, seconds)
 
     def load_codec(self) -> None:
@@ -192,7 +190,6 @@ class Deltas:
                 self.clear()
 
     def clear(self) -> None:
-        """Gives all of them up."""
         with self._lock:
             dropped = list(self._chain)
             self._chain.clear()
@@ -215,7 +212,7 @@ class Deltas:
             return "the delta codec can't be loaded" if self._codec == "missing" else "the delta codec is being loaded"
         if older is None:
             return "there is no version before it"
-        if not older.lies_like((publication, source)):
+        if not older.lies_like(publication, source):
             return "its tensors lie in another way than those of the version before"
         if self._full_sync_interval and number % self._full_sync_interval == 0:
             return f"it is a multiple of full_sync_interval {self._full_sync_interval}"
@@ -232,8 +229,9 @@ class Deltas:
             if held.asked_back:
                 raise _AskedBackError("the trainer wants the segment")
 
-        budget_bytes = self._budget(new)
-        most_bytes = min(budget_bytes, new.where.data_end - new.where.data_start)  # of more no delta is of use
+        size_bytes = new.where.data_end - new.where.data_start
+        budget_bytes = size_bytes // 4 if self._budget_bytes is None else self._budget_bytes
+        most_bytes = min(budget_bytes, size_bytes)  # of more no delta is of use
         try:
             encoded = encode_publication(
                 held.older,
@@ -259,12 +257,6 @@ class Deltas:
         with self._lock:
             self._chain.append((stored, segment))
         return True
-
-    def _budget(self, new: Proved) -> int:
-        """By default a quarter of what the source has."""
-        if self._budget_bytes is not None:
-            return self._budget_bytes
-        return (new.where.data_end - new.where.data_start) // 4
 
     def _keep_within(self, room_bytes: int, *, before: Proved) -> None:
         """Drops what does not lead to `before`, and the oldest until the rest has room."""

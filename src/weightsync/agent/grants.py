@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from weightsync.agent.deltas import Deltas
-from weightsync.agent.proved import Proved
-from weightsync.agent.stamp import check_stamp
+from weightsync.agent.proved import Proved, check_stamp
 from weightsync.errors import InvalidRequestError, SharedMemoryError, VersionError, WeightSyncError
 from weightsync.memory import Reader, is_read
 from weightsync.transfer.granted import Transfer
@@ -28,10 +27,7 @@ class Grants:
     """Begins transfers. Thread-safe.
 
     Args:
-        config: of the agent.
         nonce: of this host's shared memory.
-        blocks: who sends.
-        deltas: the agent's.
         segments: names of the segments that were published lately.
         begun: told of each transfer that begins.
         ended: told of each that ends, and whether its receiver has everything.

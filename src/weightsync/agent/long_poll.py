@@ -27,24 +27,14 @@ _MAX_AWAY = 4096
 
 
 class LongPoll:
-    """The requests that wait now. `changed` may be called from any thread, `until` in the server's loop.
+    """The requests that wait now. `changed` may be called from any thread, `until` in the server's loop."""
 
-    Args:
-        max_waiters: no more than so many wait.
-    """
-
-    def __init__(self, *, max_waiters: int = _MAX_WAITERS) -> None:
-        self._places = Places(max_waiters)
+    def __init__(self) -> None:
+        self._places = Places(_MAX_WAITERS)
         self._lock = threading.Condition()
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
         self._away: dict[object, float] = {}  # followers that were answered, and until when they may come back
         self._closed = False
-
-    @property
-    def num_waiters(self) -> int:
-        """How many wait now."""
-        with self._lock:
-            return len(self._waiting)
 
     async def until(self, ready: Callable[[], bool], request: Request, *, wait_s: float) -> None:
         """Returns when `ready` says so, or after `wait_s`, or when the caller has gone, or at `close`, or to make room

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from weightsync.agent.proved import StoredDelta
-from weightsync.errors import MissingDependencyError, SharedMemoryError
+from weightsync.errors import SharedMemoryError
 from weightsync.memory import Reader, is_read
 from weightsync.observe import now_s
 from weightsync.types.publication import Publication
@@ -29,16 +29,11 @@ class AgentMetrics:
 
     Args:
         blocks: whose connections and bytes are told.
-
-    Raises:
-        MissingDependencyError: prometheus-client is not installed.
     """
 
     def __init__(self, blocks: BlockServer) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-        except ImportError as error:
-            raise MissingDependencyError("metrics need prometheus-client: pip install prometheus-client") from error
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
         self._blocks = blocks
         self._lock = threading.Lock()
         self._segments: dict[str, None] = {}
@@ -93,14 +88,12 @@ class AgentMetrics:
         self._bytes.set(where.data_end - where.data_start)
 
     def delta(self, delta: StoredDelta) -> None:
-        """One was made."""
         self._deltas.inc()
         self._delta_bytes.set(delta.nbytes)
         self._delta_density.set(delta.num_changed / max(1, delta.num_elements))
         self._delta_seconds.observe(delta.seconds)
 
     def not_published(self) -> None:
-        """A version could not be proved."""
         self._publications.labels("failed").inc()
 
     def transfer(self, transport: Transport, event: str) -> None:
@@ -108,7 +101,6 @@ class AgentMetrics:
         self._transfers.labels(transport, event).inc()
 
     def auth_failed(self) -> None:
-        """A request came without the token."""
         self._refused.inc()
 
     def collect(self) -> Iterator[Metric]:

@@ -21,7 +21,6 @@ def prove(publication: Publication, source: int, *, check_cancelled: Callable[[]
     """Reads the segment's bytes, on all cores.
 
     Args:
-        publication: as it was stamped.
         source: which of its sources lies on this host.
         check_cancelled: called again and again; what it raises ends the work.
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from weightsync.errors import VersionError
+from weightsync.memory.folder import read_head
+from weightsync.plan.safetensors import STAMP_WITHIN_BYTES, read_stamp
 from weightsync.types.agent_messages import DeltaReport
 from weightsync.types.publication import Publication, Source, SourceProof
 
@@ -17,22 +20,18 @@ class Proved(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run_id(self) -> str:
-        """Which run."""
         return self.publication.manifest.version.run_id
 
     @property
     def number(self) -> int:
-        """Number of the version."""
         return self.publication.manifest.version.number
 
     @property
     def where(self) -> Source:
-        """The segment."""
         return self.publication.sources[self.source]
 
-    def lies_like(self, other: Proved | tuple[Publication, int]) -> bool:
+    def lies_like(self, publication: Publication, source: int) -> bool:
         """Whether each byte of both is of the same element, so that a delta can lead from one to the other."""
-        publication, source = (other.publication, other.source) if isinstance(other, Proved) else other
         mine, theirs = self.where, publication.sources[source]
         return (
             self.source == source
@@ -68,10 +67,22 @@ class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of the blob."""
         return self.blob.data_end
 
 
 def facts_of(delta: StoredDelta) -> DeltaReport:
     """What users are told of a delta."""
     return DeltaReport(**{name: getattr(delta, name) for name in DeltaReport.__struct_fields__})
+
+
+def check_stamp(publication: Publication, source: int) -> None:
+    """Reads a segment's stamp; only under a lock on the segment does the answer hold.
+
+    Raises:
+        VersionError: another version lies there by now, or is being written.
+        SharedMemoryError: the segment is gone.
+    """
+    where, manifest = publication.sources[source], publication.manifest
+    stamp = read_stamp(memoryview(read_head(where.segment, STAMP_WITHIN_BYTES, need_bytes=where.data_end)))
+    if stamp != (manifest.version, manifest.model_id):
+        raise VersionError("the segment holds another version: ask for the newest", version=str(manifest.version))

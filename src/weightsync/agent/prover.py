@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable
 
 from weightsync.agent.deltas import Deltas
-from weightsync.agent.proved import Proved
-from weightsync.agent.stamp import check_stamp
+from weightsync.agent.proved import Proved, check_stamp
 from weightsync.errors import StateError, TransferAbortedError, WeightSyncError, as_weightsync_error
 from weightsync.memory import Lock, Reader
 from weightsync.observe import now_s
@@ -53,7 +52,6 @@ class Prover:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the thread."""
         threading.Thread(target=self._run, name="weightsync-agent-prover", daemon=True).start()
 
     def publish(self, publication: Publication, source: int) -> None:

@@ -13,7 +13,7 @@ from weightsync.agent.receivers import ReceiverBook
 from weightsync.agent.relay_board import RelayBoard
 from weightsync.errors import NotRegisteredError
 from weightsync.net.messages import decode
-from weightsync.net.server import Api, json_of
+from weightsync.net.server import json_of
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import Version
 from weightsync.types.publication import DeltaLink
@@ -39,16 +39,6 @@ class Relaying:
         self._board = RelayBoard()
         self._waiting = LongPoll()
 
-    @property
-    def num_relays(self) -> int:
-        """Hosts that serve something now."""
-        with self._lock:
-            return self._board.num_relays
-
-    def add_to(self, app: Api) -> None:
-        """Answers at `PATH`."""
-        app.answer("POST", PATH, self._relay)
-
     def granted(self, served: Proved, delta: tuple[DeltaLink, ...] | None) -> None:
         """That publication, or these deltas to it, are granted now."""
         version, model_id = served.publication.manifest.version, served.publication.manifest.model_id
@@ -67,7 +57,8 @@ class Relaying:
         """Nobody waits any longer. Idempotent."""
         self._waiting.close()
 
-    async def _relay(self, request: Request) -> Response:
+    async def relay(self, request: Request) -> Response:
+        """Answers at `PATH`."""
         report = decode(await request.body(), RelayReport, what="a report of a relay")
         if report.receiver_id not in self._receivers:
             raise NotRegisteredError(

@@ -171,12 +171,6 @@ class RelayBoard:
             again_s=min(5.0, pace_s * max(1.0, num_hosts / _HOSTS_A_PACE)),
         )
 
-    @property
-    def num_relays(self) -> int:
-        """Hosts that serve something now."""
-        now_s = self._clock()
-        return len({name for content in self._contents.values() for name, _ in self._serving(content, now_s)})
-
     # --- what follows from what was said ---
 
     def _host(self, content: _Content, receiver_id: str) -> _Host:

@@ -108,59 +108,37 @@ def demo(
     """
     with told():
         try:
-            from weightsync.demo.fleet import FleetOptions, run_fleet
+            from weightsync.demo.fleet import run_fleet
             from weightsync.demo.launch import DemoOptions, run_demo
         except ImportError as error:
             raise MissingDependencyError(f"the demo needs more: pip install 'weightsync[demo]' ({error})") from None
         if json is not None and not json.absolute().parent.is_dir():
             raise ConfigError(f"--json {json}: there is no folder {json.parent}")
+        options = DemoOptions(
+            steps=steps, ranks=ranks, engines=engines, engine=engine, path=path, delta=delta, learning_rate=lr,
+            strategy=strategy, ray=ray, size=size or "", out=out, json=json, deadline_s=deadline_s,
+            step_timeout_s=timeout_s, services=fleet, models=models, mode=mode, rank=rank,
+        )  # fmt: skip
         if not lora:
             refuse_given(context, ("rank",), "it is of an adapter; add --lora")
         if lora:
             refuse_given(context, _NOT_LORA, "--lora runs one trainer and one engine; run it without")
+            from weightsync.demo.lora import run_lora
+
             with _errors_alone():
-                problems = _run_lora(
-                    steps=steps, path=path, engine=engine, size=size, rank=rank, json=json, timeout_s=timeout_s
-                )
+                problems = run_lora(options)
         elif fleet:
             others = ("ranks", "engines", "engine", "path", "delta", "lr", "strategy", "ray", "out", "deadline_s")
             why = "--fleet runs one trainer a model and embedded engines that pull; run it without"
             refuse_given(context, others, why)
-            options = FleetOptions(
-                services=fleet,
-                models=models,
-                mode=mode,
-                steps=steps,
-                size=size or "small",
-                json=json,
-                step_timeout_s=timeout_s,
-            )
             with _errors_alone():  # the demo says itself what happens
                 problems = run_fleet(options)
         else:
             refuse_given(context, ("models", "mode"), "it belongs to a fleet; add --fleet 3")
             if not delta:
                 refuse_given(context, ("lr",), "it is the learning rate of a step with --delta; add --delta")
-            problems = run_demo(
-                DemoOptions(
-                    steps=steps, ranks=ranks, engines=engines, engine=engine, path=path, delta=delta, learning_rate=lr,
-                    strategy=strategy, ray=ray, size=size or "", out=out, json=json, deadline_s=deadline_s,
-                    step_timeout_s=timeout_s,
-                )
-            )  # fmt: skip
+            problems = run_demo(options)
         raise typer.Exit(1 if problems else 0)
-
-
-def _run_lora(
-    *, steps: int, path: MovePath, engine: str, size: str | None, rank: int, json: Path | None, timeout_s: float
-) -> list[str]:
-    from weightsync.demo.lora import LoraOptions, run_lora
-
-    return run_lora(
-        LoraOptions(
-            steps=steps, path=path, engine=engine, size=size or "small", rank=rank, json=json, step_timeout_s=timeout_s
-        )
-    )
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class Face:
     def _ask_status(self, timeout_s: float) -> Seen:
         """A controller and a service both have `/status`."""
         assert self._client is not None
-        body = self._client.exchange("GET", "/status", timeout_s=timeout_s)
+        body = self._client.answer("GET", "/status", deadline=Deadline(timeout_s)).body
         told = decode(body, dict[str, Any], what="its status")
         if "sync_mode" in told:
             now = decode(body, ControllerStatus, what="the status of a controller")

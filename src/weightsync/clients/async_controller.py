@@ -77,7 +77,7 @@ class AsyncControllerClient:
         return reply.answer
 
     async def _call(self, path: str, content: bytes, deadline: Deadline) -> GateReply:
-        with typed_errors(deadline, url=self.url, what="the gate", peer=self.url, runs=RUNS):
+        with typed_errors(self.url, deadline):
             try:
                 async with asyncio.timeout(deadline.timeout_s):  # httpx's own begins anew with each byte
                     status, body = await self._exchange(path, content, deadline)
@@ -109,39 +109,23 @@ class AsyncControllerClient:
 
 
 @contextlib.contextmanager
-def typed_errors(deadline: Deadline, *, url: str, what: str, peer: str, runs: str) -> Iterator[None]:
-    """Translates whatever goes wrong in an exchange of requests and answers.
-
-    Args:
-        deadline: when the whole exchange has to be over; an error after it is a missed deadline, whatever its type.
-        url: whom the exchange is with.
-        what: which of its calls, e.g. "commit".
-        peer: the name that the error carries.
-        runs: what should be running there, e.g. "the engine".
-
-    Raises:
-        EngineUnreachableError: no connection, or it broke, or it could not be tried.
-        DeadlineExceededError: no answer in time.
-    """
+def typed_errors(url: str, deadline: Deadline) -> Iterator[None]:
+    """Translates whatever goes wrong in an exchange; an error after its deadline is a missed one, whatever its type."""
     try:
         yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise EngineUnreachableError(f"can't connect to {url}: {error}; does {runs} run there?", peer=peer) from error
-    except httpx.LocalProtocolError:  # its words may be a header's
-        raise EngineUnreachableError(
-            f"{url} could not be asked for {what}: no such request can be sent", peer=peer
-        ) from None
-    except httpx.HTTPError as error:
-        if isinstance(error, httpx.TimeoutException) or deadline.expired:
-            raise DeadlineExceededError(
-                f"{url} did not answer {what} within {deadline.timeout_s:g} s", peer=peer
-            ) from error
-        raise EngineUnreachableError(
-            f"the connection to {url} broke during {what}: {type(error).__name__}: {error}", peer=peer
-        ) from error
     except WeightSyncError:
         raise
-    except Exception as error:  # a host that can't be looked up, a client that was closed, no thread, no memory, ...
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise EngineUnreachableError(f"can't connect to {url}: {error}; does {RUNS} run there?", peer=url) from error
+    except httpx.LocalProtocolError:  # its words may be a header's
         raise EngineUnreachableError(
-            f"{url} could not be asked for {what}: {type(error).__name__}: {error}", peer=peer
-        ) from error
+            f"{url} could not be asked for the gate: no such request can be sent", peer=url
+        ) from None
+    except Exception as error:  # a host that can't be looked up, a client that was closed, no thread, no memory, ...
+        if isinstance(error, httpx.TimeoutException) or (isinstance(error, httpx.HTTPError) and deadline.expired):
+            raise DeadlineExceededError(
+                f"{url} did not answer the gate within {deadline.timeout_s:g} s", peer=url
+            ) from error
+        broke = isinstance(error, httpx.HTTPError)
+        what = f"the connection to {url} broke during" if broke else f"{url} could not be asked for"
+        raise EngineUnreachableError(f"{what} the gate: {type(error).__name__}: {error}", peer=url) from error

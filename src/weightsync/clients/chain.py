@@ -140,12 +140,6 @@ class Chain:
         with self._lock:
             return self._seen
 
-    def is_newer(self, known: tuple[str, int] | None) -> bool:
-        """Whether what is known of the pointer is another version than that."""
-        with self._lock:
-            pointer = self._pointer
-        return pointer is not None and known != (pointer.version.run_id, pointer.version.number)
-
     def pause_s(self) -> float:
         """Until the pointer is asked for again: the longer nothing has come, the longer; with jitter."""
         with self._lock:
@@ -354,13 +348,11 @@ class Chain:
 
     def _small(self, ref: StoredRef, deadline: Deadline) -> bytes:
         """A small object; asked for again where it is damaged, which may have been on its way."""
-        for last in (False, True):
+        for _ in range(2):
             found = self.store.get(ref.key, deadline=deadline)
             assert found is not None
             if len(found.data) == ref.nbytes and hashlib.sha256(found.data).hexdigest() == ref.sha256:
                 return found.data
-            if last:
-                break
         raise StoreDamagedError(f"{self.store.url}/{ref.key} is damaged: its SHA-256 is another than was written")
 
     def _read(self, kind: str, raw: bytes, record: type[_T], *, what: str) -> _T:

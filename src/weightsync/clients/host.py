@@ -77,7 +77,5 @@ class RolloutClient(JsonClient):
 
     def availability(self, *, timeout_s: float = 10.0) -> dict[str, dict[str, bool]]:
         """Whether engines answer generations now, by model and engine."""
-        models: dict[str, dict[str, bool]] = self.call("GET", "/availability", dict[str, Any], timeout_s=timeout_s)[
-            "models"
-        ]
-        return models
+        kind = dict[str, dict[str, dict[str, bool]]]
+        return self.call("GET", "/availability", kind, timeout_s=timeout_s)["models"]

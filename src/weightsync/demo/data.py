@@ -16,6 +16,7 @@ VOCAB_SIZE = 256
 PROMPT = "def "
 SAMPLE_BYTES = 24
 _HELD_OUT_EVERY = 10
+_MAX_BYTES = 8 << 20
 _NO_SOURCES_HINT = "the demo reads Python's own library sources; point it at any folder of .py files instead"
 
 
@@ -25,26 +26,25 @@ class ByteText:
     Args:
         folder: where .py files lie directly; by default Python's standard library.
         seed: of the random positions.
-        max_bytes: read no more than about this much.
 
     Raises:
         ConfigError: the folder has too few readable .py files to hold any out.
     """
 
-    def __init__(self, folder: Path | None = None, *, seed: int = 0, max_bytes: int = 8 << 20) -> None:
-        self.folder = folder or Path(sysconfig.get_paths()["stdlib"])
-        self.seed = seed
+    def __init__(self, folder: Path | None = None, *, seed: int = 0) -> None:
+        self._seed = seed
+        folder = folder or Path(sysconfig.get_paths()["stdlib"])
         train: list[bytes] = []
         held_out: list[bytes] = []
         total = 0
-        for index, text in enumerate(_texts(self.folder)):
+        for index, text in enumerate(_texts(folder)):
             (held_out if index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1 else train).append(text)
             total += len(text)
-            if total >= max_bytes and held_out:
+            if total >= _MAX_BYTES and held_out:
                 break
         if not train or not held_out:
             raise ConfigError(
-                f"found {len(train)} Python sources in {self.folder}, {_HELD_OUT_EVERY} are needed: {_NO_SOURCES_HINT}"
+                f"found {len(train)} Python sources in {folder}, {_HELD_OUT_EVERY} are needed: {_NO_SOURCES_HINT}"
             )
         self._train = _joined(train)
         self._held_out = _joined(held_out)
@@ -55,11 +55,11 @@ class ByteText:
         Returns:
             int64, shape (num_rows, row_length), values below 256, on the CPU.
         """
-        return _rows(self._train, np.random.default_rng([self.seed, 1, update, rank]), num_rows, row_length)
+        return _rows(self._train, np.random.default_rng([self._seed, 1, update, rank]), num_rows, row_length)
 
     def held_out(self, *, num_rows: int = 16, row_length: int) -> torch.Tensor:
         """Rows of the held-out text, always the same; as `batch`."""
-        return _rows(self._held_out, np.random.default_rng([self.seed, 2]), num_rows, row_length)
+        return _rows(self._held_out, np.random.default_rng([self._seed, 2]), num_rows, row_length)
 
 
 def _texts(folder: Path) -> Iterable[bytes]:

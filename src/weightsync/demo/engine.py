@@ -36,7 +36,6 @@ class DemoEngine(Rollout):
     """A model of bf16 weights behind an `EmbeddedEngine`.
 
     Args:
-        engine_id, size, rest_s: see `Rollout`.
         lease: of a fleet's service, see `EmbeddedEngine`.
     """
 

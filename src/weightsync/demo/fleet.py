@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,36 +13,14 @@ from weightsync.control.build import Built, build_controller
 from weightsync.demo.model import model_size
 from weightsync.demo.processes import DemoError, Processes
 from weightsync.demo.summary import LOSS_GAP_TOLERANCE, write_summary
+from weightsync.demo.trainer import DemoOptions
 from weightsync.errors import ConfigError, error_from_dict
 from weightsync.types import Deadline
 
 _LEASE_S = 3.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FleetOptions:
-    """How the fleet's demo runs.
-
-    Attributes:
-        services: rollout services at the start.
-        models: trainers, each of a model of its own; all are served together.
-        mode: see `WeightSyncConfig.sync_mode`.
-        steps: of each trainer.
-        size: of each model.
-        json: where to write the summary; None writes none.
-        step_timeout_s: how long the start may take, and each step; so long may a gate be closed.
-    """
-
-    services: int = 3
-    models: int = 2
-    mode: str = "batch-async"
-    steps: int = 10
-    size: str = "tiny"
-    json: Path | None = None
-    step_timeout_s: float = 300.0
-
-
-def run_fleet(options: FleetOptions) -> list[str]:
+def run_fleet(options: DemoOptions) -> list[str]:
     """Runs the fleet to its end and writes what it saw.
 
     Returns:
@@ -77,7 +53,7 @@ def run_fleet(options: FleetOptions) -> list[str]:
     return problems
 
 
-def _controller(options: FleetOptions, models: Sequence[str], token: str) -> Built:
+def _controller(options: DemoOptions, models: Sequence[str], token: str) -> Built:
     return build_controller(
         {
             "sync_mode": options.mode,
@@ -100,7 +76,7 @@ class _Fleet:
 
     def __init__(
         self,
-        options: FleetOptions,
+        options: DemoOptions,
         models: Sequence[str],
         processes: Processes,
         built: Built,
@@ -111,7 +87,6 @@ class _Fleet:
         self.answers: list[dict[str, Any]] = []
         self._trained: dict[tuple[str, int], dict[str, Any]] = {}
         self._done: set[str] = set()
-        self._ready: set[str] = set()
         self._killed = ""
         self._added = ""
         self._joined_at: dict[str, int] = {}
@@ -144,7 +119,6 @@ class _Fleet:
         return self
 
     def summary(self) -> dict[str, Any]:
-        """The run as JSON-able data."""
         gaps = [gap for answer in self.answers if (gap := self._gap(answer)) is not None]
         added = [answer["version"] for answer in self.answers if answer["service"] == self._added]
         return {

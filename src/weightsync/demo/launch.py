@@ -147,7 +147,6 @@ class _Job(Processes):
         self._options = options
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Everything rank 0 says, until all trainers have ended well."""
         options = self._options
         engines = [f"engine-{index}" for index in range(options.engines)]
         for name in engines:

@@ -7,9 +7,7 @@ serves is the trainer's own, version after version.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +21,7 @@ from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID, adapted
 from weightsync.demo.model import TrainLoop, build_model, held_out_loss, model_size, save_byte_tokenizer
 from weightsync.demo.processes import Processes
 from weightsync.demo.sglang_engine import SERVED
-from weightsync.errors import ConfigError
+from weightsync.demo.trainer import DemoOptions
 from weightsync.extract.peft import base_extractor
 from weightsync.types.service import NotifyRequest, RegisterSenderRequest
 
@@ -34,44 +32,18 @@ _VLLM_GAP = 0.02
 """vLLM sums in bfloat16 in another order than PEFT; SGLang on a CPU in float32."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraOptions:
-    """How it runs.
-
-    Attributes:
-        steps: versions of the adapter.
-        path: "push" or "pull"; into a server "pull".
-        engine: "embedded": a PEFT model of ours; "vllm" or "sglang": such a server, whose base is its checkpoint.
-        size: of the model.
-        rank: of the adapter.
-        json: where to write the summary; None writes none.
-        step_timeout_s: how long the start may take, and each step.
-    """
-
-    steps: int = 10
-    path: str = "push"
-    engine: str = "embedded"
-    size: str = "small"
-    rank: int = 8
-    json: Path | None = None
-    step_timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        if self.engine not in ("embedded", *_SERVERS):
-            raise ConfigError(f"--lora runs with --engine embedded, vllm or sglang, not {self.engine}")
-        if self.engine in _SERVERS:
-            SERVED[self.engine].server.check()
-
-
-def run_lora(options: LoraOptions) -> list[str]:
+def run_lora(options: DemoOptions) -> list[str]:
     """Runs the demo to its end.
 
     Returns:
         Problems, in words; empty where the engine has proved every version of base and adapter and served it.
 
     Raises:
+        MissingDependencyError: the engine is not installed. Nothing was started.
         WeightSyncError: a process failed or the time ran out. No process is left behind.
     """
+    if options.engine in _SERVERS:
+        SERVED[options.engine].server.check()
     out = Console(highlight=False, soft_wrap=True, markup=False)
     torch.set_num_threads(1)
     text, size = ByteText(), model_size(options.size)
@@ -124,7 +96,7 @@ class _Push:
     """The trainer brings both into the engine."""
 
     def __init__(
-        self, model: Any, told: dict[str, Any], token: str, options: LoraOptions, opened: contextlib.ExitStack
+        self, model: Any, told: dict[str, Any], token: str, options: DemoOptions, opened: contextlib.ExitStack
     ) -> None:
         def pushed(weights: Any, model_id: str, **settings: Any) -> Any:
             return opened.enter_context(
@@ -137,7 +109,6 @@ class _Push:
         self._adapter = pushed(model, ADAPTER_ID)
 
     def adapter(self, number: int) -> dict[str, Any]:
-        """A version, and how it went."""
         report = self._adapter.step(number)
         return {
             "bytes": report.sent_bytes, "sync_s": report.seconds, "paused_s": report.paused_s,
@@ -150,7 +121,7 @@ class _Pull:
     started with: its adapter is bound to the digest of that, and is published alone."""
 
     def __init__(
-        self, model: Any, told: dict[str, Any], token: str, options: LoraOptions, opened: contextlib.ExitStack
+        self, model: Any, told: dict[str, Any], token: str, options: DemoOptions, opened: contextlib.ExitStack
     ) -> None:
         first = base_extractor(model)
         self.base_bytes = first.metadata().total_bytes
@@ -172,7 +143,6 @@ class _Pull:
             self._follow(BASE_ID, base)
 
     def adapter(self, number: int) -> dict[str, Any]:
-        """A version, and how it went."""
         began_s = time.monotonic()
         status = self._follow(ADAPTER_ID, self._adapter)
         return {

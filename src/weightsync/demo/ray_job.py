@@ -15,7 +15,7 @@ from weightsync.cluster.engine_actor import EngineContext
 from weightsync.cluster.launch import launch
 from weightsync.cluster.trainer_actor import RankContext
 from weightsync.demo.engine import DemoEngine, start_engine
-from weightsync.demo.patience import patiently
+from weightsync.demo.processes import patiently
 from weightsync.demo.trainer import DemoOptions, DemoTrainer, config_of, pushed_row
 from weightsync.demo.vllm_engine import VllmDemoEngine
 from weightsync.errors import MissingDependencyError

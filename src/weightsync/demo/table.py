@@ -20,7 +20,6 @@ class StepTable:
     """Shows a row for each step as it comes.
 
     Args:
-        console: where to write.
         phases: which phases have a column.
         deltas: whether there are columns for what deltas save.
     """

@@ -53,7 +53,7 @@ class DemoOptions:
     """How the demo runs.
 
     Attributes:
-        steps: how often it trains and pushes.
+        steps: how often it trains and pushes; versions of an adapter; of a fleet, steps of each trainer.
         ranks: training processes.
         engines: engine processes.
         engine: what generates: "embedded" (a torch module of ours), "vllm" or "sglang" (a server of that).
@@ -67,7 +67,12 @@ class DemoOptions:
         out: folder for timeline.json and timeline.png.
         json: where to write the summary; None writes none.
         deadline_s: of one sync.
-        step_timeout_s: how long the start may take, and each step; the run may take as long as it has steps.
+        step_timeout_s: how long the start may take, and each step; the run may take as long as it has steps. So long
+            may a fleet's gate be closed.
+        services: of a fleet: rollout services at the start.
+        models: of a fleet: trainers, each of a model of its own; all are served together.
+        mode: of a fleet: see `WeightSyncConfig.sync_mode`.
+        rank: of an adapter.
     """
 
     steps: int = 10
@@ -84,6 +89,10 @@ class DemoOptions:
     json: Path | None = None
     deadline_s: float = 30.0
     step_timeout_s: float = 300.0
+    services: int = 3
+    models: int = 2
+    mode: str = "batch-async"
+    rank: int = 8
 
     def __post_init__(self) -> None:
         if not self.size:
@@ -104,8 +113,6 @@ class DemoTrainer:
     """One rank: model, optimizer, and what moves its weights. The default process group is there already.
 
     Args:
-        options: of the demo.
-        rank: of the trainer's job.
         push: makes the `PushSync` from an extractor; None where weights are published and pulled.
     """
 

@@ -151,9 +151,6 @@ class VllmServer:
 class VllmDemoEngine(Rollout):
     """A vLLM server that holds the demo's model. Another engine's is a subclass with another `server`, `_scores` and
     `_text`.
-
-    Args:
-        engine_id, size: see `Rollout`.
     """
 
     server = VllmServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import fnmatch
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -213,7 +213,7 @@ class WeightExtractor(abc.ABC):
         """Brings the model into the state in which it is read. On every rank alike, no communication."""
 
     @abc.abstractmethod
-    def _named_tensors(self) -> Collection[tuple[str, torch.Tensor]]:
+    def _named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Parameters and persistent buffers under clean names, tied ones once, in a fixed order."""
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,10 +61,8 @@ class DeepSpeedWeightExtractor(ModuleWeightExtractor):
     def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(int(extent) for extent in getattr(tensor, "ds_shape", tensor.shape))
 
-    @contextlib.contextmanager
-    def _gathered(self, tensors: Sequence[tuple[torch.Tensor, torch.dtype]]) -> Iterator[None]:
-        with self._whole([tensor for tensor, dtype in tensors if tensor.dtype == dtype]):
-            yield
+    def _gathered(self, tensors: Sequence[tuple[torch.Tensor, torch.dtype]]) -> contextlib.AbstractContextManager[Any]:
+        return self._whole([tensor for tensor, dtype in tensors if tensor.dtype == dtype])
 
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         with self._whole([tensor]):

@@ -76,18 +76,14 @@ class MegatronCoreExporter:
         Raises:
             UnsupportedError: by the call's first step: something that this exporter does not know; nothing was sent.
         """
-        gpt, exports = self._plan(model)
+        gpt = self._checked_model(model)
+        exports = [(parameter, self._rule(name)) for name, parameter in gpt.named_parameters()]
         group = self._parallel.get_tensor_model_parallel_group()
         for parameter, take_apart in exports:
             parts = _slices(parameter.detach(), group, _sliced_dim(parameter))
             for name, tensor in take_apart(gpt.config, parts, _sliced_dim(parameter)):
                 yield name, tensor.cpu() if cpu else tensor
             del parts, tensor
-
-    def _plan(self, models: list[torch.nn.Module]) -> tuple[Any, list[tuple[torch.nn.Parameter, Any]]]:
-        gpt = self._checked_model(models)
-        parameters = list(gpt.named_parameters())
-        return gpt, [(parameter, self._rule(name)) for name, parameter in parameters]
 
     def _checked_model(self, models: list[torch.nn.Module]) -> Any:
         model: Any = models[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -18,8 +18,8 @@ from weightsync.module_walk import Held, ModuleTensors, clean_name, unwrapped
 from weightsync.plan.boxes import whole_box
 from weightsync.types import Box, TensorTable
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
-"""Types that say all of themselves."""
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
+"""Types that say all of themselves; any other is looked at each time."""
 
 _layout, _is_meta = attrgetter("layout"), attrgetter("is_meta")
 _STRIDED = frozenset({torch.strided})
@@ -36,7 +36,7 @@ class ModuleWeightExtractor(WeightExtractor):
     _names_of: tuple[str, ...] | None = None
     _clean_names: Sequence[str] = ()
 
-    def _named_tensors(self) -> Collection[tuple[str, torch.Tensor]]:
+    def _named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         held = self._read()
         if held.names is not self._names_of:
             self._names_of, self._clean_names = held.names, list(map(clean_name, held.names))
@@ -59,7 +59,7 @@ class ModuleWeightExtractor(WeightExtractor):
 
     def _at_a_glance(self, tensors: Sequence[torch.Tensor]) -> bool:
         return (
-            _PLAIN.issuperset(map(type, tensors))
+            PLAIN.issuperset(map(type, tensors))
             and _STRIDED.issuperset(map(_layout, tensors))
             and not any(map(_is_meta, tensors))
             and not any(map(hasattr, tensors, itertools.repeat("ds_shape")))

@@ -1,8 +1,8 @@
-"""Extractors of tensors by name, where nobody hands a model over: of `model.named_parameters()`, and of a mapping."""
+"""NamedTensorsExtractor: of tensors by name, where nobody hands a model over: a mapping, `model.named_parameters()`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,68 +20,38 @@ class NamedTensorsExtractor(FSDPWeightExtractor):
     for that.
 
     Args:
-        named: e.g. `model.named_parameters()`; used up. Buffers are not among these: chain `named_buffers()`, or
-            give an extractor of the module.
-        name_map, dtype_overrides: see `WeightExtractor`.
-
-    Raises:
-        ConfigError: it is no iterable of names and tensors.
-    """
-
-    def __init__(
-        self,
-        named: Iterable[tuple[str, torch.Tensor]],
-        *,
-        name_map: Callable[[str], str | None] | None = None,
-        dtype_overrides: Mapping[str, str] | None = None,
-    ) -> None:
-        self._named: list[tuple[str, torch.Tensor]] = []
-        seen: set[int] = set()
-        try:
-            for name, tensor in named:
-                if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)):
-                    raise TypeError(f"{type(name).__name__}, {type(tensor).__name__}")
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    self._named.append((clean_name(name), tensor))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"named tensors are pairs of a name and a tensor, as model.named_parameters() gives them: {error}"
-            ) from error
-        super().__init__(torch.nn.Module(), name_map=name_map, dtype_overrides=dtype_overrides)
-
-    def _prepare(self) -> None:
-        return
-
-    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return self._named
-
-
-class MappingWeightExtractor(FSDPWeightExtractor):
-    """Extracts from a mapping of names to tensors, DTensors among them, as it is at each step.
-
-    A trainer may replace its tensors by others of the same dtype and shape. A tensor that is there twice (tied
-    weights) counts once, under its first name.
-
-    Args:
-        tensors: by the trainer's names; read between two steps, never changed.
-        group_by_module, chunk_bytes, name_map, dtype_overrides: see `WeightExtractor`.
+        named: a mapping, read between two steps as it is then, and never changed: a trainer may replace its tensors by
+            others of the same dtype and shape. Or pairs, `model.named_parameters()` say, used up; buffers are not
+            among these: chain `named_buffers()`, or give an extractor of the module.
+        settings: see `WeightExtractor`.
 
     Raises:
         ConfigError: something in it is no tensor, or has no name.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], **settings: Any) -> None:
-        self._tensors = tensors
+    def __init__(self, named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], **settings: Any) -> None:
+        self._mapping = named if isinstance(named, Mapping) else None
+        self._pairs = [] if isinstance(named, Mapping) else _checked(named)
         super().__init__(torch.nn.Module(), **settings)
 
     def _prepare(self) -> None:
         return
 
-    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        named: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, tensor in self._tensors.items():
+    def _named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._pairs if self._mapping is None else _checked(self._mapping.items())
+
+
+def _checked(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    try:
+        for name, tensor in pairs:
             if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)):
-                raise ConfigError(f"the mapping has names and tensors, and not {name!r:.80}: {type(tensor).__name__}")
-            named.setdefault(id(tensor), (clean_name(name), tensor))
-        return list(named.values())
+                raise TypeError(f"{name!r:.80}: {type(tensor).__name__}")
+            if id(tensor) not in found:
+                found[id(tensor)] = clean_name(name), tensor
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "tensors by name are names and tensors, in pairs, as a mapping or model.named_parameters() has them, and "
+            f"not {error}"
+        ) from error
+    return list(found.values())

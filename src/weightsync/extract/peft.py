@@ -9,6 +9,7 @@ Whatever shards it (nothing, FSDP2, DeepSpeed):
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,11 @@ from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
-from weightsync.extract.peft_layer import merged_copy
 from weightsync.peft_model import adapter_name, adapter_names, base_names, lora_layers, peft_model_in
 from weightsync.plan.peft_config import published_adapter
 from weightsync.types import Adapter, Base
+
+_OWN = frozenset(vars(torch.nn.Module()))
 
 
 def adapter_of(model: Any, name: str, base: Base | None = None) -> Adapter:
@@ -168,3 +170,55 @@ def _extractor(
         kind = type(f"Merged{kind.__name__}", (_Merging, kind), {"merged": merged})
     made: WeightExtractor = kind(weights if is_deepspeed else model, name_map=name_map, **settings)
     return made
+
+
+def merged_copy(layer: Any, adapter: str, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    """The base layer that PEFT's `layer.merge()` would leave, made of gathered copies.
+
+    PEFT merges into the base's memory, and where adapters are bfloat16 on a CPU it puts new tensors into them too; none
+    of these is the trainer's here.
+
+    Args:
+        gather: gives a tensor whole, in its dtype. Called for the same tensors in the same order on every rank.
+
+    Returns:
+        The copy's base layer; the caller's own.
+    """
+    copied: dict[int, torch.Tensor] = {}
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copied:
+            copied[id(tensor)] = torch.nn.Parameter(gather(tensor).detach().clone(), requires_grad=False)
+        return copied[id(tensor)]
+
+    with torch.no_grad():
+        copy = _standalone(layer, whole, only=adapter)
+        copy.merge(safe_merge=False, adapter_names=[adapter])
+        base: torch.nn.Module = copy.get_base_layer()
+    return base
+
+
+def _standalone(module: Any, whole: Callable[[torch.Tensor], torch.Tensor], *, only: str) -> Any:
+    """A module of the same kind, without hooks, whose tensors are `whole` of its own; of adapters `only` one's."""
+    made: Any = object.__new__(type(module))
+    kept = {key: list(value) if isinstance(value, list) else value for key, value in vars(module).items()}
+    for key in _OWN:
+        if isinstance(kept.get(key), dict) and "hook" in key:
+            kept[key] = OrderedDict()
+    kept["_parameters"] = {
+        key: None if tensor is None else whole(tensor)
+        for key, tensor in module._parameters.items()
+        if _is_kept(module, key, only)
+    }
+    kept["_buffers"] = {key: None if tensor is None else whole(tensor) for key, tensor in module._buffers.items()}
+    kept["_modules"] = {
+        key: None if child is None else _standalone(child, whole, only=only)
+        for key, child in module._modules.items()
+        if _is_kept(module, key, only)
+    }
+    object.__setattr__(made, "__dict__", kept)
+    return made
+
+
+def _is_kept(holder: Any, key: str, only: str) -> bool:
+    return key == only or not isinstance(holder, torch.nn.ModuleDict | torch.nn.ParameterDict)

@@ -23,6 +23,7 @@ from weightsync.handles.releases import since
 from weightsync.handles.vllm_messages import BACKEND, error_in_text
 from weightsync.net.client import JsonClient
 from weightsync.net.messages import encode
+from weightsync.types import Deadline
 
 _T = TypeVar("_T")
 _HEAD = 1000  # characters of a foreign error's text that are kept
@@ -145,12 +146,12 @@ class VllmHttpApi(JsonClient):
         query = {
             name: str(value).lower() if isinstance(value, bool) else value for name, value in (params or {}).items()
         }
-        body = self.exchange(
+        body = self.answer(
             method,
             f"{path}?{urlencode(query)}" if query else path,
             content=None if json is None else encode(json),
-            timeout_s=timeout_s,
-        )
+            deadline=Deadline(timeout_s),
+        ).body
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.json.decode(body or b"{}", type=dict[str, Any])
         raise EngineError(f"{self.url} answered {path} with 200 and no JSON", peer=self.url)

@@ -96,14 +96,14 @@ class JsonClient:
             DeadlineExceededError: no answer in time.
             WeightSyncError: what the server raised, typed.
         """
-        body = self.exchange(
+        body = self.answer(
             method,
             path,
             content=None if message is None else encode(message),
-            timeout_s=timeout_s,
+            deadline=Deadline(timeout_s),
             limit_bytes=limit_bytes,
             advice=advice,
-        )
+        ).body
         try:
             return decode(body, kind, what=f"the answer to {path}")
         except InvalidRequestError as error:
@@ -111,26 +111,6 @@ class JsonClient:
                 f"{self.url} answered {path} with what is no answer: {error}; does {self._runs} run there?",
                 peer=self.peer,
             ) from error
-
-    def exchange(
-        self,
-        method: str,
-        path: str,
-        *,
-        content: bytes | None = None,
-        timeout_s: float,
-        limit_bytes: int | None = None,
-        advice: str = "",
-    ) -> bytes:
-        """One exchange of bytes: the body of a good answer. See `call` for arguments and errors."""
-        return self.answer(
-            method,
-            path,
-            content=content,
-            deadline=Deadline(timeout_s),
-            limit_bytes=limit_bytes,
-            advice=advice,
-        ).body
 
     def answer(
         self,

@@ -49,7 +49,7 @@ class Visit:
         self.since_s = asyncio.get_running_loop().time()
         self._door = door
         self._transport: asyncio.Transport | None = None
-        self._known = False
+        self.known = False  # whether it showed the token
 
     def connected(self, transport: asyncio.Transport) -> None:
         """Its protocol has it, after the TLS handshake where there is one."""
@@ -57,17 +57,12 @@ class Visit:
 
     def wait(self, waiting: bool) -> None:
         """Whether it may be cut for others: it holds up nothing that somebody was promised."""
-        self._door.wait(self, waiting and not self._known)
+        self._door.wait(self, waiting and not self.known)
 
     def know(self) -> None:
         """It showed the token: it is not cut any more."""
-        self._known = True
+        self.known = True
         self.wait(False)
-
-    @property
-    def known(self) -> bool:
-        """Whether it showed the token."""
-        return self._known
 
     def cut(self) -> None:
         """Ends it at once; what was not sent is lost."""
@@ -78,7 +73,6 @@ class Visit:
             self.task.cancel()
 
     def ended(self) -> None:
-        """It is over."""
         self._door.forget(self)
 
 
@@ -115,7 +109,6 @@ class Door:
         self._go_on()
 
     def wait(self, visit: Visit, waiting: bool) -> None:
-        """See `Visit.wait`."""
         of_peer = self._waiting.get(visit.peer, {})
         if waiting == (visit in of_peer):
             return
@@ -129,7 +122,6 @@ class Door:
             del self._waiting[visit.peer]
 
     def forget(self, visit: Visit) -> None:
-        """It is over."""
         self.wait(visit, False)
         self._visits.discard(visit)
 

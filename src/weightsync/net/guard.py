@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import functools
 import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -22,7 +24,6 @@ from weightsync.errors import (
 from weightsync.net.auth import check_token, checked_token
 from weightsync.net.log import logger
 from weightsync.net.origin import check_page, host_names
-from weightsync.net.trim import Trimmer
 
 MANIFEST_BODY_BYTES = 256 << 20
 """Routes that take a manifest: one of a million tensors fits."""
@@ -38,6 +39,9 @@ VISIT = "weightsync.visit"
 """Where a request's scope has its `Visit`."""
 
 _JSON = "application/json"
+_TRIM_FROM_BYTES, _TRIM_AFTER_S = 8 << 20, 0.2
+"""Bodies of less are not worth it; and by then the request's last references are gone, and many that end together are
+one."""
 
 
 class Guard:
@@ -75,16 +79,10 @@ class Guard:
         self._hosts = host_names(hosts)
         self._limits = dict(body_limits or {})
         self._max_held_bytes = 2 * max((BODY_BYTES * 128, *self._limits.values()))
-        self._held_bytes = 0
-        self._trimmer = Trimmer()
-
-    @property
-    def held_bytes(self) -> int:
-        """Of bodies, of requests under way."""
-        return self._held_bytes
+        self.held_bytes = 0  # of bodies, of requests under way
+        self._trim_soon: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through, or answers it with an error."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -119,11 +117,11 @@ class Guard:
             logger.error("a request to %s failed", scope["path"][:100], exc_info=error)
             await send_error(watched, unexpected())
         finally:
-            self._held_bytes -= body.held_bytes
-            self._trimmer.freed(body.held_bytes)
+            self.held_bytes -= body.held_bytes
+            if body.held_bytes >= _TRIM_FROM_BYTES and self._trim_soon is None and _malloc_trim() is not None:
+                self._trim_soon = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
 
     def limit_bytes(self, path: str) -> int:
-        """The longest body that is taken there."""
         return self._limits.get(path, self._limits.get("*", BODY_BYTES))
 
     def hold(self, num_bytes: int) -> None:
@@ -132,12 +130,19 @@ class Guard:
         Raises:
             BusyError: it is too much, of all requests together.
         """
-        self._held_bytes += num_bytes
-        if self._held_bytes > self._max_held_bytes:
+        self.held_bytes += num_bytes
+        if self.held_bytes > self._max_held_bytes:
             raise BusyError(
                 f"the requests under way have over {self._max_held_bytes} bytes together: try again",
                 state_left="nothing was changed",
             )
+
+    def _trim(self) -> None:
+        """Gives memory back to the system: malloc keeps what large bodies took for as long as the process lives."""
+        self._trim_soon = None
+        trim = _malloc_trim()
+        assert trim is not None
+        asyncio.get_running_loop().run_in_executor(None, trim, 0)  # some milliseconds
 
     def _check_caller(self, scope: Scope, headers: Mapping[str, str]) -> None:
         path = scope["path"]
@@ -217,6 +222,12 @@ class _Body:
         raise DeadlineExceededError(f"the request's body did not come within {BODY_WITHIN_S:g} s")
 
 
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's; other C libraries have none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
 def _is_large(scope: Scope) -> bool:
     """Whether its body may be longer than what is read and thrown away."""
     fields = dict(scope["headers"])
@@ -229,7 +240,6 @@ def unexpected() -> WeightSyncError:
 
 
 async def send_error(send: Send, error: WeightSyncError) -> None:
-    """Answers with a typed error as JSON."""
     body = error_body(error)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
@@ -237,5 +247,4 @@ async def send_error(send: Send, error: WeightSyncError) -> None:
 
 
 def error_body(error: WeightSyncError, **more: Any) -> bytes:
-    """A typed error as JSON."""
     return json.dumps({**error.to_dict(), **more}).encode()

@@ -69,6 +69,5 @@ def first_words(body: bytes) -> str:
 
 
 def reply_limit(status: int, limit_bytes: int | None) -> int:
-    """The longest answer of that status that is read."""
     limit_bytes = MAX_REPLY_BYTES if limit_bytes is None else limit_bytes
     return limit_bytes if status < 300 else min(limit_bytes, MAX_ERROR_BYTES)

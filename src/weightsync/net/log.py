@@ -30,7 +30,6 @@ class OneAWhile(logging.Filter):
         self._told: dict[object, tuple[float, int]] = {}  # by kind: when it was told of, how many were left out since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is written."""
         error = record.exc_info[0] if record.exc_info else None
         if error is not None and issubclass(error, asyncio.CancelledError):
             return False  # a request that ends with its server

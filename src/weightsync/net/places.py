@@ -26,7 +26,6 @@ class Place:
     """One request that waits.
 
     Attributes:
-        peer: whose it is.
         since_s: when it began, by the loop's clock.
         lost: whether it made room for another; it is to be answered now.
     """
@@ -50,12 +49,7 @@ class Places:
         self._num_places = num_places
         self._clock = clock
         self._by_peer: dict[str, dict[Place, None]] = {}  # the oldest first
-        self._num_taken = 0
-
-    @property
-    def num_taken(self) -> int:
-        """How many wait now."""
-        return self._num_taken
+        self.num_taken = 0
 
     @contextlib.contextmanager
     def take(self, request: Request, leave: Callable[[], None]) -> Iterator[Place]:
@@ -71,10 +65,10 @@ class Places:
         now_s = (self._clock or asyncio.get_running_loop().time)()
         place = Place(peer_of(request), now_s, leave)
         most = self._room()
-        while self._num_taken >= most:
+        while self.num_taken >= most:
             self._make_room(place, most)
         self._by_peer.setdefault(place.peer, {})[place] = None
-        self._num_taken += 1
+        self.num_taken += 1
         try:
             yield place
         finally:
@@ -102,7 +96,7 @@ class Places:
         of_peer = self._by_peer.get(place.peer, {})
         if place in of_peer:
             del of_peer[place]
-            self._num_taken -= 1
+            self.num_taken -= 1
             if not of_peer:
                 del self._by_peer[place.peer]
 

@@ -59,13 +59,11 @@ class GuardedH11(H11Protocol):
         self.app = visited
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio."""
         super().connection_made(transport)
         self._visit.connected(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
             self._discarded_bytes += len(data)
             if self._discarded_bytes > BODY_BYTES:
@@ -75,13 +73,11 @@ class GuardedH11(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         self._visit.ended()
         self._unwatch()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """See uvicorn."""
         self._discarded_bytes = 0
         super().on_response_complete()
         self._unwatch()

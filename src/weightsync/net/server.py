@@ -127,21 +127,15 @@ class Api(Starlette):
 
 
 def json_of(message: msgspec.Struct | Mapping[str, Any]) -> Response:
-    """An answer: a message of ours."""
     return Response(encode(message), media_type="application/json")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with our own door.
-
-    Attributes:
-        has_token: whether it asks for one.
-    """
+    """uvicorn, with our own door."""
 
     has_token = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens."""
         assert sockets is not None
         config, loop = self.config, asyncio.get_running_loop()
         loop.set_exception_handler(_told)
@@ -172,10 +166,8 @@ class ServerThread:
 
     Args:
         app: the application; it is guarded here.
-        settings: where it listens, and who may call it.
         on_refused: called for each request without the token, in the server's thread.
         open_paths, hosts, body_limits: see `Guard`; the settings' `host` is one of `hosts`.
-        name: of the thread.
     """
 
     def __init__(
@@ -236,7 +228,6 @@ class ServerThread:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         port = self._socket.getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{self._scheme}://{host}:{port}"

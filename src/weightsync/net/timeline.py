@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.responses import Response
 
 from weightsync.net.server import Api, json_of
-from weightsync.types import PhaseRecord
 from weightsync.types.timeline import MAX_RECORDS, Timeline
 
-
-class Recorded(Protocol):
-    """A `Recorder`, of which this room knows no more."""
-
-    @property
-    def num_dropped(self) -> int: ...
-
-    def records(self) -> Sequence[PhaseRecord]: ...
+if TYPE_CHECKING:
+    from weightsync.observe import Recorder
 
 
-def add_timeline(app: Api, recorded: Recorded, head: Callable[[], Timeline]) -> None:
+def add_timeline(app: Api, recorded: Recorder, head: Callable[[], Timeline]) -> None:
     """Adds `/timeline`, and `/timeline/clock`, which tells the time alone: a small answer to measure a clock with.
 
     Args:

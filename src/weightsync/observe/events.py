@@ -34,26 +34,25 @@ def now_s() -> float:
 class Recorder:
     """Collects phase records of one process, and of the engines that report to it. Safe to use from any thread.
 
-    Memory is bounded: beyond `max_records`, or `max_bytes`, the oldest records go, and `num_dropped` counts them.
+    Memory is bounded: beyond `max_bytes` the oldest records go, and `num_dropped` counts them.
 
     Args:
         track: who records, e.g. "trainer/rank-0". "a/b" is thread b of process a in a trace.
-        max_records: how many records are kept until `drain` takes them.
-        max_bytes: how much memory they may take, their texts included; the newest is always kept.
+        max_bytes: how much memory the records may take until `drain` takes them, their texts included; the newest is
+            always kept.
 
     Raises:
-        InvalidRequestError: `track` is empty, or `max_records` or `max_bytes` is not positive.
+        InvalidRequestError: `track` is empty, or `max_bytes` is not positive.
     """
 
-    def __init__(self, track: str, *, max_records: int = 100_000, max_bytes: int = 8 << 20) -> None:
+    def __init__(self, track: str, *, max_bytes: int = 8 << 20) -> None:
         if not track:
             raise InvalidRequestError("a recorder needs a track, e.g. trainer/rank-0")
-        if max_records < 1 or max_bytes < 1:
-            raise InvalidRequestError(f"max_records and max_bytes are at least 1, got {max_records} and {max_bytes}")
+        if max_bytes < 1:
+            raise InvalidRequestError(f"max_bytes is at least 1, got {max_bytes}")
         self.track = track
         self._lock = threading.Lock()
         self._records: collections.deque[PhaseRecord] = collections.deque()
-        self._max_records = max_records
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._num_dropped = 0
@@ -91,9 +90,7 @@ class Recorder:
             for record in taken:
                 self._records.append(record)
                 self._num_bytes += _size_bytes(record)
-            while len(self._records) > self._max_records or (
-                self._num_bytes > self._max_bytes and len(self._records) > 1
-            ):
+            while self._num_bytes > self._max_bytes and len(self._records) > 1:
                 self._num_bytes -= _size_bytes(self._records.popleft())
                 self._num_dropped += 1
             subscribers = tuple(self._subscribers.items())

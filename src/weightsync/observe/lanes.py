@@ -19,7 +19,6 @@ class Span:
     """A phase on the common time axis, in whole nanoseconds, so that lanes are exact.
 
     Attributes:
-        record: what was recorded.
         start_ns: since the earliest record.
         end_ns: as above, never below `start_ns`.
     """
@@ -62,12 +61,6 @@ def layout(records: Iterable[PhaseRecord]) -> tuple[Track, ...]:
         end_ns = max(start_ns, round((record.end_s - zero_s) * 1e9))
         by_track.setdefault(record.track, []).append(Span(record=record, start_ns=start_ns, end_ns=end_ns))
     return tuple(Track(name=name, lanes=_lanes(by_track[name])) for name in sorted(by_track, key=_order))
-
-
-def process_and_thread(track: str) -> tuple[str, str]:
-    """ "engine-0/worker-1" is thread worker-1 of process engine-0; a bare name is its main thread."""
-    process, _, thread = track.partition("/")
-    return process, thread or "main"
 
 
 def _lanes(spans: Sequence[Span]) -> tuple[tuple[Span, ...], ...]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from weightsync.errors import DigestMismatchError, MissingDependencyError, WeightSyncError
+from weightsync.errors import DigestMismatchError, WeightSyncError
 from weightsync.observe.events import Recorder
 from weightsync.types import PhaseRecord, SyncReport
 
@@ -17,29 +16,23 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """What an HTTP face answers together with `Metrics.render`."""
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_OTHER = "other"
+_OTHER, _MAX_LABELS = "other", 256
 
 
 class Metrics:
     """Counts and times syncs. Several can live in one process; none touches the global registry.
 
-    The labels `phase` and `track` come from engines too, so their number is bounded: what exceeds `max_labels`
-    different values is counted under "other".
+    The labels `phase` and `track` come from engines too, so their number is bounded: what exceeds 256 different values
+    is counted under "other".
 
     Args:
-        recorder: watched from the start; more by `watch`.
+        recorder: watched from the start.
         model_id: the label of `weightsync_version` where `observe_sync` is not told another.
-        max_labels: the most different values of one label.
-
-    Raises:
-        MissingDependencyError: prometheus-client is not installed.
     """
 
-    def __init__(self, recorder: Recorder | None = None, *, model_id: str = "model", max_labels: int = 256) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-        except ImportError as error:
-            raise MissingDependencyError("metrics need prometheus-client: pip install prometheus-client") from error
+    def __init__(self, recorder: Recorder | None = None, *, model_id: str = "model") -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
         self.model_id = model_id
         self.registry: CollectorRegistry = CollectorRegistry(auto_describe=True)
         own = self.registry
@@ -82,18 +75,12 @@ class Metrics:
             self._syncs.labels(outcome)
         for outcome in ("proved", "wrong", "unknown"):
             self._audits.labels(outcome)
-        self._max_labels = max_labels
         self._labels: dict[str, set[str]] = {"phase": set(), "track": set(), "error": set(), "model_id": set()}
         self._lock = threading.Lock()
         if recorder is not None:
-            self.watch(recorder)
-
-    def watch(self, recorder: Recorder) -> Callable[[], None]:
-        """Observes every phase that `recorder` takes from now on; returns what ends it."""
-        return recorder.subscribe(self.observe_phase)
+            recorder.subscribe(self.observe_phase)
 
     def observe_phase(self, record: PhaseRecord) -> None:
-        """Counts one phase."""
         labels = self._bounded("phase", record.name), self._bounded("track", record.track)
         self._phase.labels(*labels).observe(max(0.0, record.end_s - record.start_s))
         if record.name == "audit":
@@ -130,7 +117,7 @@ class Metrics:
     def _bounded(self, label: str, value: str) -> str:
         with self._lock:
             seen = self._labels[label]
-            if value in seen or len(seen) < self._max_labels:
+            if value in seen or len(seen) < _MAX_LABELS:
                 seen.add(value)
                 return value
             return _OTHER

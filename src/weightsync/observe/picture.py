@@ -31,7 +31,6 @@ def write_timeline_png(
     *,
     title: str = "weightsync: who did what, and who waited for whom",
     focus_s: tuple[float, float] | None = None,
-    focus_title: str = "One sync, enlarged",
     marks: Sequence[tuple[float, str]] = (),
 ) -> Path:
     """Draws the records; overlapping phases of one track get sub-lanes, so bars never cover each other.
@@ -41,7 +40,6 @@ def write_timeline_png(
         path: of the PNG.
         title: above the picture.
         focus_s: start and end (seconds since the epoch) of a part that a second panel enlarges.
-        focus_title: above that panel.
         marks: (time in seconds since the epoch, text): vertical lines, e.g. where a version was committed.
 
     Returns:
@@ -51,21 +49,15 @@ def write_timeline_png(
         MissingDependencyError: matplotlib is not installed.
         OSError: the file can't be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError("the picture needs matplotlib: pip install weightsync[demo]") from error
     kept = usable(records)
     panels = [_Panel(kept, title="The whole run" if focus_s else "", marks=marks)]
     if focus_s is not None:
         inside = [record for record in kept if record.end_s > focus_s[0] and record.start_s < focus_s[1]]
-        panels.append(_Panel(inside, title=focus_title, marks=marks, window_s=focus_s))
+        panels.append(_Panel(inside, title="One sync, enlarged", marks=marks, window_s=focus_s))
     looks = styles(record.name for record in kept)
     heights = [panel.num_lanes * _LANE_INCHES + 0.75 for panel in panels]
     height = sum(heights) + 1.5
-    figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = _figure(_WIDTH_INCHES, height, facecolor="white")
     axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
 
     for panel, (axis,) in zip(panels, axes, strict=True):
@@ -83,9 +75,7 @@ def write_timeline_png(
     # The layout stays inside this box; marks are written above it, so a first panel with marks needs more room.
     top = 0.86 if marks else 0.7
     figure.tight_layout(rect=(0, 0.42 / height, 1, 1 - top / height), h_pad=1.2)
-    with written_whole(path) as file:
-        figure.savefig(file, format="png")
-    return Path(path)
+    return _saved(figure, path)
 
 
 def write_heat_png(shares: Sequence[tuple[str, float]], path: str | os.PathLike[str], *, title: str) -> Path:
@@ -100,18 +90,12 @@ def write_heat_png(shares: Sequence[tuple[str, float]], path: str | os.PathLike[
         MissingDependencyError: matplotlib is not installed.
         OSError: the file can't be written.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError("the picture needs matplotlib: pip install weightsync[demo]") from error
     names = [name for name, _ in shares]
     values = [100 * share for _, share in shares]
     most = max(values, default=0.0) or 1.0
-    height = min(_MOST_INCHES, 1.2 + 0.2 * len(shares))
-    figure = Figure(figsize=(_WIDTH_INCHES * 0.7, height), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(_WIDTH_INCHES * 0.7, min(_MOST_INCHES, 1.2 + 0.2 * len(shares)), layout="constrained")
+    from matplotlib import colormaps
+
     axes = figure.add_subplot()
     axes.barh(range(len(values)), values, color=[colormaps["cividis"](value / most) for value in values], height=0.9)
     every = max(1, len(names) // 120)  # the names of a very deep model would lie over each other
@@ -120,6 +104,21 @@ def write_heat_png(shares: Sequence[tuple[str, float]], path: str | os.PathLike[
     axes.set_xlabel("% of its elements")
     axes.set_title(title, fontsize=10, loc="left")
     axes.margins(y=0.01)
+    return _saved(figure, path)
+
+
+def _figure(width: float, height: float, **options: Any) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("the picture needs matplotlib: pip install weightsync[demo]") from error
+    figure = Figure(figsize=(width, height), dpi=_DPI, **options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _saved(figure: Any, path: str | os.PathLike[str]) -> Path:
     with written_whole(path) as file:
         figure.savefig(file, format="png")
     return Path(path)

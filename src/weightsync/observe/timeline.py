@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.observe.aside import written_whole
-from weightsync.observe.lanes import layout, origin_s, process_and_thread, usable
+from weightsync.observe.lanes import layout, origin_s, usable
 from weightsync.types import PhaseRecord
 
 _NOTHING: Mapping[str, Any] = {}
@@ -27,14 +27,15 @@ def chrome_trace(records: Iterable[PhaseRecord], *, about: Mapping[str, Any] = _
     pids: dict[str, int] = {}
     tid = 0
     for track in layout(kept):
-        process, thread = process_and_thread(track.name)
+        process, _, thread = track.name.partition("/")  # engine-0/worker-1; a bare name is of a main thread
         if process not in pids:
             pids[process] = len(pids) + 1
             events += _named("process", process, pids[process], 0)
         pid = pids[process]
         for number, lane in enumerate(track.lanes, start=1):
             tid += 1
-            events += _named("thread", thread if number == 1 else f"{thread} ({number})", pid, tid)
+            name = thread or "main"
+            events += _named("thread", name if number == 1 else f"{name} ({number})", pid, tid)
             for span in lane:
                 record = span.record
                 events.append(

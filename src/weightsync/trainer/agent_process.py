@@ -65,7 +65,6 @@ class AgentProcess:
     and again, over a channel that no receiver can fill.
 
     Args:
-        config: how it runs.
         on_event: takes what it tells, and "hung" and "restarted"; from the thread.
         answer_within_s: an agent that tells nothing for so long, though it is asked, is killed and started again; it
             has longer for a large publication, and after one was killed. Time in which it wanted a CPU and got none

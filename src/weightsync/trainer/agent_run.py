@@ -44,7 +44,6 @@ class AgentRun(Closing):
     """Starts a process. One thread.
 
     Args:
-        config: how the agent runs.
         wake_fd: an eventfd that ends a `wait`, and is taken back by it.
         closed: where it is set, nothing is waited for.
     """
@@ -56,7 +55,9 @@ class AgentRun(Closing):
         self._layout: PublicationLayout | None = None  # that it was told of last
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(PrivateFolder())
-            process = self._process = _started()
+            process = self._process = started_beside(
+                "weightsync.agent.main", str(os.getpid()), stdout=subprocess.DEVNULL
+            )
             stack.callback(_ended, process)
             start = AgentStart(config=config, socket=f"{folder.path}/agent", max_order_bytes=MAX_ORDER_BYTES)
             self._channel: HostChannel[Event] = stack.enter_context(
@@ -74,12 +75,10 @@ class AgentRun(Closing):
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has."""
         return self._process.poll() is not None
 
     def ready(self, timeout_s: float) -> Ready:
@@ -115,7 +114,6 @@ class AgentRun(Closing):
             os.eventfd_read(self._wake_fd)
 
     def events(self) -> Iterator[Event]:
-        """What it has said by now."""
         return self._channel.received()
 
     def publish(self, publication: Publication, source: int) -> bool:
@@ -152,7 +150,6 @@ class AgentRun(Closing):
                 self._process.wait(timeout_s)
 
     def kill(self) -> None:
-        """Ends it at once."""
         self._process.kill()
 
     def close(self) -> None:
@@ -160,13 +157,14 @@ class AgentRun(Closing):
         self._stack.close()
 
 
-def _started() -> subprocess.Popen[bytes]:
-    # -P: what lies in the trainer's working directory is none of the agent's modules; where we lie, it looks.
+def started_beside(module: str, *arguments: str, stdout: int) -> subprocess.Popen[bytes]:
+    """A process of the library's own beside the trainer; its standard input is a pipe."""
+    # -P: what lies in the trainer's working directory is none of its modules; where we lie, it looks.
     found = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "weightsync.agent.main", str(os.getpid())],
+        [sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=stdout,
         env={**os.environ, "PYTHONPATH": found},
         process_group=0,  # Ctrl-C at a terminal is the trainer's; this one ends with it
     )

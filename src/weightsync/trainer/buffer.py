@@ -45,6 +45,9 @@ class PublicationBuffer:
         beside: the kinds of readers beside which there may be a third segment.
         guard_s: how long `acquire` waits for readers of superseded versions, or for the third segment, at most.
         let_go: told of a segment's memory before it is given back, for whoever has pinned its pages; from a thread.
+
+    Attributes:
+        why_not: in words, why the last `acquire` that gave nothing did so.
     """
 
     def __init__(
@@ -62,19 +65,9 @@ class PublicationBuffer:
         self._current: Segment | None = None
         self._lock = threading.RLock()  # of the list of segments, between the trainer's thread and the spare's
         self._spare = SpareSegment(size_bytes, still_needed=self._tend, let_go=let_go)
-        self._why_not = ""
+        self.why_not = ""
         self._num_idle_looks = 0
         self._has_asked = False
-
-    @property
-    def num_segments(self) -> int:
-        """How many hold, or held, a version: two, or three beside a reader."""
-        return len(self._segments)
-
-    @property
-    def why_not(self) -> str:
-        """In words, why the last `acquire` that gave nothing did so."""
-        return self._why_not
 
     def acquire(self, reset_superseded: Callable[[], None]) -> WriteTurn | None:
         """A segment that nobody reads and that does not hold the newest version; None where there is none.
@@ -104,7 +97,7 @@ class PublicationBuffer:
                 reset_superseded()
                 told = True
             elif guard.expired:
-                self._why_not = self._said_of(failure)
+                self.why_not = self._said_of(failure)
                 return None
             threading.Event().wait(min(_POLL_S, guard.remaining_s))
 
@@ -217,7 +210,7 @@ class PublicationBuffer:
             if self._num_idle_looks >= _LOOKS_UNTIL_SHRINK:
                 self._num_idle_looks = 0
                 self._shrink()
-            return held or not few or self._spare.made
+            return held or not few or self._spare.made is not None
 
     def _shrink(self) -> None:
         """Gives the third segment back when nobody needs it. Beside a reader it would be wanted again at once."""

@@ -38,10 +38,6 @@ class JoinedEngines:
 
     Args:
         client: all engines that are known; None on other ranks.
-        strategy: how bytes move.
-        model_id: which model.
-        join_timeout_s: how long building the group may take.
-        recorder: where phases go.
 
     Attributes:
         group: that those who take part are in.
@@ -154,7 +150,6 @@ class _Shunned:
 
     @property
     def left_s(self) -> float:
-        """For how long it is still left out."""
         return self._until.remaining_s
 
     def told(self) -> WeightSyncError:

@@ -38,10 +38,6 @@ class LockstepExtraction:
     """One extraction of the whole model. Every training rank makes one, with the same arguments.
 
     Args:
-        extractor: this rank's.
-        dtype: the engine's.
-        ranks: how ranks agree.
-        deadline: of the sync.
         recorder: where the phases "extract" and "digest" go.
         keep: whether chunks are handed over (rank 0) or dropped (the others).
         sharing: lends each chunk before it is handed over or dropped; None: chunks are sent.
@@ -132,7 +128,6 @@ class LockstepExtraction:
 
     @property
     def hangs(self) -> bool:
-        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:

@@ -18,7 +18,7 @@ from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.plan.boxes import whole_box
 from weightsync.plan.safetensors import read_header
 from weightsync.tensors import byte_array, torch_dtype
-from weightsync.trainer.offload_report import OffloadReport
+from weightsync.trainer.offload_steps import OffloadReport
 from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Box, TensorSpec
 from weightsync.types.process import of_one_process

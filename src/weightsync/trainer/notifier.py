@@ -53,7 +53,6 @@ class Notifier:
 
     Args:
         urls: of rollout services, or of controllers; each is asked which it is.
-        model_id: which model.
         token, verify: see `JsonClient`.
 
     Raises:
@@ -65,7 +64,6 @@ class Notifier:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Who is told."""
         return tuple(host.url for host in self._hosts)
 
     def meet(self) -> None:
@@ -270,8 +268,7 @@ class _Told:
         self._failing = set(status.errors)
 
     def _introduce(self) -> None:
-        """Makes the agents known to a service; one that was told of them by its own configuration refuses, "
-        "and knows."""
+        """Makes the agents known to a service; one that knows them by its own configuration refuses."""
         if self._introduced:
             return
         for endpoint in self._endpoints:

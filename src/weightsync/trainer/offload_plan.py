@@ -33,7 +33,6 @@ class HostPlan:
 
     @functools.cached_property
     def parts(self) -> SpecTable:
-        """The parts of all hosts."""
         if len(self.layouts) == 1:
             return self.layouts[0].parts
         return SpecTable(part for layout in self.layouts for part in layout.parts)
@@ -53,7 +52,6 @@ class HostPlan:
         """What is said of a version that lies there.
 
         Args:
-            version, model_id: which.
             specs: of the whole tensors, as for `plan_hosts`.
             endpoints: the agents' URLs, by rank.
             segments: names of the segments that it was written to, by host.

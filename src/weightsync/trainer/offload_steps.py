@@ -32,10 +32,9 @@ from weightsync.plan.boxes import whole_box
 from weightsync.trainer.buffer import PublicationBuffer, WriteTurn
 from weightsync.trainer.extraction import LockstepExtraction
 from weightsync.trainer.offload_plan import HostPlan, plan_hosts
-from weightsync.trainer.plan_cache import Named, OffloadPlanCache
+from weightsync.trainer.plan_cache import Named, OffloadPlanCache, Weights, extractor_of
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.trainer.segment_writer import SegmentWriter, write_header
-from weightsync.trainer.weights import Weights, extractor_of
 from weightsync.types import Box, Deadline, TensorSpec, TensorTable, Version
 from weightsync.types.adapter import Adapter
 from weightsync.types.canary import Canary
@@ -74,15 +73,42 @@ class Acquired:
     why: str | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadReport:
+    """What one `offload` did.
+
+    Attributes:
+        version: that was given.
+        published: whether the agents were told of it. False: no segment came free within the guard.
+        path: "shards" (each rank its own part, without communication) or "gather".
+        seconds: of the whole call.
+        waited_s: for a segment.
+        copied_bytes: by this rank.
+        why: in words, where it was not published.
+    """
+
+    version: Version
+    published: bool
+    path: str
+    seconds: float
+    waited_s: float
+    copied_bytes: int
+    why: str | None = None
+
+    def __str__(self) -> str:
+        """One line for a log: `v3: 33.0 MB in 0.14 s, published`."""
+        how = "published" if self.published else f"not published: {self.why}"
+        waited = f", of which it waited {1e3 * self.waited_s:.0f} ms for a segment" if self.waited_s >= 1e-3 else ""
+        return f"v{self.version.number}: {self.copied_bytes / 1e6:.1f} MB copied in {self.seconds:.2f} s{waited}, {how}"
+
+
 class OffloadSteps:
     """Every training rank has one, and takes the same steps. Not thread-safe.
 
     Args:
-        ranks: they take part.
         hosts: host of each rank.
         model_id, dtype, guard_s, timeout_s: see `WeightManager`.
         leases: whether receivers over TCP may cost a third segment.
-        recorder: where phases go.
 
     Attributes:
         buffer: this host's segments; None before the first offload, and where another rank of the host has them.
@@ -123,8 +149,6 @@ class OffloadSteps:
         """All ranks mean the same.
 
         Args:
-            weights: see `WeightManager.offload`.
-            version: its number.
             check: raises where this rank's call makes no sense.
 
         Raises:
@@ -173,7 +197,6 @@ class OffloadSteps:
         """A segment on each host. `give_back` comes after, whatever happens.
 
         Args:
-            agreed: of this offload.
             reset: ends transfers of superseded versions, where no segment is free.
 
         Raises:
@@ -288,7 +311,6 @@ class OffloadSteps:
         return copied_bytes
 
     def _key(self, extractor: WeightExtractor) -> str:
-        """What the layout depends on, in short."""
         facts = msgspec.json.encode((extractor.metadata(self._dtype), extractor.can_shard_locally()))
         return str(xxhash.xxh3_128_hexdigest(facts))
 

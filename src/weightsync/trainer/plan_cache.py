@@ -6,29 +6,32 @@ Names, dtypes, shapes, placements: all that a plan depends on is compared at eac
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from weightsync.errors import ConfigError
 from weightsync.extract.base import WeightExtractor, training_rank
-from weightsync.many import blocks
+from weightsync.extract.fsdp import FSDPWeightExtractor
+from weightsync.extract.glance import Glance, Pairs
+from weightsync.extract.module import PLAIN
+from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.module_walk import ModuleTensors, clean_name, unwrapped
 from weightsync.trainer.segment_writer import Place, picker
-from weightsync.trainer.weights import Weights, extractor_of
 from weightsync.types import Box, TensorSpec
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
-"""Types that say all of themselves. Any other than these and DTensor is looked at by an extractor each time."""
+_layout, _is_meta = attrgetter("layout"), attrgetter("is_meta")
+_STRIDED = frozenset({torch.strided})
 
-_dtype, _shape, _layout = attrgetter("dtype"), attrgetter("shape"), attrgetter("layout")
-_is_meta = attrgetter("is_meta")
+Weights = WeightExtractor | torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""An extractor, a module, tensors by name, or a module's named parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Named:
+class Named(Pairs):
     """What an extractor is made from, in the order in which it comes.
 
     Attributes:
@@ -36,12 +39,7 @@ class Named:
         are_apart: whether it was found already that no tensor comes twice.
     """
 
-    names: Sequence[str]
-    tensors: Sequence[torch.Tensor]
     are_apart: bool = False
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return zip(self.names, self.tensors, strict=True)
 
 
 class OffloadPlanCache:
@@ -50,8 +48,7 @@ class OffloadPlanCache:
     def __init__(self) -> None:
         self.places: tuple[Place, ...] = ()
         self._module = ModuleTensors()
-        self._names: Sequence[str] = ()
-        self._known: list[_Glance] = []
+        self._glance: Glance | None = None
         self._placed: list[tuple[int, object]] = []
         self._tied: list[tuple[int, int]] = []
         self._pick = picker((), 0)
@@ -60,7 +57,7 @@ class OffloadPlanCache:
     def listed(self, weights: Weights) -> Named | None:
         """What the extractor of these weights would be made from; None where they are an extractor, or no tensors."""
         if isinstance(weights, torch.nn.Module):
-            held = self._module.read(unwrapped(weights), kind=FSDPModule, prepare=_reshard)
+            held = self._module.read(unwrapped(weights), kind=FSDPModule, prepare=FSDPModule.reshard)
             return Named(names=held.names, tensors=held.tensors, are_apart=True)
         if isinstance(weights, (WeightExtractor, str, bytes)) or not hasattr(weights, "__iter__"):
             return None
@@ -74,8 +71,7 @@ class OffloadPlanCache:
         return Named(names=names, tensors=tensors)
 
     def forget(self) -> None:
-        """Nothing is known."""
-        self.places, self._names, self._known, self._placed, self._tied = (), (), [], [], []
+        self.places, self._glance, self._placed, self._tied = (), None, [], []
         self._pick, self._rank = picker((), 0), -1
 
     def remember(self, named: Named, specs: Sequence[TensorSpec], boxes: Sequence[tuple[int, Box]]) -> None:
@@ -88,7 +84,7 @@ class OffloadPlanCache:
         """
         self.forget()
         kinds = set(map(type, named.tensors))
-        if not kinds or kinds - {*_PLAIN, DTensor} or any(map(_is_meta, named.tensors)):
+        if not kinds or kinds - {*PLAIN, DTensor} or any(map(_is_meta, named.tensors)):
             return
         first: dict[int, int] = {}
         for position, tensor in enumerate(named.tensors):
@@ -109,24 +105,15 @@ class OffloadPlanCache:
         self._placed = [
             (position, _placed(tensor)) for position, tensor in enumerate(named.tensors) if isinstance(tensor, DTensor)
         ]
-        one_of: dict[object, object] = {}  # thousands of tensors have one shape
-        for cut in blocks(len(named.tensors)):
-            kinds_of, dtypes, shapes, layouts = _glance(named.tensors[cut])
-            self._known.append((kinds_of, dtypes, [one_of.setdefault(shape, shape) for shape in shapes], layouts))
-        self._names, self._rank = named.names, training_rank()
+        self._glance, self._rank = Glance(named, named.names), training_rank()
 
     @torch.no_grad()
     def tensors(self, named: Named) -> list[torch.Tensor] | None:
         """The parts of `places`, where all is as it was; None where anything is not, or nothing is known."""
-        if not self._known or len(named.tensors) != len(self._names) or self._rank != training_rank():
+        if self._glance is None or self._rank != training_rank():
             return None
-        if named.names is not self._names and list(named.names) != list(self._names):
+        if not self._glance.holds(named, says_all=_have_data):
             return None
-        for cut, known in zip(blocks(len(named.tensors)), self._known, strict=True):
-            some = named.tensors[cut]
-            # types first: of these alone the rest is known to be what it says
-            if list(map(type, some)) != known[0] or _glance(some) != known or any(map(_is_meta, some)):
-                return None
         if any(_placed(named.tensors[position]) != known for position, known in self._placed):
             return None
         if any(named.tensors[position] is not named.tensors[at] for position, at in self._tied):
@@ -137,12 +124,25 @@ class OffloadPlanCache:
         return list(map(_local, parts)) if self._placed else list(parts)
 
 
-_Glance = tuple[list[object], list[object], list[object], list[object]]
+def extractor_of(weights: Weights) -> WeightExtractor:
+    """The extractor that reads them.
+
+    Raises:
+        ConfigError: they are none of these.
+    """
+    if isinstance(weights, WeightExtractor):
+        return weights
+    if isinstance(weights, torch.nn.Module):
+        return FSDPWeightExtractor(weights)
+    if isinstance(weights, (str, bytes)) or not isinstance(weights, (Iterator, Iterable)):
+        raise ConfigError(
+            f"weights are a module, tensors by name, named parameters or an extractor, not a {type(weights).__name__}"
+        )
+    return NamedTensorsExtractor(weights.items() if isinstance(weights, Mapping) else weights)
 
 
-def _glance(tensors: Sequence[torch.Tensor]) -> _Glance:
-    """All that a plan depends on besides names and placements, in loops that run in C."""
-    return list(map(type, tensors)), list(map(_dtype, tensors)), list(map(_shape, tensors)), list(map(_layout, tensors))
+def _have_data(tensors: Sequence[torch.Tensor]) -> bool:
+    return _STRIDED.issuperset(map(_layout, tensors)) and not any(map(_is_meta, tensors))
 
 
 def _placed(tensor: torch.Tensor) -> tuple[object, ...] | None:
@@ -153,7 +153,3 @@ def _placed(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _reshard(module: FSDPModule) -> None:
-    module.reshard()

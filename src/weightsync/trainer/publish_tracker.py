@@ -26,7 +26,6 @@ class PublishTracker:
         self._closed = False
 
     def hear(self, event: Event) -> None:
-        """Takes an agent's event."""
         with self._changed:
             match event:
                 case Published():

@@ -23,11 +23,10 @@ from weightsync.memory import host_nonce, reclaim_dead
 from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
 from weightsync.trainer.agent_process import AgentProcess
 from weightsync.trainer.checks import check_call, check_deltas, check_names, check_reachable, check_settings
-from weightsync.trainer.offload_report import OffloadReport
-from weightsync.trainer.offload_steps import OffloadSteps
+from weightsync.trainer.offload_steps import Acquired, OffloadReport, OffloadSteps
+from weightsync.trainer.plan_cache import Weights
 from weightsync.trainer.publish_tracker import PublishTracker
 from weightsync.trainer.ranks import TrainingRanks
-from weightsync.trainer.weights import Weights
 from weightsync.types import PhaseRecord, Version
 from weightsync.types.agent_config import AgentConfig
 from weightsync.types.agent_messages import DeltaReport, Event, Published, TransferDone
@@ -73,7 +72,8 @@ class WeightManager:
         recorder: where phases go; an own one where not given.
 
     Attributes:
-        recorder: as above.
+        recorder, model_id: as above.
+        run_id: name of this run; empty before `start`.
 
     Raises:
         ConfigError: a setting makes no sense.
@@ -113,10 +113,10 @@ class WeightManager:
         check_reachable(config)
         check_deltas(config)
         self.recorder = recorder or Recorder("trainer/offload", max_bytes=LONG_RUN_BYTES)
-        self._model_id = model_id
+        self.model_id = model_id
         self._dtype = dtype
         self._given_run_id = run_id
-        self._run_id = ""
+        self.run_id = ""
         self._guard_s = guard_s
         self._timeout_s = timeout_s
         self._agent_timeout_s = agent_timeout_s
@@ -167,11 +167,6 @@ class WeightManager:
     # --- what callers use ---
 
     @property
-    def run_id(self) -> str:
-        """Name of this run; empty before `start`."""
-        return self._run_id
-
-    @property
     def endpoint(self) -> str:
         """URL of the agent of training rank 0's host, for `notify_version`; empty before `start`."""
         return next((endpoint for endpoint in self._endpoints if endpoint), "")
@@ -180,11 +175,6 @@ class WeightManager:
     def endpoints(self) -> tuple[str, ...]:
         """URLs of all hosts' agents: receivers have to know each of them. Empty before `start`."""
         return tuple(dict.fromkeys(endpoint for endpoint in self._endpoints if endpoint))
-
-    @property
-    def model_id(self) -> str:
-        """Which model."""
-        return self._model_id
 
     @property
     def is_first_rank(self) -> bool:
@@ -215,15 +205,15 @@ class WeightManager:
         if self._endpoints:
             return
         ranks = self._ranks = TrainingRanks(timeout_s=self._timeout_s, alone=self._alone)
-        check_names(self._given_run_id, self._model_id)
+        check_names(self._given_run_id, self.model_id)
         host = self._host_group or host_nonce()
         said = ranks.exchange(
-            {"host": host, "run_id": self._given_run_id, "model_id": self._model_id, "incarnation": uuid.uuid4().hex}
+            {"host": host, "run_id": self._given_run_id, "model_id": self.model_id, "incarnation": uuid.uuid4().hex}
         )
-        self._run_id = said[0]["run_id"] or f"run-{uuid.uuid4().hex[:12]}" if ranks.rank == 0 else ""
+        self.run_id = said[0]["run_id"] or f"run-{uuid.uuid4().hex[:12]}" if ranks.rank == 0 else ""
         self._hosts = [what["host"] for what in said]
         endpoint = None
-        if self._leads and error is None:
+        if self._hosts.index(host) == ranks.rank and error is None:
             try:
                 config = msgspec.structs.replace(
                     self._config, incarnation=said[0]["incarnation"], load_delta_codec=deltas
@@ -236,13 +226,13 @@ class WeightManager:
         if len({what["model_id"] for what in said}) > 1:
             error = error or ConfigError("training ranks made managers of different models: call them in one order")
         try:
-            told = ranks.settle(error, endpoint=endpoint, run_id=self._run_id)
+            told = ranks.settle(error, endpoint=endpoint, run_id=self.run_id)
         except BaseException:
             self.close()
             raise
-        self._run_id = told[0]["run_id"]
+        self.run_id = told[0]["run_id"]
         self._steps = OffloadSteps(
-            ranks, self._hosts, model_id=self._model_id, dtype=self._dtype, guard_s=self._guard_s,
+            ranks, self._hosts, model_id=self.model_id, dtype=self._dtype, guard_s=self._guard_s,
             leases=self._config.lease_s > 0, timeout_s=self._timeout_s, recorder=self.recorder,
         )  # fmt: skip
         self._endpoints = [what["endpoint"] for what in told]
@@ -272,7 +262,7 @@ class WeightManager:
         ranks, steps = self._ranks, self._steps
         assert ranks is not None
         assert steps is not None
-        named = Version(run_id=self._run_id, number=version) if type(version) is int and version >= 0 else None
+        named = Version(run_id=self.run_id, number=version) if type(version) is int and version >= 0 else None
         agreed = steps.agree(
             weights,
             version,
@@ -284,7 +274,8 @@ class WeightManager:
         try:
             if acquired.why is not None:
                 self._newest = version
-                return self._skipped(named, begun_s, acquired.waited_s, acquired.why)
+                self._skipped(named, begun_s, acquired.why)
+                return self._report(named, begun_s, acquired, copied_bytes=0)
             with self.recorder.phase("offload", detail=str(version)):
                 copied_bytes = steps.copy(agreed, acquired)
             self._newest = version
@@ -296,14 +287,7 @@ class WeightManager:
             except BaseException as error:  # nobody will hear of it from an agent
                 self._tracker.skipped(version, f"offload failed: {error}")
                 raise
-            return OffloadReport(
-                version=named,
-                published=True,
-                path="gather" if steps.gathers else "shards",
-                seconds=now_s() - begun_s,
-                waited_s=acquired.waited_s,
-                copied_bytes=copied_bytes,
-            )
+            return self._report(named, begun_s, acquired, copied_bytes=copied_bytes)
         finally:
             steps.give_back(acquired)
 
@@ -409,23 +393,19 @@ class WeightManager:
 
     # --- the steps ---
 
-    @property
-    def _leads(self) -> bool:
-        """Whether this rank is the first of its host group."""
-        assert self._ranks is not None
-        return self._hosts.index(self._hosts[self._ranks.rank]) == self._ranks.rank
-
-    def _skipped(self, version: Version, begun_s: float, waited_s: float, why: str) -> OffloadReport:
-        assert self._steps is not None
+    def _skipped(self, version: Version, begun_s: float, why: str) -> None:
         _logger.warning("version %d was not published: %s", version.number, why)
         track = self.recorder.track
         self.recorder.add(
             PhaseRecord(name="not published", start_s=begun_s, end_s=now_s(), track=track, detail=str(version.number))
         )
         self._tracker.skipped(version.number, why)
+
+    def _report(self, version: Version, begun_s: float, acquired: Acquired, *, copied_bytes: int) -> OffloadReport:
+        assert self._steps is not None
         return OffloadReport(
-            version=version, published=False, path="gather" if self._steps.gathers else "shards",
-            seconds=now_s() - begun_s, waited_s=waited_s, copied_bytes=0, why=why,
+            version=version, published=acquired.why is None, path="gather" if self._steps.gathers else "shards",
+            seconds=now_s() - begun_s, waited_s=acquired.waited_s, copied_bytes=copied_bytes, why=acquired.why,
         )  # fmt: skip
 
     def _reset(self) -> None:
@@ -434,7 +414,7 @@ class WeightManager:
 
     def _show(self, record: PhaseRecord) -> None:
         """The agent shows what the trainer does, and knows what itself did."""
-        if self._agent is not None and record.track != f"agent/{self._model_id}":
+        if self._agent is not None and record.track != f"agent/{self.model_id}":
             self._agent.show(record)
 
     def _heard(self, event: Event | Literal["hung", "restarted"]) -> None:

@@ -57,10 +57,6 @@ class PushSession:
     """One sync of one training rank, from the first call to an engine to the last. Used once.
 
     Args:
-        parts: what it is made with.
-        ranks: how training ranks agree.
-        version: to be synced.
-        deadline: of the whole.
         sent_bytes: what an earlier try of this version has sent.
         why_full: why this one sends whole tensors, where that is known.
 
@@ -97,7 +93,11 @@ class PushSession:
     def run(self) -> SyncReport | None:
         """Runs the sync; a report on rank 0."""
         if self._ranks.rank == 0:
-            return self._lead()
+            unsubscribe = self._recorder.subscribe(self._records.append)
+            try:
+                return self._steps()
+            finally:
+                unsubscribe()
         self._ranks.settle(None)
         extraction = self._start_extraction(keep=False)
         self._exchange_sums(extraction.finish())
@@ -141,13 +141,6 @@ class PushSession:
                 self.extraction.finish()
             if self.extraction.hangs:  # it may still be inside `agree`: nobody else may use that group now
                 self._ranks.give_up("the extraction hangs in a collective")
-
-    def _lead(self) -> SyncReport:
-        unsubscribe = self._recorder.subscribe(self._records.append)
-        try:
-            return self._steps()
-        finally:
-            unsubscribe()
 
     def _steps(self) -> SyncReport:
         parts, deadline = self._parts, self._deadline

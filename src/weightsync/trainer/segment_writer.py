@@ -7,7 +7,6 @@ That part was never run: it needs a GPU.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
 import threading
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from weightsync.addresses import Int64s
-from weightsync.errors import InvalidRequestError, TransferError
+from weightsync.errors import InvalidRequestError
 from weightsync.many import MANY, plain_addresses
 from weightsync.memory import SharedSegment
 from weightsync.plan.safetensors import Layout
@@ -84,10 +83,7 @@ class SegmentWriter:
         """What is written next goes into that segment.
 
         Args:
-            segment: its name.
-            layout: of what is to be written.
             turn: its owner's right to write it, which first takes its stamp away; None on the other ranks.
-            model_id: which model.
 
         Raises:
             SharedMemoryError: it is gone: its owner is.
@@ -117,7 +113,6 @@ class SegmentWriter:
         """Copies one part. It is complete, and the tensor may change, after `finish`.
 
         Args:
-            name: of the tensor.
             box: which part of it; None: all of it.
             tensor: any dtype that converts to the place's, any strides.
 
@@ -265,7 +260,6 @@ class SegmentWriter:
         raise InvalidRequestError(f"the segment has no place for {box or 'all'} of it", parameter=name)
 
     def _target(self, name: str, box: Box | None) -> torch.Tensor:
-        """The place as a tensor."""
         assert self._flat is not None
         part = self._part(name, box)
         flat = self._flat[part.offset : part.offset + part.nbytes]
@@ -292,8 +286,6 @@ class SegmentWriter:
         address = flat.data_ptr()
         if address in self._pinned:
             return
-        if ctypes.sizeof(ctypes.c_void_p) != 8:
-            raise TransferError("pinned copies need a 64-bit process")
         code = int(torch.cuda.cudart().cudaHostRegister(address, flat.numel(), 0))  # type: ignore[no-untyped-call]
         if code != 0:
             _logger.warning("the segment could not be pinned (CUDA error %s): copies go through a bounce buffer", code)

@@ -25,10 +25,6 @@ class RankSharing:
     when its place is known: the first rank of each place. The others do nothing. Where rank 0 alone shares, which is
     the rule for CPU tensors on one host, ranks exchange nothing more; else they exchange handles, as JSON, at each
     chunk.
-
-    Args:
-        sharer: this rank's.
-        ranks: how ranks agree.
     """
 
     def __init__(self, sharer: ChunkSharer, ranks: TrainingRanks) -> None:
@@ -42,7 +38,6 @@ class RankSharing:
 
         Args:
             chunk: equal on all ranks, each with its own copy, on a device of the same kind.
-            seq: its number.
             let_go: what rank 0's sender calls when every engine has let go of it.
 
         Returns:

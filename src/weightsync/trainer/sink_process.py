@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import subprocess
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -26,6 +22,7 @@ from weightsync.errors import (
     WeightSyncError,
     error_from_dict,
 )
+from weightsync.trainer.agent_run import started_beside
 from weightsync.types import Version
 from weightsync.types.process import of_one_process
 from weightsync.types.sink import Begun, Claimed, SinkConfig, SinkEvent, Stored, Trouble
@@ -41,19 +38,14 @@ _logger = logging.getLogger(__name__)
 class SinkProcess:
     """Starts it, hears it, and starts it again when it dies. Thread-safe.
 
-    Args:
-        config: how it runs.
-        on_stored: told of each version that is there; from a thread of this.
-
     Attributes:
         newest: the newest version that is in the store; None: none yet.
         error: what went wrong last; None: nothing since the last version.
         failed: why it has ended for good.
     """
 
-    def __init__(self, config: SinkConfig, *, on_stored: Callable[[Stored], None] = lambda _: None) -> None:
+    def __init__(self, config: SinkConfig) -> None:
         self._config = msgspec.structs.replace(config, writer=config.writer or uuid.uuid4().hex)
-        self._on_stored = on_stored
         self._changed = threading.Condition()
         self._begun = self._claimed = False
         self._closed = False
@@ -81,7 +73,6 @@ class SinkProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
         process = self._process
         return None if process is None else process.pid
 
@@ -124,7 +115,7 @@ class SinkProcess:
             with self._changed:
                 if self._closed:
                     return
-                self._process = process = _started()
+                self._process = process = started_beside("weightsync.sink.main", stdout=subprocess.PIPE)
             begun_s = time.monotonic()
             assert process.stdout is not None
             assert process.stdin is not None
@@ -166,16 +157,3 @@ class SinkProcess:
                     if event.is_last or not (self._claimed or passing):
                         self.failed = self.error
             self._changed.notify_all()
-        if isinstance(event, Stored):
-            self._on_stored(event)
-
-
-def _started() -> subprocess.Popen[bytes]:
-    found = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "weightsync.sink.main"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": found},
-        process_group=0,
-    )

@@ -21,10 +21,13 @@ class SpareSegment:
     """At most one spare segment, made on request. What is to be given back goes before it, so both never add up.
 
     Args:
-        size_bytes: of the segment.
         still_needed: asked every half second, from the thread, from `ask` or `tend` on until it says no. It may
             `discard` and `give_back`.
         let_go: told of a segment's memory before it is given back, from the thread.
+
+    Attributes:
+        under_way: whether one is being made.
+        made: the one that is there, and not taken yet.
     """
 
     def __init__(
@@ -38,8 +41,8 @@ class SpareSegment:
         self._still_needed = still_needed
         self._let_go = let_go
         self._changed = threading.Condition()
-        self._asked = False
-        self._made: Segment | None = None
+        self.under_way = False
+        self.made: Segment | None = None
         self._error: SharedMemoryError | None = None
         self._old: list[Segment] = []
         self._busy = False
@@ -47,23 +50,13 @@ class SpareSegment:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    @property
-    def under_way(self) -> bool:
-        """Whether one is being made."""
-        return self._asked
-
-    @property
-    def made(self) -> bool:
-        """Whether one is there, and not taken yet."""
-        return self._made is not None
-
     def ask(self) -> None:
         """Begins to make one, unless one is there or under way. Returns at once."""
         with self._changed:
-            if self._made is None and not self._asked and not self._closed:
-                self._asked = self._tended = True
+            if self.made is None and not self.under_way and not self._closed:
+                self.under_way = self._tended = True
                 if not self._runs():
-                    self._asked, self._error = False, SharedMemoryError("no thread can be started to make a segment")
+                    self.under_way, self._error = False, SharedMemoryError("no thread can be started to make a segment")
 
     def take(self) -> Segment | None:
         """The segment, the caller's from here on; None while there is none.
@@ -75,7 +68,7 @@ class SpareSegment:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-            made, self._made = self._made, None
+            made, self.made = self.made, None
             return made
 
     def tend(self) -> None:
@@ -112,7 +105,7 @@ class SpareSegment:
     def settle(self, timeout_s: float | None = None) -> bool:
         """Waits until nothing is under way; whether that was within `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._asked or self._old or self._busy), timeout_s)
+            return self._changed.wait_for(lambda: not (self.under_way or self._old or self._busy), timeout_s)
 
     def free(self, segment: Segment) -> None:
         """Frees a segment's memory, though others still map it, and closes it. Takes long; see `give_back`."""
@@ -144,11 +137,10 @@ class SpareSegment:
         return self._thread is not None
 
     def _run(self) -> None:
-        """Works until there is nothing left to do."""
         while True:
             with self._changed:
-                self._asked = self._asked and not self._closed
-                self._busy = bool(self._old or self._asked)
+                self.under_way = self.under_way and not self._closed
+                self._busy = bool(self._old or self.under_way)
                 self._changed.notify_all()
                 if not self._busy:
                     if not self._tended:
@@ -187,10 +179,10 @@ class SpareSegment:
         except Exception as caught:
             error = caught if isinstance(caught, SharedMemoryError) else SharedMemoryError(f"no segment: {caught!r}")
         with self._changed:
-            self._asked = False
+            self.under_way = False
             self._error = error
             if not self._closed:  # though its reader may have gone: `still_needed` gives it back, if it is not wanted
-                self._made, made = made, None
+                self.made, made = made, None
         if made is not None:
             self.free(made)
 

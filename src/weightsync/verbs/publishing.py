@@ -25,13 +25,13 @@ from weightsync.errors import ConfigError, InvalidRequestError, StateError, Weig
 from weightsync.extract.base import training_rank
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
-from weightsync.extract.named import MappingWeightExtractor
+from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.net.routes import address_towards
 from weightsync.trainer.notifier import Notifier
+from weightsync.trainer.plan_cache import Weights
 from weightsync.trainer.publisher import OffloadReport, WeightManager
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.trainer.sink_process import SinkProcess
-from weightsync.trainer.weights import Weights
 from weightsync.types import Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
@@ -352,7 +352,7 @@ def _as_offloaded(
     """What `offload` is given: the module or mapping itself, which it reads fastest, where no extractor says more."""
     extractor = extractor_from(weights, config, name_map=name_map, bridge=bridge)
     extractor.metadata(config.extract.dtype)
-    plain = type(extractor) in (ModuleWeightExtractor, FSDPWeightExtractor, MappingWeightExtractor)
+    plain = type(extractor) in (ModuleWeightExtractor, FSDPWeightExtractor, NamedTensorsExtractor)
     said = name_map is not None or bool(config.extract.dtype_overrides)
     if plain and not said and isinstance(weights, torch.nn.Module | Mapping):
         return weights

@@ -22,7 +22,7 @@ from weightsync.memory import Segment
 from weightsync.net.messages import decode, encode
 from weightsync.plan.safetensors import plan_layout
 from weightsync.tensors import byte_array, spec_of
-from weightsync.types import Manifest, PhaseRecord, Version
+from weightsync.types import Deadline, Manifest, PhaseRecord, Version
 from weightsync.types.agent_config import AgentConfig
 from weightsync.types.agent_messages import Event, NotPublished, Published, TransferDone
 from weightsync.types.layout import GrantMessage, KnownLayouts
@@ -166,8 +166,9 @@ def test_a_layout_is_sent_to_those_who_do_not_hold_it(beside: Beside) -> None:
 
         def said(*layouts: str) -> GrantMessage:
             asked = TransferRequest(receiver_id="r", model_id="m", layouts=layouts)
-            body = client.exchange("POST", "/request_transfer", content=encode(asked), timeout_s=10.0)
-            return decode(body, GrantMessage, what="a grant")
+            deadline = Deadline(10.0)
+            answer = client.answer("POST", "/request_transfer", content=encode(asked), deadline=deadline)
+            return decode(answer.body, GrantMessage, what="a grant")
 
         first = said()
         assert first.head is not None

@@ -27,13 +27,13 @@ def test_pythons_own_sources_are_found_and_text() -> None:
 
 
 def test_two_readers_agree_and_each_rank_and_update_differs() -> None:
-    first, second = ByteText(max_bytes=1 << 20), ByteText(max_bytes=1 << 20)
+    first, second = ByteText(), ByteText()
     shape = {"num_rows": 4, "row_length": 64}
     assert torch.equal(first.batch(rank=1, update=3, **shape), second.batch(rank=1, update=3, **shape))
     assert torch.equal(first.held_out(**shape), second.held_out(**shape))
     batches = [first.batch(rank=rank, update=update, **shape) for rank in range(2) for update in range(2)]
     assert all(not torch.equal(batches[i], batches[j]) for i in range(4) for j in range(i))
-    other = ByteText(max_bytes=1 << 20, seed=1)
+    other = ByteText(seed=1)
     assert not torch.equal(other.held_out(**shape), first.held_out(**shape))
 
 

@@ -137,7 +137,7 @@ def test_what_a_model_computes_follows_what_its_weights_hold() -> None:
 def train_two_ranks(rank: int, world_size: int, num_steps: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    text, size = ByteText(max_bytes=1 << 20), model_size("tiny")
+    text, size = ByteText(), model_size("tiny")
     model = apply_fsdp2(build_model("tiny"), init_device_mesh("cpu", (world_size,)))
     held_out = text.held_out(num_rows=8, row_length=64)
     losses = [held_out_loss(model, held_out)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.standins.lora import peft_model
-from weightsync.extract.peft_layer import merged_copy
+from weightsync.extract.peft import merged_copy
 
 
 def test_the_copy_is_apart() -> None:

@@ -361,7 +361,7 @@ def test_whatever_an_exchange_raises_comes_out_typed(error: Exception) -> None:
     deadline = Deadline(1.0)
     with (
         pytest.raises(EngineUnreachableError, match=type(error).__name__) as caught,
-        typed_errors(deadline, url="http://x", what="describe", peer="e", runs="the engine"),
+        typed_errors("http://x", deadline),
     ):
         raise error
     assert caught.value.__cause__ is error

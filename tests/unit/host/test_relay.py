@@ -126,7 +126,8 @@ def named(trainer: Trainer, num: int) -> None:
         board, relaying = agent._relaying._board, agent._relaying
         with relaying._lock:
             hosts = [(host, content.all) for content in board._contents.values() for host in content.hosts.values()]
-            return board.num_relays == num and all(host.have in (0, whole) for host, whole in hosts)
+            serving = {name for each in board._contents.values() for name, _ in board._serving(each, board._clock())}
+            return len(serving) == num and all(host.have in (0, whole) for host, whole in hosts)
 
     until(lambda: all(knows(agent) for agent in trainer.agents), f"{num} relays are known")
 

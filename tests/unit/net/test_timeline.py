@@ -20,7 +20,7 @@ TOKEN = "a-token-for-tests-only"
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(timeline, "MAX_RECORDS", 3)
-    recorder = Recorder("a", max_records=5)
+    recorder = Recorder("a", max_bytes=5 * 250)
     for number in range(7):
         recorder.add(PhaseRecord(name=str(number), start_s=number, end_s=number, track="a"))
     app = Api("a face")

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weightsync.errors import TransferError
 from weightsync.observe import Metrics, Recorder
+from weightsync.observe import metrics as observe_metrics
 from weightsync.types import PhaseRecord, SyncReport, Version
 
 REPORT = SyncReport(
@@ -79,20 +80,14 @@ def test_each_has_a_registry_of_its_own() -> None:
     assert b"weightsync" not in prometheus_client.generate_latest()
 
 
-def test_labels_that_peers_choose_are_bounded() -> None:
-    metrics = Metrics(max_labels=4)
+def test_labels_that_peers_choose_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe_metrics, "_MAX_LABELS", 4)
+    metrics = Metrics()
     for index in range(100):
         metrics.observe_phase(PhaseRecord(name="load", start_s=0, end_s=1, track=f"engine-{index}"))
     tracks = {dict(labels)["track"] for (name, labels) in samples(metrics) if name == "weightsync_phase_seconds_count"}
     assert tracks == {"engine-0", "engine-1", "engine-2", "engine-3", "other"}
     assert value(metrics, "weightsync_phase_seconds_count", phase="load", track="other") == 96
-
-
-def test_a_watch_can_be_ended() -> None:
-    recorder, metrics = Recorder("trainer"), Metrics()
-    metrics.watch(recorder)()
-    recorder.add(PhaseRecord(name="load", start_s=0, end_s=1, track="engine-0"))
-    assert not any(name == "weightsync_phase_seconds_count" for name, _ in samples(metrics))
 
 
 def test_what_engines_wrote_read_again_and_loaded_all_the_same_is_counted() -> None:

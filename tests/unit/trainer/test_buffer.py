@@ -104,7 +104,7 @@ def test_no_reader_is_written_over_and_memory_is_bounded(own_folder: Path, steps
                 assert buffer._spare.settle(20)
                 there = os.listdir(own_folder)
                 assert newest is None or newest in there
-                assert buffer.num_segments == len(there) <= (3 if held else max(2, len(names)))
+                assert len(buffer._segments) == len(there) <= (3 if held else max(2, len(names)))
     finally:
         for reader in readers:
             reader.close()
@@ -180,7 +180,7 @@ def test_a_third_segment_is_there_before_the_step_that_wants_it(
             assert time.monotonic() - begun_s < 5
             assert turn is not None
             buffer.written(turn)
-            assert buffer.num_segments == 3
+            assert len(buffer._segments) == 3
         soon(lambda: len(os.listdir(own_folder)) == 2)
         buffer.close()
 
@@ -204,7 +204,7 @@ def test_never_four_segments_though_the_thread_looks_while_one_is_taken(
         buffer._has_asked = False  # as where it was `acquire` that asked
         buffer.written(buffer.acquire(nothing) or pytest.fail("no segment"))
         assert buffer._spare.settle(20)
-        assert len(os.listdir(own_folder)) == buffer.num_segments == 3
+        assert len(os.listdir(own_folder)) == len(buffer._segments) == 3
     buffer.close()
 
 
@@ -335,9 +335,9 @@ def test_no_room_is_an_error_for_what_the_trainer_needs_and_none_for_what_a_rece
         with no_room():
             assert third(buffer) is None
             assert "no third segment" in buffer.why_not
-        assert buffer.num_segments == 2
+        assert len(buffer._segments) == 2
         written(buffer)
-        assert buffer.num_segments == 3
+        assert len(buffer._segments) == 3
     buffer.close()
 
 
@@ -439,7 +439,7 @@ def test_giving_back_holds_up_nobody_and_comes_before_a_new_one(
         frees, makes = Gate(monkeypatch, "give_back_pages"), Gate(monkeypatch, "_allocated")
     assert frees.come.wait(20)
     names = os.listdir(own_folder)
-    assert len(names) == buffer.num_segments == 2
+    assert len(names) == len(buffer._segments) == 2
     newest = written(buffer)
     with Lock(newest, Reader.MAPPED):
         written(buffer)
@@ -536,7 +536,7 @@ def test_the_third_segment_goes_some_time_after_its_lease_though_nothing_is_publ
         assert len(os.listdir(own_folder)) == 3, "the lease needs it"
     soon(lambda: len(os.listdir(own_folder)) == 2)
     assert newest in os.listdir(own_folder)
-    assert buffer.num_segments == 2
+    assert len(buffer._segments) == 2
     soon(lambda: buffer._spare._thread is None)  # there is nothing left to look at
     assert {written(buffer), written(buffer)} == set(os.listdir(own_folder))
     buffer.close()

@@ -10,7 +10,7 @@ from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError, UnsupportedError, WeightSyncError
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
-from weightsync.extract.named import MappingWeightExtractor
+from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.verbs.weights import extractor_from
 
 CONFIG = WeightSyncConfig()
@@ -32,7 +32,7 @@ def test_a_mapping_is_read_anew_at_each_step_and_tied_tensors_come_once() -> Non
     one = torch.ones(4)
     tensors = {"a": one, "b": torch.zeros(2), "tied": one}
     extractor = extractor_from(tensors, CONFIG, name_map=lambda name: f"model.{name}")
-    assert isinstance(extractor, MappingWeightExtractor)
+    assert isinstance(extractor, NamedTensorsExtractor)
     assert [spec.name for spec in extractor.metadata("float32")] == ["model.a", "model.b"]
     tensors["b"] = torch.full((2,), 7.0)
     found = {

@@ -23,8 +23,8 @@ from weightsync.host.puller import Puller
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staging import Staging
 from weightsync.trainer import publisher
-from weightsync.trainer.offload_report import OffloadReport
-from weightsync.trainer.weights import Weights
+from weightsync.trainer.offload_steps import OffloadReport
+from weightsync.trainer.plan_cache import Weights
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types.transfer_messages import ReceiverInfo as ReceiverInfo
 from weightsync.types.transfer_messages import Transport

@@ -8,8 +8,7 @@ import threading
 import pytest
 import torch
 
-from weightsync.demo.patience import Patience, here, patiently
-from weightsync.demo.processes import DemoError, Processes
+from weightsync.demo.processes import DemoError, Patience, Processes, here, patiently
 
 
 def test_a_step_has_the_limit_and_a_run_has_none() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from weightsync.trainer.offload_report import OffloadReport
+from weightsync.trainer.offload_steps import OffloadReport
 from weightsync.types import Version
 
 REPORT = OffloadReport(
