@@ -34,6 +34,7 @@ from weightsync.types import (
 from weightsync.types.adapter import Adapter
 from weightsync.types.canary import Canary
 from weightsync.types.manifest import ArtifactKind
+from weightsync.types.message import learn
 from weightsync.types.requests import MAX_TENSORS_A_CHUNK
 from weightsync.types.table import SpecTable
 
@@ -212,8 +213,7 @@ COMPACT_TYPES: dict[EngineOp, type[CompactRequest]] = {
     EngineOp.UPDATE_WEIGHTS: CompactUpdate,
 }
 
-for _kind in COMPACT_TYPES.values():  # see the end of `types.engine`
-    msgspec.json.Decoder(_kind)
+learn(*COMPACT_TYPES.values())
 
 
 def layout_named_in(message: CompactRequest) -> str:

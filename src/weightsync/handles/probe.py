@@ -14,6 +14,7 @@ from weightsync.handles.foreign import ForeignClient
 from weightsync.handles.releases import since
 from weightsync.handles.sglang_messages import ModelInfo, RouterWorkers, ServerInfo
 from weightsync.types import Deadline
+from weightsync.types.message import learn
 
 EngineKind: TypeAlias = Literal["vllm", "sglang", "sglang-router", "generic"]
 
@@ -124,8 +125,7 @@ class _Models(msgspec.Struct, frozen=True, kw_only=True):
     data: list[_Model]
 
 
-for _kind in (_OpenApi, _Release, _Models):
-    msgspec.json.Decoder(_kind)
+learn(_OpenApi, _Release, _Models)
 
 
 def probe(url: str, *, token: str | None = None, verify: bool | str = True, timeout_s: float = 10.0) -> Capabilities:

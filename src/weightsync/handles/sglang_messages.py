@@ -13,6 +13,7 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types import EngineOp
+from weightsync.types.message import learn
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 Selector: TypeAlias = Literal["target", "draft", "all"]
@@ -255,6 +256,4 @@ def pickled_pair(name: str, data: bytes) -> str:
     return base64.b64encode(b"\x80\x05]" + pair + b"a.").decode("ascii")
 
 
-# Learnt once, under the import lock; see types/engine.py.
-for _kind in (Done, GenerationDone, ModelInfo, ServerInfo, WeightsChecked, RouterWorkers, WorkerStep, StepAnswer):
-    msgspec.json.Decoder(_kind)
+learn(Done, GenerationDone, ModelInfo, ServerInfo, WeightsChecked, RouterWorkers, WorkerStep, StepAnswer)
