@@ -34,7 +34,7 @@ from weightsync.types import (
 from weightsync.types.adapter import Adapter
 from weightsync.types.canary import Canary
 from weightsync.types.manifest import ArtifactKind
-from weightsync.types.message import learn
+from weightsync.types.message import Message, learn
 from weightsync.types.requests import MAX_TENSORS_A_CHUNK
 from weightsync.types.table import SpecTable
 
@@ -131,11 +131,7 @@ class ToldLayout:
         self._told = layout
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As the messages of `types.engine`."""
-
-
-class CompactManifest(_Message, frozen=True, kw_only=True, omit_defaults=True):
+class CompactManifest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A manifest without its tensors.
 
     Attributes:
@@ -153,7 +149,7 @@ class CompactManifest(_Message, frozen=True, kw_only=True, omit_defaults=True):
     canary: Canary | None = None
 
 
-class CompactBegin(_Message, frozen=True, kw_only=True):
+class CompactBegin(Message, frozen=True, kw_only=True):
     """See `BeginRequest`."""
 
     session: str
@@ -162,14 +158,14 @@ class CompactBegin(_Message, frozen=True, kw_only=True):
     base: PatchBase | None
 
 
-class CompactStage(_Message, frozen=True, kw_only=True):
+class CompactStage(Message, frozen=True, kw_only=True):
     """See `StageRequest`."""
 
     session: str
     manifest: CompactManifest
 
 
-class _CompactChunk(_Message, frozen=True, kw_only=True, tag_field="kind"):
+class _CompactChunk(Message, frozen=True, kw_only=True, tag_field="kind"):
     """A chunk that is a run of the layout's tensors.
 
     Attributes:
@@ -199,7 +195,7 @@ class CompactPackedIpc(_CompactChunk, frozen=True, kw_only=True, tag="packed_cud
     handles: tuple[MemoryHandle, ...]
 
 
-class CompactUpdate(_Message, frozen=True, kw_only=True):
+class CompactUpdate(Message, frozen=True, kw_only=True):
     """See `UpdateRequest`."""
 
     update: CompactBroadcast | CompactPackedIpc

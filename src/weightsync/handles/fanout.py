@@ -83,7 +83,8 @@ class EngineFanout:
 
     def update_weights(self, request: AnyUpdateRequest, *, timeout_s: float) -> Future[Mapping[str, EngineReply]]:
         """See the protocol."""
-        return self._start(EngineOp.UPDATE_WEIGHTS, self._same(UpdateRequest(update=request)), timeout_s)
+        op = EngineOp.UPDATE_WEIGHTS
+        return self._whole(op, self._each(op, self._same(UpdateRequest(update=request)), timeout_s), timeout_s)
 
     def stage(self, request: StageRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
         """See the protocol."""
@@ -124,11 +125,6 @@ class EngineFanout:
             raise DeadlineExceededError(
                 f"no answer to {op} from {', '.join(silent)} within {timeout_s:g} s", peer=", ".join(silent)
             ) from None
-
-    def _start(
-        self, op: EngineOp, requests: Mapping[str, EngineRequest], timeout_s: float
-    ) -> Future[Mapping[str, EngineReply]]:
-        return self._whole(op, self._each(op, requests, timeout_s), timeout_s)
 
     def _whole(
         self, op: EngineOp, calls: Mapping[str, Future[EngineReply]], timeout_s: float, *, settles: bool = False

@@ -135,7 +135,6 @@ class LoraEngine(SteppedEngine):
         super().__init__(peer, engine_id)
         self._client = client
         self._model_id = model_id
-        self._group: str | None = None
         self._folder: AdapterFolder | None = None
         self._state: AdapterState | None = None
         self._unprovable: str | None = None
@@ -302,9 +301,6 @@ class LoraEngine(SteppedEngine):
             folder, self._folder = self._folder, None
         if folder is not None:
             folder.close()
-
-    def _forget_group(self) -> None:
-        self._group = None
 
     def _reply(self, *, drain: bool = True) -> EngineReply:
         current = None if self._state is None or self._model_id is None else self._state.current(self._model_id)

@@ -153,11 +153,6 @@ class AdapterState(Message, frozen=True, kw_only=True):
         """The one that answers for a model."""
         return next((each for each in self.adapters if each.model_id == model_id and each.state == "current"), None)
 
-    @property
-    def num_free(self) -> int:
-        """Slots that are left."""
-        return self.max_loras - len(self.adapters) - self.others
-
 
 class AdapterOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What workers are told about an adapter, inside a `VllmInitMessage`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
@@ -143,11 +144,8 @@ def probe(url: str, *, token: str | None = None, verify: bool | str = True, time
         EngineError: it is there, and fails.
         DeadlineExceededError: it takes longer.
     """
-    asker = _Asker(url, token=token, verify=verify, deadline=Deadline(timeout_s))
-    try:
+    with contextlib.closing(_Asker(url, token=token, verify=verify, deadline=Deadline(timeout_s))) as asker:
         return asker.capabilities()
-    finally:
-        asker.close()
 
 
 def served_models(url: str, *, token: str | None = None, timeout_s: float = 10.0) -> tuple[str, ...] | None:
@@ -156,11 +154,8 @@ def served_models(url: str, *, token: str | None = None, timeout_s: float = 10.0
     Raises:
         WeightSyncError: as `probe`.
     """
-    asker = _Asker(url, token=token, verify=True, deadline=Deadline(timeout_s))
-    try:
+    with contextlib.closing(_Asker(url, token=token, verify=True, deadline=Deadline(timeout_s))) as asker:
         return asker.models()
-    finally:
-        asker.close()
 
 
 class _Asker(ForeignClient):

@@ -115,7 +115,6 @@ class SGLangEngine(SteppedEngine):
         self._clear = kv_cache == "clear"
         self._load_by: LoadBy = load_by
         self._checksums = checksums
-        self._group: str | None = None
         self._load: SGLangLoad | None = None  # of the latest init
         self._begun: BeginRequest | None = None
         self._called: str | None = None  # the weights, as this handle has last seen or named them
@@ -331,9 +330,6 @@ class SGLangEngine(SteppedEngine):
                 "transfer group to tensor-parallel workers alone; run each replica as a server of its own"
             )
         self._world_size = info.tp_size
-
-    def _forget_group(self) -> None:
-        self._group = None
 
     def _reply(self, *, drain: bool = True) -> EngineReply:
         return EngineReply(

@@ -51,6 +51,7 @@ class SteppedEngine(abc.ABC):
         self._engine_id = engine_id or peer
         self._session = OpenSession()
         self._run_id: str | None = None  # of the latest init of this handle
+        self._group: str | None = None  # likewise; None since a call was lost: nobody knows any more which it is in
         self._paused_by: str | None = None
         self._world_size = 1
         self._log = Recorder(self._engine_id, max_bytes=LONG_RUN_BYTES)
@@ -91,7 +92,7 @@ class SteppedEngine(abc.ABC):
                     raise StateError(f"an engine has no step {op}")
         except WeightSyncError as error:
             if isinstance(error, (EngineUnreachableError, DeadlineExceededError)):
-                self._forget_group()
+                self._group = None
             if error.peer in (None, self._peer):
                 error.peer = self._engine_id
             raise
@@ -139,10 +140,6 @@ class SteppedEngine(abc.ABC):
 
     @abc.abstractmethod
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None: ...
-
-    @abc.abstractmethod
-    def _forget_group(self) -> None:
-        """A call was lost: nobody knows any more which group the engine is in."""
 
     @abc.abstractmethod
     def _reply(self, *, drain: bool = True) -> EngineReply:

@@ -111,7 +111,6 @@ class VllmEngine(SteppedEngine):
         self._state = VllmState()
         self._digest: str | None = None  # of what the open session brings
         self._patches = False  # whether the open session brings a change alone
-        self._joined: str | None = None  # group of the latest init; None since a call to the engine was lost
         self._pause_ends: Deadline | None = None  # until when to mend a pause of ours, if an abort could not
         self._mending = threading.Event()  # set: stop
         self._stale_cache = False  # what is cached may be of other weights than those that serve
@@ -133,7 +132,7 @@ class VllmEngine(SteppedEngine):
             serving=state.healthy and not paused,
             intact=state.healthy,
             left_paused=paused and state.healthy and state.session is None,
-            group=state.group if state.group == self._joined else None,
+            group=state.group if state.group == self._group else None,
             run_id=state.run_id,
         )
 
@@ -158,7 +157,7 @@ class VllmEngine(SteppedEngine):
         )
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
-        self._joined = None
+        self._group = None
         self._mending.set()
         self._session.end(TransferAbortedError("a trainer joins anew"))
         self._world_size = self._api.world_size(timeout_s=deadline.check("answer"))
@@ -170,7 +169,7 @@ class VllmEngine(SteppedEngine):
         if state.healthy and self._api.is_paused(timeout_s=deadline.check("answer")):
             self._stale_cache = self._clear
             self._go_on(deadline)
-        self._joined = request.info.group_name
+        self._group = request.info.group_name
 
     def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
         state = self._look(deadline)
@@ -418,9 +417,6 @@ class VllmEngine(SteppedEngine):
             self._send_init(VllmInitMessage(step=message), deadline)
             return
         self._api.update(as_info(message), timeout_s=deadline.check("answer"))
-
-    def _forget_group(self) -> None:
-        self._joined = None
 
     def _reply(self, *, drain: bool = True) -> EngineReply:
         return EngineReply(
