@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -33,6 +33,7 @@ from weightsync.trainer.ranks import TrainingRanks
 from weightsync.trainer.sink_process import SinkProcess
 from weightsync.trainer.weights import Weights
 from weightsync.types import Version
+from weightsync.types.closing import Closing
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
 from weightsync.verbs.canary import TOLERANCE
@@ -156,7 +157,7 @@ def publish(
 
 
 @of_one_process
-class Publisher:
+class Publisher(Closing):
     """What `publish` gives. Every rank has one, and calls `step` and `close` in the same order.
 
     Attributes:
@@ -332,9 +333,6 @@ class Publisher:
             self._storing.close()
         self._notifier.close()
         self._manager.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias
 
-from weightsync.errors import ForbiddenError, WeightSyncError
+from weightsync.errors import BusyError, ForbiddenError, NotServingError, WeightSyncError
 from weightsync.net.origin import ALLOWED_HOSTS_VARIABLE, is_foreign_page
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -117,6 +117,12 @@ def with_length(headers: Iterable[tuple[bytes, bytes]], size_bytes: int) -> Head
     """The headers of a body that was rewritten."""
     kept = [(name, value) for name, value in headers if name.lower() not in (b"content-length", b"transfer-encoding")]
     return [*kept, (b"content-length", str(size_bytes).encode())]
+
+
+async def refuse(send: Send, error: WeightSyncError) -> None:
+    """Answers with an error; who may try again soon is told when."""
+    headers = [(b"retry-after", b"1")] if isinstance(error, NotServingError | BusyError) else []
+    await answer(send, error.http_status, json.dumps(told(error)).encode(), headers)
 
 
 async def answer(send: Send, status: int, body: bytes, headers: Headers | None = None) -> None:
