@@ -146,7 +146,6 @@ class LoraEngine(SteppedEngine):
         self._model_id = model_id
 
     def close(self) -> None:
-        """See the base class."""
         self._close_folder()
         self._client.close()
 

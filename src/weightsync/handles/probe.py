@@ -180,7 +180,6 @@ class _Asker(ForeignClient):
         return self._of("vllm", version.version, routes)
 
     def models(self) -> tuple[str, ...] | None:
-        """See `served_models`."""
         listed = self._answer("/v1/models", _Models)
         return None if listed is None or not listed.data else tuple(each.id for each in listed.data)
 

@@ -58,11 +58,9 @@ class SteppedEngine(abc.ABC):
 
     @property
     def engine_id(self) -> str:
-        """Name of the engine."""
         return self._engine_id
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
-        """Runs one step; see `EngineHandle.call`."""
         deadline = Deadline(timeout_s)
         try:
             match request:

@@ -35,7 +35,6 @@ class TwoKinds(SteppedEngine):
     _has: str | None = None  # "model" or "lora"; None: nobody has said so
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
-        """Runs one step; see `EngineHandle.call`."""
         if isinstance(request, InitRequest):
             self._has = request.artifact
         elif isinstance(request, DescribeRequest) and self._has is None and request.model_id is not None:
@@ -58,7 +57,6 @@ class TwoKinds(SteppedEngine):
         return self._adapters.state(Deadline(timeout_s))
 
     def close(self) -> None:
-        """See the base class."""
         self._lora.close()
         super().close()  # type: ignore[safe-super]
 

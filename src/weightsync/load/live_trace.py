@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.load.live_plan import LivePiece, LivePlan, held, place, places
+from weightsync.load.spans import storage_id
 from weightsync.plan.boxes import overlap
 from weightsync.tensors import torch_dtype
 from weightsync.types import Box, TensorSpec
@@ -146,7 +147,7 @@ class _Tracer(TorchDispatchMode):
         self._current: str | None = None
         self._spoilt: dict[str, str] = {}  # live tensors that something else is written into
         for name, tensor in self._live.items():
-            if tensor.numel() and (other := self._owners.setdefault(_storage(tensor), name)) != name:
+            if tensor.numel() and (other := self._owners.setdefault(storage_id(tensor), name)) != name:
                 self._spoilt[name] = self._spoilt[other] = f"{other} and {name} share memory"
 
     def source(self, spec: TensorSpec) -> torch.Tensor:
@@ -156,7 +157,7 @@ class _Tracer(TorchDispatchMode):
         with torch.utils._python_dispatch._disable_current_modes():
             made = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
         self._kept.append(made)
-        self._specs[_storage(made)] = spec
+        self._specs[storage_id(made)] = spec
         return made
 
     def mark(self, why: str) -> None:
@@ -178,8 +179,8 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = [each for each in _written(func, args, kwargs) if _storage(each) in self._owners]
-        sources = [each for each in _tensors((args, kwargs)) if _storage(each) in self._specs]
+        written = [each for each in _written(func, args, kwargs) if storage_id(each) in self._owners]
+        sources = [each for each in _tensors((args, kwargs)) if storage_id(each) in self._specs]
         name = func.overloadpacket.__name__
         if written:
             return self._write(name, written, sources, args)
@@ -192,31 +193,31 @@ class _Tracer(TorchDispatchMode):
         if _written(func, args, kwargs) or name == "_local_scalar_dense":
             raise self._untraceable(sources, f"it is used by {name}")
         made = func(*args, **kwargs)
-        if any(_storage(each) not in self._specs for each in _tensors(made)):
+        if any(storage_id(each) not in self._specs for each in _tensors(made)):
             raise self._untraceable(sources, f"it is computed by {name}")
         return made
 
     def _untraceable(self, sources: Iterable[torch.Tensor], why: str) -> UntraceableError:
         for each in sources:
-            self.marked.setdefault(self._specs[_storage(each)].name, why)
+            self.marked.setdefault(self._specs[storage_id(each)].name, why)
         return UntraceableError(why)
 
     def _write(self, name: str, written: list[torch.Tensor], sources: list[torch.Tensor], args: Any) -> torch.Tensor:
         """What would be written into live tensors; it is not done."""
         live = written[0]
-        owner = self._owners[_storage(live)]
+        owner = self._owners[storage_id(live)]
         self._touched.add(owner)
         alone = len(written) == 1 and args and args[0] is live
         if alone and name in ("fill_", "zero_", "detach_"):
             return live  # padding
         if not alone or name != "copy_" or len(sources) != 1:
             for each in written:
-                self._spoilt[self._owners[_storage(each)]] = (
+                self._spoilt[self._owners[storage_id(each)]] = (
                     f"its loader writes by {name} what is no part of a checkpoint's tensor"
                 )
             raise self._untraceable(sources, f"it is written by {name}")
         (source,) = sources
-        spec = self._specs[_storage(source)]
+        spec = self._specs[storage_id(source)]
         if source.dtype != live.dtype:
             raise self._untraceable(sources, f"it is converted from {source.dtype} to {live.dtype}")
         try:
@@ -354,10 +355,6 @@ def _flat(value: object) -> Iterator[object]:
             yield from _flat(each)
     else:
         yield value
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _span(view: torch.Tensor) -> tuple[int, int]:

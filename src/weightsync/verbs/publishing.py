@@ -193,7 +193,6 @@ class Publisher(Closing):
 
     @property
     def model_id(self) -> str:
-        """Which model."""
         return self._manager.model_id
 
     @property
