@@ -140,12 +140,6 @@ class Chain:
         with self._lock:
             return self._seen
 
-    def is_newer(self, known: tuple[str, int] | None) -> bool:
-        """Whether what is known of the pointer is another version than that."""
-        with self._lock:
-            pointer = self._pointer
-        return pointer is not None and known != (pointer.version.run_id, pointer.version.number)
-
     def pause_s(self) -> float:
         """Until the pointer is asked for again: the longer nothing has come, the longer; with jitter."""
         with self._lock:

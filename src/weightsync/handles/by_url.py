@@ -26,8 +26,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.http import HttpEngine
 from weightsync.handles.probe import Capabilities, Feature, probe
-from weightsync.handles.sglang_server import SGLangServerEngine
-from weightsync.handles.vllm_server import VllmServerEngine
+from weightsync.handles.two_kinds import SGLangServerEngine, VllmServerEngine
 from weightsync.net.http_edge import checked_url
 from weightsync.types import Deadline, DescribeRequest, EngineHandle, EngineOp
 

@@ -34,6 +34,7 @@ from weightsync.types import (
     ResumeRequest,
     StageRequest,
     UpdateRequest,
+    Version,
 )
 
 
@@ -74,14 +75,18 @@ class SteppedEngine(abc.ABC):
                 case BeginRequest():
                     self._begin(request, deadline)
                 case UpdateRequest(update=update):
-                    self._update(update, deadline)
+                    session = self._session.turns(update.session)
+                    with session.turn(update.seq, deadline), self._log.phase("load", detail=f"chunk {update.seq}"):
+                        self._update(update, deadline)
                     return self._reply(drain=False)
                 case StageRequest():
+                    self._session.turns(request.session)
                     return self._stage(request, deadline)
                 case PauseRequest():
+                    self._session.turns(request.session)
                     self._pause(request, deadline)
                 case CommitRequest():
-                    self._commit(request, deadline)
+                    self._commit(request, self._session.turns(request.session).version, deadline)
                 case ResumeRequest():
                     self._resume(request, deadline)
                 case AbortRequest():
@@ -122,7 +127,8 @@ class SteppedEngine(abc.ABC):
     def _begin(self, request: BeginRequest, deadline: Deadline) -> None: ...
 
     @abc.abstractmethod
-    def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None: ...
+    def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
+        """In its turn; so are the steps below: in the session that is open."""
 
     @abc.abstractmethod
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply: ...
@@ -131,7 +137,7 @@ class SteppedEngine(abc.ABC):
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None: ...
 
     @abc.abstractmethod
-    def _commit(self, request: CommitRequest, deadline: Deadline) -> None: ...
+    def _commit(self, request: CommitRequest, version: Version, deadline: Deadline) -> None: ...
 
     @abc.abstractmethod
     def _resume(self, request: ResumeRequest, deadline: Deadline) -> None: ...

@@ -56,6 +56,7 @@ from weightsync.types import (
     PhaseRecord,
     ResumeRequest,
     StageRequest,
+    Version,
 )
 
 __all__ = ["OfflineVllmApi", "VllmEngine", "VllmHttpApi"]
@@ -196,17 +197,14 @@ class VllmEngine(SteppedEngine):
         self._session.start(request.session, request.manifest.version)
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
-        session = self._session.turns(update.session)
-        with session.turn(update.seq, deadline), self._log.phase("load", detail=f"chunk {update.seq}"):
-            if self._in_place and update.seq == 0 and not self._api.is_paused(timeout_s=deadline.check("answer")):
-                raise StateError(
-                    "chunks go into live weights while vLLM is paused, and somebody ended the pause",
-                    state_left="nothing was loaded",
-                )
-            self._send_update(VllmUpdateMessage(update=update), deadline)
+        if self._in_place and update.seq == 0 and not self._api.is_paused(timeout_s=deadline.check("answer")):
+            raise StateError(
+                "chunks go into live weights while vLLM is paused, and somebody ended the pause",
+                state_left="nothing was loaded",
+            )
+        self._send_update(VllmUpdateMessage(update=update), deadline)
 
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
-        self._session.turns(request.session)
         with self._log.phase("verify"):
             self._send_update(VllmUpdateMessage(stage=request), deadline)
         self._digest = request.manifest.model_digest
@@ -217,7 +215,6 @@ class VllmEngine(SteppedEngine):
         )
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
-        self._session.turns(request.session)
         self._mending.set()
         patience_s = min(request.timeout_s, deadline.check("answer"))
         with self._log.phase("pause"):
@@ -239,18 +236,17 @@ class VllmEngine(SteppedEngine):
                     ) from error
                 raise
 
-    def _commit(self, request: CommitRequest, deadline: Deadline) -> None:
-        session = self._session.turns(request.session)
+    def _commit(self, request: CommitRequest, version: Version, deadline: Deadline) -> None:
         if self._paused_by != request.session or not self._api.is_paused(timeout_s=deadline.check("answer")):
             raise StateError("commit comes while the session holds the pause; it does not", state_left="not committed")
         with self._log.phase("commit"):
             self._stale_cache = self._clear
             self._send_update(VllmUpdateMessage(commit=request), deadline)
-            self._believe(version=session.version, digest=self._digest, session=None, healthy=True, written=None)
+            self._believe(version=version, digest=self._digest, session=None, healthy=True, written=None)
             if self._several:
                 self._name_version(self._state, deadline)
             else:
-                self._api.finish_update(str(session.version), timeout_s=deadline.check("answer"))
+                self._api.finish_update(str(version), timeout_s=deadline.check("answer"))
                 self._believe(updating=False)
             self._drop_stale_cache(deadline)
         self._committed = request.session

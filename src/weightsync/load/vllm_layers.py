@@ -108,11 +108,11 @@ class SomeLayers:
     """
 
     def __init__(self, model: nn.Module, paths: Collection[str]) -> None:
-        parents = {path.rpartition(".")[0] for path in paths}
+        parents = tuple(f"{parent}." for path in paths if (parent := path.rpartition(".")[0]))
         self._some = {
             path: layer
             for path, layer in model.named_modules()
-            if path in paths or (_works_on_others(layer) and any(_is_in(path, parent) for parent in parents))
+            if path in paths or (_works_on_others(layer) and path.startswith(parents))
         }
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -132,7 +132,3 @@ class SomeLayers:
 def _works_on_others(layer: nn.Module) -> bool:
     own = next(layer.parameters(), None)
     return own is None and hasattr(layer, "process_weights_after_loading")
-
-
-def _is_in(path: str, parent: str) -> bool:
-    return bool(parent) and path.startswith(f"{parent}.")

@@ -122,9 +122,11 @@ def publish(
     urls = as_list(to, chosen.to, name="to")
     token = token_of(token)
     given = {"model_id": model_id, "port": port, "advertise": advertise}
+    if (host := host or chosen.host) is None:
+        host = address_towards(urls, instead="say where the agent listens with host=") or "127.0.0.1"
     manager = WeightManager.from_config(
         settings.model_copy(update={"publish": chosen.model_copy(update={"to": ()})}),
-        host=host or chosen.host or _own_host(urls),
+        host=host,
         token=token,
         **{key: value for key, value in given.items() if value is not None},
         **options,
@@ -354,7 +356,3 @@ def _as_offloaded(
     if plain and not said and isinstance(weights, torch.nn.Module | Mapping):
         return weights
     return extractor
-
-
-def _own_host(urls: Sequence[str]) -> str:
-    return address_towards(urls, instead="say where the agent listens with host=") or "127.0.0.1"
