@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weightsync.load.live_plan import LivePiece, LivePlan, held, place, places
 from weightsync.load.spans import storage_id
@@ -275,15 +276,10 @@ def _placed(spec: TensorSpec, source: torch.Tensor, live: torch.Tensor) -> tuple
     ]
     if any(step <= 0 for _, step, _ in dims):
         raise UntraceableError("one element is loaded into several places")
-    start = int(source.storage_offset())
-    first = _unravel(start, spec.shape)
-    last = _unravel(start + sum((size - 1) * step for size, step, _ in dims), spec.shape)
-    shape = tuple(end - begin + 1 for begin, end in zip(first, last, strict=True))
-    box = Box(offset=first, shape=shape) if all(extent > 0 for extent in shape) else None
-    if box is None or box.numel != source.numel():
+    if (box := _box_of(source, 0, spec.shape)) is None:
         raise UntraceableError("what is loaded is no box of the tensor")
-    places = _strides_in(shape, _strides(spec.shape), sorted(dims, key=lambda dim: dim[1]))
-    return box, live.as_strided(shape, places, live.storage_offset())
+    places = _strides_in(box.shape, _strides(spec.shape), sorted(dims, key=lambda dim: dim[1]))
+    return box, live.as_strided(box.shape, places, live.storage_offset())
 
 
 def _strides_in(shape: tuple[int, ...], steps: tuple[int, ...], dims: list[tuple[int, int, int]]) -> tuple[int, ...]:
@@ -319,11 +315,16 @@ def _box_within(live: torch.Tensor, view: torch.Tensor) -> Box | None:
     """Which box of a live tensor a view of it is; None where it is none."""
     if not live.is_contiguous():
         return None
-    start = int(view.storage_offset() - live.storage_offset())
-    end = start + sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
-    first, last = _unravel(start, tuple(live.shape)), _unravel(end, tuple(live.shape))
-    shape = tuple(stop - begin + 1 for begin, stop in zip(first, last, strict=True))
-    box = Box(offset=first, shape=shape) if all(extent > 0 for extent in shape) else None
+    return _box_of(view, int(live.storage_offset()), tuple(live.shape))
+
+
+def _box_of(view: torch.Tensor, begin: int, shape: tuple[int, ...]) -> Box | None:
+    """Which box a view is of a contiguous tensor of that shape, whose first element is number `begin` of the storage;
+    None where it is none."""
+    start, end = (at - begin for at in _span(view))
+    first, last = _unravel(start, shape), _unravel(end - 1, shape)
+    extents = tuple(stop - start + 1 for start, stop in zip(first, last, strict=True))
+    box = Box(offset=first, shape=extents) if all(extent > 0 for extent in extents) else None
     return box if box is not None and box.numel == view.numel() else None
 
 
@@ -343,18 +344,7 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tens
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
-    return [each for each in _flat(value) if isinstance(each, torch.Tensor)]
-
-
-def _flat(value: object) -> Iterator[object]:
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _flat(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _flat(each)
-    else:
-        yield value
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 def _span(view: torch.Tensor) -> tuple[int, int]:
