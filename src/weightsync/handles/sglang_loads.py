@@ -188,7 +188,6 @@ class GroupLoad(SGLangLoad):
             group_name=self.name,
             load_format="flattened_bucket",
             flush_cache=self._clear,
-            abort_all_requests=False,
         )
         self._api.update_from_distributed(message, timeout_s=deadline.check("time to load"))
 
@@ -231,9 +230,7 @@ class FileLoad(SGLangLoad):
         message = UpdateFromDisk(
             model_path=self._folder.path,
             load_format="safetensors",  # whatever the server was started with, "dummy" say
-            weight_version=None,
             flush_cache=self._clear,
-            abort_all_requests=False,
         )
         self._api.update_from_disk(message, timeout_s=deadline.check("time to load"))
         return StepAnswer(unprovable=_FROM_FILE)
@@ -315,7 +312,6 @@ class MappedLoad(SGLangLoad):
             serialized_named_tensors=(pickled_pair(STEP, encode(step)),) * self._world_size,
             load_format=LOADER,
             flush_cache=flush,
-            abort_all_requests=False,
         )
         self._api.update_from_tensor(message, timeout_s=deadline.check(f"time to {op}"))
         answers = [self._answer(self._folder.path, rank) for rank in range(self._world_size)]

@@ -58,7 +58,7 @@ class UpdateFromDistributed(Message, frozen=True, kw_only=True):
     group_name: str
     load_format: LoadFormat | None
     flush_cache: bool
-    abort_all_requests: bool
+    abort_all_requests: bool = False
     weight_version: str | None = None
 
     def __post_init__(self) -> None:
@@ -77,9 +77,9 @@ class UpdateFromDisk(Message, frozen=True, kw_only=True):
 
     model_path: str
     load_format: str | None
-    weight_version: str | None
+    weight_version: str | None = None
     flush_cache: bool
-    abort_all_requests: bool
+    abort_all_requests: bool = False
 
 
 class UpdateFromTensor(Message, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ class UpdateFromTensor(Message, frozen=True, kw_only=True):
     serialized_named_tensors: tuple[str, ...]
     load_format: str
     flush_cache: bool
-    abort_all_requests: bool
+    abort_all_requests: bool = False
     weight_version: str | None = None
 
 
