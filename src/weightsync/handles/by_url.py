@@ -169,19 +169,17 @@ def _is_ours(url: str, *, token: str | None, verify: bool | str, deadline: Deadl
         EngineUnreachableError, DeadlineExceededError: nobody answers at all.
         AuthError: it refuses the token.
     """
-    engine = HttpEngine(url, token=token, verify=verify)
-    try:
-        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=deadline.check("answer", peer=url))
-    except (EngineUnreachableError, DeadlineExceededError):
-        raise
-    except AuthError as error:
-        error.message += "; give the token that the engine was started with: token= or WEIGHTSYNC_TOKEN"
-        raise
-    except WeightSyncError as error:
-        return error
-    finally:
-        engine.close()
-    return None
+    with contextlib.closing(HttpEngine(url, token=token, verify=verify)) as engine:
+        try:
+            engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=deadline.check("answer", peer=url))
+        except (EngineUnreachableError, DeadlineExceededError):
+            raise
+        except AuthError as error:
+            error.message += "; give the token that the engine was started with: token= or WEIGHTSYNC_TOKEN"
+            raise
+        except WeightSyncError as error:
+            return error
+        return None
 
 
 def _what_it_is(found: Capabilities) -> str:
