@@ -13,41 +13,44 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from weightsync.clients.controller import ControllerClient
-    from weightsync.clients.host import RolloutClient
-    from weightsync.codec.base import Codec
-    from weightsync.config import WeightSyncConfig
-    from weightsync.control.build import build_controller
-    from weightsync.control.controller import WeightSyncController
-    from weightsync.engine.embedded import EmbeddedEngine
-    from weightsync.engine.server import EngineServer
-    from weightsync.errors import (
-        ConfigError,
-        DeadlineExceededError,
-        EngineUnreachableError,
-        NotServingError,
-        StateError,
-        SyncFailedError,
-        VersionError,
-        WeightSyncError,
-    )
-    from weightsync.extract.base import WeightExtractor
-    from weightsync.extract.registry import extractor_for
-    from weightsync.handles.http import HttpEngine
-    from weightsync.handles.sglang import SGLangEngine
-    from weightsync.handles.vllm import VllmEngine
-    from weightsync.host.service import RolloutService
-    from weightsync.host.settings import RolloutConfig
-    from weightsync.load.base import WeightLoader
-    from weightsync.load.module import ModuleWeightLoader
-    from weightsync.memory import ServingLease
-    from weightsync.trainer.publisher import OffloadReport, WeightManager
-    from weightsync.trainer.push import PushSync
-    from weightsync.transfer.base import WeightTransferStrategy
-    from weightsync.types import SyncReport, Version
-    from weightsync.verbs.publishing import Publisher, publish
-    from weightsync.verbs.pushing import Pusher, push
-    from weightsync.verbs.serving import Service, serve
+    from weightsync.clients.controller import ControllerClient as ControllerClient
+    from weightsync.clients.host import RolloutClient as RolloutClient
+    from weightsync.codec.base import Codec as Codec
+    from weightsync.config import WeightSyncConfig as WeightSyncConfig
+    from weightsync.control.build import build_controller as build_controller
+    from weightsync.control.controller import WeightSyncController as WeightSyncController
+    from weightsync.engine.embedded import EmbeddedEngine as EmbeddedEngine
+    from weightsync.engine.server import EngineServer as EngineServer
+    from weightsync.errors import ConfigError as ConfigError
+    from weightsync.errors import DeadlineExceededError as DeadlineExceededError
+    from weightsync.errors import EngineUnreachableError as EngineUnreachableError
+    from weightsync.errors import NotServingError as NotServingError
+    from weightsync.errors import StateError as StateError
+    from weightsync.errors import SyncFailedError as SyncFailedError
+    from weightsync.errors import VersionError as VersionError
+    from weightsync.errors import WeightSyncError as WeightSyncError
+    from weightsync.extract.base import WeightExtractor as WeightExtractor
+    from weightsync.extract.registry import extractor_for as extractor_for
+    from weightsync.handles.http import HttpEngine as HttpEngine
+    from weightsync.handles.sglang import SGLangEngine as SGLangEngine
+    from weightsync.handles.vllm import VllmEngine as VllmEngine
+    from weightsync.host.service import RolloutService as RolloutService
+    from weightsync.host.settings import RolloutConfig as RolloutConfig
+    from weightsync.load.base import WeightLoader as WeightLoader
+    from weightsync.load.module import ModuleWeightLoader as ModuleWeightLoader
+    from weightsync.memory import ServingLease as ServingLease
+    from weightsync.trainer.publisher import OffloadReport as OffloadReport
+    from weightsync.trainer.publisher import WeightManager as WeightManager
+    from weightsync.trainer.push import PushSync as PushSync
+    from weightsync.transfer.base import WeightTransferStrategy as WeightTransferStrategy
+    from weightsync.types import SyncReport as SyncReport
+    from weightsync.types import Version as Version
+    from weightsync.verbs.publishing import Publisher as Publisher
+    from weightsync.verbs.publishing import publish as publish
+    from weightsync.verbs.pushing import Pusher as Pusher
+    from weightsync.verbs.pushing import push as push
+    from weightsync.verbs.serving import Service as Service
+    from weightsync.verbs.serving import serve as serve
 
 _MODULE_OF = {
     "build_controller": "weightsync.control.build",
@@ -90,47 +93,7 @@ _MODULE_OF = {
     "WeightTransferStrategy": "weightsync.transfer.base",
 }
 
-__all__ = [
-    "Codec",
-    "ConfigError",
-    "ControllerClient",
-    "DeadlineExceededError",
-    "EmbeddedEngine",
-    "EngineServer",
-    "EngineUnreachableError",
-    "HttpEngine",
-    "ModuleWeightLoader",
-    "NotServingError",
-    "OffloadReport",
-    "Publisher",
-    "PushSync",
-    "Pusher",
-    "RolloutClient",
-    "RolloutConfig",
-    "RolloutService",
-    "SGLangEngine",
-    "Service",
-    "ServingLease",
-    "StateError",
-    "SyncFailedError",
-    "SyncReport",
-    "Version",
-    "VersionError",
-    "VllmEngine",
-    "WeightExtractor",
-    "WeightLoader",
-    "WeightManager",
-    "WeightSyncConfig",
-    "WeightSyncController",
-    "WeightSyncError",
-    "WeightTransferStrategy",
-    "__version__",
-    "build_controller",
-    "extractor_for",
-    "publish",
-    "push",
-    "serve",
-]
+__all__ = [*_MODULE_OF, "__version__"]
 
 if not TYPE_CHECKING:  # a type checker that saw this would take every misspelt name for granted
 

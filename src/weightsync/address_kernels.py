@@ -29,7 +29,6 @@ copy_bytes = cast(Callable[[int, int, int], None], intrinsic(_copy_bytes))
 
 @compiled(types.void(read_only(int64), read_only(int64), read_only(int64)))
 def copy_runs(targets: Any, sources: Any, num_bytes: Any) -> Any:
-    """See `addresses.copy_runs`."""
     for index in range(len(targets)):
         if num_bytes[index] > 0:
             copy_bytes(targets[index], sources[index], num_bytes[index])

@@ -412,13 +412,9 @@ _OTHER_METHOD = (
 
 
 SECTIONS: dict[str, type[_Section]] = {
-    "transfer": TransferConfig,
-    "extract": ExtractConfig,
-    "inference_service": InferenceServiceConfig,
-    "fleet": FleetConfig,
-    "publish": PublishConfig,
-    "push": PushConfig,
-    "serve": ServeConfig,
+    key: kind
+    for key, field in WeightSyncConfig.model_fields.items()
+    if isinstance(kind := field.annotation, type) and issubclass(kind, _Section)
 }
 
 

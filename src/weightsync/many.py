@@ -84,7 +84,6 @@ def addresses(tensors: Sequence[torch.Tensor]) -> Int64s:
 
 
 def sizes_bytes(tensors: Sequence[torch.Tensor]) -> Int64s:
-    """Bytes of each."""
     return np.fromiter(map(_nbytes, tensors), dtype=np.int64, count=len(tensors))
 
 

@@ -17,7 +17,7 @@ from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
 from weightsync.engine.vllm.lease_middleware import LEASE_FILE_VARIABLE
-from weightsync.handles.vllm_server import VllmServerEngine
+from weightsync.handles.two_kinds import VllmServerEngine
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease

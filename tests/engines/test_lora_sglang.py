@@ -40,7 +40,7 @@ from tests.engines.sglang_support import (
 from tests.engines.vllm_support import PROMPTS
 from tests.standins.processes import children
 from weightsync.handles.lora_messages import SGLANG_VARIABLE
-from weightsync.handles.sglang_server import SGLangServerEngine
+from weightsync.handles.two_kinds import SGLangServerEngine
 from weightsync.verbs.serving import Service
 
 pytestmark = [

@@ -35,6 +35,8 @@ from weightsync.memory import Lock, Segment
 from weightsync.memory.serving import ServingLease
 from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline
+from weightsync.types.closing import Closing
+from weightsync.types.process import of_one_process
 from weightsync.types.transfer_messages import Transport
 
 SERVED = "m"
@@ -179,6 +181,29 @@ def server_forks(lease_path: str) -> None:
             assert version is not None
 
 
+def closing_forks() -> None:
+    @of_one_process
+    class Owned(Closing):
+        def __init__(self) -> None:
+            self.num_closed = 0
+
+        def close(self) -> None:
+            self.num_closed += 1
+
+    owned = Owned()
+
+    def leaves() -> None:
+        with pytest.raises(StateError, match="belongs to process"):
+            owned.__enter__()
+        owned.__exit__(None, None, None)
+        assert owned.num_closed == 0
+
+    assert in_a_fork(leaves) == 0
+    with owned as same:
+        assert same is owned
+    assert owned.num_closed == 1
+
+
 def dies_and_leaves_a_fork(lease_path: str, conn: Any) -> None:
     server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(Model())), port=free_port())
     url, lease = server.start(), ServingLease(lease_path)
@@ -236,6 +261,11 @@ def test_a_forked_child_does_nothing_to_a_publication() -> None:
 
 def test_a_forked_child_does_nothing_to_what_serves(tmp_path: Path) -> None:
     run(f"server_forks({str(tmp_path / 'lease')!r})")
+
+
+def test_a_forked_child_enters_no_block_of_its_parents() -> None:
+    """Whose `with` a class has from `Closing`. Seen red: it was entered."""
+    run("closing_forks()")
 
 
 def test_a_fork_that_outlives_its_parent_holds_no_port_and_no_lease(tmp_path: Path) -> None:

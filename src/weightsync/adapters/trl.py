@@ -28,7 +28,6 @@ class WeightTransfer(GatheredTransfer):
         """Nothing: engines go on generating while weights travel, and pause by themselves for as long as they write."""
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `send`."""
         self.send(iterator)
 
     def resume(self) -> None:

@@ -46,7 +46,6 @@ class AsyncControllerClient:
     async def check_rollout_service_status(
         self, model_tag: str, *, wait_s: float = 0.0, timeout_s: float = 10.0
     ) -> Answer:
-        """See `ControllerClient.check_rollout_service_status`."""
         return await self._gate("/check_rollout_service_status", ModelRequest(model_tag=model_tag), wait_s, timeout_s)
 
     async def wait(

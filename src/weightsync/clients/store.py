@@ -99,7 +99,6 @@ class StoreClient:
         )  # fmt: skip
 
     def current_run(self, model_id: str, *, timeout_s: float = 3.0) -> str:
-        """See `AgentClient.current_run`."""
         said = self.get_version(timeout_s=timeout_s)
         if said.model_id != model_id or said.run_id is None:
             raise NotPublishedError(f"no run of model {model_id!r} is known: {self.url} has model {said.model_id!r}")

@@ -10,7 +10,7 @@ from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID
 from weightsync.demo.lora_vllm import LoraVllmEngine, main
 from weightsync.demo.sglang_engine import SGLangServer
 from weightsync.handles.lora_messages import SGLANG_VARIABLE
-from weightsync.handles.sglang_server import SGLangServerEngine
+from weightsync.handles.two_kinds import SGLangServerEngine
 
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _SLOTS = 3

@@ -24,8 +24,7 @@ from weightsync.demo.rollout import Rollout
 from weightsync.demo.vllm_engine import VllmServer
 from weightsync.errors import EngineError
 from weightsync.handles.lora_messages import MIDDLEWARE
-from weightsync.handles.two_kinds import TwoKinds
-from weightsync.handles.vllm_server import VllmServerEngine
+from weightsync.handles.two_kinds import TwoKinds, VllmServerEngine
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.types import Deadline

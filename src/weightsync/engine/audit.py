@@ -162,7 +162,6 @@ class Audits:
             self._current = None
 
     def follow(self, changes: Mapping[str, ShardSum]) -> None:
-        """See `Audit.follow`."""
         if self._current is not None:
             self._current.follow(changes)
 

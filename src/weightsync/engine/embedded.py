@@ -125,7 +125,6 @@ class EmbeddedEngine:
 
     @property
     def engine_id(self) -> str:
-        """Name of this engine."""
         return self._engine_id
 
     @property

@@ -37,16 +37,32 @@ from weightsync.types import (
     InitRequest,
     PhaseRecord,
     StageRequest,
-    UpdateRequest,
     Version,
 )
 from weightsync.types.deadline import MAX_WAIT_S
+from weightsync.types.message import learn
 from weightsync.types.process import of_one_process
 
 Asks = Mapping[str, Callable[[Any], Any]]
 """What else a worker can be asked (e.g. "generate"), from JSON-able to JSON-able."""
 WorkerFactory = Callable[..., tuple[WeightLoader, Asks]]
 """A module-level function that builds a worker's loader in the worker's process."""
+
+_TAKES: Mapping[str, Any] = {
+    "describe": tuple[()],
+    "init": tuple[InitRequest],
+    "begin": tuple[BeginRequest],
+    "update": tuple[AnyUpdateRequest],
+    "stage": tuple[StageRequest],
+    "commit": tuple[str],
+    "abort": tuple[str | None, str],
+    "rollback": tuple[str, str],
+    "audit": tuple[str],
+    "verify": tuple[float],
+    "drain_phases": tuple[()],
+}
+"""What the methods of `EngineWorker` that cross take."""
+learn(*_TAKES.values())
 
 
 @of_one_process
@@ -105,51 +121,43 @@ class ProcessWorker:
         """The child's process id."""
         return int(self._process.pid)
 
+    # `EngineWorker`'s methods, in the child.
+
     def describe(self) -> EngineReply:
-        """See `EngineWorker`."""
-        return msgspec.convert(self._ask("describe", None), EngineReply)
+        return msgspec.convert(self._ask("describe"), EngineReply)
 
     def init(self, request: InitRequest) -> None:
-        """See `EngineWorker`."""
         self._ask("init", request)
 
     def begin(self, request: BeginRequest) -> None:
-        """See `EngineWorker`."""
         self._ask("begin", request)
 
     def update(self, request: AnyUpdateRequest) -> None:
-        """See `EngineWorker`."""
-        self._ask("update", UpdateRequest(update=request))
+        self._ask("update", request)
 
     def stage(self, request: StageRequest) -> EngineReply:
-        """See `EngineWorker`."""
         return msgspec.convert(self._ask("stage", request), EngineReply)
 
     def commit(self, name: str) -> Version:
-        """See `EngineWorker`."""
         return msgspec.convert(self._ask("commit", name), Version)
 
     def abort(self, name: str | None, reason: str) -> None:
-        """See `EngineWorker`."""
-        self._ask("abort", [name, reason])
+        self._ask("abort", name, reason)
 
     def rollback(self, name: str, reason: str) -> None:
-        """See `EngineWorker`."""
-        self._ask("rollback", [name, reason])
+        self._ask("rollback", name, reason)
 
     def audit(self, name: str) -> bool:
-        """See `EngineWorker`."""
         return bool(self._ask("audit", name))
 
     def verify(self, timeout_s: float = MAX_WAIT_S) -> EngineReply:
-        """See `EngineWorker`."""
         return msgspec.convert(self._ask("verify", timeout_s), EngineReply)
 
     def drain_phases(self) -> tuple[PhaseRecord, ...]:
-        """See `EngineWorker`; empty once the child is gone."""
+        """Empty once the child is gone."""
         if self._dead is not None:
             return ()
-        return msgspec.convert(self._ask("drain_phases", None), tuple[PhaseRecord, ...])
+        return msgspec.convert(self._ask("drain_phases"), tuple[PhaseRecord, ...])
 
     def ask(self, name: str, argument: Any) -> Any:
         """Calls one of the factory's asks in the child.
@@ -158,7 +166,7 @@ class ProcessWorker:
             EngineUnreachableError: the child is gone.
             WeightSyncError: what the ask raised.
         """
-        return self._ask("ask", [name, argument])
+        return self._ask("ask", name, argument)
 
     def close(self) -> None:
         """Ends the child. Idempotent."""
@@ -171,7 +179,7 @@ class ProcessWorker:
             self._process.kill()
             self._process.join(2)
 
-    def _ask(self, op: str, body: Any) -> Any:
+    def _ask(self, op: str, *arguments: Any) -> Any:
         future: Future[Any] = Future()
         with self._lock:
             if self._dead is not None:
@@ -179,7 +187,7 @@ class ProcessWorker:
             number = next(self._ids)
             self._waiting[number] = future
         try:
-            self._send([number, op, body])
+            self._send([number, op, arguments])
         except OSError:
             self._died()
         try:
@@ -257,31 +265,11 @@ def _serve(
 
 
 def _dispatch(worker: EngineWorker, asks: Asks, op: str, body: Any) -> Any:
-    match op:
-        case "describe":
-            return worker.describe()
-        case "init":
-            return worker.init(msgspec.convert(body, InitRequest))
-        case "begin":
-            return worker.begin(msgspec.convert(body, BeginRequest))
-        case "update":
-            return worker.update(msgspec.convert(body, UpdateRequest).update)
-        case "stage":
-            return worker.stage(msgspec.convert(body, StageRequest))
-        case "commit":
-            return worker.commit(body)
-        case "abort":
-            return worker.abort(*body)
-        case "rollback":
-            return worker.rollback(*body)
-        case "audit":
-            return worker.audit(body)
-        case "verify":
-            return worker.verify(body)
-        case "drain_phases":
-            return worker.drain_phases()
-        case "ask":
-            if body[0] not in asks:
-                raise StateError(f"this worker can't be asked {body[0]!r}; it can: {sorted(asks)}")
-            return asks[body[0]](body[1])
-    raise WeightSyncError(f"no such step: {op}")
+    if op == "ask":
+        name, argument = body
+        if name not in asks:
+            raise StateError(f"this worker can't be asked {name!r}; it can: {sorted(asks)}")
+        return asks[name](argument)
+    if op not in _TAKES:
+        raise WeightSyncError(f"no such step: {op}")
+    return getattr(worker, op)(*msgspec.convert(body, _TAKES[op]))

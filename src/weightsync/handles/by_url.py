@@ -26,8 +26,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.http import HttpEngine
 from weightsync.handles.probe import Capabilities, Feature, probe
-from weightsync.handles.sglang_server import SGLangServerEngine
-from weightsync.handles.vllm_server import VllmServerEngine
+from weightsync.handles.two_kinds import SGLangServerEngine, VllmServerEngine
 from weightsync.net.http_edge import checked_url
 from weightsync.types import Deadline, DescribeRequest, EngineHandle, EngineOp
 
@@ -170,19 +169,17 @@ def _is_ours(url: str, *, token: str | None, verify: bool | str, deadline: Deadl
         EngineUnreachableError, DeadlineExceededError: nobody answers at all.
         AuthError: it refuses the token.
     """
-    engine = HttpEngine(url, token=token, verify=verify)
-    try:
-        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=deadline.check("answer", peer=url))
-    except (EngineUnreachableError, DeadlineExceededError):
-        raise
-    except AuthError as error:
-        error.message += "; give the token that the engine was started with: token= or WEIGHTSYNC_TOKEN"
-        raise
-    except WeightSyncError as error:
-        return error
-    finally:
-        engine.close()
-    return None
+    with contextlib.closing(HttpEngine(url, token=token, verify=verify)) as engine:
+        try:
+            engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=deadline.check("answer", peer=url))
+        except (EngineUnreachableError, DeadlineExceededError):
+            raise
+        except AuthError as error:
+            error.message += "; give the token that the engine was started with: token= or WEIGHTSYNC_TOKEN"
+            raise
+        except WeightSyncError as error:
+            return error
+        return None
 
 
 def _what_it_is(found: Capabilities) -> str:

@@ -34,6 +34,7 @@ from weightsync.types import (
 from weightsync.types.adapter import Adapter
 from weightsync.types.canary import Canary
 from weightsync.types.manifest import ArtifactKind
+from weightsync.types.message import Message, learn
 from weightsync.types.requests import MAX_TENSORS_A_CHUNK
 from weightsync.types.table import SpecTable
 
@@ -130,11 +131,7 @@ class ToldLayout:
         self._told = layout
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As the messages of `types.engine`."""
-
-
-class CompactManifest(_Message, frozen=True, kw_only=True, omit_defaults=True):
+class CompactManifest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A manifest without its tensors.
 
     Attributes:
@@ -152,7 +149,7 @@ class CompactManifest(_Message, frozen=True, kw_only=True, omit_defaults=True):
     canary: Canary | None = None
 
 
-class CompactBegin(_Message, frozen=True, kw_only=True):
+class CompactBegin(Message, frozen=True, kw_only=True):
     """See `BeginRequest`."""
 
     session: str
@@ -161,14 +158,14 @@ class CompactBegin(_Message, frozen=True, kw_only=True):
     base: PatchBase | None
 
 
-class CompactStage(_Message, frozen=True, kw_only=True):
+class CompactStage(Message, frozen=True, kw_only=True):
     """See `StageRequest`."""
 
     session: str
     manifest: CompactManifest
 
 
-class _CompactChunk(_Message, frozen=True, kw_only=True, tag_field="kind"):
+class _CompactChunk(Message, frozen=True, kw_only=True, tag_field="kind"):
     """A chunk that is a run of the layout's tensors.
 
     Attributes:
@@ -198,7 +195,7 @@ class CompactPackedIpc(_CompactChunk, frozen=True, kw_only=True, tag="packed_cud
     handles: tuple[MemoryHandle, ...]
 
 
-class CompactUpdate(_Message, frozen=True, kw_only=True):
+class CompactUpdate(Message, frozen=True, kw_only=True):
     """See `UpdateRequest`."""
 
     update: CompactBroadcast | CompactPackedIpc
@@ -212,8 +209,7 @@ COMPACT_TYPES: dict[EngineOp, type[CompactRequest]] = {
     EngineOp.UPDATE_WEIGHTS: CompactUpdate,
 }
 
-for _kind in COMPACT_TYPES.values():  # see the end of `types.engine`
-    msgspec.json.Decoder(_kind)
+learn(*COMPACT_TYPES.values())
 
 
 def layout_named_in(message: CompactRequest) -> str:

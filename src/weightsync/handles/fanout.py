@@ -78,15 +78,13 @@ class EngineFanout:
         return self._whole(EngineOp.INIT, self._each(EngineOp.INIT, requests, timeout_s), timeout_s, settles=True)
 
     def begin(self, request: BeginRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
-        """See the protocol."""
         return self._call(EngineOp.BEGIN, request, timeout_s)
 
     def update_weights(self, request: AnyUpdateRequest, *, timeout_s: float) -> Future[Mapping[str, EngineReply]]:
-        """See the protocol."""
-        return self._start(EngineOp.UPDATE_WEIGHTS, self._same(UpdateRequest(update=request)), timeout_s)
+        op = EngineOp.UPDATE_WEIGHTS
+        return self._whole(op, self._each(op, self._same(UpdateRequest(update=request)), timeout_s), timeout_s)
 
     def stage(self, request: StageRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
-        """See the protocol."""
         return self._call(EngineOp.STAGE, request, timeout_s)
 
     def commit(self, request: CommitRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
@@ -101,15 +99,12 @@ class EngineFanout:
         return replies
 
     def abort(self, request: AbortRequest, *, timeout_s: float) -> Mapping[str, WeightSyncError]:
-        """See the protocol."""
         return self._all_settled(EngineOp.ABORT, request, timeout_s)[1] if self._engines else {}
 
     def pause(self, request: PauseRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
-        """See the protocol."""
         return self._call(EngineOp.PAUSE, request, timeout_s)
 
     def resume(self, request: ResumeRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
-        """See the protocol."""
         return self._call(EngineOp.RESUME, request, timeout_s)
 
     def _same(self, request: EngineRequest) -> dict[str, EngineRequest]:
@@ -124,11 +119,6 @@ class EngineFanout:
             raise DeadlineExceededError(
                 f"no answer to {op} from {', '.join(silent)} within {timeout_s:g} s", peer=", ".join(silent)
             ) from None
-
-    def _start(
-        self, op: EngineOp, requests: Mapping[str, EngineRequest], timeout_s: float
-    ) -> Future[Mapping[str, EngineReply]]:
-        return self._whole(op, self._each(op, requests, timeout_s), timeout_s)
 
     def _whole(
         self, op: EngineOp, calls: Mapping[str, Future[EngineReply]], timeout_s: float, *, settles: bool = False

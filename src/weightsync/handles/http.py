@@ -41,7 +41,6 @@ class HttpEngine:
 
     @property
     def engine_id(self) -> str:
-        """Name of the engine."""
         return self._client.peer
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:

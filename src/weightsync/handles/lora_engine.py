@@ -1,5 +1,5 @@
 """LoraEngine: an `EngineHandle` for the LoRA adapters of one model in a server with our `LoraMiddleware`: vLLM's
-(`vllm_lora`) or SGLang's (`sglang_lora`), which say what differs.
+(`vllm_lora`) or SGLang's (`two_kinds`), which say what differs.
 
 What each step becomes (design/0035-lora-engines.md has the reasons):
 
@@ -63,6 +63,7 @@ from weightsync.types import (
     PauseRequest,
     ResumeRequest,
     StageRequest,
+    Version,
 )
 from weightsync.types.adapter import Adapter
 
@@ -135,7 +136,6 @@ class LoraEngine(SteppedEngine):
         super().__init__(peer, engine_id)
         self._client = client
         self._model_id = model_id
-        self._group: str | None = None
         self._folder: AdapterFolder | None = None
         self._state: AdapterState | None = None
         self._unprovable: str | None = None
@@ -147,7 +147,6 @@ class LoraEngine(SteppedEngine):
         self._model_id = model_id
 
     def close(self) -> None:
-        """See the base class."""
         self._close_folder()
         self._client.close()
 
@@ -185,14 +184,12 @@ class LoraEngine(SteppedEngine):
         self._session.start(request.session, manifest.version)
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
-        session = self._session.turns(update.session)
-        with session.turn(update.seq, deadline), self._log.phase("load", detail=f"chunk {update.seq}"), self._files:
+        with self._files:
             if self._folder is None:
                 raise TransferAbortedError(f"session {update.session} has no folder any more")
             self._folder.take(update)
 
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
-        self._session.turns(request.session)
         manifest = request.manifest
         with self._files:
             folder = self._folder
@@ -221,15 +218,14 @@ class LoraEngine(SteppedEngine):
         )
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
-        self._session.turns(request.session)
+        """No request has to wait."""
 
-    def _commit(self, request: CommitRequest, deadline: Deadline) -> None:
-        session = self._session.turns(request.session)
+    def _commit(self, request: CommitRequest, version: Version, deadline: Deadline) -> None:
         with self._log.phase("commit"):
             self._state = self._client.order(COMMIT_PATH, CommitAdapter(session=request.session), deadline)
         assert self._model_id is not None
         current = self._state.current(self._model_id)
-        if current is None or current.version != session.version:
+        if current is None or current.version != version:
             raise EngineError(f"it answered well, and serves {current and current.version}")
         self._canary.committed()
         self._session.end()
@@ -302,9 +298,6 @@ class LoraEngine(SteppedEngine):
             folder, self._folder = self._folder, None
         if folder is not None:
             folder.close()
-
-    def _forget_group(self) -> None:
-        self._group = None
 
     def _reply(self, *, drain: bool = True) -> EngineReply:
         current = None if self._state is None or self._model_id is None else self._state.current(self._model_id)

@@ -19,7 +19,7 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types import Manifest, Version
 from weightsync.types.deadline import check_wait_s
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 from weightsync.types.spec import check_id
 
 STATE_PATH = "/weightsync/adapters"
@@ -153,11 +153,6 @@ class AdapterState(Message, frozen=True, kw_only=True):
         """The one that answers for a model."""
         return next((each for each in self.adapters if each.model_id == model_id and each.state == "current"), None)
 
-    @property
-    def num_free(self) -> int:
-        """Slots that are left."""
-        return self.max_loras - len(self.adapters) - self.others
-
 
 class AdapterOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What workers are told about an adapter, inside a `VllmInitMessage`.
@@ -187,6 +182,4 @@ def _check_session(session: str) -> None:
         raise InvalidRequestError(f"a session's name is up to {_MAX_SESSION} printable characters")
 
 
-# See types.engine: two threads that decode a type for the first time at the same moment crash the process.
-for _kind in (LoadAdapter, CommitAdapter, DropAdapter, ScoreAdapter, Scored, AdapterState, AdapterOrder):
-    msgspec.json.Decoder(_kind)
+learn(LoadAdapter, CommitAdapter, DropAdapter, ScoreAdapter, Scored, AdapterState, AdapterOrder)

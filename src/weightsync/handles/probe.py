@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from weightsync.handles.foreign import ForeignClient
 from weightsync.handles.releases import since
 from weightsync.handles.sglang_messages import ModelInfo, RouterWorkers, ServerInfo
 from weightsync.types import Deadline
+from weightsync.types.message import learn
 
 EngineKind: TypeAlias = Literal["vllm", "sglang", "sglang-router", "generic"]
 
@@ -124,8 +126,7 @@ class _Models(msgspec.Struct, frozen=True, kw_only=True):
     data: list[_Model]
 
 
-for _kind in (_OpenApi, _Release, _Models):
-    msgspec.json.Decoder(_kind)
+learn(_OpenApi, _Release, _Models)
 
 
 def probe(url: str, *, token: str | None = None, verify: bool | str = True, timeout_s: float = 10.0) -> Capabilities:
@@ -143,11 +144,8 @@ def probe(url: str, *, token: str | None = None, verify: bool | str = True, time
         EngineError: it is there, and fails.
         DeadlineExceededError: it takes longer.
     """
-    asker = _Asker(url, token=token, verify=verify, deadline=Deadline(timeout_s))
-    try:
+    with contextlib.closing(_Asker(url, token=token, verify=verify, deadline=Deadline(timeout_s))) as asker:
         return asker.capabilities()
-    finally:
-        asker.close()
 
 
 def served_models(url: str, *, token: str | None = None, timeout_s: float = 10.0) -> tuple[str, ...] | None:
@@ -156,11 +154,8 @@ def served_models(url: str, *, token: str | None = None, timeout_s: float = 10.0
     Raises:
         WeightSyncError: as `probe`.
     """
-    asker = _Asker(url, token=token, verify=True, deadline=Deadline(timeout_s))
-    try:
+    with contextlib.closing(_Asker(url, token=token, verify=True, deadline=Deadline(timeout_s))) as asker:
         return asker.models()
-    finally:
-        asker.close()
 
 
 class _Asker(ForeignClient):
@@ -185,7 +180,6 @@ class _Asker(ForeignClient):
         return self._of("vllm", version.version, routes)
 
     def models(self) -> tuple[str, ...] | None:
-        """See `served_models`."""
         listed = self._answer("/v1/models", _Models)
         return None if listed is None or not listed.data else tuple(each.id for each in listed.data)
 

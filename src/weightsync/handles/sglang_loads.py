@@ -89,6 +89,7 @@ class SGLangLoad(abc.ABC):
         self._clear = clear
         self._init = request
         self._bracketed = True
+        self._folder: PrivateFolder | None = None
         self.touched = False
 
     @property
@@ -99,8 +100,11 @@ class SGLangLoad(abc.ABC):
     def join(self, world_size: int, deadline: Deadline) -> None:  # noqa: B027  (most need nothing)
         """Gets ready, once."""
 
-    def leave(self, deadline: Deadline) -> None:  # noqa: B027
+    def leave(self, deadline: Deadline) -> None:
         """Another init took over."""
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
     def open(self, begin: BeginRequest, deadline: Deadline) -> None:
         """A session begins, and the server is paused."""
@@ -184,7 +188,6 @@ class GroupLoad(SGLangLoad):
             group_name=self.name,
             load_format="flattened_bucket",
             flush_cache=self._clear,
-            abort_all_requests=False,
         )
         self._api.update_from_distributed(message, timeout_s=deadline.check("time to load"))
 
@@ -199,12 +202,6 @@ class FileLoad(SGLangLoad):
     def __init__(self, api: SGLangApi, *, clear: bool, request: InitRequest) -> None:
         super().__init__(api, clear=clear, request=request)
         self._segments: set[str] = set()
-        self._folder: PrivateFolder | None = None
-
-    def leave(self, deadline: Deadline) -> None:
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
 
     def open(self, begin: BeginRequest, deadline: Deadline) -> None:
         super().open(begin, deadline)
@@ -233,9 +230,7 @@ class FileLoad(SGLangLoad):
         message = UpdateFromDisk(
             model_path=self._folder.path,
             load_format="safetensors",  # whatever the server was started with, "dummy" say
-            weight_version=None,
             flush_cache=self._clear,
-            abort_all_requests=False,
         )
         self._api.update_from_disk(message, timeout_s=deadline.check("time to load"))
         return StepAnswer(unprovable=_FROM_FILE)
@@ -256,7 +251,6 @@ class MappedLoad(SGLangLoad):
         self.takes_patches = False
         self._number = 0
         self._world_size = 1
-        self._folder: PrivateFolder | None = None
 
     def join(self, world_size: int, deadline: Deadline) -> None:
         loaders = self._api.server_info(timeout_s=deadline.check("answer")).custom_weight_loader or ()
@@ -268,11 +262,6 @@ class MappedLoad(SGLangLoad):
             )
         self._world_size = world_size
         self._folder = PrivateFolder()
-
-    def leave(self, deadline: Deadline) -> None:
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
 
     def open(self, begin: BeginRequest, deadline: Deadline) -> None:
         super().open(begin, deadline)
@@ -323,7 +312,6 @@ class MappedLoad(SGLangLoad):
             serialized_named_tensors=(pickled_pair(STEP, encode(step)),) * self._world_size,
             load_format=LOADER,
             flush_cache=flush,
-            abort_all_requests=False,
         )
         self._api.update_from_tensor(message, timeout_s=deadline.check(f"time to {op}"))
         answers = [self._answer(self._folder.path, rank) for rank in range(self._world_size)]

@@ -13,17 +13,15 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types import EngineOp
+from weightsync.types.message import Message, learn
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
-Selector: TypeAlias = Literal["target", "draft", "all"]
+"""What becomes of running requests. "abort": they end with what they have; "retract": they wait, and are computed anew
+afterwards; "in_place": they stand still, and go on with keys and values of the old weights."""
 LoadFormat: TypeAlias = Literal["flattened_bucket"]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base of what is sent."""
-
-
-class InitGroup(_Message, frozen=True, kw_only=True):
+class InitGroup(Message, frozen=True, kw_only=True):
     """`/init_weights_update_group`: joins the trainer's process group.
 
     Attributes:
@@ -41,23 +39,7 @@ class InitGroup(_Message, frozen=True, kw_only=True):
     backend: Literal["nccl", "gloo"]
 
 
-class DestroyGroup(_Message, frozen=True, kw_only=True):
-    """`/destroy_weights_update_group`: leaves it."""
-
-    group_name: str
-
-
-class BeginUpdate(_Message, frozen=True, kw_only=True):
-    """`/begin_weight_update`: opens the bracket that updates need; touches live weights."""
-
-    selector: Selector = "all"
-
-
-class EndUpdate(_Message, frozen=True, kw_only=True):
-    """`/end_weight_update`: closes it."""
-
-
-class UpdateFromDistributed(_Message, frozen=True, kw_only=True):
+class UpdateFromDistributed(Message, frozen=True, kw_only=True):
     """`/update_weights_from_distributed`: takes part in broadcasts of these tensors, and loads them.
 
     Attributes:
@@ -76,7 +58,7 @@ class UpdateFromDistributed(_Message, frozen=True, kw_only=True):
     group_name: str
     load_format: LoadFormat | None
     flush_cache: bool
-    abort_all_requests: bool
+    abort_all_requests: bool = False
     weight_version: str | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +66,7 @@ class UpdateFromDistributed(_Message, frozen=True, kw_only=True):
             raise InvalidRequestError("an update has as many names as dtypes and shapes, and at least one")
 
 
-class UpdateFromDisk(_Message, frozen=True, kw_only=True):
+class UpdateFromDisk(Message, frozen=True, kw_only=True):
     """`/update_weights_from_disk`: loads a checkpoint.
 
     Attributes:
@@ -95,12 +77,12 @@ class UpdateFromDisk(_Message, frozen=True, kw_only=True):
 
     model_path: str
     load_format: str | None
-    weight_version: str | None
+    weight_version: str | None = None
     flush_cache: bool
-    abort_all_requests: bool
+    abort_all_requests: bool = False
 
 
-class UpdateFromTensor(_Message, frozen=True, kw_only=True):
+class UpdateFromTensor(Message, frozen=True, kw_only=True):
     """`/update_weights_from_tensor`: hands pickled (name, tensor) pairs to a loader.
 
     Attributes:
@@ -112,32 +94,8 @@ class UpdateFromTensor(_Message, frozen=True, kw_only=True):
     serialized_named_tensors: tuple[str, ...]
     load_format: str
     flush_cache: bool
-    abort_all_requests: bool
-    weight_version: str | None = None
-
-
-class SetVersion(_Message, frozen=True, kw_only=True):
-    """`/update_weight_version`: names the weights without loading any."""
-
-    new_version: str
     abort_all_requests: bool = False
-
-
-class PauseGeneration(_Message, frozen=True, kw_only=True):
-    """`/pause_generation`. "abort": running requests end with what they have; "retract": they wait, and are computed
-    anew afterwards; "in_place": they stand still, and go on with keys and values of the old weights."""
-
-    mode: PauseMode
-
-
-class ContinueGeneration(_Message, frozen=True, kw_only=True):
-    """`/continue_generation`."""
-
-
-class CheckWeights(_Message, frozen=True, kw_only=True):
-    """`/weights_checker`."""
-
-    action: Literal["checksum"] = "checksum"
+    weight_version: str | None = None
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +142,6 @@ class WeightsChecked(msgspec.Struct, frozen=True, kw_only=True):
     success: bool
     message: str = ""
     ranks: tuple[RankChecksum, ...] = ()
-    per_engine_checksum: str | None = None
 
 
 class RouterWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,7 +162,7 @@ STEP = "weightsync"
 """Name of the pair that is no tensor, but a `WorkerStep`."""
 
 
-class WorkerStep(_Message, frozen=True, kw_only=True):
+class WorkerStep(Message, frozen=True, kw_only=True):
     """What `LOADER` is told in each of SGLang's workers: one step of a session.
 
     Attributes:
@@ -222,7 +179,7 @@ class WorkerStep(_Message, frozen=True, kw_only=True):
     body: msgspec.Raw
 
 
-class StepAnswer(_Message, frozen=True, kw_only=True, omit_defaults=True):
+class StepAnswer(Message, frozen=True, kw_only=True, omit_defaults=True):
     """How a worker's step went. At stage it says what was proved.
 
     Attributes:
@@ -255,6 +212,4 @@ def pickled_pair(name: str, data: bytes) -> str:
     return base64.b64encode(b"\x80\x05]" + pair + b"a.").decode("ascii")
 
 
-# Learnt once, under the import lock; see types/engine.py.
-for _kind in (Done, GenerationDone, ModelInfo, ServerInfo, WeightsChecked, RouterWorkers, WorkerStep, StepAnswer):
-    msgspec.json.Decoder(_kind)
+learn(Done, GenerationDone, ModelInfo, ServerInfo, WeightsChecked, RouterWorkers, WorkerStep, StepAnswer)

@@ -34,6 +34,7 @@ from weightsync.types import (
     ResumeRequest,
     StageRequest,
     UpdateRequest,
+    Version,
 )
 
 
@@ -51,17 +52,16 @@ class SteppedEngine(abc.ABC):
         self._engine_id = engine_id or peer
         self._session = OpenSession()
         self._run_id: str | None = None  # of the latest init of this handle
+        self._group: str | None = None  # likewise; None since a call was lost: nobody knows any more which it is in
         self._paused_by: str | None = None
         self._world_size = 1
         self._log = Recorder(self._engine_id, max_bytes=LONG_RUN_BYTES)
 
     @property
     def engine_id(self) -> str:
-        """Name of the engine."""
         return self._engine_id
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
-        """Runs one step; see `EngineHandle.call`."""
         deadline = Deadline(timeout_s)
         try:
             match request:
@@ -75,14 +75,18 @@ class SteppedEngine(abc.ABC):
                 case BeginRequest():
                     self._begin(request, deadline)
                 case UpdateRequest(update=update):
-                    self._update(update, deadline)
+                    session = self._session.turns(update.session)
+                    with session.turn(update.seq, deadline), self._log.phase("load", detail=f"chunk {update.seq}"):
+                        self._update(update, deadline)
                     return self._reply(drain=False)
                 case StageRequest():
+                    self._session.turns(request.session)
                     return self._stage(request, deadline)
                 case PauseRequest():
+                    self._session.turns(request.session)
                     self._pause(request, deadline)
                 case CommitRequest():
-                    self._commit(request, deadline)
+                    self._commit(request, self._session.turns(request.session).version, deadline)
                 case ResumeRequest():
                     self._resume(request, deadline)
                 case AbortRequest():
@@ -91,7 +95,7 @@ class SteppedEngine(abc.ABC):
                     raise StateError(f"an engine has no step {op}")
         except WeightSyncError as error:
             if isinstance(error, (EngineUnreachableError, DeadlineExceededError)):
-                self._forget_group()
+                self._group = None
             if error.peer in (None, self._peer):
                 error.peer = self._engine_id
             raise
@@ -123,7 +127,8 @@ class SteppedEngine(abc.ABC):
     def _begin(self, request: BeginRequest, deadline: Deadline) -> None: ...
 
     @abc.abstractmethod
-    def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None: ...
+    def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
+        """In its turn; so are the steps below: in the session that is open."""
 
     @abc.abstractmethod
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply: ...
@@ -132,17 +137,13 @@ class SteppedEngine(abc.ABC):
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None: ...
 
     @abc.abstractmethod
-    def _commit(self, request: CommitRequest, deadline: Deadline) -> None: ...
+    def _commit(self, request: CommitRequest, version: Version, deadline: Deadline) -> None: ...
 
     @abc.abstractmethod
     def _resume(self, request: ResumeRequest, deadline: Deadline) -> None: ...
 
     @abc.abstractmethod
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None: ...
-
-    @abc.abstractmethod
-    def _forget_group(self) -> None:
-        """A call was lost: nobody knows any more which group the engine is in."""
 
     @abc.abstractmethod
     def _reply(self, *, drain: bool = True) -> EngineReply:

@@ -1,4 +1,5 @@
-"""TwoKinds: what a URL of vLLM or SGLang gives: whole models one way, adapters by a `LoraEngine`.
+"""VllmServerEngine and SGLangServerEngine: what `vllm+http://` and `sglang+http://` URLs give: whole models one way,
+adapters by a `LoraEngine`.
 
 One server may have several models: its base, and adapters. Each has a handle of its own, and which of the two ways it
 goes follows from what it is asked for: `InitRequest.artifact` says what will come, and before that the server says
@@ -13,8 +14,13 @@ import msgspec
 
 from weightsync.errors import WeightSyncError
 from weightsync.handles.lora_engine import AdapterClient, LoraEngine
-from weightsync.handles.lora_messages import AdapterState
+from weightsync.handles.lora_messages import SGLANG_VARIABLE, AdapterState, LoadedAdapter
+from weightsync.handles.sglang import SGLangEngine
+from weightsync.handles.sglang_api import SGLangApi
 from weightsync.handles.stepped import SteppedEngine
+from weightsync.handles.vllm import VllmEngine
+from weightsync.handles.vllm_api import VllmHttpApi
+from weightsync.handles.vllm_lora import HOW_TO_START, VllmLoraEngine
 from weightsync.types import (
     AbortRequest,
     AuditRequest,
@@ -24,6 +30,12 @@ from weightsync.types import (
     EngineReply,
     EngineRequest,
     InitRequest,
+    Manifest,
+)
+
+_START_SGLANG = (
+    f"start SGLang with {SGLANG_VARIABLE}=1, --enable-lora, --max-lora-rank and --lora-target-modules, in an "
+    "environment where weightsync is installed; its log says whether the plug-in is there"
 )
 
 
@@ -35,7 +47,6 @@ class TwoKinds(SteppedEngine):
     _has: str | None = None  # "model" or "lora"; None: nobody has said so
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
-        """Runs one step; see `EngineHandle.call`."""
         if isinstance(request, InitRequest):
             self._has = request.artifact
         elif isinstance(request, DescribeRequest) and self._has is None and request.model_id is not None:
@@ -58,7 +69,6 @@ class TwoKinds(SteppedEngine):
         return self._adapters.state(Deadline(timeout_s))
 
     def close(self) -> None:
-        """See the base class."""
         self._lora.close()
         super().close()  # type: ignore[safe-super]
 
@@ -72,3 +82,61 @@ class TwoKinds(SteppedEngine):
                 return self._lora.call(EngineOp.DESCRIBE, request, timeout_s=deadline.check("answer"))
         reply = super().call(EngineOp.DESCRIBE, request, timeout_s=deadline.check("answer"))
         return msgspec.structs.replace(reply, artifacts=("model", "lora"))
+
+
+class VllmServerEngine(TwoKinds, VllmEngine):
+    """Thread-safe.
+
+    Args:
+        url: of the server.
+        token: bearer token of the proxy before it, or vLLM's `--api-key`.
+        engine_id: name for messages; the URL where not given.
+        options: of `VllmEngine`.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, engine_id: str | None = None, **options: object) -> None:
+        api = VllmHttpApi(url, token=token)
+        super().__init__(api, engine_id=engine_id, **options)  # type: ignore[arg-type]
+        self._adapters = AdapterClient(url, how_to_start=HOW_TO_START, token=token)
+        self._lora = VllmLoraEngine(api, self._adapters, engine_id=engine_id)
+
+
+class SGLangLoraEngine(LoraEngine):
+    """The adapters of one model in an SGLang server. Our plug-in in it (`engine.sglang_lora`) checks the base before it
+    loads, and its workers prove what they loaded with the load itself. Thread-safe; see `LoraEngine` for arguments."""
+
+    kind = "SGLang"
+    how_to_start = _START_SGLANG
+    slots_option = "--max-loras-per-batch 3"
+    with_manifest = True
+
+    def _check_at_workers(self, manifest: Manifest, deadline: Deadline) -> None:
+        """They check with the load."""
+
+    def _proved(self, manifest: Manifest, folder: str, held: LoadedAdapter, deadline: Deadline) -> str | None:
+        return held.unprovable
+
+
+class SGLangServerEngine(TwoKinds, SGLangEngine):
+    """Thread-safe.
+
+    Args:
+        url: of the server.
+        token: the server's `--admin-api-key`, or its `--api-key`.
+        verify: see `JsonClient`.
+        engine_id: name for messages; the URL where not given.
+        options: of `SGLangEngine`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        verify: bool | str = True,
+        engine_id: str | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__(SGLangApi(url, token=token, verify=verify), engine_id=engine_id, **options)  # type: ignore[arg-type]
+        self._adapters = AdapterClient(url, how_to_start=_START_SGLANG, token=token, verify=verify)
+        self._lora = SGLangLoraEngine(url, self._adapters, engine_id=engine_id)

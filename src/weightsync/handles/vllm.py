@@ -56,6 +56,7 @@ from weightsync.types import (
     PhaseRecord,
     ResumeRequest,
     StageRequest,
+    Version,
 )
 
 __all__ = ["OfflineVllmApi", "VllmEngine", "VllmHttpApi"]
@@ -111,7 +112,6 @@ class VllmEngine(SteppedEngine):
         self._state = VllmState()
         self._digest: str | None = None  # of what the open session brings
         self._patches = False  # whether the open session brings a change alone
-        self._joined: str | None = None  # group of the latest init; None since a call to the engine was lost
         self._pause_ends: Deadline | None = None  # until when to mend a pause of ours, if an abort could not
         self._mending = threading.Event()  # set: stop
         self._stale_cache = False  # what is cached may be of other weights than those that serve
@@ -133,7 +133,7 @@ class VllmEngine(SteppedEngine):
             serving=state.healthy and not paused,
             intact=state.healthy,
             left_paused=paused and state.healthy and state.session is None,
-            group=state.group if state.group == self._joined else None,
+            group=state.group if state.group == self._group else None,
             run_id=state.run_id,
         )
 
@@ -160,7 +160,7 @@ class VllmEngine(SteppedEngine):
         )
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
-        self._joined = None
+        self._group = None
         self._mending.set()
         self._session.end(TransferAbortedError("a trainer joins anew"))
         self._world_size = self._api.world_size(timeout_s=deadline.check("answer"))
@@ -172,7 +172,7 @@ class VllmEngine(SteppedEngine):
         if state.healthy and self._api.is_paused(timeout_s=deadline.check("answer")):
             self._stale_cache = self._clear
             self._go_on(deadline)
-        self._joined = request.info.group_name
+        self._group = request.info.group_name
 
     def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
         state = self._look(deadline)
@@ -199,17 +199,14 @@ class VllmEngine(SteppedEngine):
         self._session.start(request.session, request.manifest.version)
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
-        session = self._session.turns(update.session)
-        with session.turn(update.seq, deadline), self._log.phase("load", detail=f"chunk {update.seq}"):
-            if self._in_place and update.seq == 0 and not self._api.is_paused(timeout_s=deadline.check("answer")):
-                raise StateError(
-                    "chunks go into live weights while vLLM is paused, and somebody ended the pause",
-                    state_left="nothing was loaded",
-                )
-            self._send_update(VllmUpdateMessage(update=update), deadline)
+        if self._in_place and update.seq == 0 and not self._api.is_paused(timeout_s=deadline.check("answer")):
+            raise StateError(
+                "chunks go into live weights while vLLM is paused, and somebody ended the pause",
+                state_left="nothing was loaded",
+            )
+        self._send_update(VllmUpdateMessage(update=update), deadline)
 
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
-        self._session.turns(request.session)
         with self._log.phase("verify"):
             self._send_update(VllmUpdateMessage(stage=request), deadline)
         self._digest = request.manifest.model_digest
@@ -220,7 +217,6 @@ class VllmEngine(SteppedEngine):
         )
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
-        self._session.turns(request.session)
         self._mending.set()
         patience_s = min(request.timeout_s, deadline.check("answer"))
         with self._log.phase("pause"):
@@ -242,18 +238,17 @@ class VllmEngine(SteppedEngine):
                     ) from error
                 raise
 
-    def _commit(self, request: CommitRequest, deadline: Deadline) -> None:
-        session = self._session.turns(request.session)
+    def _commit(self, request: CommitRequest, version: Version, deadline: Deadline) -> None:
         if self._paused_by != request.session or not self._api.is_paused(timeout_s=deadline.check("answer")):
             raise StateError("commit comes while the session holds the pause; it does not", state_left="not committed")
         with self._log.phase("commit"):
             self._stale_cache = self._clear
             self._send_update(VllmUpdateMessage(commit=request), deadline)
-            self._believe(version=session.version, digest=self._digest, session=None, healthy=True, written=None)
+            self._believe(version=version, digest=self._digest, session=None, healthy=True, written=None)
             if self._several:
                 self._name_version(self._state, deadline)
             else:
-                self._api.finish_update(str(session.version), timeout_s=deadline.check("answer"))
+                self._api.finish_update(str(version), timeout_s=deadline.check("answer"))
                 self._believe(updating=False)
             self._drop_stale_cache(deadline)
         self._committed = request.session
@@ -422,9 +417,6 @@ class VllmEngine(SteppedEngine):
             self._send_init(VllmInitMessage(step=message), deadline)
             return
         self._api.update(as_info(message), timeout_s=deadline.check("answer"))
-
-    def _forget_group(self) -> None:
-        self._joined = None
 
     def _reply(self, *, drain: bool = True) -> EngineReply:
         return EngineReply(

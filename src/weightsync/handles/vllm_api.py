@@ -40,25 +40,39 @@ class VllmApi(Protocol):
     @property
     def name(self) -> str: ...
 
-    def world_size(self, *, timeout_s: float) -> int: ...
+    def world_size(self, *, timeout_s: float) -> int:
+        """Workers of the engine: TP x PP x DP."""
+        ...
 
-    def is_paused(self, *, timeout_s: float) -> bool: ...
+    def is_paused(self, *, timeout_s: float) -> bool:
+        """Whether generation is paused, by whomever."""
+        ...
 
     def weight_version(self, *, timeout_s: float) -> str | None:
         """What was set at the last finish; None where this release has no such thing."""
         ...
 
-    def set_weight_version(self, version: str, *, timeout_s: float) -> None: ...
+    def set_weight_version(self, version: str, *, timeout_s: float) -> None:
+        """Names the version without loading anything."""
+        ...
 
-    def init_engine(self, info: dict[str, Any], *, timeout_s: float) -> None: ...
+    def init_engine(self, info: dict[str, Any], *, timeout_s: float) -> None:
+        """Passes `info` to every worker's backend, in any state."""
+        ...
 
     def start_update(self, *, timeout_s: float) -> None: ...
 
-    def update(self, info: dict[str, Any], *, timeout_s: float) -> None: ...
+    def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
+        """Passes `info` to every worker's backend, within an update."""
+        ...
 
-    def finish_update(self, version: str | None, *, timeout_s: float) -> None: ...
+    def finish_update(self, version: str | None, *, timeout_s: float) -> None:
+        """Closes an update; names the version, where given."""
+        ...
 
-    def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None: ...
+    def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
+        """Stops generation; returns when it stands."""
+        ...
 
     def resume(self, *, timeout_s: float) -> None: ...
 
@@ -85,20 +99,16 @@ class VllmHttpApi(JsonClient):
 
     @property
     def name(self) -> str:
-        """The URL."""
         return self.url
 
     def world_size(self, *, timeout_s: float) -> int:
-        """Workers of the engine: TP x PP x DP."""
         body = self._call("GET", "/get_world_size", timeout_s, params={"include_dp": True})
         return int(_field(body, "world_size", int, self.name))
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether generation is paused, by whomever."""
         return bool(_field(self._call("GET", "/is_paused", timeout_s), "is_paused", bool, self.name))
 
     def weight_version(self, *, timeout_s: float) -> str | None:
-        """See the protocol."""
         try:
             body = self._call("GET", "/weight_info", timeout_s)
         except UnsupportedError:
@@ -106,11 +116,9 @@ class VllmHttpApi(JsonClient):
         return str(_field(body, "weight_version", str, self.name))
 
     def set_weight_version(self, version: str, *, timeout_s: float) -> None:
-        """Names the version without loading anything."""
         self._call("POST", "/update_weight_version", timeout_s, json={"new_version": version})
 
     def init_engine(self, info: dict[str, Any], *, timeout_s: float) -> None:
-        """Passes `info` to every worker's backend, in any state."""
         self._call("POST", "/init_weight_transfer_engine", timeout_s, json={"init_info": info})
 
     def start_update(self, *, timeout_s: float) -> None:
@@ -118,24 +126,19 @@ class VllmHttpApi(JsonClient):
         self._call("POST", "/start_weight_update", timeout_s, json={"is_checkpoint_format": False})
 
     def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
-        """Passes `info` to every worker's backend, within an update."""
         self._call("POST", "/update_weights", timeout_s, json={"update_info": info})
 
     def finish_update(self, version: str | None, *, timeout_s: float) -> None:
-        """Closes an update; names the version, where given."""
         body = {} if version is None else {"weight_version": version}
         self._call("POST", "/finish_weight_update", timeout_s, json=body)
 
     def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
-        """Stops generation; returns when it stands."""
         self._call("POST", "/pause", timeout_s, params={"mode": mode, "clear_cache": clear_cache})
 
     def resume(self, *, timeout_s: float) -> None:
-        """Goes on with generation."""
         self._call("POST", "/resume", timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> bool:
-        """See the protocol."""
         params = {"reset_running_requests": True, "reset_external": True}
         body = self._call("POST", "/reset_prefix_cache", timeout_s, params=params)
         return bool(body.get("success", True))  # releases that answer without a body raise where it fails
@@ -190,39 +193,31 @@ class OfflineVllmApi:
         self.lock = threading.RLock()
 
     def world_size(self, *, timeout_s: float) -> int:
-        """Workers of the engine: TP x PP x DP."""
         parallel = self._llm.llm_engine.vllm_config.parallel_config
         return int(getattr(parallel, "world_size_across_dp", parallel.world_size))
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether generation is paused, by whomever."""
         return bool(self._call("is_sleeping", lambda: self._llm.llm_engine.is_sleeping(), timeout_s))
 
     def weight_version(self, *, timeout_s: float) -> str | None:
-        """See the protocol."""
         if not hasattr(self._llm, "get_weight_version"):
             return None
         return str(self._call("get_weight_version", self._llm.get_weight_version, timeout_s))
 
     def set_weight_version(self, version: str, *, timeout_s: float) -> None:
-        """Names the version without loading anything."""
         self._call("update_weight_version", lambda: self._llm.update_weight_version(version), timeout_s)
 
     def init_engine(self, info: dict[str, Any], *, timeout_s: float) -> None:
-        """Passes `info` to every worker's backend, in any state."""
         message = {"init_info": info}
         self._call("init_weight_transfer_engine", lambda: self._llm.init_weight_transfer_engine(message), timeout_s)
 
     def start_update(self, *, timeout_s: float) -> None:
-        """Opens an update."""
         self._call("start_weight_update", self._llm.start_weight_update, timeout_s)
 
     def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
-        """Passes `info` to every worker's backend, within an update."""
         self._call("update_weights", lambda: self._llm.update_weights({"update_info": info}), timeout_s)
 
     def finish_update(self, version: str | None, *, timeout_s: float) -> None:
-        """Closes an update; names the version, where given."""
         self._call("finish_weight_update", lambda: self._llm.finish_weight_update(version), timeout_s)
 
     def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
@@ -231,11 +226,9 @@ class OfflineVllmApi:
         self._call("sleep", lambda: self._llm.sleep(level=0, mode=kept), timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
-        """Goes on with scheduling."""
         self._call("wake_up", lambda: self._llm.wake_up(tags=["scheduling"]), timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> bool:
-        """See the protocol."""
         reset = self._llm.reset_prefix_cache
         return bool(
             self._call(

@@ -28,6 +28,7 @@ from weightsync.types import (
     StageRequest,
     Version,
 )
+from weightsync.types.message import learn
 
 BACKEND = "weightsync"
 """Name of the backend, as in vLLM's `--weight-transfer-config '{"backend":"weightsync"}'`."""
@@ -149,9 +150,7 @@ class VllmInitMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
 
-# See types.engine: two threads that decode a type for the first time at the same moment crash the process.
-for _kind in (VllmInitMessage, VllmUpdateMessage, VllmState):
-    msgspec.json.Decoder(_kind)
+learn(VllmInitMessage, VllmUpdateMessage, VllmState)
 
 
 def as_info(message: VllmInitMessage | VllmUpdateMessage) -> dict[str, Any]:

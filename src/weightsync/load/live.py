@@ -85,7 +85,6 @@ class ShardPatch:
         return sum(change.positions.numel() for change in self.changes())
 
     def check_memory(self) -> None:
-        """See `LivePatch.check_memory`."""
         self._live.check_memory()
 
     def apply(self) -> None:

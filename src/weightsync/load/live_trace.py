@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weightsync.load.live_plan import LivePiece, LivePlan, held, place, places
+from weightsync.load.spans import storage_id
 from weightsync.plan.boxes import overlap
 from weightsync.tensors import torch_dtype
 from weightsync.types import Box, TensorSpec
@@ -146,7 +148,7 @@ class _Tracer(TorchDispatchMode):
         self._current: str | None = None
         self._spoilt: dict[str, str] = {}  # live tensors that something else is written into
         for name, tensor in self._live.items():
-            if tensor.numel() and (other := self._owners.setdefault(_storage(tensor), name)) != name:
+            if tensor.numel() and (other := self._owners.setdefault(storage_id(tensor), name)) != name:
                 self._spoilt[name] = self._spoilt[other] = f"{other} and {name} share memory"
 
     def source(self, spec: TensorSpec) -> torch.Tensor:
@@ -156,7 +158,7 @@ class _Tracer(TorchDispatchMode):
         with torch.utils._python_dispatch._disable_current_modes():
             made = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
         self._kept.append(made)
-        self._specs[_storage(made)] = spec
+        self._specs[storage_id(made)] = spec
         return made
 
     def mark(self, why: str) -> None:
@@ -178,8 +180,8 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = [each for each in _written(func, args, kwargs) if _storage(each) in self._owners]
-        sources = [each for each in _tensors((args, kwargs)) if _storage(each) in self._specs]
+        written = [each for each in _written(func, args, kwargs) if storage_id(each) in self._owners]
+        sources = [each for each in _tensors((args, kwargs)) if storage_id(each) in self._specs]
         name = func.overloadpacket.__name__
         if written:
             return self._write(name, written, sources, args)
@@ -192,31 +194,31 @@ class _Tracer(TorchDispatchMode):
         if _written(func, args, kwargs) or name == "_local_scalar_dense":
             raise self._untraceable(sources, f"it is used by {name}")
         made = func(*args, **kwargs)
-        if any(_storage(each) not in self._specs for each in _tensors(made)):
+        if any(storage_id(each) not in self._specs for each in _tensors(made)):
             raise self._untraceable(sources, f"it is computed by {name}")
         return made
 
     def _untraceable(self, sources: Iterable[torch.Tensor], why: str) -> UntraceableError:
         for each in sources:
-            self.marked.setdefault(self._specs[_storage(each)].name, why)
+            self.marked.setdefault(self._specs[storage_id(each)].name, why)
         return UntraceableError(why)
 
     def _write(self, name: str, written: list[torch.Tensor], sources: list[torch.Tensor], args: Any) -> torch.Tensor:
         """What would be written into live tensors; it is not done."""
         live = written[0]
-        owner = self._owners[_storage(live)]
+        owner = self._owners[storage_id(live)]
         self._touched.add(owner)
         alone = len(written) == 1 and args and args[0] is live
         if alone and name in ("fill_", "zero_", "detach_"):
             return live  # padding
         if not alone or name != "copy_" or len(sources) != 1:
             for each in written:
-                self._spoilt[self._owners[_storage(each)]] = (
+                self._spoilt[self._owners[storage_id(each)]] = (
                     f"its loader writes by {name} what is no part of a checkpoint's tensor"
                 )
             raise self._untraceable(sources, f"it is written by {name}")
         (source,) = sources
-        spec = self._specs[_storage(source)]
+        spec = self._specs[storage_id(source)]
         if source.dtype != live.dtype:
             raise self._untraceable(sources, f"it is converted from {source.dtype} to {live.dtype}")
         try:
@@ -274,15 +276,10 @@ def _placed(spec: TensorSpec, source: torch.Tensor, live: torch.Tensor) -> tuple
     ]
     if any(step <= 0 for _, step, _ in dims):
         raise UntraceableError("one element is loaded into several places")
-    start = int(source.storage_offset())
-    first = _unravel(start, spec.shape)
-    last = _unravel(start + sum((size - 1) * step for size, step, _ in dims), spec.shape)
-    shape = tuple(end - begin + 1 for begin, end in zip(first, last, strict=True))
-    box = Box(offset=first, shape=shape) if all(extent > 0 for extent in shape) else None
-    if box is None or box.numel != source.numel():
+    if (box := _box_of(source, 0, spec.shape)) is None:
         raise UntraceableError("what is loaded is no box of the tensor")
-    places = _strides_in(shape, _strides(spec.shape), sorted(dims, key=lambda dim: dim[1]))
-    return box, live.as_strided(shape, places, live.storage_offset())
+    places = _strides_in(box.shape, _strides(spec.shape), sorted(dims, key=lambda dim: dim[1]))
+    return box, live.as_strided(box.shape, places, live.storage_offset())
 
 
 def _strides_in(shape: tuple[int, ...], steps: tuple[int, ...], dims: list[tuple[int, int, int]]) -> tuple[int, ...]:
@@ -318,11 +315,16 @@ def _box_within(live: torch.Tensor, view: torch.Tensor) -> Box | None:
     """Which box of a live tensor a view of it is; None where it is none."""
     if not live.is_contiguous():
         return None
-    start = int(view.storage_offset() - live.storage_offset())
-    end = start + sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
-    first, last = _unravel(start, tuple(live.shape)), _unravel(end, tuple(live.shape))
-    shape = tuple(stop - begin + 1 for begin, stop in zip(first, last, strict=True))
-    box = Box(offset=first, shape=shape) if all(extent > 0 for extent in shape) else None
+    return _box_of(view, int(live.storage_offset()), tuple(live.shape))
+
+
+def _box_of(view: torch.Tensor, begin: int, shape: tuple[int, ...]) -> Box | None:
+    """Which box a view is of a contiguous tensor of that shape, whose first element is number `begin` of the storage;
+    None where it is none."""
+    start, end = (at - begin for at in _span(view))
+    first, last = _unravel(start, shape), _unravel(end - 1, shape)
+    extents = tuple(stop - start + 1 for start, stop in zip(first, last, strict=True))
+    box = Box(offset=first, shape=extents) if all(extent > 0 for extent in extents) else None
     return box if box is not None and box.numel == view.numel() else None
 
 
@@ -342,22 +344,7 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tens
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
-    return [each for each in _flat(value) if isinstance(each, torch.Tensor)]
-
-
-def _flat(value: object) -> Iterator[object]:
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _flat(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _flat(each)
-    else:
-        yield value
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 def _span(view: torch.Tensor) -> tuple[int, int]:

@@ -6,12 +6,11 @@ piece by piece on all cores: an element that is not what was gathered, or not wh
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -96,8 +95,7 @@ class LivePatch:
             old=torch.empty(len(where), dtype=live.dtype),
             new=values.detach().cpu().contiguous().clone(),
         )
-        kind = _PlainPart if _is_plain(live) else _StridedPart
-        self._parts[update.name] = kind(live, change)
+        self._parts[update.name] = _Part(live, change)
         return change
 
     def gather(self) -> None:
@@ -171,36 +169,17 @@ class LivePatch:
                     call.exception()
 
 
-class _Piece(abc.ABC):
-    """Some elements of one tensor. Each step returns how many are not as they should be.
-
-    Attributes:
-        num_elements: how many.
-    """
-
-    num_elements: int
-
-    @abc.abstractmethod
-    def gather(self) -> int: ...
-
-    @abc.abstractmethod
-    def apply(self) -> int: ...
-
-    @abc.abstractmethod
-    def undo(self) -> int: ...
-
-
 class _Part:
     """One tensor's change.
 
     Attributes:
         change: it.
-        pieces: what is done at a time.
+        pieces: what is done at a time. Each step of one returns how many elements are not as they should be.
     """
 
     def __init__(self, live: torch.Tensor, change: Change) -> None:
         self.change = change
-        self.pieces: Sequence[_Piece] = ()
+        self.pieces = tuple((_plain_pieces if _is_plain(live) else _strided_pieces)(live, change))
         self._live = live
         self._place = _place_of(live)
 
@@ -210,22 +189,28 @@ class _Part:
         return _place_of(self._live) != self._place
 
 
-class _PlainPart(_Part):
+def _plain_pieces(live: torch.Tensor, change: Change) -> Iterator[_Piece]:
     """Contiguous host memory: compiled loops over it."""
-
-    def __init__(self, live: torch.Tensor, change: Change) -> None:
-        super().__init__(live, change)
-        bits = _BITS[live.element_size()][1]
-        there = byte_array(live).view(bits)
-        where: npt.NDArray[np.uint32] = change.positions.numpy()
-        old, new = (byte_array(values).view(bits) for values in (change.old, change.new))
-        self.pieces = tuple(
-            _PlainPiece(there, where[cut], old[cut], new[cut])
-            for cut in (slice(start, start + _PIECE_ELEMENTS) for start in range(0, len(where), _PIECE_ELEMENTS))
-        )
+    bits = _BITS[live.element_size()][1]
+    there = byte_array(live).view(bits)
+    where: npt.NDArray[np.uint32] = change.positions.numpy()
+    old, new = (byte_array(values).view(bits) for values in (change.old, change.new))
+    for start in range(0, len(where), _PIECE_ELEMENTS):
+        cut = slice(start, start + _PIECE_ELEMENTS)
+        yield _PlainPiece(there, where[cut], old[cut], new[cut])
 
 
-class _PlainPiece(_Piece):
+def _strided_pieces(live: torch.Tensor, change: Change) -> Iterator[_Piece]:
+    """Any strides, any device, any width: torch's own indexing, all at once. Slower on a CPU, and rare there.
+
+    Positions, old and new elements lie beside the live tensor before the pause: inside it nothing crosses a GPU's bus
+    but one number a tensor.
+    """
+    if change.positions.numel():
+        yield _StridedPiece(live, change)
+
+
+class _PlainPiece:
     def __init__(self, live: Any, positions: Any, old: Any, new: Any) -> None:
         self.num_elements = len(positions)
         self._live = live
@@ -245,19 +230,7 @@ class _PlainPiece(_Piece):
         return int(after)
 
 
-class _StridedPart(_Part):
-    """Any strides, any device, any width: torch's own indexing, all at once. Slower on a CPU, and rare there.
-
-    Positions, old and new elements lie beside the live tensor before the pause: inside it nothing crosses a GPU's bus
-    but one number a tensor.
-    """
-
-    def __init__(self, live: torch.Tensor, change: Change) -> None:
-        super().__init__(live, change)
-        self.pieces = (_StridedPiece(live, change),) if change.positions.numel() else ()
-
-
-class _StridedPiece(_Piece):
+class _StridedPiece:
     def __init__(self, live: torch.Tensor, change: Change) -> None:
         reach = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
         words = max(1, live.element_size() // 8)
@@ -292,6 +265,10 @@ class _StridedPiece(_Piece):
     def _differs(self, values: torch.Tensor) -> torch.Tensor:
         """How many elements are other ones; known when somebody reads it."""
         return (self._live[self._where] != values).sum()
+
+
+_Piece: TypeAlias = _PlainPiece | _StridedPiece
+"""Some elements of one tensor."""
 
 
 def check_patchable(name: str, live: torch.Tensor) -> None:

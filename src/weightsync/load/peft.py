@@ -44,12 +44,10 @@ class PeftAdapterLoader(ModuleWeightLoader):
         super().__init__(_view(self._tensors), in_place=in_place)
 
     def begin(self, manifest: Manifest) -> None:
-        check_closed(self._manifest)
         self._check_adapter(manifest)
         super().begin(manifest)
 
     def begin_patch(self, manifest: Manifest) -> None:
-        check_closed(self._manifest)
         self._check_adapter(manifest)
         super().begin_patch(manifest)
 
@@ -65,11 +63,12 @@ class PeftAdapterLoader(ModuleWeightLoader):
         return _base_tensors(self._model)
 
     def _check_adapter(self, manifest: Manifest) -> None:
-        """Rank and scaling of every module are those of the model's own slot.
+        """No bracket is open, and rank and scaling of every module are those of the model's own slot.
 
         Raises:
             ManifestMismatchError: they are not. Nothing was changed.
         """
+        check_closed(self._manifest)
         self._check_model()
         if manifest.adapter is None:  # the worker refuses a model
             return

@@ -70,7 +70,7 @@ class Placing:
 
     def live(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by every name they have."""
-        return _named_tensors(_walked(self._module))
+        return named_tensors(self._module)
 
     def place(self, manifest: Manifest, *, swapped: bool) -> dict[str, torch.Tensor]:
         """The live tensor of each name; tied tensors may come under any of their names.
@@ -226,10 +226,10 @@ def _walked(root: torch.nn.Module) -> _Modules:
     return paths, modules
 
 
-def _named_tensors(modules: _Modules) -> dict[str, torch.Tensor]:
+def named_tensors(root: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by every name they have, tied ones under each."""
     found: dict[str, torch.Tensor] = {}
-    for path, child in zip(*modules, strict=True):
+    for path, child in zip(*_walked(root), strict=True):
         start = f"{path}." if path else ""
         for name, parameter in child._parameters.items():
             if parameter is not None:

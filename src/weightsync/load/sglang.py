@@ -293,12 +293,14 @@ class SGLangWeightLoader(PlannedLoader):
             for name, spec in self._specs.items():
                 yield HeldTensor(spec=spec, box=None, tensor=self._staging[name])
             return
-        self._check_provable()
+        if self._tp_size != 1:
+            raise UnsupportedError(f"each of {self._tp_size} workers has a shard that SGLang chose")
         if not self._live:
             raise self._untold()
         tensors = Places(self._model).tensors
         for spec, target, row in self._live.values():
-            yield HeldTensor(spec=_bare(spec), box=None, tensor=_part(tensors[target], spec, row))
+            bare = TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape)
+            yield HeldTensor(spec=bare, box=None, tensor=_part(tensors[target], spec, row))
 
     def audited(self) -> Iterator[HeldTensor]:
         """See the base class. Where the staging is no copy of what is live: what is live."""
@@ -358,17 +360,8 @@ class SGLangWeightLoader(PlannedLoader):
             if not torch.equal(byte_view(live), byte_view(self._staging[name])):
                 raise LoadError(f"the live bytes in {target} are not those that were loaded", parameter=name)
 
-    def _check_provable(self) -> None:
-        if self._tp_size != 1:
-            raise UnsupportedError(f"each of {self._tp_size} workers has a shard that SGLang chose")
-
 
 def _part(tensor: torch.Tensor, spec: TensorSpec, row: int) -> torch.Tensor:
     """The rows of a live tensor that are the checkpoint's."""
     live = tensor.detach()
     return live[row : row + spec.shape[0]] if spec.shape else live
-
-
-def _bare(spec: TensorSpec) -> TensorSpec:
-    """The spec alone, without where a publication had it."""
-    return TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape)

@@ -25,6 +25,11 @@ def share_storage(tensors: Iterable[torch.Tensor]) -> bool:
     return len({tensor.untyped_storage().data_ptr() for tensor in held}) < len(held)
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Names its storage, as long as that lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
     """Pairs of neighbours, (name, id) each, that are not one tensor and whose spans of one storage overlap."""
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightsync.load.placing import named_tensors
 from weightsync.load.whole import RENAMES, TIED, Differences, no_such_tensor
 from weightsync.tensors import torch_dtype
 from weightsync.types import Manifest, dtype_name
@@ -82,11 +83,7 @@ class CheckpointTensors:
             with torch.device("meta"):
                 skeleton = kind(config)
             skeleton.tie_weights()
-            tensors = dict(skeleton.named_parameters(remove_duplicate=False))
-            for path, module in skeleton.named_modules(remove_duplicate=False):
-                for name, buffer in module.named_buffers(recurse=False):
-                    if name not in module._non_persistent_buffers_set:
-                        tensors[f"{path}.{name}" if path else name] = buffer
+            tensors = named_tensors(skeleton)
         except Exception as error:  # remote code, a model that vLLM alone knows, another release of transformers
             _logger.warning(
                 "what a checkpoint of this model holds is not known (%r): tensor names are checked by vLLM alone", error

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightsync.load.spans import storage_id
+
 _LOADER = "online_process_loader"
 """vLLM's own name of the loader that its layerwise reload puts around a parameter's: it is told and taken off by it."""
 _INNER = "weightsync_inner"
@@ -46,7 +48,7 @@ class LayerNotes:
         """The same; what is loaded from them is known by its memory."""
         for name, tensor in weights:
             if tensor.numel():
-                self._given[_memory(tensor)] = name, tensor
+                self._given[storage_id(tensor)] = name, tensor
             yield name, tensor
 
     def done(self) -> None:
@@ -87,7 +89,7 @@ class LayerNotes:
     def _note(self, path: str, values: Iterable[object]) -> None:
         for value in values:
             if isinstance(value, torch.Tensor) and value.numel() and not value.is_meta:
-                name, _ = self._given.get(_memory(value), (None, None))
+                name, _ = self._given.get(storage_id(value), (None, None))
                 if name is None:
                     self.odd = f"{path or 'the model'} is loaded with what is computed from the checkpoint's tensors"
                     return
@@ -106,11 +108,11 @@ class SomeLayers:
     """
 
     def __init__(self, model: nn.Module, paths: Collection[str]) -> None:
-        parents = {path.rpartition(".")[0] for path in paths}
+        parents = tuple(f"{parent}." for path in paths if (parent := path.rpartition(".")[0]))
         self._some = {
             path: layer
             for path, layer in model.named_modules()
-            if path in paths or (_works_on_others(layer) and any(_is_in(path, parent) for parent in parents))
+            if path in paths or (_works_on_others(layer) and path.startswith(parents))
         }
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -130,11 +132,3 @@ class SomeLayers:
 def _works_on_others(layer: nn.Module) -> bool:
     own = next(layer.parameters(), None)
     return own is None and hasattr(layer, "process_weights_after_loading")
-
-
-def _is_in(path: str, parent: str) -> bool:
-    return bool(parent) and path.startswith(f"{parent}.")
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from weightsync.load.spans import storage_id
+
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
 _EXPERTS_IN_PLACE = {"TRITON", "BATCHED_TRITON", "CPU"}
@@ -44,7 +46,7 @@ def doubts(model: nn.Module, *, home: str = "vllm") -> dict[str, str]:
     """
     found: dict[str, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    live = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    live = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     trusted = (module for module in modules.values() if not _of_method(module, home))
     plain = {id(vars(module)["_modules"].get("quant_method")) for module in trusted}
     for path, module in modules.items():
@@ -152,9 +154,5 @@ def _is_set(cell: types.CellType) -> bool:
 
 def _is_memory(value: object, live: set[int]) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() > 1 and _storage(value) not in live
+        return value.numel() > 1 and storage_id(value) not in live
     return (type(value).__module__ == "numpy" and getattr(value, "size", 0) > 1) or "Handler" in type(value).__name__
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -1,106 +1,55 @@
 """The vocabulary of the library: plain data and protocols, no torch, no I/O."""
 
-from weightsync.types.adapter import Adapter, Base
-from weightsync.types.chunk import WeightChunk
-from weightsync.types.deadline import Deadline
-from weightsync.types.dtypes import dtype_name, itemsize_bytes, target_dtype
-from weightsync.types.engine import (
-    REQUEST_TYPES,
-    AbortRequest,
-    AuditRequest,
-    BeginRequest,
-    CommitRequest,
-    DescribeRequest,
-    EngineHandle,
-    EngineOp,
-    EngineReply,
-    EngineRequest,
-    InferenceEngineClient,
-    InitRequest,
-    PatchBase,
-    PauseRequest,
-    PhaseRecord,
-    ResumeRequest,
-    StageRequest,
-    UpdateRequest,
-)
-from weightsync.types.init_info import (
-    AnyInitInfo,
-    EmptyWeightSyncInitInfo,
-    TorchDistributedWeightSyncInitInfo,
-    WeightSyncInitInfo,
-)
-from weightsync.types.live_layer import LiveLayer
-from weightsync.types.manifest import ArtifactKind, Manifest, Version
-from weightsync.types.method import Push, SyncReport
-from weightsync.types.requests import (
-    AnyUpdateRequest,
-    BroadcastWeightUpdateRequest,
-    CudaIpcWeightUpdateRequest,
-    CudaMemoryHandle,
-    MemoryHandle,
-    PackedCudaIpcWeightUpdateRequest,
-    PatchWeightUpdateRequest,
-    SharedMemoryHandle,
-    WeightUpdateRequest,
-)
-from weightsync.types.spans import VersionSpan, whole_span
-from weightsync.types.spec import Box, HeldTensor, TensorSpec
-from weightsync.types.table import TensorTable
-from weightsync.types.updates import Full, Patch, Update
-
-__all__ = [
-    "REQUEST_TYPES",
-    "AbortRequest",
-    "Adapter",
-    "AnyInitInfo",
-    "AnyUpdateRequest",
-    "ArtifactKind",
-    "AuditRequest",
-    "Base",
-    "BeginRequest",
-    "Box",
-    "BroadcastWeightUpdateRequest",
-    "CommitRequest",
-    "CudaIpcWeightUpdateRequest",
-    "CudaMemoryHandle",
-    "Deadline",
-    "DescribeRequest",
-    "EmptyWeightSyncInitInfo",
-    "EngineHandle",
-    "EngineOp",
-    "EngineReply",
-    "EngineRequest",
-    "Full",
-    "HeldTensor",
-    "InferenceEngineClient",
-    "InitRequest",
-    "LiveLayer",
-    "Manifest",
-    "MemoryHandle",
-    "PackedCudaIpcWeightUpdateRequest",
-    "Patch",
-    "PatchBase",
-    "PatchWeightUpdateRequest",
-    "PauseRequest",
-    "PhaseRecord",
-    "Push",
-    "ResumeRequest",
-    "SharedMemoryHandle",
-    "StageRequest",
-    "SyncReport",
-    "TensorSpec",
-    "TensorTable",
-    "TorchDistributedWeightSyncInitInfo",
-    "Update",
-    "UpdateRequest",
-    "Version",
-    "VersionSpan",
-    "WeightChunk",
-    "WeightSyncInitInfo",
-    "WeightUpdateRequest",
-    "dtype_name",
-    "itemsize_bytes",
-    "target_dtype",
-    "whole_span",
-]
+from weightsync.types.adapter import Adapter as Adapter
+from weightsync.types.adapter import Base as Base
+from weightsync.types.chunk import WeightChunk as WeightChunk
+from weightsync.types.deadline import Deadline as Deadline
+from weightsync.types.dtypes import dtype_name as dtype_name
+from weightsync.types.dtypes import itemsize_bytes as itemsize_bytes
+from weightsync.types.dtypes import target_dtype as target_dtype
+from weightsync.types.engine import REQUEST_TYPES as REQUEST_TYPES
+from weightsync.types.engine import AbortRequest as AbortRequest
+from weightsync.types.engine import AuditRequest as AuditRequest
+from weightsync.types.engine import BeginRequest as BeginRequest
+from weightsync.types.engine import CommitRequest as CommitRequest
+from weightsync.types.engine import DescribeRequest as DescribeRequest
+from weightsync.types.engine import EngineHandle as EngineHandle
+from weightsync.types.engine import EngineOp as EngineOp
+from weightsync.types.engine import EngineReply as EngineReply
+from weightsync.types.engine import EngineRequest as EngineRequest
+from weightsync.types.engine import InferenceEngineClient as InferenceEngineClient
+from weightsync.types.engine import InitRequest as InitRequest
+from weightsync.types.engine import PatchBase as PatchBase
+from weightsync.types.engine import PauseRequest as PauseRequest
+from weightsync.types.engine import PhaseRecord as PhaseRecord
+from weightsync.types.engine import ResumeRequest as ResumeRequest
+from weightsync.types.engine import StageRequest as StageRequest
+from weightsync.types.engine import UpdateRequest as UpdateRequest
+from weightsync.types.init_info import AnyInitInfo as AnyInitInfo
+from weightsync.types.init_info import EmptyWeightSyncInitInfo as EmptyWeightSyncInitInfo
+from weightsync.types.init_info import TorchDistributedWeightSyncInitInfo as TorchDistributedWeightSyncInitInfo
+from weightsync.types.init_info import WeightSyncInitInfo as WeightSyncInitInfo
+from weightsync.types.live_layer import LiveLayer as LiveLayer
+from weightsync.types.manifest import ArtifactKind as ArtifactKind
+from weightsync.types.manifest import Manifest as Manifest
+from weightsync.types.manifest import Version as Version
+from weightsync.types.method import Push as Push
+from weightsync.types.method import SyncReport as SyncReport
+from weightsync.types.requests import AnyUpdateRequest as AnyUpdateRequest
+from weightsync.types.requests import BroadcastWeightUpdateRequest as BroadcastWeightUpdateRequest
+from weightsync.types.requests import CudaIpcWeightUpdateRequest as CudaIpcWeightUpdateRequest
+from weightsync.types.requests import CudaMemoryHandle as CudaMemoryHandle
+from weightsync.types.requests import MemoryHandle as MemoryHandle
+from weightsync.types.requests import PackedCudaIpcWeightUpdateRequest as PackedCudaIpcWeightUpdateRequest
+from weightsync.types.requests import PatchWeightUpdateRequest as PatchWeightUpdateRequest
+from weightsync.types.requests import SharedMemoryHandle as SharedMemoryHandle
+from weightsync.types.requests import WeightUpdateRequest as WeightUpdateRequest
+from weightsync.types.spans import VersionSpan as VersionSpan
+from weightsync.types.spans import whole_span as whole_span
+from weightsync.types.spec import Box as Box
+from weightsync.types.spec import HeldTensor as HeldTensor
+from weightsync.types.spec import TensorSpec as TensorSpec
+from weightsync.types.table import TensorTable as TensorTable
+from weightsync.types.updates import Full as Full
+from weightsync.types.updates import Patch as Patch
+from weightsync.types.updates import Update as Update

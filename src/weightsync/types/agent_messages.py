@@ -10,6 +10,7 @@ from weightsync.types.agent_config import AgentConfig
 from weightsync.types.engine import PhaseRecord
 from weightsync.types.layout import PublicationHead
 from weightsync.types.manifest import Version
+from weightsync.types.message import learn
 
 MAX_EVENT_BYTES = 16 << 20
 """A trainer takes no longer one: an agent leaves an event's phases out where they are too many."""
@@ -150,5 +151,4 @@ class TransferDone(_Said, tag="done", frozen=True, kw_only=True):
 
 Event: TypeAlias = Ready | Failed | Pong | Published | NotPublished | TransferDone
 
-for _kind in (AgentStart, Order, Event):  # see types.engine: msgspec has to learn its types before threads use them
-    msgspec.json.Decoder(_kind)
+learn(AgentStart, Order, Event)

@@ -11,6 +11,7 @@ import math
 import msgspec
 
 from weightsync.errors import InvalidRequestError
+from weightsync.types.message import learn
 
 MAX_TOKENS = 4096
 
@@ -60,5 +61,4 @@ def distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-for _kind in (Canary, CanaryReading):
-    msgspec.json.Decoder(_kind)
+learn(Canary, CanaryReading)

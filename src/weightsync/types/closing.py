@@ -8,10 +8,7 @@ from typing import Self
 
 
 class Closing(abc.ABC):
-    """A resource whose `close` is idempotent: `with` gives itself, and closes it at the end.
-
-    Not for classes of `of_one_process`: it guards what a class itself defines, so they have their own `__enter__`.
-    """
+    """A resource whose `close` is idempotent: `with` gives itself, and closes it at the end."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 from weightsync.types.progress import TransferProgress
 
 _MAX_VERSION = 1 << 53
@@ -277,9 +277,5 @@ class ControllerStatus(Message, frozen=True, kw_only=True):
     now_s: float = 0.0
 
 
-# msgspec learns what a type is made of at its first use, which two threads must not do at once; see types/engine.py
-for _kind in (
-    ModelRequest, TrainedRequest, EndValidateRequest, WaitVersionRequest, RolloutServiceState, GateReply, SyncReply,
-    ControllerStatus,
-):  # fmt: skip
-    msgspec.json.Decoder(_kind)
+learn(ModelRequest, TrainedRequest, EndValidateRequest, WaitVersionRequest)
+learn(RolloutServiceState, GateReply, SyncReply, ControllerStatus)

@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
-import msgspec
-
 from weightsync.errors import InvalidRequestError, WeightSyncError
 from weightsync.types.canary import CanaryReading
 from weightsync.types.deadline import check_wait_s
@@ -34,7 +32,7 @@ from weightsync.types.init_info import (
 )
 from weightsync.types.live_layer import LiveLayer
 from weightsync.types.manifest import ArtifactKind, Manifest, Version, check_model_digest
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 from weightsync.types.requests import AnyUpdateRequest
 
 CHECK_RUN = "weightsync-check"
@@ -299,11 +297,7 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
         check_world_size(self.world_size)
 
 
-# msgspec learns what a type is made of at its first use, and two threads that use it for the first time at the same
-# moment end the process with a segmentation fault (seen with 0.22). So it learns all of them here, under the import
-# lock.
-for _kind in (*REQUEST_TYPES.values(), EngineReply):
-    msgspec.json.Decoder(_kind)
+learn(*REQUEST_TYPES.values(), EngineReply)
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ import msgspec
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.manifest import Version
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 from weightsync.types.progress import TransferProgress
 from weightsync.types.service import ModelStatus
 from weightsync.types.spec import check_id
@@ -223,6 +223,4 @@ def _is_url(text: str) -> bool:
     return text.startswith(("http://", "https://")) and len(text) <= _MAX_URL
 
 
-# msgspec learns what a type is made of at its first use, which two threads must not do at once; see types/engine.py
-for _kind in (HeartbeatRequest, HeartbeatReply, PrepareRequest, PrepareReply, CommitVersionsRequest, ReleaseRequest):
-    msgspec.json.Decoder(_kind)
+learn(HeartbeatRequest, HeartbeatReply, PrepareRequest, PrepareReply, CommitVersionsRequest, ReleaseRequest)

@@ -19,6 +19,7 @@ from weightsync.errors import InvalidRequestError
 from weightsync.types.adapter import Adapter
 from weightsync.types.canary import Canary
 from weightsync.types.manifest import ArtifactKind, Manifest, Version
+from weightsync.types.message import learn
 from weightsync.types.publication import Publication, Source
 from weightsync.types.seal import seal_of
 from weightsync.types.spec import Box, TensorSpec
@@ -223,9 +224,4 @@ def _spec(tensor: TensorSpec, source: int, offset: int, box: Box | None) -> Tens
     return TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, box=box, source=source, offset=offset)
 
 
-for _kind in (
-    _Said,
-    PublicationHead,
-    GrantMessage,
-):  # see types.engine: msgspec has to learn its types before threads use them
-    msgspec.json.Decoder(_kind)
+learn(_Said, PublicationHead, GrantMessage)

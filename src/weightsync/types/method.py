@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
-import msgspec
-
 from weightsync.types.manifest import Version
+from weightsync.types.message import learn
 from weightsync.types.progress import log_line
 
 
@@ -68,7 +67,7 @@ class SyncReport:
         return tuple(self.lost)
 
 
-msgspec.json.Decoder(SyncReport)  # as for the messages in types/engine.py: learnt once, under the import lock
+learn(SyncReport)
 
 
 class Push(Protocol):

@@ -34,7 +34,8 @@ def of_one_process(kind: type[_T]) -> type[_T]:
     can it be copied or pickled.
     """
     kind.__reduce_ex__ = _not_copied  # type: ignore[method-assign]
-    for name, what in list(vars(kind).items()):
+    inherited = {name: getattr(kind, name) for name in ("__enter__", "__exit__") if hasattr(kind, name)}  # `Closing`'s
+    for name, what in {**inherited, **vars(kind)}.items():
         if name == "__init__":
             setattr(kind, name, _owned(what))
         elif name in _CLOSES:

@@ -9,7 +9,7 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.manifest import Manifest
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 from weightsync.types.spec import MAX_NBYTES, TensorSpec, check_id
 from weightsync.types.table import DIGEST_BYTES, SpecTable, TensorTable, written_digest
 
@@ -217,7 +217,7 @@ class DeltaLink(Message, frozen=True, kw_only=True):
         return self.block_checksums[_CHECKSUM_DIGITS * block : _CHECKSUM_DIGITS * (block + 1)]
 
 
-msgspec.json.Decoder(Publication)  # see types.engine: msgspec has to learn its types before threads use them
+learn(Publication)
 
 
 def check_transfer_id(transfer_id: str) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.manifest import Version
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 from weightsync.types.publication import Source, check_transfer_id
 from weightsync.types.spec import check_id
 
@@ -198,5 +198,4 @@ class RelayAnswer(Message, frozen=True, kw_only=True):
             raise InvalidRequestError("a content's key has 64 hex digits")
 
 
-for _kind in (RelayReport, RelayAnswer):  # see types.engine: msgspec has to learn its types before threads use them
-    msgspec.json.Decoder(_kind)
+learn(RelayReport, RelayAnswer)

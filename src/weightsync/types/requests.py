@@ -85,7 +85,6 @@ class BroadcastWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=Tru
     bucket_bytes: int
 
     def check_parts(self, sizes: tuple[int, ...]) -> None:
-        """See the base class."""
         _check_layout(self.offsets, sizes, self.bucket_bytes)
         _check_alignment(self.offsets, self.dtypes)
 
@@ -147,7 +146,6 @@ class CudaIpcWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=True,
     handles: tuple[tuple[MemoryHandle, ...], ...]
 
     def check_parts(self, sizes: tuple[int, ...]) -> None:
-        """See the base class."""
         if not self.handles:
             raise InvalidRequestError("a cuda_ipc request has the handles of at least one device")
         for per_device in self.handles:
@@ -174,7 +172,6 @@ class PackedCudaIpcWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only
     handles: tuple[MemoryHandle, ...]
 
     def check_parts(self, sizes: tuple[int, ...]) -> None:
-        """See the base class."""
         if self.sizes != sizes:
             raise InvalidRequestError(f"sizes {self.sizes} are not the tensors' bytes {sizes}")
         if not self.handles:
@@ -200,7 +197,6 @@ class PatchWeightUpdateRequest(WeightUpdateRequest, frozen=True, kw_only=True, t
     values: tuple[SharedMemoryHandle, ...]
 
     def check_parts(self, sizes: tuple[int, ...]) -> None:
-        """See the base class."""
         if not len(self.names) == len(self.counts) == len(self.positions) == len(self.values):
             raise InvalidRequestError(
                 f"{len(self.names)} names have {len(self.counts)} counts, {len(self.positions)} handles of positions "

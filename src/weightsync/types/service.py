@@ -8,7 +8,7 @@ from weightsync.errors import InvalidRequestError
 from weightsync.types.canary import CanaryReading
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.manifest import ArtifactKind
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 from weightsync.types.progress import TransferProgress, log_line
 from weightsync.types.spec import check_id
 from weightsync.types.transfer_messages import Transport
@@ -171,6 +171,4 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     lease: LeaseStatus | None = None
 
 
-# See types.engine: msgspec has to learn its types before threads use them.
-for _kind in (NotifyRequest, RegisterSenderRequest, ServiceStatus):
-    msgspec.json.Decoder(_kind)
+learn(NotifyRequest, RegisterSenderRequest, ServiceStatus)

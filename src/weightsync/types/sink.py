@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-import msgspec
-
 from weightsync.types.manifest import Version
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 
 
 class SinkConfig(Message, frozen=True, kw_only=True):
@@ -89,5 +87,4 @@ class Trouble(_Said, tag="trouble", frozen=True, kw_only=True):
 
 SinkEvent: TypeAlias = Begun | Claimed | Stored | Trouble
 
-for _kind in (SinkConfig, SinkEvent):  # see types.engine
-    msgspec.json.Decoder(_kind)
+learn(SinkConfig, SinkEvent)

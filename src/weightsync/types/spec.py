@@ -38,7 +38,6 @@ class Box(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def numel(self) -> int:
-        """Number of elements inside."""
         return math.prod(self.shape)
 
     def fits(self, shape: tuple[int, ...]) -> bool:

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import re
 
-import msgspec
-
 from weightsync.errors import ConfigError, InvalidRequestError
 from weightsync.types.manifest import Version, check_model_digest
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 from weightsync.types.publication import MAX_SOURCES, SourceProof
 from weightsync.types.spec import MAX_NBYTES, check_id
 
@@ -304,5 +302,4 @@ class ReaderNote(Message, frozen=True, kw_only=True):
             check_key(key)
 
 
-for _kind in (Pointer, StoredVersion, Claim, ReaderNote):  # see types.engine
-    msgspec.json.Decoder(_kind)
+learn(Pointer, StoredVersion, Claim, ReaderNote)

@@ -34,12 +34,10 @@ class SpecTable(tuple[TensorSpec, ...]):
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """See `names`."""
         return tuple([spec.dtype for spec in self])
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """See `names`."""
         return tuple([spec.shape for spec in self])
 
     def derive(self, make: Callable[..., Derived], *others: Any) -> Derived:

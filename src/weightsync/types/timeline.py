@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from weightsync.types.engine import PhaseRecord
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 
 MAX_RECORDS = 10_000
 """The most that one answer holds: the newest."""
@@ -33,4 +31,4 @@ class Timeline(Message, frozen=True, kw_only=True):
     peers: tuple[str, ...] = ()
 
 
-msgspec.json.Decoder(Timeline)  # see types/engine.py
+learn(Timeline)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import enum
 
-import msgspec
-
 from weightsync.errors import InvalidRequestError
 from weightsync.types.deadline import check_wait_s
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 from weightsync.types.publication import DeltaBase, DeltaLink, Publication, SourceProof, check_transfer_id
 from weightsync.types.spec import check_id
 
@@ -250,15 +248,5 @@ class Receivers(Message, frozen=True, kw_only=True):
     num_registered: int
 
 
-# See types.engine: msgspec has to learn its types before threads use them.
-for _kind in (
-    RegisterRequest,
-    TransferRequest,
-    TransferGrant,
-    FinishRequest,
-    AgentVersion,
-    EndedTransfers,
-    Receivers,
-    RenewRequest,
-):
-    msgspec.json.Decoder(_kind)
+learn(RegisterRequest, TransferRequest, TransferGrant, FinishRequest, RenewRequest)
+learn(AgentVersion, EndedTransfers, Receivers)

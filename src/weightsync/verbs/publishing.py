@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -33,6 +33,7 @@ from weightsync.trainer.publisher import OffloadReport, WeightManager
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.trainer.sink_process import SinkProcess
 from weightsync.types import Version
+from weightsync.types.closing import Closing
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
 from weightsync.verbs.canary import TOLERANCE
@@ -121,9 +122,11 @@ def publish(
     urls = as_list(to, chosen.to, name="to")
     token = token_of(token)
     given = {"model_id": model_id, "port": port, "advertise": advertise}
+    if (host := host or chosen.host) is None:
+        host = address_towards(urls, instead="say where the agent listens with host=") or "127.0.0.1"
     manager = WeightManager.from_config(
         settings.model_copy(update={"publish": chosen.model_copy(update={"to": ()})}),
-        host=host or chosen.host or _own_host(urls),
+        host=host,
         token=token,
         **{key: value for key, value in given.items() if value is not None},
         **options,
@@ -156,7 +159,7 @@ def publish(
 
 
 @of_one_process
-class Publisher:
+class Publisher(Closing):
     """What `publish` gives. Every rank has one, and calls `step` and `close` in the same order.
 
     Attributes:
@@ -192,7 +195,6 @@ class Publisher:
 
     @property
     def model_id(self) -> str:
-        """Which model."""
         return self._manager.model_id
 
     @property
@@ -333,9 +335,6 @@ class Publisher:
         self._notifier.close()
         self._manager.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -357,7 +356,3 @@ def _as_offloaded(
     if plain and not said and isinstance(weights, torch.nn.Module | Mapping):
         return weights
     return extractor
-
-
-def _own_host(urls: Sequence[str]) -> str:
-    return address_towards(urls, instead="say where the agent listens with host=") or "127.0.0.1"

@@ -18,8 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -33,6 +32,7 @@ from weightsync.net.routes import address_towards
 from weightsync.trainer.push import PushSync
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import EngineHandle, SyncReport
+from weightsync.types.closing import Closing
 from weightsync.types.process import of_one_process
 from weightsync.verbs.engines import EngineLike, handle_of, urls_of
 from weightsync.verbs.lora import BaseLike, lora_choice
@@ -160,7 +160,7 @@ def push(
 
 
 @of_one_process
-class Pusher:
+class Pusher(Closing):
     """What `push` gives. Every rank has one, and calls `step` and `close` in the same order."""
 
     def __init__(
@@ -239,14 +239,6 @@ class Pusher:
         """Leaves the transfer group and closes what was opened; engines go on serving. Idempotent."""
         with self._opened:
             self._sync.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _listed(engines: EngineLike | Sequence[EngineLike]) -> list[EngineLike]:

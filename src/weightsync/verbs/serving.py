@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from weightsync.clients.store import client_at
 from weightsync.config import WeightSyncConfig
@@ -28,6 +27,7 @@ from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
 from weightsync.plan.names import did_you_mean
 from weightsync.types import EngineHandle, Version
+from weightsync.types.closing import Closing
 from weightsync.types.process import of_one_process
 from weightsync.types.service import ModelStatus, ServiceStatus
 from weightsync.verbs.engines import EngineLike, handle_of, urls_of
@@ -139,7 +139,7 @@ def serve(
 
 
 @of_one_process
-class Service:
+class Service(Closing):
     """What `serve` gives: it follows until `close`. Thread-safe. A context manager."""
 
     def __init__(
@@ -222,14 +222,6 @@ class Service:
         """Ends pulls under way; engines go on with what they serve. Idempotent."""
         with self._opened:
             self._service.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _handles(

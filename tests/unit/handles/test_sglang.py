@@ -141,7 +141,6 @@ def test_checksums_are_of_live_weights(server: SGLangServer, api: SGLangApi, tmp
     assert set(before.ranks[0].checksums) == set(NAMES)
     api.update_from_disk(disk(write_checkpoint(tmp_path / "v1", 1)), timeout_s=5)
     after = api.checksum(timeout_s=5)
-    assert after.per_engine_checksum != before.per_engine_checksum
     assert after.ranks[0].per_gpu_checksum != before.ranks[0].per_gpu_checksum
 
 

@@ -28,8 +28,9 @@ from weightsync.errors import (
     error_from_dict,
 )
 from weightsync.handles.lora_messages import MANIFEST_FILE
+from weightsync.handles.vllm_messages import version_in
 from weightsync.net.messages import decode
-from weightsync.types import Deadline, Manifest, Version
+from weightsync.types import Deadline, Manifest
 
 _DEFAULT = "default"
 _LOOK_S = 0.2
@@ -106,7 +107,7 @@ class SGLangInside(Inside):
         if manifest.adapter is None:
             raise InvalidRequestError("the manifest is of no adapter")
         path, called = str(self._arguments.model_path), str(self._arguments.weight_version)
-        version = None if called == _DEFAULT else _version(called)
+        version = None if called == _DEFAULT else version_in(called)
         base = manifest.adapter.base
         if called != _DEFAULT and (version is None or base is None or base.model_digest is not None):
             return None  # somebody has loaded other weights, whose digest nobody knows
@@ -200,11 +201,6 @@ class SGLangFacts:
         while counter is not None and counter.value() > 0:
             deadline.check(f"end of the last answer by {name}")
             await asyncio.sleep(_LOOK_S)
-
-
-def _version(called: str) -> Version | None:
-    run_id, _, number = called.rpartition("/")
-    return Version(run_id=run_id, number=int(number)) if run_id and number.isdecimal() else None
 
 
 def _typed(said: bytes) -> WeightSyncError | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from weightsync.engine.sglang_lora.calls import SGLangFacts, SGLangInside, check_key
 from weightsync.engine.vllm.adapter_table import Held
-from weightsync.engine.vllm.asgi import App, Message, Scope, Send, route_of
+from weightsync.engine.vllm.asgi import App, Message, Rewritten, Scope, Send, route_of
 from weightsync.engine.vllm.lora_answers import Renamed
 from weightsync.engine.vllm.lora_middleware import LoraMiddleware
 from weightsync.errors import UnsupportedError
@@ -98,31 +98,29 @@ class SGLangLoraMiddleware(LoraMiddleware):
         return {**given, "model": name}, Renamed(send, held, name, said if isinstance(said, str) else model).send
 
 
-class _Generated:
+class _Generated(Rewritten):
     """An answer of /generate, whole or as events, that says its version."""
 
     def __init__(self, send: Send, held: Held) -> None:
-        self._out = Renamed(send, held, held.name, held.load.model_id)  # the header; its length
+        super().__init__(Renamed(send, held, held.name, held.load.model_id).send)
         self._version = str(held.version)
-        self._kind = b""
+        self._streams = False
         self._rest = b""
 
-    async def send(self, message: Message) -> None:
-        """Takes a message of the application's, and sends what the client gets."""
-        if message["type"] == "http.response.start":
-            self._kind = dict(message.get("headers", ())).get(b"content-type", b"")
-        elif message["type"] == "http.response.body":
-            body, more = message.get("body", b""), message.get("more_body", False)
-            if self._kind.startswith(b"text/event-stream"):
-                *lines, self._rest = (self._rest + body).split(b"\n")
-                body = b"".join(self._line(line) + b"\n" for line in lines)
-                if not more:
-                    body, self._rest = body + self._line(self._rest), b""
-            elif self._kind.startswith(b"application/json"):
-                self._rest += body
-                body = b"" if more else self._said(self._rest)
-            message = {**message, "body": body}
-        await self._out.send(message)
+    def begun(self, start: Message) -> tuple[Message, bool]:
+        kind = dict(start.get("headers", ())).get(b"content-type", b"")
+        self._streams = kind.startswith(b"text/event-stream")
+        return start, kind.startswith(b"application/json")
+
+    def whole(self, body: bytes) -> bytes:
+        return self._said(body)
+
+    def part(self, body: bytes, *, last: bool) -> bytes:
+        if not self._streams:
+            return body
+        *lines, self._rest = (self._rest + body).split(b"\n")
+        whole = b"".join(self._line(line) + b"\n" for line in lines)
+        return whole + self._line(self._rest) if last else whole
 
     def _line(self, line: bytes) -> bytes:
         head, found, rest = line.partition(b"data: ")

@@ -27,13 +27,13 @@ from weightsync.errors import (
     as_weightsync_error,
 )
 from weightsync.handles.lora_messages import MANIFEST_FILE
+from weightsync.load.sglang import FUSED
 from weightsync.net.messages import decode
 from weightsync.types import Manifest
 
 MARK = "weightsync: "
 _PROOF = "weightsync_proved."
 _LEFT = "nothing was loaded; the adapter that was served is served on"
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _prove(manifest: Manifest, folder: str, manager: Any, adapter: Any) -> None:
 
 def _parts(name: str, published: dict[str, torch.Tensor]) -> tuple[str, ...]:
     """The names of what a tensor of SGLang's is made of."""
-    for fused, parts in _FUSED.items():
+    for fused, parts in FUSED.items():
         if f".{fused}." in name and name not in published:
             return tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
     return (name,)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from weightsync.engine.vllm.asgi import Message, Send, with_length
+from weightsync.engine.vllm.asgi import Message, Rewritten, Send
 from weightsync.engine.vllm.spans import Answer
 from weightsync.types import VersionSpan
 
@@ -27,7 +27,7 @@ SpansOf = Callable[[Mapping[int, Answer]], list[list[VersionSpan]] | None]
 """The spans of whole answers, by the order of their numbers; None where they are not known."""
 
 
-class Answers:
+class Answers(Rewritten):
     """The answer to one request.
 
     Args:
@@ -38,12 +38,11 @@ class Answers:
     """
 
     def __init__(self, send: Send, spans_of: SpansOf, *, asked: bool, num_choices: int | None) -> None:
-        self._send = send
+        super().__init__(send)
         self._spans_of = spans_of
         self._asked = asked
         self._num_choices = num_choices
-        self._start: Message | None = None
-        self._streams = self._passes = False
+        self._streams = False
         self._rest = b""
         self._answers: dict[int, Answer] = {}
         self._last: dict[str, Any] = {}
@@ -52,32 +51,14 @@ class Answers:
     def rename(self, told: dict[str, Any]) -> None:
         """What a document or an event is to say otherwise."""
 
-    async def send(self, message: Message) -> None:
-        """Takes a message of the application's, and sends what the client gets."""
-        if message["type"] == "http.response.start":
-            fields = dict(message.get("headers", ()))
-            kind = fields.get(b"content-type", b"")
-            plain = message["status"] == 200 and b"content-encoding" not in fields
-            self._streams = plain and kind.startswith(b"text/event-stream")
-            self._passes = not self._streams and not (plain and kind.startswith(b"application/json"))
-            if self._streams or self._passes:
-                await self._send(message)
-            else:
-                self._start = message  # its length will be another one
-        elif self._passes or message["type"] != "http.response.body":
-            await self._send(message)
-        elif self._streams:
-            body = self._events(message.get("body", b""), last=not message.get("more_body", False))
-            await self._send({**message, "body": body})
-        else:
-            self._rest += message.get("body", b"")
-            if not message.get("more_body", False):
-                assert self._start is not None
-                body = self._document(self._rest)
-                await self._send({**self._start, "headers": with_length(self._start["headers"], len(body))})
-                await self._send({**message, "body": body})
+    def begun(self, start: Message) -> tuple[Message, bool]:
+        fields = dict(start.get("headers", ()))
+        kind = fields.get(b"content-type", b"")
+        plain = start["status"] == 200 and b"content-encoding" not in fields
+        self._streams = plain and kind.startswith(b"text/event-stream")
+        return start, plain and kind.startswith(b"application/json")
 
-    def _document(self, body: bytes) -> bytes:
+    def whole(self, body: bytes) -> bytes:
         try:
             told = json.loads(body)
         except ValueError:
@@ -89,8 +70,10 @@ class Answers:
         told.setdefault(FIELD, self._spans())
         return _dumped(told)
 
-    def _events(self, body: bytes, *, last: bool) -> bytes:
-        """The events that are whole by now, as the client gets them."""
+    def part(self, body: bytes, *, last: bool) -> bytes:
+        """Of a stream the events that are whole by now."""
+        if not self._streams:
+            return body
         *events, self._rest = (self._rest + body).split(b"\n\n")
         if last and self._rest:
             events, self._rest = [*events, self._rest], b""

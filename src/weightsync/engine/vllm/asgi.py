@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias
 
-from weightsync.errors import ForbiddenError, WeightSyncError
+from weightsync.errors import BusyError, ForbiddenError, NotServingError, WeightSyncError
 from weightsync.net.origin import ALLOWED_HOSTS_VARIABLE, is_foreign_page
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -119,8 +119,61 @@ def with_length(headers: Iterable[tuple[bytes, bytes]], size_bytes: int) -> Head
     return [*kept, (b"content-length", str(size_bytes).encode())]
 
 
+async def refuse(send: Send, error: WeightSyncError) -> None:
+    """Answers with an error; who may try again soon is told when."""
+    headers = [(b"retry-after", b"1")] if isinstance(error, NotServingError | BusyError) else []
+    await answer(send, error.http_status, json.dumps(told(error)).encode(), headers)
+
+
 async def answer(send: Send, status: int, body: bytes, headers: Headers | None = None) -> None:
     """A whole answer in JSON."""
     fields = [(b"content-type", b"application/json"), *(headers or ())]
     await send({"type": "http.response.start", "status": status, "headers": with_length(fields, len(body))})
     await send({"type": "http.response.body", "body": body})
+
+
+class Rewritten:
+    """An answer that a subclass changes on its way out: kept until it is whole, or part by part.
+
+    Args:
+        send: where it goes.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None  # of one that is kept: its length will be another one
+        self._parts: list[bytes] = []
+
+    def begun(self, start: Message) -> tuple[Message, bool]:
+        """The start as the client gets it, and whether the body is kept."""
+        return start, True
+
+    def whole(self, body: bytes) -> bytes:
+        """A kept body, as the client gets it."""
+        return body
+
+    def part(self, body: bytes, *, last: bool) -> bytes:
+        """What goes on of another one, now that this part of it has come."""
+        return body
+
+    async def send(self, message: Message) -> None:
+        """Takes a message of the application's, and sends what the client gets."""
+        if message["type"] == "http.response.start":
+            start, kept = self.begun(message)
+            if kept:
+                self._start = start
+            else:
+                await self._send(start)
+            return
+        if message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        body, last = message.get("body", b""), not message.get("more_body", False)
+        if self._start is None:
+            await self._send({**message, "body": self.part(body, last=last)})
+            return
+        self._parts.append(body)
+        if last:
+            body = self.whole(b"".join(self._parts))
+            await self._send({**self._start, "headers": with_length(self._start.get("headers", ()), len(body))})
+            await self._send({**message, "body": body})

@@ -12,13 +12,22 @@ later releases of vLLM add included. Its control routes among them obey no web p
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
 from collections.abc import Callable
 
-from weightsync.engine.vllm.asgi import App, Message, Receive, Scope, Send, foreign, is_of_another_page, route_of, told
+from weightsync.engine.vllm.asgi import (
+    App,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    foreign,
+    is_of_another_page,
+    refuse,
+    route_of,
+)
 from weightsync.errors import ConfigError, NotServingError, WeightSyncError
 from weightsync.memory import LeaseReader
 from weightsync.net.origin import host_names
@@ -28,7 +37,6 @@ LEASE_FILE_VARIABLE = "WEIGHTSYNC_LEASE_FILE"
 _HELD_S = 30.0
 _HELD_LOOK_S = 0.005
 """A hold is ended by another process, in shared memory."""
-_RETRY_AFTER_S = 1
 _LEAVES_S = 1.0
 """How long an application may take to notice that its client has left."""
 _TURNS = 64
@@ -194,15 +202,7 @@ class _Answer:
         if self._kind == "websocket":
             await self._send({"type": "websocket.close", "code": _TRY_AGAIN_LATER, "reason": error.message[:100]})
             return
-        body = json.dumps(told(error)).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        if isinstance(error, NotServingError):
-            headers.append((b"retry-after", str(_RETRY_AFTER_S).encode()))
-        await self._send({"type": "http.response.start", "status": error.http_status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        await refuse(self._send, error)
 
     async def _heard(self) -> Message:
         if not self._left.is_set():

@@ -8,7 +8,7 @@ from typing import Any
 
 from weightsync.engine.vllm.adapter_table import AdapterTable, Held
 from weightsync.engine.vllm.answers import BASE_FIELD, FIELD, Answers
-from weightsync.engine.vllm.asgi import Message, Send, with_length
+from weightsync.engine.vllm.asgi import Message, Rewritten, Send
 from weightsync.engine.vllm.spans import Answer
 from weightsync.types import VersionSpan
 from weightsync.types.spans import whole_span
@@ -31,62 +31,37 @@ class Completions(Answers):
             told[BASE_FIELD] = told.pop(FIELD)
 
 
-class Renamed:
+class Renamed(Rewritten):
     """An answer whose header has the version, and in which the engine's name for it is the model's again."""
 
     def __init__(self, send: Send, held: Held, old: str, model: str) -> None:
-        self._send = send
+        super().__init__(send)
         self._version = str(held.version).encode()
         self._old, self._new = old.encode(), model.encode()
-        self._start: Message | None = None
-        self._parts: list[bytes] = []
 
-    async def send(self, message: Message) -> None:
-        """Takes a message of the application's, and sends what the client gets."""
-        if message["type"] == "http.response.start":
-            headers = [*message.get("headers", ()), (VERSION_HEADER, self._version)]
-            message = {**message, "headers": headers}
-            kind = dict(headers).get(b"content-type", b"")
-            if kind.startswith(b"application/json") and b"content-encoding" not in dict(headers):
-                self._start = message
-            else:
-                await self._send(message)
-        elif message["type"] != "http.response.body":
-            await self._send(message)
-        elif self._start is None:  # events come whole
-            await self._send({**message, "body": message.get("body", b"").replace(self._old, self._new)})
-        else:
-            self._parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                body = b"".join(self._parts).replace(self._old, self._new)
-                await self._send({**self._start, "headers": with_length(self._start["headers"], len(body))})
-                await self._send({**message, "body": body})
+    def begun(self, start: Message) -> tuple[Message, bool]:
+        headers = [*start.get("headers", ()), (VERSION_HEADER, self._version)]
+        fields = dict(headers)
+        kept = fields.get(b"content-type", b"").startswith(b"application/json") and b"content-encoding" not in fields
+        return {**start, "headers": headers}, kept
+
+    def whole(self, body: bytes) -> bytes:
+        return body.replace(self._old, self._new)
+
+    def part(self, body: bytes, *, last: bool) -> bytes:
+        return self.whole(body)  # events come whole
 
 
-class Models:
+class Models(Rewritten):
     """The list of models: an adapter has its model's name, once."""
 
     def __init__(self, send: Send, table: AdapterTable) -> None:
-        self._send = send
+        super().__init__(send)
         self._table = table
-        self._start: Message | None = None
-        self._body = b""
 
-    async def send(self, message: Message) -> None:
-        """Takes a message of the application's, and sends what the client gets."""
-        if message["type"] == "http.response.start":
-            self._start = message
-            return
-        if message["type"] != "http.response.body":
-            await self._send(message)
-            return
-        self._body += message.get("body", b"")
-        if message.get("more_body", False):
-            return
+    def whole(self, body: bytes) -> bytes:
         assert self._start is not None
-        body = self._listed(self._body) if self._start["status"] == 200 else self._body
-        await self._send({**self._start, "headers": with_length(self._start.get("headers", ()), len(body))})
-        await self._send({**message, "body": body})
+        return self._listed(body) if self._start["status"] == 200 else body
 
     def _listed(self, body: bytes) -> bytes:
         try:

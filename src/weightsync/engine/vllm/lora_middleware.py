@@ -35,8 +35,8 @@ from weightsync.engine.vllm.asgi import (
     answer,
     foreign,
     is_of_another_page,
+    refuse,
     route_of,
-    told,
     with_length,
 )
 from weightsync.engine.vllm.lease_middleware import LeaseMiddleware
@@ -44,7 +44,6 @@ from weightsync.engine.vllm.lora_answers import Completions, Models, Renamed
 from weightsync.engine.vllm.lora_calls import Inside, VllmFacts
 from weightsync.engine.vllm.lora_requests import Requests
 from weightsync.errors import (
-    BusyError,
     ConfigError,
     DeadlineExceededError,
     EngineError,
@@ -175,19 +174,19 @@ class LoraMiddleware:
                 await self._app(scope, again(read, receive), send)
                 return
         except WeightSyncError as error:
-            await _refuse(send, error)
+            await refuse(send, error)
             return
         finally:
             self._requests.done(read)
         named = self._table.named(model)
         if named is not None and (named.leaving or named.state == "staged"):
             # by vLLM's own name for it: it is not proved yet, or vLLM would read a folder that goes, and end
-            await _refuse(send, NotServingError(f"{model} is {named.state}", state_left="not answered"))
+            await refuse(send, NotServingError(f"{model} is {named.state}", state_left="not answered"))
             return
         held = self._table.begin(model)  # the switch: nothing is awaited between this look and the count
         if held is None:
             if model in self._expected:
-                await _refuse(send, NotServingError(f"{model} has no adapter yet", state_left="not loaded"))
+                await refuse(send, NotServingError(f"{model} has no adapter yet", state_left="not loaded"))
             else:
                 await self._app(scope, again(read, receive), send)
             return
@@ -195,7 +194,7 @@ class LoraMiddleware:
             try:
                 given, out = self._given(request, path, held, model, send)
             except InvalidRequestError as error:
-                await _refuse(send, error)
+                await refuse(send, error)
                 return
             rewritten = json.dumps(given).encode()
             head: Message = {"type": "http.request", "body": rewritten, "more_body": False}
@@ -352,11 +351,6 @@ class LoraMiddleware:
         _logger.error("this server does not start: %s", why)
         await receive()
         await send({"type": "lifespan.startup.failed", "message": why})
-
-
-async def _refuse(send: Send, error: WeightSyncError) -> None:
-    headers = [(b"retry-after", b"1")] if isinstance(error, NotServingError | BusyError) else []
-    await answer(send, error.http_status, json.dumps(told(error)).encode(), headers)
 
 
 def _has_lease(app: Any) -> bool:

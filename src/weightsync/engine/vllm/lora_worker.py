@@ -58,7 +58,7 @@ class WorkerAdapters:
             base: the whole model that this worker was given, and its digest.
 
         Raises:
-            ConfigError: vLLM was started without adapters, or for smaller ones.
+            ConfigError: vLLM was started without adapters.
             WrongBaseError: the adapter belongs to another base.
             ManifestMismatchError: it has tensors that the model has no place for.
             UnsupportedError: vLLM does not do what it needs.
@@ -83,18 +83,10 @@ class WorkerAdapters:
 
     def _check(self, manifest: Manifest, adapter: Adapter) -> None:
         manager = self._manager
-        lora = manager.lora_config
-        if adapter.max_rank > lora.max_lora_rank:
-            raise ConfigError(
-                f"the adapter has rank {adapter.max_rank}, and vLLM takes at most {lora.max_lora_rank}: start it with "
-                f"--max-lora-rank {adapter.max_rank}",
-                state_left=_SERVED_ON,
-                rank_wanted=adapter.max_rank,
-            )
         from vllm.lora.peft_helper import PEFTHelper
 
         try:
-            PEFTHelper.from_dict(adapter.config_dict).validate_legal(lora)
+            PEFTHelper.from_dict(adapter.config_dict).validate_legal(manager.lora_config)
         except (ValueError, TypeError) as error:
             raise UnsupportedError(f"vLLM does not take this adapter: {error}", state_left=_SERVED_ON) from error
         found: dict[str, set[str]] = {}
@@ -144,9 +136,7 @@ class WorkerAdapters:
         held = known[lora_id]
         slot = manager.lora_index_to_id.index(lora_id) if lora_id in manager.lora_index_to_id else None
         if slot is None:
-            raise StateError(
-                f"adapter {lora_id} lies in no slot", state_left="the adapter that was served is served on"
-            )
+            raise StateError(f"adapter {lora_id} lies in no slot", state_left=_LEFT)
         modules = self._modules(manifest)
         dtype = manager.lora_config.lora_dtype
         seen: set[tuple[str, int]] = set()

@@ -137,7 +137,10 @@ class WeightSyncTransferEngine:
             self._together(message.refuse)
         elif message.init is not None:
             request = message.init
-            self._together(lambda: self._join(request, in_place=message.in_place), wait_s=_join_s(request.info))
+            self._together(
+                lambda: self._join(request, in_place=message.in_place),
+                wait_s=float(getattr(request.info, "join_timeout_s", 0.0)),
+            )
         elif message.abort is not None:
             abort = message.abort
             self._together(lambda: self._worker.abort(abort.session, abort.reason))
@@ -437,7 +440,3 @@ def _model_behind(load_weights: Callable[..., Any]) -> Any:
     raise UnsupportedError(
         f"this release of vLLM does not show its model to a weight-transfer backend: {since('vLLM', [MODEL])}"
     )
-
-
-def _join_s(info: Any) -> float:
-    return float(getattr(info, "join_timeout_s", 0.0))

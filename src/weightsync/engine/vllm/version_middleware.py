@@ -3,10 +3,8 @@
     vllm ... --middleware weightsync.engine.vllm.version_middleware.VersionMiddleware \
              --logits-processors weightsync.engine.vllm.token_versions:TokenVersions
 
-Completions and chat completions get a field `weight_versions`: for each choice its index and its spans, or null where
-they are not known. A stream gets it in an event of its own before `[DONE]`, with no choices, as vLLM sends usage.
-
-A request is given a tag and asks for token ids; what the client has not asked for is taken out of its answer again.
+See `answers` for the field that tells them. A request is given a tag and asks for token ids; what the client has not
+asked for is taken out of its answer again.
 """
 
 from __future__ import annotations
