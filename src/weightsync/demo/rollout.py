@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import threading
+import time
 from typing import Any, ClassVar
 
 import msgspec
@@ -17,7 +18,8 @@ class Rollout(abc.ABC):
     """An engine that generates in a thread of its own.
 
     Args:
-        rest_s: pause between two generations: several engines share few cores.
+        rest_s: shortest pause between two generations. It lasts as long as the last one has computed here: engines and
+            trainers share few cores.
     """
 
     refusals: ClassVar[tuple[type[Exception], ...]]
@@ -53,13 +55,16 @@ class Rollout(abc.ABC):
         }  # fmt: skip
 
     def _generate_all_the_time(self) -> None:
-        while not self._ended.wait(self._rest_s):
+        rest_s = self._rest_s
+        while not self._ended.wait(rest_s):
+            begun_s = time.thread_time()
             try:
                 self._generate_once()
             except self.refusals:
                 if not self._ended.is_set():
                     self._num_refused += 1
                     self._refused()
+            rest_s = max(self._rest_s, time.thread_time() - begun_s)
 
     def _refused(self) -> None:  # noqa: B027  (a hook)
         """A generation was refused."""
