@@ -54,7 +54,7 @@ hosts: ## iproute2 for the tests of several hosts: by apt, where this is root on
 	  || echo "there is no iproute2: the tests of several hosts are skipped"
 
 test: environments browser hosts ## the checks, then every test but the long ones
-	@$(MAKE) --no-print-directory check docs
+	@$(MAKE) --no-print-directory -j2 -Otarget check docs
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) || failed=1; \
 	$(BIN)/python -m pytest -m "not soak and alone" || failed=1; \
