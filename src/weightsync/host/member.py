@@ -96,6 +96,8 @@ class FleetMember:
         self._sound = {model_id: model.served for model_id, model in models.items()}  # what it served as one last
         self._wanted: tuple[dict[str, Version | None], ...] = ()  # what it was told to serve as one: comes by model
         self._num_commits = 0
+        self._committed: dict[str, Version] = {}  # what its fleet has decided last
+        self._asks = False  # that was brought to it while it held no lease
         self._catching_up: dict[str, Claim] = {}
         self._denied: dict[str, Claim] = {}  # of these its fleet was told that they were denied
         self._adopting: dict[str, _Adopting] = {}
@@ -213,7 +215,8 @@ class FleetMember:
             if (todo and len(pairs) > 1) or self._broken & names:
                 self._broken |= names
                 self._lease.hold(boot_s() + deadline.remaining_s)
-            self._is_told({model.model_id: version for model, version in pairs})
+            self._committed = {model.model_id: version for model, version in pairs}
+            self._is_told(self._committed)
             for model, version in todo:
                 model.permit.allow(version)
             self._wait(todo, deadline)
@@ -227,6 +230,7 @@ class FleetMember:
             if not self._broken:
                 self._lease.lift()
         finally:
+            self._asks = self._lease.left_s <= 0
             self._set.release()
 
     def release(self, model_ids: tuple[str, ...], why: str) -> None:
@@ -256,7 +260,7 @@ class FleetMember:
     def _beat(self) -> None:
         every_s = _FIRST_EVERY_S
         while True:
-            sent_s, commits = boot_s(), self._num_commits
+            sent_s, commits, self._asks = boot_s(), self._num_commits, False
             try:
                 said = self._client.heartbeat(self._request(), timeout_s=_HEARTBEAT_S)
                 every_s = said.every_s if self._heard(said, sent_s, commits) else min(said.every_s, _SOON_S)
@@ -276,12 +280,14 @@ class FleetMember:
             self._client.heartbeat(msgspec.structs.replace(self._request(), leaving=True), timeout_s=_LEAVE_S)
 
     def _rest(self, every_s: float) -> bool:
-        """Until the next heartbeat: sooner where what had to be caught up with is served now. Whether it ends."""
+        """Until the next heartbeat: sooner where what it caught up with, or was brought, waits for a lease. Whether it
+        ends."""
         said, deadline = self._said, Deadline(every_s)
         behind = [] if said is None else [each for each in said.catch_up if each.model_id in self._models]
         behind = [each for each in behind if not self._models[each.model_id].serves(each.of)]
-        while not deadline.expired:
-            if self._stop.wait(min(deadline.remaining_s, _LOOK_S if behind else every_s)):
+        look_s = _LOOK_S if behind or self._lease.left_s <= 0 else every_s
+        while not (deadline.expired or self._asks):
+            if self._stop.wait(min(deadline.remaining_s, look_s)):
                 return True
             if behind and all(self._models[each.model_id].serves(each.of) for each in behind):
                 break
@@ -387,13 +393,13 @@ class FleetMember:
         the fleet commits, that waits for the next heartbeat.
 
         Returns:
-            False: some engine has committed something else than this service has told of, or commits it.
+            False: some engine has, or commits, something that this service has not told of, nor its fleet decided.
         """
         free = self._set.acquire(blocking=False)
         try:
             if not free or self._num_commits != commits:
-                told = [(model, self._told.get(name)) for name, model in self._models.items()]
-                return all(model.served == served and model.permit.passing in (None, served) for model, served in told)
+                known = {name: {None, self._told.get(name), self._committed.get(name)} for name in self._models}
+                return all({each.served, each.permit.passing} <= known[name] for name, each in self._models.items())
             kept = [model.permit.allow_no_more_than(self._told.get(name)) for name, model in self._models.items()]
             same = all(model.served == self._told.get(name) for name, model in self._models.items())
             self._comes_in = not (all(kept) and same)

@@ -235,7 +235,7 @@ def test_an_answer_that_is_none_of_ours_is_told_in_one_line(body: bytes, said: s
     with raw_server(lambda c: c.sendall(answer)) as url, pytest.raises(EngineError) as caught:
         HttpEngine(url).call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
     with raw_server(lambda c: c.sendall(answer)) as url, pytest.raises(EngineError) as client:
-        JsonClient(url, runs="a test").exchange("POST", "/x", content=b"{}", timeout_s=5)
+        JsonClient(url, runs="a test").answer("POST", "/x", content=b"{}", deadline=Deadline(5))
     assert said in str(caught.value)
     assert said in str(client.value)
 
