@@ -524,11 +524,12 @@ def test_the_example_usage_syncs_two_engines(use_cuda_ipc: bool) -> None:
 
 
 def test_the_flow_end_to_end_has_the_documents_steps() -> None:
-    """Extraction, request, bytes, load; and around them the bracket, through the same handler."""
+    """Extraction, request, bytes, load; and around them the bracket, through the same handler. The last one is the
+    sender's goodbye, which ends no session."""
     actor = Inference(Model(2))
     trained = Model(1)
     run(push_once(trained, actor, BroadcastTransferStrategy()))
-    assert actor.seen == ["init", "describe", "begin", "chunk", "stage", "pause", "commit", "resume"]
+    assert actor.seen == ["init", "describe", "begin", "chunk", "stage", "pause", "commit", "resume", "abort"]
 
 
 def test_a_wrong_rank_offset_is_refused_in_words() -> None:
