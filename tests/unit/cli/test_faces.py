@@ -64,6 +64,16 @@ def test_a_service_says_what_it_serves_and_how_it_came() -> None:
     assert decode(raw.encode(), ServiceStatus, what="it").models == {"actor": SERVED}
 
 
+def test_a_controller_of_another_release_is_named_as_one() -> None:
+    """Seen red: it was "no engine", and "nor does a weightsync controller run there"."""
+    newer = {**msgspec.to_builtins(statuses.nothing_yet()), "what_is_new": 1}
+    with answering("weightsync controller", status=newer) as url:
+        code, _, error = run(url)
+    assert code == 3
+    assert re.search("status of a controller.*`what_is_new`.*ask by the controller's own release", error)
+    assert "no engine" not in error
+
+
 def test_a_lease_that_is_over_is_wrong_once_something_was_served() -> None:
     why = LeaseStatus(left_s=0.0, why_none="the controller is gone")
     for model, lease, expected, said in (
