@@ -126,14 +126,16 @@ def test_what_failed_is_said_first_and_is_1() -> None:
     assert text.startswith("actor serves run/3; pull failed (DigestMismatchError: other bytes came)\n")
 
 
-def test_an_agent_says_what_it_publishes_and_who_fetched_it() -> None:
+def test_an_agent_says_what_it_publishes_and_who_fetched_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_s = now_s()
+    monkeypatch.setattr(faces, "now_s", lambda: asked_s)
     now = AgentVersion(model_id="actor", run_id="run", version=3, model_digest="wsd2:ab", coming_run_id="run", coming=4)
     ended = EndedTransfers(
         ended=(EndedTransfer(number=1, run_id="run", version=3, receiver_id="host-0", ok=True),), newest=1
     )
     host = ReceiverInfo(
         receiver_id="host-0", version="run/3", num_transfers=1, num_failed=2, received_bytes=4_200_000,
-        bytes_per_s=21e6, since_s=now_s() - 60, seen_s=now_s(),
+        bytes_per_s=21e6, since_s=asked_s - 60, seen_s=asked_s,
     )  # fmt: skip
     book = Receivers(receivers=(host,), num_registered=7)
     can = {"deltas": [{"base": 2, "version": 3}]}
