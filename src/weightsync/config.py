@@ -290,7 +290,7 @@ class ServeConfig(_Section):
     )
     host: _Text = Field(default="127.0.0.1", description="where the service listens; beyond loopback with a token")
     port: int = Field(default=9000, ge=0, le=65535, description="its port; 0: the system's choice")
-    service_id: _Text | None = Field(default=None, description="its name; null: HOST, -PORT if not 9000, -PID if 0")
+    service_id: _Text | None = Field(default=None, description="its name; null: HOST, -PORT if not 9000, random if 0")
     lease: _Text | None = Field(default=None, description="file of the serving lease that its engines look at")
     controller: _Url | None = Field(default=None, description="URL of the controller whose fleet it is part of")
     advertise: _Url | None = Field(default=None, description="URL by which the controller reaches it")

@@ -524,7 +524,8 @@ def test_the_example_usage_syncs_two_engines(use_cuda_ipc: bool) -> None:
 
 
 def test_the_flow_end_to_end_has_the_documents_steps() -> None:
-    """Extraction, request, bytes, load; around them the bracket, through the same handler, and a goodbye at the end."""
+    """Extraction, request, bytes, load; and around them the bracket, through the same handler. The last one is the
+    sender's goodbye, which ends no session."""
     actor = Inference(Model(2))
     trained = Model(1)
     run(push_once(trained, actor, BroadcastTransferStrategy()))

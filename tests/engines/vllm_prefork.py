@@ -36,16 +36,17 @@ class Process:
     """What `subprocess.Popen` would be of it, as far as tests need that. It leads a group of its own.
 
     Args:
-        channel: its parent says its number here, and how it ended.
+        channel: its parent says its number here, with a pidfd, and how it ended.
         stdin: writes into its standard input.
     """
 
     def __init__(self, channel: socket.socket, stdin: IO[str] | None) -> None:
         self._channel = channel
         self.stdin = stdin
-        self.pid = int(channel.recv(64))
+        said, fds, _, _ = socket.recv_fds(channel, 64, 1)
+        self.pid = int(said)
         self.returncode: int | None = None
-        self._ended = os.pidfd_open(self.pid)
+        (self._ended,) = fds  # its parent's: by now it may have ended, and its number be another one's
 
     def poll(self) -> int | None:
         """How it ended; None: it runs."""
@@ -184,9 +185,10 @@ def main(orders: socket.socket) -> list[str] | None:
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         channels[pid] = channel
-        channel.send(str(pid).encode())
-        os.close(fds[1])
-        os.close(fds[2])
+        ended = os.pidfd_open(pid)
+        socket.send_fds(channel, [str(pid).encode()], [ended])
+        for fd in (ended, fds[1], fds[2]):
+            os.close(fd)
 
 
 def _say_who_ended(channels: dict[int, socket.socket]) -> None:

@@ -30,7 +30,6 @@ ELSEWHERE = {
     # Processes and commands: tested as a user runs them.
     "agent/deltas": "multiproc/test_pull_delta.py",
     "agent/delta_file": "multiproc/test_pull_kills.py",
-    "agent/long_poll": "multiproc/test_agent_waits.py",
     "agent/main": "multiproc/test_agent_channel.py",
     "agent/metrics": "multiproc/test_offload_agent.py",
     "agent/proved": "multiproc/test_pull_delta.py",

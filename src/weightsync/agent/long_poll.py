@@ -4,6 +4,7 @@ counted, see `Places`."""
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import threading
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from starlette.requests import Request
 
 from weightsync.errors import InvalidRequestError
-from weightsync.net.places import Places
+from weightsync.net.places import Places, peer_of
 from weightsync.types import Version
 from weightsync.types.spec import check_id
 
@@ -33,7 +34,9 @@ class LongPoll:
         self._places = Places(_MAX_WAITERS)
         self._lock = threading.Condition()
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
-        self._away: dict[object, float] = {}  # followers that were answered, and until when they may come back
+        # followers that were answered, the longest ago first: until when each may come back, and from which address:
+        # the next request of one has a connection of its own
+        self._away = collections.deque[tuple[float, str]](maxlen=_MAX_AWAY)
         self._closed = False
 
     async def until(self, ready: Callable[[], bool], request: Request, *, wait_s: float) -> None:
@@ -43,12 +46,13 @@ class LongPoll:
         Raises:
             StateError: too many wait already.
         """
-        follower = request.client if wait_s > _FOLLOWS_S else None
-        self._is_back(follower)
+        follows = wait_s > _FOLLOWS_S
+        if follows:
+            self._is_back(peer_of(request))
         if not (wait_s <= 0 or ready()):
             await self._wait(ready, request, wait_s)
-        if ready():
-            self._is_away(follower)
+        if follows and ready():
+            self._is_away(peer_of(request))
 
     async def _wait(self, ready: Callable[[], bool], request: Request, wait_s: float) -> None:
         awake = asyncio.Event()
@@ -85,21 +89,21 @@ class LongPoll:
         most. Not in the server's loop."""
         self.close()
         with self._lock:
-            while self._away and (left_s := max(self._away.values()) - time.monotonic()) > 0:
+            while self._away and (left_s := self._away[-1][0] - time.monotonic()) > 0:
                 self._lock.wait(left_s)
 
-    def _is_back(self, follower: object) -> None:
+    def _is_back(self, peer: str) -> None:
         with self._lock:
-            if self._away.pop(follower, None) is not None:
+            now_s = time.monotonic()
+            found = next((each for each in self._away if each[1] == peer and each[0] > now_s), None)
+            if found is not None:
+                self._away.remove(found)
                 self._lock.notify_all()
 
-    def _is_away(self, follower: object) -> None:
+    def _is_away(self, peer: str) -> None:
         with self._lock:
-            if follower is None or self._closed:
-                return
-            self._away[follower] = time.monotonic() + _BACK_S
-            while len(self._away) > _MAX_AWAY:
-                del self._away[next(iter(self._away))]
+            if not self._closed:
+                self._away.append((time.monotonic() + _BACK_S, peer))
 
 
 async def _disconnected(request: Request) -> None:

@@ -18,6 +18,7 @@ from weightsync.errors import (
     DeadlineExceededError,
     EngineError,
     EngineUnreachableError,
+    InvalidRequestError,
     WeightSyncError,
 )
 from weightsync.handles.by_url import engine_at, or_another_part, read_engine_url
@@ -71,6 +72,7 @@ class Face:
         self._client: JsonClient | None = None
         self._engine: EngineHandle | None = None
         self._known: Callable[[float], Seen] | None = None
+        self._odd: str | None = None  # why a controller's status can't be read
         if "+" in url.partition("://")[0]:
             read_engine_url(url)
         else:
@@ -86,6 +88,7 @@ class Face:
         """
         if self._known is not None:
             return self._known(timeout_s)
+        self._odd = None
         for way in (self._ask_status, self._ask_agent) if self._client is not None else ():
             try:
                 seen = way(timeout_s)
@@ -95,6 +98,8 @@ class Face:
                 continue
             self._known = way
             return seen
+        if self._odd is not None:
+            raise EngineError(f"{self._odd}: ask by the controller's own release", peer=self._url)
         return self._ask_engine(timeout_s)
 
     def close(self) -> None:
@@ -110,7 +115,11 @@ class Face:
         body = self._client.answer("GET", "/status", deadline=Deadline(timeout_s)).body
         told = decode(body, dict[str, Any], what="its status")
         if "sync_mode" in told:
-            now = decode(body, ControllerStatus, what="the status of a controller")
+            try:
+                now = decode(body, ControllerStatus, what="the status of a controller")
+            except InvalidRequestError as error:
+                self._odd = error.message
+                raise
             return Seen(facts=facts(now), tables=tuple(tables_of(now)), raw=now)
         service = decode(body, ServiceStatus, what="the status of a service")
         found = [fact for name, model in service.models.items() for fact in _of_model(name, model)]

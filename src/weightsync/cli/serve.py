@@ -79,7 +79,7 @@ def serve(
         str | None, typer.Option(metavar="NAME", help="Rack or data centre: relays of one ask each other first.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="The service's name; this host's, with -PORT if not 9000 (-PID if 0).")
+        str | None, typer.Option(help="The service's name; this host's, with -PORT if not 9000 (random if 0).")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML; options win over it.", exists=True, dir_okay=False)] = None,
     verify: Verify = None,

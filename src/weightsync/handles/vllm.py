@@ -112,6 +112,7 @@ class VllmEngine(SteppedEngine):
         self._state = VllmState()
         self._digest: str | None = None  # of what the open session brings
         self._patches = False  # whether the open session brings a change alone
+        self._joined: str | None = None  # group of the latest init, whatever became of that
         self._pause_ends: Deadline | None = None  # until when to mend a pause of ours, if an abort could not
         self._mending = threading.Event()  # set: stop
         self._stale_cache = False  # what is cached may be of other weights than those that serve
@@ -160,7 +161,7 @@ class VllmEngine(SteppedEngine):
         )
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
-        self._group = None
+        self._group, self._joined = None, request.info.group_name
         self._mending.set()
         self._session.end(TransferAbortedError("a trainer joins anew"))
         self._world_size = self._api.world_size(timeout_s=deadline.check("answer"))
@@ -277,7 +278,7 @@ class VllmEngine(SteppedEngine):
                 self._go_on(deadline)
 
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
-        if self._paused_by not in (None, request.session):
+        if self._paused_by is not None and request.session == self._joined:
             return  # a pause of this handle's run is to be ended yet: that run is not over, and goes on mending
         self._mending.set()
         try:

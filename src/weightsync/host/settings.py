@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
+import secrets
 import socket
 from collections.abc import Mapping
 from typing import Any, Self
@@ -195,9 +195,10 @@ class RolloutConfig:
 
 def _name_of_host(port: int) -> str:
     """The host's, and the same after each start; a second service of one host listens at another port. Where any free
-    one is taken, services are told apart by their processes: two of one name would put each other out of a fleet."""
+    one is taken each has an end of its own: two of one name would put each other out of a fleet, and containers that
+    share a host's name often share process ids too."""
     name = socket.gethostname()[:100] or "rollout"
-    return name if port == ServeConfig().port else f"{name}-{port or os.getpid()}"
+    return name if port == ServeConfig().port else f"{name}-{port or secrets.token_hex(4)}"
 
 
 def pull_settings(config: WeightSyncConfig) -> dict[str, Any]:

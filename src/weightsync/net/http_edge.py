@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
-import textwrap
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -64,8 +63,10 @@ def told_error(body: bytes, *, peer: str) -> WeightSyncError | None:
 
 def first_words(body: bytes) -> str:
     """Of an answer that is none of ours, for an error: one line; of a web page, that it is one."""
-    text = textwrap.shorten(body[:2000].decode("utf-8", "replace"), 200, placeholder=" ...")
-    return "a web page" if text.lower().startswith(("<!doctype html", "<html")) else repr(text)
+    text = " ".join(body[:2000].decode("utf-8", "replace").split())
+    if text.lower().startswith(("<!doctype html", "<html")):
+        return "a web page"
+    return repr(text if len(text) <= 200 else f"{text[:196]} ...")
 
 
 def reply_limit(status: int, limit_bytes: int | None) -> int:

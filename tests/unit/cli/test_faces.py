@@ -64,6 +64,16 @@ def test_a_service_says_what_it_serves_and_how_it_came() -> None:
     assert decode(raw.encode(), ServiceStatus, what="it").models == {"actor": SERVED}
 
 
+def test_a_controller_of_another_release_is_named_as_one() -> None:
+    """Seen red: it was "no engine", and "nor does a weightsync controller run there"."""
+    newer = {**msgspec.to_builtins(statuses.nothing_yet()), "what_is_new": 1}
+    with answering("weightsync controller", status=newer) as url:
+        code, _, error = run(url)
+    assert code == 3
+    assert re.search("status of a controller.*`what_is_new`.*ask by the controller's own release", error)
+    assert "no engine" not in error
+
+
 def test_a_lease_that_is_over_is_wrong_once_something_was_served() -> None:
     why = LeaseStatus(left_s=0.0, why_none="the controller is gone")
     for model, lease, expected, said in (
@@ -116,14 +126,16 @@ def test_what_failed_is_said_first_and_is_1() -> None:
     assert text.startswith("actor serves run/3; pull failed (DigestMismatchError: other bytes came)\n")
 
 
-def test_an_agent_says_what_it_publishes_and_who_fetched_it() -> None:
+def test_an_agent_says_what_it_publishes_and_who_fetched_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_s = now_s()
+    monkeypatch.setattr(faces, "now_s", lambda: asked_s)
     now = AgentVersion(model_id="actor", run_id="run", version=3, model_digest="wsd2:ab", coming_run_id="run", coming=4)
     ended = EndedTransfers(
         ended=(EndedTransfer(number=1, run_id="run", version=3, receiver_id="host-0", ok=True),), newest=1
     )
     host = ReceiverInfo(
         receiver_id="host-0", version="run/3", num_transfers=1, num_failed=2, received_bytes=4_200_000,
-        bytes_per_s=21e6, since_s=now_s() - 60, seen_s=now_s(),
+        bytes_per_s=21e6, since_s=asked_s - 60, seen_s=asked_s,
     )  # fmt: skip
     book = Receivers(receivers=(host,), num_registered=7)
     can = {"deltas": [{"base": 2, "version": 3}]}

@@ -226,16 +226,17 @@ def test_any_other_status_is_an_engine_error_that_shows_it(status: str, body: by
     [
         (b"<!DOCTYPE HTML>\n<html>\n<title>Error response</title>", "with status 404: a web page; is"),
         (b"no such\n  route", "with status 404: 'no such route'; is"),
-        (b"word " * 100, "word word ...'; is"),
+        (b"word " * 100, "word w ...'; is"),
+        (b'{"detail":[{"msg":"' + b"x" * 300 + b' is required"}]}', """404: '{"detail":[{"msg":"xxx"""),
     ],
 )
 def test_an_answer_that_is_none_of_ours_is_told_in_one_line(body: bytes, said: str) -> None:
-    """Seen red: a page's first 200 bytes, cut in a tag."""
+    """Seen red: a page's first 200 bytes, cut in a tag; and three dots for what has no space in its first 200."""
     answer = http("404 Not Found", body, "text/html")
     with raw_server(lambda c: c.sendall(answer)) as url, pytest.raises(EngineError) as caught:
         HttpEngine(url).call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
     with raw_server(lambda c: c.sendall(answer)) as url, pytest.raises(EngineError) as client:
-        JsonClient(url, runs="a test").answer("POST", "/x", content=b"{}", deadline=Deadline(5))
+        JsonClient(url, runs="a test").call("POST", "/x", dict, message={}, timeout_s=5)
     assert said in str(caught.value)
     assert said in str(client.value)
 

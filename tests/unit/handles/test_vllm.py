@@ -563,6 +563,25 @@ def test_a_trainer_that_ends_leaves_the_ending_of_its_pause_alone(monkeypatch: p
     assert not api.paused
 
 
+def test_a_session_is_aborted_though_the_end_of_an_earlier_pause_was_never_heard_of() -> None:
+    """Seen red: it stayed open in vLLM until its own deadline, and each sync until then was refused for it."""
+    api, handle = committed()
+
+    def resume(**_: Any) -> None:
+        api.paused = False
+        raise DeadlineExceededError("the answer is lost")
+
+    api.resume = resume  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceededError):
+        handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5)
+    info = EmptyWeightSyncInitInfo(strategy="broadcast", group_name="another")
+    handle.call(EngineOp.INIT, InitRequest(run_id="run", model_id="m", rank_offset=1, info=info), timeout_s=5)
+    begun(handle, "t", paused=False)
+    handle.call(EngineOp.ABORT, AbortRequest(session="t", reason="a chunk failed"), timeout_s=5)
+    assert api.state.session is None
+    begun(handle, "u")
+
+
 @pytest.mark.parametrize(
     ("before", "meanwhile", "refused"),
     [
