@@ -250,8 +250,3 @@ def _check_slots(handle: EngineHandle, model_id: str, staleness: int) -> None:
         )
     wait = "" if free > staleness + 1 else f"; with {free + 1} no load would wait for an answer to end"
     print(f"{free} of its {slots.max_loras} slots are free, {needed} are needed{wait}")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(check)

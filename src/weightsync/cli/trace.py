@@ -186,8 +186,3 @@ class _Asker:
         from weightsync.clients.timeline import TimelineClient
 
         return TimelineClient(url, token=token, verify=self._verify)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(trace)
