@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -60,6 +60,11 @@ def facts(status: ControllerStatus) -> tuple[Fact, ...]:
         *_of_instances(status.instances),
         *_served(status),
     ]
+    return worst_first(found)
+
+
+def worst_first(found: Iterable[Fact]) -> tuple[Fact, ...]:
+    """By level; of one level in the order in which they come."""
     return tuple(sorted(found, key=lambda fact: _LEVELS.index(fact.level)))
 
 
