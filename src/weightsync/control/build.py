@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from weightsync.config import FleetConfig, WeightSyncConfig
@@ -18,11 +17,12 @@ from weightsync.control.server import ControllerServer
 from weightsync.errors import ConfigError
 from weightsync.net.server import TlsFiles
 from weightsync.types import Version
+from weightsync.types.closing import Closing
 from weightsync.types.control import ValidationRun
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Built:
+class Built(Closing):
     """A controller and what is around it; a context manager that closes all of it.
 
     Attributes:
@@ -37,12 +37,8 @@ class Built:
     server: ControllerServer
     url: str
 
-    def __enter__(self) -> Built:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Closes the server, then the controller. Idempotent."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.controller.close)
             stack.callback(self.server.close)

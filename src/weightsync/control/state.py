@@ -261,7 +261,7 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
         case RetryDue():
             if state.phase != "need_sync" or not state.num_failed:
                 return state, ()  # of a run that another has taken over from meanwhile
-            return _begin(state)
+            return begin(state)
         case ValidationEnded():
             if state.validation is None:
                 return state, ()
@@ -360,7 +360,7 @@ def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action,
     not_due = state.due is None or state.train_version < state.due
     if policy.bound is not None and not_due and state.evaluate_at is None:
         return state, ()
-    return _begin(state)
+    return begin(state)
 
 
 def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
@@ -384,7 +384,7 @@ def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Acti
     return state, (StartValidation(validation=validation),)
 
 
-def _begin(state: ModelState) -> tuple[ModelState, tuple[Action, ...]]:
+def begin(state: ModelState) -> tuple[ModelState, tuple[Action, ...]]:
     goal = StartSync(run_id=state.run_id, version=state.train_version)
     return dataclasses.replace(state, phase="syncing", due=None, syncing=goal), (goal,)
 
@@ -440,11 +440,11 @@ def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action
         waits = dataclasses.replace(state, phase="need_sync", due=state.train_version)
         return waits, (RetryAfter(seconds=policy.retries_s[state.num_failed - 1]),)
     if policy.after_failure == "evict" and not state.evicting:
-        state, actions = _begin(dataclasses.replace(state, evicting=True))
+        state, actions = begin(dataclasses.replace(state, evicting=True))
         return state, (EvictFailed(), *actions)
     given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True)
     told = (GiveUp(run_id=state.run_id, version=tried.version),)
     if tried.version < state.train_version:  # that was trained meanwhile, and nobody has tried it
-        state, actions = _begin(given_up)
+        state, actions = begin(given_up)
         return state, (*told, *actions)
     return given_up, told

@@ -270,11 +270,8 @@ class RelayShelf:
         while (endpoint := self._next(told_s)) is not None:
             told_s[endpoint] = time.monotonic()
             try:
-                client = self.connect(endpoint)
-                try:
+                with contextlib.closing(self.connect(endpoint)) as client:
                     self._tell(client, endpoint)
-                finally:
-                    client.close()
             except WeightSyncError as error:
                 _logger.debug("%s was not told what is relayed: %s", endpoint, error)
                 if not isinstance(error, UnsupportedError):  # an agent of before relays came is not asked each second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -157,11 +158,8 @@ class DiskMethod(SyncMethod):
         found: list[str] = []
         for url in urls:
             if self._capabilities(url).engine == "sglang-router":
-                router = SGLangRouter(url, token=self._token)
-                try:
+                with contextlib.closing(SGLangRouter(url, token=self._token)) as router:
                     found += router.workers(timeout_s=min(_PROBE_S, deadline.check("list of workers", peer=url)))
-                finally:
-                    router.close()
             else:
                 found.append(url.rstrip("/"))
         members = self.peers.live(model_tag, dict.fromkeys(found))
