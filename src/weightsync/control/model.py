@@ -236,7 +236,6 @@ class ModelControl:
         return frozenset(module for module in locked if module is not None)
 
     def seen(self) -> RolloutServiceState:
-        """See `RolloutServiceState`."""
         service = self._config.inference_service
         with self._changed:
             state, error, retry_at_s = self.state, self._last_error, self._retry_at_s

@@ -108,7 +108,6 @@ class ModelUpdater:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the threads."""
         if self._config.mode != "full":  # a second of compiled code that the first delta would wait for
             threading.Thread(target=coding, name="weightsync-warm-up", daemon=True).start()
         self._looking.start()
@@ -245,7 +244,6 @@ class ModelUpdater:
     # --- what it says ---
 
     def status(self) -> ModelStatus:
-        """See `ModelStatus`."""
         with self._changed:
             wanted, served = self._followed.wanted, self.engines.served()
             return msgspec.structs.replace(

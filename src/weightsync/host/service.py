@@ -98,7 +98,7 @@ class RolloutService:
         self.config = config
         self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)
         self._metrics = Metrics(self.recorder)
-        senders = [checked_source(sender, whose="a sender's") for sender in config.senders]
+        self._senders = tuple(checked_source(sender, whose="a sender's") for sender in config.senders)
         self.relay = relay_of(config)
         kind = ModelUpdater if config.controller is None else FleetModel
         self._models: dict[str, ModelUpdater] = {
@@ -114,7 +114,7 @@ class RolloutService:
             for model_id, handles in engines.items()
         }
         for model in self._models.values():
-            for sender in senders:
+            for sender in self._senders:
                 model.add_sender(sender)
         unleased = [
             engine.engine_id
@@ -127,7 +127,6 @@ class RolloutService:
                 f"engines of a leased service answer under its lease: {', '.join(unleased)} would answer without one. "
                 "Give each EmbeddedEngine.of(loader, lease=LeaseReader(PATH)), with the path of the ServingLease"
             )
-        self._senders = tuple(senders)
         self._closed = threading.Event()
         self._waiting = Places(_MAX_WAITING)
         self._committing = Places(_MAX_COMMITS)

@@ -146,7 +146,6 @@ class RolloutConfig:
 
     @property
     def relays(self) -> bool:
-        """Whether this host relays."""
         return self.relay if self.relay is not None else not is_loopback(self.host)
 
     def relay_address(self) -> str:

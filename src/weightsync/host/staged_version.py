@@ -91,7 +91,6 @@ class StagedVersion:
 
     @property
     def version(self) -> Version:
-        """Which one."""
         return self.manifest.version
 
     def __enter__(self) -> StagedVersion:
