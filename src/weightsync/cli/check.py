@@ -18,7 +18,6 @@ from weightsync.errors import (
     InvalidRequestError,
     ManifestMismatchError,
     SyncFailedError,
-    WeightSyncError,
     WrongArtifactError,
     WrongBaseError,
 )
@@ -26,7 +25,6 @@ from weightsync.errors import (
 if TYPE_CHECKING:
     from weightsync.types import Adapter, EngineHandle, TensorSpec
 
-_NUM_SHOWN = 20
 _ANSWER_S = 30.0
 
 
@@ -92,17 +90,13 @@ def check(
             if adapter is not None:
                 _check_slots(handle, model_id, staleness)
         except (ManifestMismatchError, WrongArtifactError, WrongBaseError, EngineError) as error:
-            raise _at(error, handle) from None
+            error.peer = error.peer or handle.engine_id
+            raise
         finally:
             handle.close()  # type: ignore[attr-defined]
         total = sum(spec.nbytes for spec in specs)
         what = "it" if adapter is None else f"the adapter of {adapter}"
         print(f"{handle.engine_id} would take {what}: {len(specs)} tensors, {total / 1e6:.1f} MB")
-
-
-def _at(error: WeightSyncError, handle: EngineHandle) -> WeightSyncError:
-    error.peer = error.peer or handle.engine_id
-    return error
 
 
 def _specs(

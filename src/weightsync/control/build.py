@@ -12,7 +12,6 @@ from weightsync.config import FleetConfig, WeightSyncConfig
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import SyncMethod
 from weightsync.control.methods.select import method_of
-from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
 from weightsync.errors import ConfigError
 from weightsync.net.server import TlsFiles
@@ -27,13 +26,11 @@ class Built(Closing):
 
     Attributes:
         controller: document 5's calls.
-        pool: where its method has one.
         server: started; `url` is its address.
         url: see there.
     """
 
     controller: WeightSyncController
-    pool: RolloutPool | None
     server: ControllerServer
     url: str
 
@@ -86,7 +83,7 @@ def build_controller(
         on_give_up=on_give_up,
     )
     server = ControllerServer(controller, host=fleet.host, port=fleet.port, token=token, tls=tls)
-    return Built(controller=controller, pool=method.pool, server=server, url=server.start())
+    return Built(controller=controller, server=server, url=server.start())
 
 
 def waits_for(config: WeightSyncConfig, url: str) -> str:

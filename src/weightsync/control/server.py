@@ -120,10 +120,6 @@ class ControllerServer:
         self._unsubscribe = self._controller.subscribe(self._changed_model)
         return self._server.start()
 
-    def wait(self) -> None:
-        """Blocks until the server ends."""
-        self._server.wait()
-
     def close(self) -> None:
         """Stops listening; who waits at the gate is told to ask again. Idempotent."""
         self._closed = True

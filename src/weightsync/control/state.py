@@ -21,7 +21,7 @@ _MAX_REPLACED = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a model's controller was told once.
+    """What a model's controller was told once: by the configuration, which has checked it, but for the last two.
 
     Attributes:
         mode: "sync": every step ends in a sync; "batch-async": staleness stays below the threshold; "fully-async":
@@ -43,10 +43,6 @@ class Policy:
     after_failure: AfterFailure = "keep"
 
     def __post_init__(self) -> None:
-        if self.mode not in ("sync", "fully-async", "batch-async"):
-            raise ConfigError(f"mode is 'sync', 'fully-async' or 'batch-async', not {self.mode!r}")
-        if self.staleness_threshold < 1 or self.validate_freq < 0:
-            raise ConfigError("staleness_threshold is 1 or more, validate_freq 0 or more")
         if any(seconds < 0 for seconds in self.retries_s):
             raise ConfigError(f"retries_s are seconds, not {self.retries_s}")
         if self.after_failure not in ("keep", "evict"):
@@ -385,6 +381,7 @@ def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Acti
 
 
 def begin(state: ModelState) -> tuple[ModelState, tuple[Action, ...]]:
+    """Starts a sync of what is trained."""
     goal = StartSync(run_id=state.run_id, version=state.train_version)
     return dataclasses.replace(state, phase="syncing", due=None, syncing=goal), (goal,)
 

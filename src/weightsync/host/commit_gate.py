@@ -101,7 +101,7 @@ class CommitGate:
     def hold(self, version: Version, num_engines: int) -> PendingCommit:
         """Begins the load of a version into so many engines."""
         with self._changed:
-            self._hold = PendingCommit(self, self._changed, self._tell, version, num_engines)
+            self._hold = PendingCommit(self, version, num_engines)
             prepared = self._prepared
             if self._closed:
                 self.release(_ENDS)
@@ -133,20 +133,12 @@ class PendingCommit:
         passed: whether some engine commits it, or has.
     """
 
-    def __init__(
-        self,
-        permit: CommitGate,
-        changed: threading.Condition,
-        tell: Callable[[], None],
-        version: Version,
-        num_engines: int,
-    ) -> None:
+    def __init__(self, permit: CommitGate, version: Version, num_engines: int) -> None:
         self.version = version
         self.why: str | None = None
         self.passed = False
         self._permit = permit
-        self._changed = changed
-        self._tell = tell
+        self._changed, self._tell = permit._changed, permit._tell
         self._num_missing = num_engines
 
     @property
