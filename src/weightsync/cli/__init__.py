@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli import check, controller, demo, doctor, pull, serve, status, trace, verify
+from weightsync.cli import check, controller, demo, doctor, export, inspect, pull, serve, status, trace, verify
 from weightsync.cli.shared import BROKEN_PIPE, flowing, is_terminal
 
 app = typer.Typer(
@@ -37,12 +37,12 @@ def root(
         raise typer.Exit(2)
 
 
-for _command in (serve, check, doctor, verify, demo, pull, controller, status, trace):
-    _command.register(app)
-for _known in app.registered_commands:
-    assert _known.callback is not None
-    _known.help = flowing(_known.callback.__doc__ or "")
-    _known.short_help = _known.help.partition("\n\n")[0]
+for _command in (
+    serve.serve, check.check, doctor.doctor, verify.verify, demo.demo, pull.agent, pull.pull, export.export,
+    export.keygen, inspect.inspect, controller.controller, status.status, trace.trace,
+):  # fmt: skip
+    _help = flowing(_command.__doc__ or "")
+    app.command(help=_help, short_help=_help.partition("\n\n")[0])(_command)
 
 
 def main() -> None:
@@ -63,7 +63,3 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # what is left goes there when Python ends
         raise SystemExit(BROKEN_PIPE) from None
-
-
-if __name__ == "__main__":
-    main()

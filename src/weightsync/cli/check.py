@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weightsync.cli.inspect import header_of
 from weightsync.cli.shared import Token, Verify, told
 from weightsync.errors import (
     ConfigError,
@@ -16,7 +18,6 @@ from weightsync.errors import (
     InvalidRequestError,
     ManifestMismatchError,
     SyncFailedError,
-    WeightSyncError,
     WrongArtifactError,
     WrongBaseError,
 )
@@ -24,7 +25,6 @@ from weightsync.errors import (
 if TYPE_CHECKING:
     from weightsync.types import Adapter, EngineHandle, TensorSpec
 
-_NUM_SHOWN = 20
 _ANSWER_S = 30.0
 
 
@@ -90,17 +90,13 @@ def check(
             if adapter is not None:
                 _check_slots(handle, model_id, staleness)
         except (ManifestMismatchError, WrongArtifactError, WrongBaseError, EngineError) as error:
-            raise _at(error, handle) from None
+            error.peer = error.peer or handle.engine_id
+            raise
         finally:
             handle.close()  # type: ignore[attr-defined]
         total = sum(spec.nbytes for spec in specs)
         what = "it" if adapter is None else f"the adapter of {adapter}"
         print(f"{handle.engine_id} would take {what}: {len(specs)} tensors, {total / 1e6:.1f} MB")
-
-
-def _at(error: WeightSyncError, handle: EngineHandle) -> WeightSyncError:
-    error.peer = error.peer or handle.engine_id
-    return error
 
 
 def _specs(
@@ -115,12 +111,9 @@ def _specs(
     if model.startswith(("http://", "https://")):
         from weightsync.clients.agent import AgentClient
 
-        client = AgentClient(model, token=token, verify=verify)
-        try:
+        with contextlib.closing(AgentClient(model, token=token, verify=verify)) as client:
             manifest = client.manifest(timeout_s=_ANSWER_S).publication.manifest
-            return manifest.tensors, manifest.adapter
-        finally:
-            client.close()
+        return manifest.tensors, manifest.adapter
     from weightsync.types import TensorSpec
     from weightsync.types.dtypes import CASTABLE, target_dtype
 
@@ -154,23 +147,13 @@ def _adapter_beside(path: Path, specs: Sequence[TensorSpec]) -> Adapter | None:
 
 def _headers(path: Path) -> list[TensorSpec]:
     """The tensors of a checkpoint, from the headers of its files."""
-    from weightsync.plan.safetensors import read_header
-
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         what = "has no *.safetensors" if path.is_dir() else "is not there"
         raise ConfigError(f"--model is a folder or a file of safetensors, or an agent's URL: {path} {what}")
     found: dict[str, TensorSpec] = {}
     for file in files:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            opened.seek(0)
-            head = opened.read(8 + min(length, file.stat().st_size))
-        try:
-            _, tensors, _ = read_header(memoryview(head))
-        except InvalidRequestError as error:
-            raise ConfigError(f"{file}: {error.message}") from None
-        for name, spec in tensors.items():
+        for name, spec in header_of(file)[0].items():
             if name in found:
                 raise ConfigError(f"{path} has {name!r} twice", parameter=name)
             found[name] = spec
@@ -250,8 +233,3 @@ def _check_slots(handle: EngineHandle, model_id: str, staleness: int) -> None:
         )
     wait = "" if free > staleness + 1 else f"; with {free + 1} no load would wait for an answer to end"
     print(f"{free} of its {slots.max_loras} slots are free, {needed} are needed{wait}")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(check)

@@ -86,8 +86,3 @@ def controller(
             print(f"sync_method {settings.sync_method}: waits for {waits_for(settings, built.url)}", flush=True)
             stop.wait()
             print("stopped by a signal", flush=True)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(controller)

@@ -151,8 +151,3 @@ def _errors_alone() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(demo)

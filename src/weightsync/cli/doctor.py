@@ -286,8 +286,3 @@ def _layers(url: str, reply: EngineReply) -> Iterator[Finding]:
         yield _ok(url, "which of its tensors take changes is known when it has been given its first version")
     for each in odd:
         yield _note(url, f"{each.name} ({each.num_tensors}): {each.why}")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(doctor)

@@ -11,7 +11,7 @@ import msgspec
 
 from weightsync.cli.status_tables import tables_of
 from weightsync.cli.tables import table
-from weightsync.control.web.headline import Fact, Level, facts, seconds_text
+from weightsync.control.web.headline import Fact, Level, facts, seconds_text, worst_first
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -33,7 +33,6 @@ from weightsync.types.transfer_messages import AgentVersion, EndedTransfers, Rec
 if TYPE_CHECKING:
     from rich.table import Table
 
-_LEVELS = ("wrong", "busy", "ok")
 _MOST_TRANSFERS = 10
 _PAUSE_S = 2.0  # between two looks at an engine that is paused
 _RUNS = "a weightsync controller, rollout service, agent or engine"
@@ -133,7 +132,7 @@ class Face:
             for name, model in service.models.items()
         )  # fmt: skip
         heads = ("model", "served", "from", "state", "engines", "last version")
-        return Seen(facts=_worst_first(found), tables=(table("Models", heads, rows),), raw=service)
+        return Seen(facts=worst_first(found), tables=(table("Models", heads, rows),), raw=service)
 
     def _ask_agent(self, timeout_s: float) -> Seen:
         assert self._client is not None
@@ -251,7 +250,3 @@ def _of_agent(now: AgentVersion, ended: EndedTransfers) -> Iterator[Fact]:
     else:
         served = f"{ended.newest} transfers since the agent started"
         yield Fact(level="ok", text=f"Publishes {now.model_id} {now.run_id}/{now.version}", detail=served)
-
-
-def _worst_first(found: Sequence[Fact]) -> tuple[Fact, ...]:
-    return tuple(sorted(found, key=lambda fact: _LEVELS.index(fact.level)))

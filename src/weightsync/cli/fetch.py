@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from weightsync.cli.shared import own_name
 from weightsync.clients.store import client_at
 from weightsync.errors import ConfigError, NotRegisteredError
 from weightsync.host.puller import Puller
@@ -67,7 +65,7 @@ def fetched(
         with contextlib.closing(client):
             model_id = client.get_version().model_id
     puller = Puller(
-        endpoint, model_id, receiver_id=_own_name(), token=token, verify=verify, transport=transport,
+        endpoint, model_id, receiver_id=own_name("pull"), token=token, verify=verify, transport=transport,
         mode="auto" if stored else "full", num_streams=num_streams, trust_key=trust_key,
         may_call={each.rstrip("/") for each in sources}.__contains__,  # the token goes to nobody else
     )  # fmt: skip
@@ -91,8 +89,3 @@ def fetched(
 
 def _ended(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-def _own_name() -> str:
-    """A receiver_id that nobody else has: two of one name would end each other's transfers."""
-    return f"weightsync pull {socket.gethostname()[:100]}/{os.getpid()}/{secrets.token_hex(4)}"

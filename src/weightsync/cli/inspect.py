@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,7 +84,6 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
         WeightSyncError: the agent does not answer.
     """
     from weightsync.net.messages import decode
-    from weightsync.plan.safetensors import read_header
 
     if what.startswith(("http://", "https://")):
         return _of_agent(what, token, verify)
@@ -100,6 +100,19 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
         raise ConfigError(
             f"{what} is no agent's URL (http://HOST:PORT), no safetensors file, and no folder with one{store}"
         )
+    tensors, metadata = header_of(file)
+    return str(file), [(spec, None) for spec in tensors.values()], dict(metadata)
+
+
+def header_of(file: Path) -> tuple[Mapping[str, TensorSpec], Mapping[str, str]]:
+    """The tensors of a safetensors file by name, with absolute offsets, and its metadata.
+
+    Raises:
+        ConfigError: it is none.
+        OSError: it can't be read.
+    """
+    from weightsync.plan.safetensors import read_header
+
     if file.stat().st_size == 0:
         raise ConfigError(f"{file} is empty, no safetensors file: fetch or write it again")
     with (
@@ -108,10 +121,9 @@ def manifest_of(what: str, token: str | None, verify: bool | str) -> Shown:
         memoryview(mapped) as view,
     ):
         try:
-            _, tensors, metadata = read_header(view)
+            return read_header(view)[1:]
         except InvalidRequestError as error:
             raise ConfigError(f"{file}: {error.message}") from None
-    return str(file), [(spec, None) for spec in tensors.values()], dict(metadata)
 
 
 def _kind_of(manifest: Manifest) -> dict[str, str]:
@@ -128,11 +140,8 @@ def _kind_of(manifest: Manifest) -> dict[str, str]:
 def _of_agent(url: str, token: str | None, verify: bool | str) -> Shown:
     from weightsync.clients.agent import AgentClient
 
-    client = AgentClient(url, token=token, verify=verify)
-    try:
+    with contextlib.closing(AgentClient(url, token=token, verify=verify)) as client:
         now = client.manifest()
-    finally:
-        client.close()
     now.proof.check_fits(now.publication, now.source)
     manifest = now.publication.manifest
     own = (now.proof.digest_of(index) for index in itertools.count())

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
-import secrets
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weightsync.cli.shared import plain
+from weightsync.cli.shared import own_name, plain
 from weightsync.clients.agent import AgentClient
 from weightsync.codec.delta_format import Form
 from weightsync.codec.delta_reader import DeltaReader
@@ -80,25 +78,16 @@ def show_delta(url: str, *, token: str | None, verify: bool | str, picture: Path
 
 def _fetch(url: str, token: str | None, verify: bool | str) -> tuple[dict[str, Any], list[PartChange]]:
     deadline = Deadline(_TIMEOUT_S)
-    name = f"weightsync inspect {socket.gethostname()[:100]}/{os.getpid()}/{secrets.token_hex(4)}"
-    probe = Agents(
-        receiver_id=name, model_id="", token=token, verify=verify, transport=None, num_streams=1, stall_s=10.0
-    )
-    try:
-        client = probe.client(url)
-        if not isinstance(client, AgentClient):
-            raise ConfigError(f"{url} is a place in a store: ask an agent")
+    with contextlib.closing(AgentClient(url, token=token, verify=verify)) as client:
         model_id = client.get_version().model_id
         can = client.capabilities()
-        kept = can["deltas"]
-    finally:
-        probe.close()
-    if not kept:
+    if not (kept := can["deltas"]):
         raise StateError(f"{url} has no delta now: {can.get('why_no_delta') or 'no receiver has asked for one'}")
     newest = kept[-1]
     agents = Agents(
-        receiver_id=name, model_id=model_id, token=token, verify=verify, transport=None, num_streams=1, stall_s=10.0
-    )
+        receiver_id=own_name("inspect"), model_id=model_id, token=token, verify=verify, transport=None, num_streams=1,
+        stall_s=10.0,
+    )  # fmt: skip
     try:
         base = DeltaBase(run_id=newest["run_id"], version=newest["base"], digest=newest["base_digest"])
         granted = Granted(endpoint=url, grant=agents.grant(url, None, deadline, mode="delta", base=base))
@@ -119,7 +108,7 @@ def _fetch(url: str, token: str | None, verify: bool | str) -> tuple[dict[str, A
     spans = [(part.offset - source.data_start, part.nbytes, part.dtype) for part in parts]
     reader = DeltaReader(blobs[-1], plan_units(spans))
     counts = _counts(reader, [start for start, _, _ in spans], [nbytes for _, nbytes, _ in spans])
-    widths = [max(1, unit_width) for unit_width in _widths(reader, [start for start, _, _ in spans])]
+    widths = _widths(reader, [start for start, _, _ in spans])
     changes = [
         PartChange(
             name=part.name if part.box is None else f"{part.name}@{part.box.offset}", dtype=part.dtype,
@@ -139,7 +128,7 @@ def _fetch(url: str, token: str | None, verify: bool | str) -> tuple[dict[str, A
 def _widths(reader: DeltaReader, starts: Sequence[int]) -> list[int]:
     ends = [unit.start for unit in reader.units]
     found = np.maximum(0, np.searchsorted(ends, starts, side="right") - 1)
-    return [reader.units[int(index)].kind.width_bytes if reader.units else 1 for index in found]
+    return [max(1, reader.units[int(index)].kind.width_bytes) if reader.units else 1 for index in found]
 
 
 def _counts(reader: DeltaReader, starts: Sequence[int], sizes: Sequence[int]) -> list[float]:

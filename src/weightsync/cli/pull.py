@@ -1,4 +1,4 @@
-"""The commands of the pull path: agent and pull; inspect is beside them."""
+"""The commands agent and pull."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.export import export, keygen
-from weightsync.cli.inspect import inspect
 from weightsync.cli.shared import MAX_S, Token, TrustKey, Verify, stop_event, told
 from weightsync.errors import ConfigError, DeadlineExceededError
 
@@ -100,9 +98,3 @@ def pull(
         ) as pulled:  # fmt: skip
             path = write_out(pulled, out)
         print(f"{path}: {pulled.version}, {pulled.manifest.total_bytes / 1e6:.1f} MB by {pulled.transport}")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    for command in (agent, pull, export, keygen, inspect):
-        app.command()(command)

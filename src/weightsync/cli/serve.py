@@ -243,8 +243,3 @@ def _how(status: ModelStatus, told: dict[tuple[str, str], str]) -> str:
         + "".join(why(who, "loaded all of it", because) for who, because in status.full_because.items())
         + "".join(why(who, "is unproved", because) for who, because in status.unprovable.items())
     )
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(serve)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import secrets
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Container, Iterable, Iterator
@@ -144,6 +146,11 @@ def reader_has_gone(error: Exception) -> bool:
 def is_the_users(error: Exception) -> bool:
     """Whether what the user gave is at fault: an option, a file, a URL or a token."""
     return isinstance(error, ConfigError | AuthError) and not isinstance(error, SignatureError)
+
+
+def own_name(command: str) -> str:
+    """A receiver_id that nobody else has: two of one name would end each other's transfers."""
+    return f"weightsync {command} {socket.gethostname()[:100]}/{os.getpid()}/{secrets.token_hex(4)}"
 
 
 def is_terminal() -> bool:

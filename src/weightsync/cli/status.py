@@ -80,11 +80,6 @@ def status(
             face.close()
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(status)
-
-
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
     """Typed errors as one line, and the exit codes that `status` promises."""

@@ -18,7 +18,6 @@ _MOST_WAITS = 3
 
 
 def tables_of(now: ControllerStatus) -> Iterator[Table]:
-    """What there is to show."""
     yield _models(now)
     if now.barriers:
         yield _barriers(now)

@@ -32,7 +32,6 @@ class _Table(Table):
         self._heading = heading
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """See `rich.protocol`."""
         yield self._heading
         if Measurement.get(console, options.update_width(_ANY_WIDTH), self).minimum <= options.max_width:
             yield from super().__rich_console__(console, options)

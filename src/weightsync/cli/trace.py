@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -161,33 +162,23 @@ class _Asker:
         return found, missing
 
     def _face(self, url: str, token: str | None) -> _Face:
-        client = self._client(url, token)
-        try:
+        with contextlib.closing(self._client(url, token)) as client:
             offset = client.offset(timeout_s=self._timeout_s)
             return _Face(
                 url=url, timeline=client.timeline(timeout_s=self._timeout_s), offset=offset,
                 asks_token=token is not None and self._refuses_strangers(url),
             )  # fmt: skip
-        finally:
-            client.close()
 
     def _refuses_strangers(self, url: str) -> bool:
         """Whom anybody may talk to, anybody may have told whom to name: no token goes there."""
-        stranger = self._client(url, None)
-        try:
-            stranger.clock(timeout_s=self._timeout_s)
-        except AuthError:
-            return True
-        finally:
-            stranger.close()
+        with contextlib.closing(self._client(url, None)) as stranger:
+            try:
+                stranger.clock(timeout_s=self._timeout_s)
+            except AuthError:
+                return True
         return False
 
     def _client(self, url: str, token: str | None) -> TimelineClient:
         from weightsync.clients.timeline import TimelineClient
 
         return TimelineClient(url, token=token, verify=self._verify)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(trace)

@@ -90,8 +90,3 @@ def _say(code: int, url: str, text: str) -> int:
     word = {0: "proved", _WRONG: "wrong", _UNKNOWN: "unknown"}[code]
     print(plain(f"{word:<8} {url}: {text}"), flush=True)
     return code
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(verify)

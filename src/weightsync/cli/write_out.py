@@ -181,11 +181,12 @@ def _check_replaceable(folder: Path, fd: int) -> None:
             f"{folder / strange[0]} is part of a checkpoint that is there: beside it nobody could tell which weights "
             "count; nothing was changed. Name another folder"
         )
-    pulled_adapter = _is_there(_WEIGHTS["lora"], fd)  # its configuration came with it: it is refused with it too
-    config = ((_CONFIG, _is_config if pulled_adapter else _is_nobodys),)
-    for name, is_ours in (*((each, _has_stamp) for each in _WEIGHTS.values()), (_MANIFEST, _is_manifest), *config):
+    # a configuration came with a pulled adapter, which is refused with it too; without one it is nobody's
+    is_config = _is_config if _WEIGHTS["lora"] in others else None
+    weights = ((each, _has_stamp) for each in _WEIGHTS.values())
+    for name, is_ours in (*weights, (_MANIFEST, _is_manifest), (_CONFIG, is_config)):
         try:
-            if is_own(os.lstat(name, dir_fd=fd)) and is_ours(name, fd):
+            if is_own(os.lstat(name, dir_fd=fd)) and is_ours is not None and is_ours(name, fd):
                 continue
         except FileNotFoundError:  # or another writer has taken it away just now
             continue
@@ -214,18 +215,6 @@ def _is_config(name: str, fd: int) -> bool:
     try:
         Adapter(config=_head(name, fd, _MAX_MANIFEST_BYTES).decode())
     except (InvalidRequestError, UnicodeDecodeError):
-        return False
-    return True
-
-
-def _is_nobodys(name: str, fd: int) -> bool:
-    return False
-
-
-def _is_there(name: str, fd: int) -> bool:
-    try:
-        os.lstat(name, dir_fd=fd)
-    except FileNotFoundError:
         return False
     return True
 

@@ -20,9 +20,7 @@ from weightsync.cluster.engine_actor import RayEngine
 from weightsync.cluster.ranks import RayRank, ask_all, settle_owed
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import (
-    ConfigError,
     InvalidRequestError,
-    StateError,
     SyncInProgressError,
     TrainerRankError,
     WeightSyncError,
@@ -47,7 +45,7 @@ class RayWeightSync:
         ranks: all training ranks, joined.
         engines: the same that rank 0 was given.
         config: the same that the ranks were given: its time limits count.
-        start_engine: starts an engine's actor anew and returns its handle; None where nobody can.
+        start_engine: starts an engine's actor anew and returns its handle.
     """
 
     def __init__(
@@ -56,10 +54,8 @@ class RayWeightSync:
         engines: Sequence[RayEngine],
         *,
         config: WeightSyncConfig,
-        start_engine: Callable[[str], Any] | None = None,
+        start_engine: Callable[[str], Any],
     ) -> None:
-        if not ranks:
-            raise ConfigError("a job has at least one training rank")
         self.ranks = tuple(ranks)
         self.engines: Mapping[str, RayEngine] = {engine.engine_id: engine for engine in engines}
         self._client = EngineFanout(engines)
@@ -126,11 +122,9 @@ class RayWeightSync:
         It serves what its factory built until the next sync takes it in.
 
         Raises:
-            StateError: this controller did not start the engines; start an actor and call `replace_engine`.
+            InvalidRequestError: no engine has that name.
             WeightSyncError: it did not start. The engine counts as lost.
         """
-        if self._start_engine is None:
-            raise StateError("this controller did not start the engines: start an actor and call replace_engine")
         if engine_id not in self.engines:
             raise InvalidRequestError(f"there is no engine {engine_id!r}; there are {', '.join(self.engines)}")
         fresh = RayEngine(self._start_engine(engine_id), engine_id=engine_id)

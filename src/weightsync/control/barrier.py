@@ -132,33 +132,28 @@ class VersionBarrier:
         with self._lock:
             found = []
             for models, waiting in self._waiting.items():
-                if not waiting or not (behind := self._behind(models)):
-                    continue
-                numbers = self._numbers(models)
-                since, timeout_s = min(waiting)
-                found.append(
-                    BarrierStatus(
-                        versions=numbers,
-                        waits_for=behind,
-                        version=max(number for number in numbers.values() if number is not None),
-                        waited_s=time.monotonic() - since,
-                        timeout_s=timeout_s,
+                numbers, newest = self._numbers(models)
+                behind = tuple(tag for tag, number in numbers.items() if number is None or number < newest)
+                if waiting and behind:
+                    since, timeout_s = min(waiting)
+                    found.append(
+                        BarrierStatus(
+                            versions=numbers,
+                            waits_for=behind,
+                            version=newest,
+                            waited_s=time.monotonic() - since,
+                            timeout_s=timeout_s,
+                        )
                     )
-                )
             return tuple(found)
 
-    def _numbers(self, models: Sequence[str]) -> dict[str, int | None]:
-        published = {tag: self._published.get(tag) for tag in models}
-        return {tag: None if each is None else each.version for tag, each in published.items()}
-
-    def _behind(self, models: Sequence[str]) -> tuple[str, ...]:
-        numbers = self._numbers(models)
-        newest = max((number for number in numbers.values() if number is not None), default=-1)
-        return tuple(tag for tag, number in numbers.items() if number is None or number < newest)
+    def _numbers(self, models: Sequence[str]) -> tuple[dict[str, int | None], int]:
+        """What each has published, and the newest of these."""
+        published = {tag: self._published[tag].version for tag in models if tag in self._published}
+        return {tag: published.get(tag) for tag in models}, max(published.values(), default=-1)
 
     def _missing(self, models: Sequence[str], timeout_s: float) -> str:
-        numbers = self._numbers(models)
-        newest = max((number for number in numbers.values() if number is not None), default=-1)
+        numbers, newest = self._numbers(models)
         published = ", ".join(f"{tag} has published {'nothing' if n is None else n}" for tag, n in numbers.items())
         return (
             f"models {', '.join(models)} are served together, and after {timeout_s:g} s not all have published version "

@@ -6,43 +6,36 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from weightsync.config import FleetConfig, WeightSyncConfig
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import SyncMethod
 from weightsync.control.methods.select import method_of
-from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
 from weightsync.errors import ConfigError
 from weightsync.net.server import TlsFiles
 from weightsync.types import Version
+from weightsync.types.closing import Closing
 from weightsync.types.control import ValidationRun
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Built:
+class Built(Closing):
     """A controller and what is around it; a context manager that closes all of it.
 
     Attributes:
         controller: document 5's calls.
-        pool: where its method has one.
         server: started; `url` is its address.
         url: see there.
     """
 
     controller: WeightSyncController
-    pool: RolloutPool | None
     server: ControllerServer
     url: str
 
-    def __enter__(self) -> Built:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Closes the server, then the controller. Idempotent."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.controller.close)
             stack.callback(self.server.close)
@@ -90,7 +83,7 @@ def build_controller(
         on_give_up=on_give_up,
     )
     server = ControllerServer(controller, host=fleet.host, port=fleet.port, token=token, tls=tls)
-    return Built(controller=controller, pool=method.pool, server=server, url=server.start())
+    return Built(controller=controller, server=server, url=server.start())
 
 
 def waits_for(config: WeightSyncConfig, url: str) -> str:

@@ -278,7 +278,6 @@ class WeightSyncController:
     # --- what users see ---
 
     def status(self) -> ControllerStatus:
-        """Everything."""
         syncs = [record for model in self._models.values() for record in model.records()]
         return ControllerStatus(
             models={tag: model.seen() for tag, model in self._models.items()},
@@ -291,11 +290,9 @@ class WeightSyncController:
 
     @property
     def model_tags(self) -> tuple[str, ...]:
-        """All models."""
         return tuple(self._models)
 
     def rollout_service_state(self, model_tag: str) -> RolloutServiceState:
-        """How this model is."""
         return self._model(model_tag).seen()
 
     def subscribe(self, changed: Callable[[str], None]) -> Callable[[], None]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
-from weightsync.errors import MissingDependencyError
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+
 from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState
-
-if TYPE_CHECKING:
-    from prometheus_client import Metric
 
 _BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _STATES: tuple[str, ...] = get_args(get_type_hints(InstanceStatus)["state"])
@@ -36,16 +35,9 @@ class ControllerMetrics:
 
     Args:
         status: the controller's; called at each `look` and each `render`.
-
-    Raises:
-        MissingDependencyError: prometheus-client is not installed.
     """
 
     def __init__(self, status: Callable[[], ControllerStatus]) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, Counter, Histogram
-        except ImportError as error:
-            raise MissingDependencyError("metrics need prometheus-client: pip install prometheus-client") from error
         self._status = status
         self._lock = threading.Lock()
         self._asked = self._seen = 0
@@ -104,8 +96,6 @@ class ControllerMetrics:
 
     def render(self) -> bytes:
         """All of it, in Prometheus' text format; see `observe.metrics.CONTENT_TYPE`."""
-        from prometheus_client import generate_latest
-
         self.look()
         return generate_latest(self._registry)
 
@@ -121,8 +111,6 @@ class _Now:
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily
-
         def gauge(name: str, text: str, label: str | None = None) -> GaugeMetricFamily:
             return GaugeMetricFamily(f"weightsync_controller_{name}", text, labels=[label] if label else None)
 

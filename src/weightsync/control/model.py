@@ -28,6 +28,7 @@ from weightsync.control.state import (
     SyncFailed,
     Trained,
     ValidationEnded,
+    begin,
     dataloader_locked,
     held_up,
     pool_locked,
@@ -171,12 +172,10 @@ class ModelControl:
             free = self.state.syncing is None and self.state.validation is None and not self.state.num_failed
             if self._shared.closed.is_set() or not free or self.up_to_date:
                 return
-            goal = StartSync(run_id=self.state.run_id, version=self.state.train_version)
-            self.state = dataclasses.replace(self.state, phase="syncing", due=None, syncing=goal)
+            self.state, actions = begin(self.state)
             self._mark()
             self._changed.notify_all()
-        self._told()
-        self._act(goal)
+        self._started(actions)
 
     def wait(
         self, condition: Callable[[ModelControl], bool], timeout_s: float, given_up: threading.Event | None = None
@@ -237,7 +236,6 @@ class ModelControl:
         return frozenset(module for module in locked if module is not None)
 
     def seen(self) -> RolloutServiceState:
-        """See `RolloutServiceState`."""
         service = self._config.inference_service
         with self._changed:
             state, error, retry_at_s = self.state, self._last_error, self._retry_at_s

@@ -23,7 +23,6 @@ from weightsync.control.metrics import ControllerMetrics
 from weightsync.control.pool import RolloutPool
 from weightsync.control.push_orders import PushOrders
 from weightsync.control.web.page import OPEN_PATHS, add_page
-from weightsync.control.web.phases import phases_of
 from weightsync.errors import BusyError, StateError, error_from_dict
 from weightsync.handles.fanout import in_thread
 from weightsync.net.guard import LIST_BODY_BYTES
@@ -33,8 +32,9 @@ from weightsync.net.server import Api, Route, ServerOptions, ServerSettings, Ser
 from weightsync.net.timeline import add_timeline
 from weightsync.observe import now_s
 from weightsync.observe.metrics import CONTENT_TYPE
-from weightsync.types import SyncReport
+from weightsync.types import PhaseRecord, SyncReport
 from weightsync.types.control import (
+    ControllerStatus,
     EndValidateRequest,
     GateReply,
     ModelRequest,
@@ -119,10 +119,6 @@ class ControllerServer:
         """Starts to listen; the URL."""
         self._unsubscribe = self._controller.subscribe(self._changed_model)
         return self._server.start()
-
-    def wait(self) -> None:
-        """Blocks until the server ends."""
-        self._server.wait()
 
     def close(self) -> None:
         """Stops listening; who waits at the gate is told to ask again. Idempotent."""
@@ -313,6 +309,27 @@ class ControllerServer:
 
     async def _get_metrics(self) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
+
+def phases_of(status: ControllerStatus, *, now_s: float) -> tuple[PhaseRecord, ...]:
+    """What each sync waited for, the oldest sync first.
+
+    Args:
+        status: whose `syncs` these are; they are told by its wall clock.
+        now_s: the same moment by the clock of the phases.
+    """
+    ahead_s = now_s - status.now_s
+    return tuple(
+        PhaseRecord(
+            name=span.name,
+            start_s=sync.started_s + ahead_s + span.start_s,
+            end_s=sync.started_s + ahead_s + span.start_s + span.seconds,
+            track=f"waits of {sync.model_tag}",
+            detail=f"version {sync.version}{f', {span.who}' if span.who else ''}",
+        )
+        for sync in reversed(status.syncs)
+        for span in sync.spans
+    )
 
 
 def _post(path: str, kind: type[_M], answer: Callable[[Request, _M], Awaitable[msgspec.Struct]]) -> Route:

@@ -21,7 +21,7 @@ _MAX_REPLACED = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a model's controller was told once.
+    """What a model's controller was told once: by the configuration, which has checked it, but for the last two.
 
     Attributes:
         mode: "sync": every step ends in a sync; "batch-async": staleness stays below the threshold; "fully-async":
@@ -43,10 +43,6 @@ class Policy:
     after_failure: AfterFailure = "keep"
 
     def __post_init__(self) -> None:
-        if self.mode not in ("sync", "fully-async", "batch-async"):
-            raise ConfigError(f"mode is 'sync', 'fully-async' or 'batch-async', not {self.mode!r}")
-        if self.staleness_threshold < 1 or self.validate_freq < 0:
-            raise ConfigError("staleness_threshold is 1 or more, validate_freq 0 or more")
         if any(seconds < 0 for seconds in self.retries_s):
             raise ConfigError(f"retries_s are seconds, not {self.retries_s}")
         if self.after_failure not in ("keep", "evict"):
@@ -261,7 +257,7 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
         case RetryDue():
             if state.phase != "need_sync" or not state.num_failed:
                 return state, ()  # of a run that another has taken over from meanwhile
-            return _begin(state)
+            return begin(state)
         case ValidationEnded():
             if state.validation is None:
                 return state, ()
@@ -360,7 +356,7 @@ def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action,
     not_due = state.due is None or state.train_version < state.due
     if policy.bound is not None and not_due and state.evaluate_at is None:
         return state, ()
-    return _begin(state)
+    return begin(state)
 
 
 def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
@@ -384,7 +380,8 @@ def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Acti
     return state, (StartValidation(validation=validation),)
 
 
-def _begin(state: ModelState) -> tuple[ModelState, tuple[Action, ...]]:
+def begin(state: ModelState) -> tuple[ModelState, tuple[Action, ...]]:
+    """Starts a sync of what is trained."""
     goal = StartSync(run_id=state.run_id, version=state.train_version)
     return dataclasses.replace(state, phase="syncing", due=None, syncing=goal), (goal,)
 
@@ -440,11 +437,11 @@ def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action
         waits = dataclasses.replace(state, phase="need_sync", due=state.train_version)
         return waits, (RetryAfter(seconds=policy.retries_s[state.num_failed - 1]),)
     if policy.after_failure == "evict" and not state.evicting:
-        state, actions = _begin(dataclasses.replace(state, evicting=True))
+        state, actions = begin(dataclasses.replace(state, evicting=True))
         return state, (EvictFailed(), *actions)
     given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True)
     told = (GiveUp(run_id=state.run_id, version=tried.version),)
     if tried.version < state.train_version:  # that was trained meanwhile, and nobody has tried it
-        state, actions = _begin(given_up)
+        state, actions = begin(given_up)
         return state, (*told, *actions)
     return given_up, told

@@ -27,6 +27,7 @@ from weightsync.host.relay import BlockShare, GrantBoard, Relay, RelayShelf
 from weightsync.host.staging import Target, TargetMap
 from weightsync.memory import host_nonce
 from weightsync.net.auth import is_nearby
+from weightsync.net.exchange import trusted
 from weightsync.transfer.relay import RelaySource
 from weightsync.transfer.shm import ShmSource
 from weightsync.transfer.source import Checksums, RangedSource
@@ -215,8 +216,7 @@ class Agents:
 
     def _stored(self, granted: Granted, where: Source) -> StoreSource:
         client = self.client(granted.endpoint)
-        if not isinstance(client, StoreClient):
-            raise InvalidRequestError(f"{granted.endpoint} is no store, and granted what lies in one")
+        assert isinstance(client, StoreClient)  # see `_check_answer`
         chain = client.chain
         return StoreSource(
             where, client.blob(where), chain.store, num_streams=self._num_streams, damaged=chain.damaged
@@ -311,7 +311,7 @@ class Agents:
         secret = urlsplit(endpoint).scheme == "https"
         if secret and not peer.tls:
             raise ConfigError(f"{peer.receiver_id} relays in clear what {endpoint} sends by TLS: it is not asked")
-        return self._trusted() if peer.tls else None
+        return trusted(self._verify) if peer.tls else None
 
     def renew(self, granted: Granted) -> None:
         """This receiver is at work on a grant, though it reads nothing now.
@@ -397,15 +397,7 @@ class Agents:
         return AgentClient(endpoint, token=self._token, verify=self._verify)
 
     def _tls(self, endpoint: str) -> ssl.SSLContext | None:
-        return self._trusted() if urlsplit(endpoint).scheme == "https" else None
-
-    def _trusted(self) -> ssl.SSLContext:
-        if isinstance(self._verify, str):
-            return ssl.create_default_context(cafile=self._verify)
-        context = ssl.create_default_context()
-        if not self._verify:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        return context
+        return trusted(self._verify) if urlsplit(endpoint).scheme == "https" else None
 
 
 def delta_content(granted: Granted, link: DeltaLink) -> str:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 from weightsync.errors import DeadlineExceededError, TransferAbortedError
+from weightsync.host.agent_state import is_in
 from weightsync.types import Deadline, Version
 
 _ENDS = "the service ends"
@@ -43,8 +44,7 @@ class CommitGate:
     def allows(self, version: Version) -> bool:
         """Whether that version may be committed."""
         with self._changed:
-            allowed = self._allowed
-            return allowed is not None and allowed.run_id == version.run_id and not version.is_newer_than(allowed)
+            return is_in(version, self._allowed)
 
     @property
     def passing(self) -> Version | None:
@@ -93,8 +93,7 @@ class CommitGate:
             hold = self._hold
             if hold is None or self.allows(hold.version):  # there is no way back: some may have committed
                 return
-            same_run = older_than is not None and older_than.run_id == hold.version.run_id
-            if older_than is not None and same_run and not older_than.is_newer_than(hold.version):
+            if older_than is not None and is_in(older_than, hold.version):
                 return
             hold.why = hold.why or why
             self._tell()
@@ -102,7 +101,7 @@ class CommitGate:
     def hold(self, version: Version, num_engines: int) -> PendingCommit:
         """Begins the load of a version into so many engines."""
         with self._changed:
-            self._hold = PendingCommit(self, self._changed, self._tell, version, num_engines)
+            self._hold = PendingCommit(self, version, num_engines)
             prepared = self._prepared
             if self._closed:
                 self.release(_ENDS)
@@ -134,20 +133,12 @@ class PendingCommit:
         passed: whether some engine commits it, or has.
     """
 
-    def __init__(
-        self,
-        permit: CommitGate,
-        changed: threading.Condition,
-        tell: Callable[[], None],
-        version: Version,
-        num_engines: int,
-    ) -> None:
+    def __init__(self, permit: CommitGate, version: Version, num_engines: int) -> None:
         self.version = version
         self.why: str | None = None
         self.passed = False
         self._permit = permit
-        self._changed = changed
-        self._tell = tell
+        self._changed, self._tell = permit._changed, permit._tell
         self._num_missing = num_engines
 
     @property

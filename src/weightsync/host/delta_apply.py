@@ -68,12 +68,6 @@ class DeltaApplier:
         self._lock = threading.Lock()
         self._num_kept: int | None = 0
         self._kept: dict[str, list[Changed]] = {}
-        self.num_changed = 0
-
-    @property
-    def digest(self) -> str:
-        """Sum of the source's bytes as the staging has them now."""
-        return self._digest
 
     @property
     def changed(self) -> list[Changed] | None:
@@ -161,7 +155,6 @@ class DeltaApplier:
             return ShardSum.zero()
         places = _in_whole(part, where - first + (low - part.offset) // width, width)
         with self._lock:
-            self.num_changed += len(places)
             if self._num_kept is not None:
                 self._num_kept += len(places)
                 if self._num_kept > self._keep_at_most:

@@ -10,8 +10,9 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 
-from weightsync.errors import ConfigError, MissingDependencyError, StateError, TransferAbortedError
+from weightsync.errors import MissingDependencyError, StateError, TransferAbortedError
 from weightsync.handles.fanout import in_thread
+from weightsync.handles.stepped import check_choice
 from weightsync.host.agent_calls import Agents, Granted
 from weightsync.host.delta_apply import Changed
 from weightsync.host.delta_pull import POSITION_BYTES, Read, apply_blobs, fetch_blobs, lay_out_patch
@@ -49,8 +50,7 @@ class DeltaIntake:
     def __init__(
         self, agents: Agents, staging: Staging, recorder: Recorder, *, mode: str, patch_limit: Callable[[], float]
     ) -> None:
-        if mode not in MODES:
-            raise ConfigError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
+        check_choice("mode", mode, MODES)
         self.mode = mode
         self._agents = agents
         self._staging = staging

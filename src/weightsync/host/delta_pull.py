@@ -5,6 +5,7 @@ The staging is not touched before every blob is here, so that a pull that is cut
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -80,11 +81,8 @@ def _fetch(agents: Agents, granted: Granted, link: DeltaLink, read: Read, arrive
 
     if agents.shelf is not None and granted.grant.transport is Transport.TCP:
         agents.shelf.put(granted.endpoint, delta_content(granted, link), share, staged=False)
-    source = agents.blob(granted, link)
-    try:
+    with contextlib.closing(agents.blob(granted, link)) as source:
         read(source, list(range(link.blob.num_blocks)), bytes_of, came)
-    finally:
-        source.close()
     return memory
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsync.errors import StateError
-from weightsync.host.agent_state import Claim
+from weightsync.host.agent_state import Claim, is_in
 from weightsync.host.commit_gate import CommitGate
 from weightsync.host.model_updater import ModelUpdater
 from weightsync.host.sync_report import late
@@ -40,7 +40,7 @@ class FleetModel(ModelUpdater):
         version = claim.version
         with self._changed:
             staged = self.permit.staged
-            if staged is not None and staged.run_id == version.run_id and not version.is_newer_than(staged):
+            if is_in(version, staged):
                 return staged
             return self.served if self.settled(claim) else None
 

@@ -22,7 +22,7 @@ from weightsync.clients.store import StoreClient, client_at
 from weightsync.codec.delta_reader import coding
 from weightsync.errors import StateError, SyncFailedError, TransferAbortedError, as_weightsync_error
 from weightsync.host.adoption import Adoption
-from weightsync.host.agent_state import Claim, Target
+from weightsync.host.agent_state import Claim, Target, is_in
 from weightsync.host.commit_gate import CommitGate
 from weightsync.host.engine_group import EngineGroup, GroupReport
 from weightsync.host.followed import FollowedRun
@@ -108,7 +108,6 @@ class ModelUpdater:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the threads."""
         if self._config.mode != "full":  # a second of compiled code that the first delta would wait for
             threading.Thread(target=coding, name="weightsync-warm-up", daemon=True).start()
         self._looking.start()
@@ -245,7 +244,6 @@ class ModelUpdater:
     # --- what it says ---
 
     def status(self) -> ModelStatus:
-        """See `ModelStatus`."""
         with self._changed:
             wanted, served = self._followed.wanted, self.engines.served()
             return msgspec.structs.replace(
@@ -292,8 +290,7 @@ class ModelUpdater:
         if self._tried is None or not self._followed.follows(claim.version):
             return False
         version, count = self._tried
-        since = version.run_id == claim.version.run_id and not claim.version.is_newer_than(version)
-        return since and count >= claim.number
+        return is_in(claim.version, version) and count >= claim.number
 
     def _sync_failed(self, version: Version, state_left: str) -> SyncFailedError:
         why = "; ".join(f"{who}: {why}" for who, why in self._status.errors.items()) or "its load failed"

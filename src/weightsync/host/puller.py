@@ -30,6 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.host.agent_calls import CALL_S, Agents, Granted
+from weightsync.host.agent_state import is_in
 from weightsync.host.delta_intake import DeltaIntake
 from weightsync.host.delta_pull import num_bytes
 from weightsync.host.progress import ByteProgress, Progress, all_at_once
@@ -334,9 +335,7 @@ class Puller:
 
     @staticmethod
     def _check_wanted(version: Version, at_least: Version | None) -> None:
-        if at_least is None:
-            return
-        if version.run_id != at_least.run_id or at_least.is_newer_than(version):
+        if at_least is not None and not is_in(at_least, version):
             raise VersionError(f"{version} is the newest there, {at_least} was announced", version=str(version))
 
     def _mapped(

@@ -14,6 +14,7 @@ from typing import Any
 
 from weightsync.errors import WeightSyncError
 from weightsync.handles.fanout import in_thread
+from weightsync.host.agent_state import is_in
 from weightsync.host.puller import Puller
 from weightsync.host.relay import Relay
 from weightsync.host.settings import RolloutConfig
@@ -80,7 +81,7 @@ class Pulls:
         them had it."""
         with self._lock:
             granted = self._granted
-        if granted is None or granted[0].run_id != version.run_id or version.is_newer_than(granted[0]):
+        if granted is None or not is_in(version, granted[0]):
             return 0.0
         return max(0.0, granted[2] - max(granted[1], since_s))
 

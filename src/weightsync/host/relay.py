@@ -24,7 +24,7 @@ from weightsync.errors import ConfigError, NotRegisteredError, StateError, Unsup
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staging import Target, TargetMap
 from weightsync.net.auth import is_loopback
-from weightsync.transfer.peer_server import Offer, PeerServer, Shared
+from weightsync.transfer.peer_server import Offer, PeerServer
 from weightsync.transfer.relay import show
 from weightsync.transfer.relay_standing import Standing
 from weightsync.types import Deadline, Version
@@ -74,7 +74,6 @@ class Relay:
         self.standing = Standing()
 
     def start(self) -> None:
-        """Starts to serve."""
         self.server.start()
 
     def close(self) -> None:
@@ -146,11 +145,9 @@ class BlockShare:
             self._have |= 1 << block
 
     def has(self, block: int) -> bool:
-        """Whether it is."""
         return bool(self._have >> block & 1)
 
     def read(self, block: int) -> memoryview:
-        """Its bytes."""
         return self._bytes_of(*self.block(block))
 
 
@@ -160,8 +157,7 @@ class _Kept:
     def __init__(self, share: BlockShare, *, staged: bool) -> None:
         self.share = share
         self.staged = staged
-        shared: Shared = share
-        self.offer = Offer(shared)
+        self.offer = Offer(share)
         self.shown: str | None = None
 
 
@@ -270,11 +266,8 @@ class RelayShelf:
         while (endpoint := self._next(told_s)) is not None:
             told_s[endpoint] = time.monotonic()
             try:
-                client = self.connect(endpoint)
-                try:
+                with contextlib.closing(self.connect(endpoint)) as client:
                     self._tell(client, endpoint)
-                finally:
-                    client.close()
             except WeightSyncError as error:
                 _logger.debug("%s was not told what is relayed: %s", endpoint, error)
                 if not isinstance(error, UnsupportedError):  # an agent of before relays came is not asked each second
@@ -340,7 +333,6 @@ class GrantBoard:
     def exchange(
         self, content: str, *, fetched: bytes, stuck: bytes, want: int, wait_s: float, deadline: Deadline
     ) -> RelayAnswer:
-        """See `Board`."""
         timeout_s = min(_CALL_S, deadline.check("time to ask who has what", peer=self._endpoint))
         return self._shelf.exchange(
             self._client, self._endpoint, timeout_s, transfer_id=self._transfer_id, content=content, fetched=fetched,
@@ -348,7 +340,6 @@ class GrantBoard:
         )  # fmt: skip
 
     def close(self) -> None:
-        """See `Board`."""
         with self._lock:
             was_open, self._open = self._open, False
         if was_open:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 from weightsync.errors import WeightSyncError
 from weightsync.handles.fanout import collect, in_thread
+from weightsync.host.agent_state import is_in
 from weightsync.host.engine_update import EngineUpdate, LoadReport
 from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import boot_s
@@ -62,8 +63,7 @@ class Engine:
 
     def serves(self, version: Version) -> bool:
         """That version, or a newer one of its run, as far as is known."""
-        served = None if self.silence is not None else self.served
-        return served is not None and served.run_id == version.run_id and not version.is_newer_than(served)
+        return self.silence is None and is_in(version, self.served)
 
 
 class ServedVersions:

@@ -41,9 +41,9 @@ from weightsync.host.sync_report import late
 from weightsync.memory import reclaim_dead
 from weightsync.net.guard import LIST_BODY_BYTES
 from weightsync.net.http_edge import checked_url
-from weightsync.net.messages import decode, encode
+from weightsync.net.messages import decode
 from weightsync.net.places import Places
-from weightsync.net.server import Api, ServerSettings, ServerThread
+from weightsync.net.server import Api, ServerSettings, ServerThread, json_of
 from weightsync.net.timeline import add_timeline
 from weightsync.objects.urls import checked_source, is_store_url
 from weightsync.observe import LONG_RUN_BYTES, Metrics, Recorder, now_s
@@ -98,7 +98,7 @@ class RolloutService:
         self.config = config
         self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)
         self._metrics = Metrics(self.recorder)
-        senders = [checked_source(sender, whose="a sender's") for sender in config.senders]
+        self._senders = tuple(checked_source(sender, whose="a sender's") for sender in config.senders)
         self.relay = relay_of(config)
         kind = ModelUpdater if config.controller is None else FleetModel
         self._models: dict[str, ModelUpdater] = {
@@ -114,7 +114,7 @@ class RolloutService:
             for model_id, handles in engines.items()
         }
         for model in self._models.values():
-            for sender in senders:
+            for sender in self._senders:
                 model.add_sender(sender)
         unleased = [
             engine.engine_id
@@ -127,7 +127,6 @@ class RolloutService:
                 f"engines of a leased service answer under its lease: {', '.join(unleased)} would answer without one. "
                 "Give each EmbeddedEngine.of(loader, lease=LeaseReader(PATH)), with the path of the ServingLease"
             )
-        self._senders = tuple(senders)
         self._closed = threading.Event()
         self._waiting = Places(_MAX_WAITING)
         self._committing = Places(_MAX_COMMITS)
@@ -310,7 +309,7 @@ class RolloutService:
                 return late(claim.version, deadline, model.status())
 
             await self._until(request, lambda: model.settled(claim) or None, [model], too_late, deadline)
-        return _json(model.status())
+        return json_of(model.status())
 
     def _know_senders(self, asked: PrepareRequest) -> None:
         """Whoever the controller names may be called."""
@@ -335,7 +334,7 @@ class RolloutService:
             return all(there) or None
 
         await self._until(request, all_there, [model for model, _ in claims], too_late, deadline)
-        return _json({})
+        return json_of({})
 
     async def _prepare(self, request: Request) -> Response:
         asked = decode(await request.body(), PrepareRequest, what="a set to prepare")
@@ -349,7 +348,7 @@ class RolloutService:
 
         models = [model for model, _ in claims]
         reply = await self._until(request, lambda: member.prepared(claims), models, too_late, deadline)
-        return _json(reply)
+        return json_of(reply)
 
     async def _commit(self, request: Request) -> Response:
         asked = decode(await request.body(), CommitVersionsRequest, what="a set to commit")
@@ -358,14 +357,14 @@ class RolloutService:
         member.check_may_commit(asked)  # what can't be is told at once, and waits for no other commit
         with self._committing.take(request, lambda: None):
             await asyncio.wrap_future(in_thread(lambda: member.commit(asked), name="weightsync-commit"))
-        return _json(ServiceStatus(models={model_id: model.status() for model_id, model in models.items()}))
+        return json_of(ServiceStatus(models={model_id: model.status() for model_id, model in models.items()}))
 
     async def _release(self, request: Request) -> Response:
         asked = decode(await request.body(), ReleaseRequest, what="a release")
         for model_id in asked.model_ids:
             self._model(model_id)
         self._fleet().release(asked.model_ids, asked.why)
-        return _json({})
+        return json_of({})
 
     async def _until(
         self,
@@ -424,17 +423,17 @@ class RolloutService:
         self._check_alone()
         self._check_stranger(asked.sender_endpoint)
         self.register_sender(asked.model_id, asked.sender_endpoint)
-        return _json({})
+        return json_of({})
 
     async def _status(self) -> Response:
-        return _json(self.status())
+        return json_of(self.status())
 
     async def _availability(self) -> Response:
         """Whether engines answer generations now, by model; asks them. None does whose lease is over."""
         found = await asyncio.gather(*(asyncio.to_thread(model.engines.available) for model in self._models.values()))
         may = self._lender is None or self._lender.status.why_none is None
         told = [{engine: may and answers for engine, answers in model.items()} for model in found]
-        return _json({"models": dict(zip(self._models, told, strict=True))})
+        return json_of({"models": dict(zip(self._models, told, strict=True))})
 
     def _timeline(self) -> Timeline:
         models = self.status().models.values()
@@ -444,7 +443,3 @@ class RolloutService:
 
     async def _get_metrics(self) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
-
-
-def _json(message: object) -> Response:
-    return Response(encode(message), media_type="application/json")

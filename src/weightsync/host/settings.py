@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from weightsync.config import ServeConfig, WeightSyncConfig
 from weightsync.errors import ConfigError
+from weightsync.handles.stepped import check_choice
 from weightsync.memory import ServingLease
 from weightsync.net.auth import check_exposure, checked_token, is_loopback
 from weightsync.net.routes import address_towards
@@ -127,8 +128,7 @@ class RolloutConfig:
             check_wait_s(name, getattr(self, name))
         check_num_streams(self.num_streams)
         self._check_relay()
-        if self.mode not in MODES:
-            raise ConfigError(f"mode is one of {', '.join(MODES)}, not {self.mode!r}")
+        check_choice("mode", self.mode, MODES)
         if not 0 <= self.patch_limit <= 1:
             raise ConfigError(f"patch_limit is a share of the model, from 0 to 1, not {self.patch_limit}")
 
@@ -146,7 +146,6 @@ class RolloutConfig:
 
     @property
     def relays(self) -> bool:
-        """Whether this host relays."""
         return self.relay if self.relay is not None else not is_loopback(self.host)
 
     def relay_address(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 import torch
 
@@ -92,15 +91,12 @@ class StagedVersion:
 
     @property
     def version(self) -> Version:
-        """Which one."""
         return self.manifest.version
 
     def __enter__(self) -> StagedVersion:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TypedDict
 
 from weightsync.errors import DeadlineExceededError
 from weightsync.host.engine_group import GroupReport
 from weightsync.host.staged_version import StagedVersion
 from weightsync.observe import Metrics
-from weightsync.types import ArtifactKind, Deadline, Manifest, SyncReport, Version
+from weightsync.types import Deadline, Manifest, SyncReport, Version
 from weightsync.types.fleet import MAX_WORDS
 from weightsync.types.service import ModelStatus
-
-
-class Kind(TypedDict):
-    """See `ModelStatus`."""
-
-    artifact: ArtifactKind
-    adapter: str | None
-
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +63,7 @@ def late(version: Version, deadline: Deadline, status: ModelStatus) -> DeadlineE
     )
 
 
-def kind_of(manifest: Manifest) -> Kind:
+def kind_of(manifest: Manifest) -> dict[str, str | None]:
     """What `ModelStatus` says of the kind of a version."""
     return {
         "artifact": manifest.artifact,

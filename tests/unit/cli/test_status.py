@@ -21,19 +21,19 @@ from typer.testing import CliRunner
 from tests.standins.processes import free_port
 from tests.unit.control import statuses
 from tests.unit.control.statuses import HOSTILE, StatusServer, instance, model, status, sync
-from weightsync.cli.status import register
+from weightsync.cli.status import status as command
 from weightsync.net.messages import decode
 from weightsync.types.control import ControllerStatus
 
 TOKEN = "a-token-for-tests-only"
 LISTENS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
 """To Ctrl-C, though whoever started the tests in the background had it ignored."""
-CALL = "import typer; from weightsync.cli.status import register; a = typer.Typer(); register(a); a()"
+CALL = "import typer; from weightsync.cli.status import status; a = typer.Typer(); a.command()(status); a()"
 
 
 def run(*words: str, **env: str) -> tuple[int, str, str]:
     app = typer.Typer()
-    register(app)
+    app.command()(command)
     plain = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "WEIGHTSYNC_TOKEN": "", **env}
     result = CliRunner().invoke(app, list(words), env={name: value or None for name, value in plain.items()})
     return result.exit_code, result.stdout, result.stderr

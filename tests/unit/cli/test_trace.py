@@ -14,7 +14,7 @@ import typer
 from starlette.middleware.base import BaseHTTPMiddleware
 from typer.testing import CliRunner
 
-from weightsync.cli.trace import register
+from weightsync.cli.trace import trace
 from weightsync.net.server import Api, ServerSettings, ServerThread
 from weightsync.net.timeline import add_timeline
 from weightsync.observe import Recorder, now_s
@@ -27,7 +27,7 @@ NOBODY = "http://127.0.0.1:9"
 
 def run(*words: object, **env: str) -> tuple[int, str, str]:
     app = typer.Typer()
-    register(app)
+    app.command()(trace)
     plain = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "WEIGHTSYNC_TOKEN": "", **env}
     result = CliRunner().invoke(app, list(map(str, words)), env={name: value or None for name, value in plain.items()})
     return result.exit_code, result.stdout, result.stderr

@@ -321,7 +321,7 @@ def test_a_rank_that_still_owes_an_answer_is_asked_nothing_else(monkeypatch: pyt
     monkeypatch.setattr("weightsync.cluster.ranks.wait_any", settled)
     monkeypatch.setattr("weightsync.cluster.ranks._GRACE_S", 0.05)
     ranks = [Rank(0), Rank(1)]
-    sync = RayWeightSync(ranks, [], config=config_of(None))
+    sync = RayWeightSync(ranks, [], config=config_of(None), start_engine=lambda engine_id: None)
     good = (None, 7)
     bad = (WeightSyncError("why", rank=0).to_dict(), None)
     ranks[0].says = bad
@@ -450,10 +450,11 @@ def test_a_controller_on_ray_is_built_from_all_that_its_configuration_says(monke
         with contextlib.closing(ControllerClient(url, token=token)) as client:
             assert client.status().sync_mode == {"a": "fully-async", "b": "fully-async"}
         assert type(built[-1].controller.method) is kind
-        assert (built[-1].pool is None) is (kind is not FleetMethod)
+        assert (built[-1].controller.method.pool is None) is (kind is not FleetMethod)
         actor.close()
-    assert built[0].pool is not None
-    assert built[0].pool.lease_s == 3.0
+    pool = built[0].controller.method.pool
+    assert pool is not None
+    assert pool.lease_s == 3.0
 
 
 @pytest.mark.parametrize(

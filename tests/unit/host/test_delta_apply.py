@@ -135,7 +135,7 @@ def test_any_change_of_any_parts(data: st.DataObject) -> None:
             applier = DeltaApplier(versions[0].source, layout.parts, places, versions[0].digest, keep_at_most=1_000_000)
             for old, new in itertools.pairwise(versions):
                 applier.apply(memoryview(old.delta_to(new)), LINK)
-                assert applier.digest == new.digest
+                applier.check_result(new.digest)
             applier.check_result(versions[-1].digest)
             found = applier.changed
             assert found is not None
@@ -216,7 +216,6 @@ def test_more_changes_than_are_wanted_are_not_kept() -> None:
     staging, applier, blob = made("nothing")
     applier.apply(memoryview(blob), LINK)
     assert applier.changed is None
-    assert applier.num_changed == 15
     with pytest.raises(DigestMismatchError):
         applier.check_result("2" * 32)
     staging.close()

@@ -133,7 +133,7 @@ class AstraFlowService(Closing):
 
     def close(self) -> None:
         """Stops listening, and starts nothing any more."""
-        self._built.__exit__(None, None, None)
+        self._built.close()
 
 
 class AstraFlowClient:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +34,7 @@ from weightsync.handles.probe import Capabilities, Feature, probe, served_models
 from weightsync.handles.sglang_api import SGLangApi, SGLangRouter
 from weightsync.types import Deadline, Version
 from weightsync.types.deadline import check_wait_s
+from weightsync.update.session import unequal
 
 _T = TypeVar("_T")
 _PROBE_S = 10.0
@@ -157,11 +158,8 @@ class DiskMethod(SyncMethod):
         found: list[str] = []
         for url in urls:
             if self._capabilities(url).engine == "sglang-router":
-                router = SGLangRouter(url, token=self._token)
-                try:
+                with contextlib.closing(SGLangRouter(url, token=self._token)) as router:
                     found += router.workers(timeout_s=min(_PROBE_S, deadline.check("list of workers", peer=url)))
-                finally:
-                    router.close()
             else:
                 found.append(url.rstrip("/"))
         members = self.peers.live(model_tag, dict.fromkeys(found))
@@ -298,22 +296,15 @@ def _unequal(
     sums: Mapping[str, tuple[str, ...] | None], engines: Mapping[str, DiskEngine[Any]]
 ) -> dict[str, WeightSyncError]:
     """Errors of engines whose checksums differ from those of most engines of their kind with as many workers."""
-    wrong: dict[str, WeightSyncError] = {}
-    groups: dict[tuple[type[DiskEngine[Any]], int], dict[str, tuple[str, ...]]] = {}
-    for url, each in sums.items():
-        if each is not None:
-            groups.setdefault((type(engines[url]), len(each)), {})[url] = each
-    for alike in groups.values():
-        counts = collections.Counter(alike.values()).most_common(2)
-        tied = len(counts) == 2 and counts[0][1] == counts[1][1]
-        for url, each in alike.items():
-            if tied or each != counts[0][0]:
-                wrong[url] = DigestMismatchError(
-                    "engines that loaded the same folder have other checksums of their live weights",
-                    peer=url,
-                    state_left="it is paused, with weights that differ from another engine's",
-                )
-    return wrong
+    named = {url: f"{type(engines[url]).__name__} {len(each)}:{each}" for url, each in sums.items() if each is not None}
+    return {
+        url: DigestMismatchError(
+            "engines that loaded the same folder have other checksums of their live weights",
+            peer=url,
+            state_left="it is paused, with weights that differ from another engine's",
+        )
+        for url in unequal(named)
+    }
 
 
 def _each(calls: Mapping[str, Callable[[], _T]], timeout_s: float, errors: dict[str, WeightSyncError]) -> dict[str, _T]:

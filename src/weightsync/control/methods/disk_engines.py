@@ -17,11 +17,12 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
-from weightsync.errors import ConfigError, EngineError, UnsupportedError, VersionError, WeightSyncError
+from weightsync.errors import EngineError, UnsupportedError, VersionError, WeightSyncError
 from weightsync.handles.sglang_api import SGLangApi
 from weightsync.handles.sglang_messages import PauseMode, UpdateFromDisk
+from weightsync.handles.stepped import check_choice
 from weightsync.handles.vllm_api import VllmHttpApi
 from weightsync.net.client import JsonClient
 from weightsync.types import Deadline, Version
@@ -55,12 +56,8 @@ class DiskSettings:
     load_format: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("running", self.running, ("keep", "abort")),
-            ("kv_cache", self.kv_cache, ("clear", "keep")),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{name} is one of {', '.join(allowed)}, not {value!r}")
+        check_choice("running", self.running, get_args(Running))
+        check_choice("kv_cache", self.kv_cache, get_args(KvCache))
 
     @property
     def clear(self) -> bool:

@@ -201,16 +201,13 @@ class FleetMethod(SyncMethod):
         return failed
 
     def spans(self, model_tag: str) -> tuple[SyncSpan, ...]:
-        """See `SyncMethod.spans`."""
         spans = self._spans.get(model_tag)
         return () if spans is None else spans.so_far()
 
     def instances(self) -> tuple[InstanceStatus, ...]:
-        """See `SyncMethod.instances`."""
         return self.pool.status({tag: each.of for tag, each in self.barrier.published().items()})
 
     def barriers(self) -> tuple[BarrierStatus, ...]:
-        """See `SyncMethod.barriers`."""
         return self.barrier.status()
 
     # --- the protocol ---

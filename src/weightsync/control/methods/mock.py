@@ -119,13 +119,11 @@ class MockMethod(SyncMethod):
         return number
 
     def evict_failed(self, model_tag: str) -> Sequence[str]:
-        """See `SyncMethod.evict_failed`."""
         names = super().evict_failed(model_tag)
         self._note("evict_failed", model_tag, None, ", ".join(names))
         return names
 
     def trained(self, model_tag: str, version: Version, sender_endpoint: str | None = None) -> None:
-        """See `SyncMethod.trained`."""
         self._note("trained", model_tag, version, "")
 
     def close(self) -> None:

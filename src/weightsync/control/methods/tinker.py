@@ -98,7 +98,6 @@ class TinkerHolder:
         return self._sampler
 
     def save_weights_for_sampler(self, name: str) -> Pending:
-        """See `TinkerServiceHolder`."""
         pending: Pending = self._training_client.save_weights_for_sampler(name, ttl_seconds=self._ttl_seconds)
         # The SDK gives a save its place among the trainer's steps in its own loop, after this call has returned: a step
         # that is submitted meanwhile would come before it (seen with 0.38). What its loop does next comes after that.
@@ -107,7 +106,6 @@ class TinkerHolder:
         return pending
 
     def create_sampling_client(self, model_path: str) -> Pending:
-        """See `TinkerServiceHolder`."""
         pending: Pending = self._service_client.create_sampling_client(model_path=model_path)
         return pending
 
@@ -139,7 +137,6 @@ class TinkerHolder:
         return str(path.model_path)
 
     def use(self, client: Any, served: ServedWeights) -> None:
-        """See `TinkerServiceHolder`."""
         self._sampler = Sampler(client=client, served=served)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -60,6 +60,11 @@ def facts(status: ControllerStatus) -> tuple[Fact, ...]:
         *_of_instances(status.instances),
         *_served(status),
     ]
+    return worst_first(found)
+
+
+def worst_first(found: Iterable[Fact]) -> tuple[Fact, ...]:
+    """By level; of one level in the order in which they come."""
     return tuple(sorted(found, key=lambda fact: _LEVELS.index(fact.level)))
 
 
@@ -104,10 +109,9 @@ def _of_model(
         then = "trying again now" if model.state == "syncing" else "it is tried again"
         if model.state != "syncing" and model.retry_in_s is not None:
             then = f"next try in {seconds_text(model.retry_in_s)}"
+        then += f": {error}" if error else ""
         waits = ", rollout waits" if model.blocked else f", rollout goes on with {_served_number(model)}"
-        yield Fact(
-            level="wrong", text=f"{tag}: the sync of version {version} failed {times}{waits}", detail=_all(then, error)
-        )
+        yield Fact(level="wrong", text=f"{tag}: the sync of version {version} failed {times}{waits}", detail=then)
     elif model.overdue:
         text = f"{tag}: version {version} could not be synced, rollout goes on with {_served_number(model)}"
         yield Fact(level="wrong", text=text, detail=error)
@@ -197,7 +201,3 @@ def _range(tag: str, model: RolloutServiceState, serving: Sequence[InstanceStatu
 
 def _served_number(model: RolloutServiceState) -> str:
     return str(model.rollout_model_version) if model.rollout_model_version >= 0 else "weights of an earlier run"
-
-
-def _all(*parts: str) -> str:
-    return ": ".join(part for part in parts if part)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -79,10 +78,6 @@ def _moved(sync: SyncRecord) -> dict[str, float]:
     """Bytes and rate of the transfers that said how much they were."""
     moved = [span for span in sync.spans if span.nbytes > 0]
     return {
-        "nbytes": _most(span.nbytes for span in moved),
+        "nbytes": max((span.nbytes for span in moved), default=0),
         "slowest_bytes_s": min((span.nbytes / max(1e-6, span.seconds) for span in moved), default=0.0),
     }
-
-
-def _most(values: Iterable[int]) -> int:
-    return max(values, default=0)

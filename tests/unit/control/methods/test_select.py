@@ -126,4 +126,3 @@ def test_a_controller_with_its_server_is_closed_as_one() -> None:
     ) as it:
         it.controller.train_worker_notify_weight_update("w", "b", "r", 1, timeout_s=5.0)
         assert it.controller.rollout_service_state("b").rollout_model_version == 1
-        assert it.pool is None

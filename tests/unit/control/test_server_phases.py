@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsync.control.web.phases import phases_of
+from weightsync.control.server import phases_of
 from weightsync.types.control import ControllerStatus, SyncRecord, SyncSpan
 
 
