@@ -57,7 +57,7 @@ test: environments browser hosts ## the checks, then every test but the long one
 	@$(MAKE) --no-print-directory -j2 -Otarget check docs
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) || failed=1; \
-	$(BIN)/python -m pytest -m "not soak and alone" || failed=1; \
+	$(BIN)/python -m pytest -m "not soak and alone" $$(grep -rl "mark.alone" tests --include="test_*.py") || failed=1; \
 	exit $$failed
 
 # Both at the same time: each waits for its package index and for the disk. Of their modules the tests import a part,
