@@ -229,8 +229,10 @@ class FleetMember:
             self._broken -= names
             if not self._broken:
                 self._lease.lift()
+            end, self._asks = Deadline(_SOON_S), True  # it was let in before it asked: who hears of this may generate
+            while self._lease.left_s <= 0 and not (end.expired or self._stop.wait(_LOOK_S)):
+                pass
         finally:
-            self._asks = self._lease.left_s <= 0
             self._set.release()
 
     def release(self, model_ids: tuple[str, ...], why: str) -> None:
@@ -280,8 +282,7 @@ class FleetMember:
             self._client.heartbeat(msgspec.structs.replace(self._request(), leaving=True), timeout_s=_LEAVE_S)
 
     def _rest(self, every_s: float) -> bool:
-        """Until the next heartbeat: sooner where what it caught up with, or was brought, waits for a lease. Whether it
-        ends."""
+        """Until the next heartbeat: sooner where what it serves now waits for a lease. Whether it ends."""
         said, deadline = self._said, Deadline(every_s)
         behind = [] if said is None else [each for each in said.catch_up if each.model_id in self._models]
         behind = [each for each in behind if not self._models[each.model_id].serves(each.of)]
