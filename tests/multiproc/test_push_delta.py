@@ -200,7 +200,7 @@ def test_full_where_one_lacks_the_base(start: Any) -> None:
 
 def test_an_engine_that_refuses_a_change_at_begin(start: Any) -> None:
     """It said that it would take it, and does not: the same sync goes on in full."""
-    setup = Setup(start)
+    setup = Setup(start, **PATIENT)
     setup.sync(1, ALL)
     setup.engines[1].ask("arm", {"at": "begin", "do": "raise"}, worker=1)
     said = setup.sync(2, FEW)
@@ -211,7 +211,7 @@ def test_an_engine_that_refuses_a_change_at_begin(start: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_that_refuses_a_change_in_its_pause(start: Any, ranks: int) -> None:
     """As SGLang's workers do, which take no step while it generates. Seen to fail: the whole sync, not its change."""
-    setup = Setup(start, ranks=ranks)
+    setup = Setup(start, ranks=ranks, **PATIENT)
     setup.sync(1, ALL)
     setup.trainer.order(("refuses", ()))
     said = setup.sync(2, FEW)

@@ -32,8 +32,9 @@ _PRELOAD = [
 ]  # fmt: skip
 
 
-_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
-"""Above those of Ray's workers, and below what Linux gives to those who ask for any port (`ip_local_port_range`)."""
+_FIRST_PORT, _NUM_PORTS, _SHARES = 20_000, 12_000, 8
+"""Above those of Ray's workers, and below what Linux gives to those who ask for any port (`ip_local_port_range`). Each
+worker of pytest-xdist has a share of its own: one that was told a port binds it later."""
 
 
 def preload(*modules: str) -> None:
@@ -237,8 +238,9 @@ def free_port() -> int:
     """A TCP port that is free, and that the system gives to nobody who asks it for any: neither to another test nor to
     the near end of a connection. So whoever is told this port may bind it later, and again after a restart.
     """
+    share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _SHARES
     while True:
-        port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
+        port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS // _SHARES) * _SHARES + share
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
