@@ -297,11 +297,7 @@ class FleetMember:
     def _request(self) -> HeartbeatRequest:
         commits = self._num_commits
         serves, lacks, errors, absent, waits = [], [], [], [], []
-        gone = [
-            (who[:MAX_WORDS], why[:MAX_WORDS])
-            for each in self._models.values()
-            for who, why in each.engines.gone().items()
-        ]
+        gone = [pair for each in self._models.values() for pair in each.engines.gone().items()]
         if self._lease.damaged:
             errors.append(self._lease.damage)
         for model_id, model in self._models.items():
@@ -345,7 +341,7 @@ class FleetMember:
             digests={model_id: found for model_id, model in self._models.items() if (found := model.served_digest)},
             adapters={tag: text for tag, model in self._models.items() if (text := model.status().adapter) is not None},
             progress={model_id: moved for model_id, model in self._models.items() if (moved := model.progress)},
-            gone=dict(gone[:MAX_GONE]),
+            gone={who[:MAX_WORDS]: why[:MAX_WORDS] for who, why in gone[:MAX_GONE]},
         )
 
     def _is_told(self, versions: Mapping[str, Version]) -> None:
@@ -399,8 +395,11 @@ class FleetMember:
         free = self._set.acquire(blocking=False)
         try:
             if not free or self._num_commits != commits:
-                known = {name: {None, self._told.get(name), self._committed.get(name)} for name in self._models}
-                return all({each.served, each.permit.passing} <= known[name] for name, each in self._models.items())
+                for name, model in self._models.items():
+                    known = {told := self._told.get(name), self._committed.get(name, told)}
+                    if model.served not in known or model.permit.passing not in {None, *known}:
+                        return False
+                return True
             kept = [model.permit.allow_no_more_than(self._told.get(name)) for name, model in self._models.items()]
             same = all(model.served == self._told.get(name) for name, model in self._models.items())
             self._comes_in = not (all(kept) and same)

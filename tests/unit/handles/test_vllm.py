@@ -519,24 +519,26 @@ def test_a_handle_that_asked_for_another_way_of_loading_joins_again() -> None:
     assert handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).writes_live, "the worker's word"
 
 
+def aborted_while_busy(handle: VllmEngine, api: Engine, session: str) -> None:
+    """A session's abort, to which the server does not answer in time: its pause stays."""
+    begun(handle, session)
+    api.busy = True
+    with pytest.raises(DeadlineExceededError):
+        handle.call(EngineOp.ABORT, AbortRequest(session=session, reason="slow"), timeout_s=5)
+
+
 def test_a_pause_that_the_abort_could_not_end_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a slow commit. And not by a handle that was superseded meanwhile."""
     monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 0.05)
     api = Engine()
     handle = joined(api, "run")
-    begun(handle, "s")
-    api.busy = True
-    with pytest.raises(DeadlineExceededError):
-        handle.call(EngineOp.ABORT, AbortRequest(session="s", reason="slow"), timeout_s=5)
+    aborted_while_busy(handle, api, "s")
     assert api.paused
     api.busy = False
     assert api.resumed.wait(5)
     assert not api.paused
 
-    begun(handle, "t")
-    api.busy = True
-    with pytest.raises(DeadlineExceededError):
-        handle.call(EngineOp.ABORT, AbortRequest(session="t", reason="slow"), timeout_s=5)
+    aborted_while_busy(handle, api, "t")
     mends = [thread for thread in threading.enumerate() if thread.name == "weightsync-mend-run"]
     api.resumed.clear()
     api.state = VllmState(run_id="other", group="h")
@@ -553,10 +555,7 @@ def test_a_trainer_that_ends_leaves_the_ending_of_its_pause_alone(monkeypatch: p
     monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 0.2)
     api = Engine()
     handle = joined(api, "run")
-    begun(handle, "s")
-    api.busy = True
-    with pytest.raises(DeadlineExceededError):
-        handle.call(EngineOp.ABORT, AbortRequest(session="s", reason="slow"), timeout_s=5)
+    aborted_while_busy(handle, api, "s")
     api.busy = False
     handle.call(EngineOp.ABORT, AbortRequest(session="g-run", reason="its trainer has ended"), timeout_s=5)
     assert api.resumed.wait(5)
