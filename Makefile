@@ -5,9 +5,11 @@
 #                  of torch where pip would otherwise choose a CUDA build of several gigabytes.
 # RELEASES         for `make compat`, e.g. "vllm==0.28.0 sglang": all that its script lists, where not given.
 # WORKERS          how many of `make test`'s tests run at the same time: most of their time they wait.
+# SOAK_WORKERS     the same of `make soak`, whose tests keep a machine busy.
 PYTHON ?= python3
 EXTRA_INDEX_URL ?=
 WORKERS ?= 4
+SOAK_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,6 +22,8 @@ VERL := .venv-verl
 VERL_STAMP := $(VERL)/.installed
 PIP_OPTIONS = --disable-pip-version-check $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
 PIP_INSTALL = $(BIN)/python -m pip install $(PIP_OPTIONS)
+# The files of the tests that run alone: to collect all would take longer than they do.
+ALONE = $$(grep -rl "mark.alone" tests --include="test_*.py")
 
 # Tests start hundreds of processes: each would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -57,7 +61,7 @@ test: environments browser hosts ## the checks, then every test but the long one
 	@$(MAKE) --no-print-directory -j2 -Otarget check docs
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) || failed=1; \
-	$(BIN)/python -m pytest -m "not soak and alone" $$(grep -rl "mark.alone" tests --include="test_*.py") || failed=1; \
+	$(BIN)/python -m pytest -m "not soak and alone" $(ALONE) || failed=1; \
 	exit $$failed
 
 # Both at the same time: each waits for its package index and for the disk. Of their modules the tests import a part,
@@ -72,7 +76,10 @@ check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/lint-imports
 
 soak: $(ENGINES) $(SGLANG_STAMP) $(VERL_STAMP) hosts ## the long form of the tests
-	$(BIN)/python -m pytest -m soak
+	@failed=0; set -x; \
+	$(BIN)/python -m pytest -m "soak and not alone" -n $(SOAK_WORKERS) --durations 30 || failed=1; \
+	$(BIN)/python -m pytest -m "soak and alone" $(ALONE) || failed=1; \
+	exit $$failed
 
 storms: $(ENGINES) ## of the long tests, the storms on a busy machine, ten times each
 	$(BIN)/python -m pytest -m soak -k busy_machine

@@ -45,6 +45,12 @@ class Instance:
         served: dict[str, Version | None] = dict.fromkeys(self.beat.lacks)
         return served | {each.model_id: each.of for each in self.beat.serves}
 
+    def as_member(self) -> Member:
+        beat = self.beat
+        return Member(
+            instance_id=beat.instance_id, incarnation=beat.incarnation, url=beat.url, models=frozenset(self.serves())
+        )
+
     def status(self, now_s: float, newest: Mapping[str, Version], why: str | None) -> InstanceStatus:
         """As users see it; lags are behind `newest`, by model, and `why` is what its pool says of it."""
         served = self.serves()
@@ -52,7 +58,7 @@ class Instance:
         return InstanceStatus(
             instance_id=self.beat.instance_id,
             url=self.beat.url,
-            state=self.state,
+            state="joining" if self.fresh and self.state == "live" else self.state,
             models={tag: None if version is None else str(version) for tag, version in served.items()},
             lag={tag: _lag(newest.get(tag), version) for tag, version in served.items()},
             heartbeat_age_s=now_s - self.heard_s,

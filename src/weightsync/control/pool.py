@@ -29,6 +29,8 @@ _BEATS_A_LEASE = 3.0
 _LATE_BEATS = 1.5
 _FORGET_LEASES = 60.0
 _MAX_INSTANCES = 4096
+_LOOK_S = 0.05
+_SOON_S = 0.5
 
 _logger = logging.getLogger(__name__)
 
@@ -162,6 +164,7 @@ class RolloutPool:
             admitted, known.fresh = known.fresh or not (known.beat.whole or self._syncs), False
             known.state = "live"
             known.lease_end_s = now + self.lease_s
+            every_s = every_s if known.let_in is None else min(every_s, _SOON_S)
             return HeartbeatReply(state="live", lease_s=self.lease_s, every_s=every_s, admitted=admitted)
         if not known.beat.leased:  # this answer may be lost on its way, but what it has is no lease
             known.lease_end_s = min(known.lease_end_s, now)
@@ -251,13 +254,8 @@ class RolloutPool:
         with self._changed:
             now = self._swept()
             return tuple(
-                Member(
-                    instance_id=name,
-                    incarnation=each.beat.incarnation,
-                    url=each.beat.url,
-                    models=frozenset(each.serves()),
-                )
-                for name, each in self._instances.items()
+                each.as_member()
+                for each in self._instances.values()
                 if (each.takes_part or (joining and self._is_fresh(each, now))) and set(models) & set(each.serves())
             )
 
@@ -269,15 +267,15 @@ class RolloutPool:
                 self._swept()
             return known is not None and known.takes_part and known.beat.incarnation == member.incarnation
 
-    def now(self) -> float:
-        """The pool's clock."""
-        return self._clock()
+    def wait_heard(self, members: Iterable[Member]) -> None:
+        """Until each of these was heard once more, or takes part no more: at most a lease."""
+        began_s = self._clock()
+        self._wait_for(members, lambda known: known.heard_s > began_s, self.lease_s + 1.0)
 
-    def heard_since(self, member: Member, since_s: float) -> bool:
-        """Whether it has sent a heartbeat since then, by the pool's clock."""
-        with self._changed:
-            known = self._instances.get(member.instance_id)
-            return known is not None and known.beat.incarnation == member.incarnation and known.heard_s > since_s
+    def wait_leased(self, members: Iterable[Member]) -> None:
+        """Until each of these has said that it may answer, or takes part no more: at most half a lease. One that was
+        let in hears of it at its next heartbeat."""
+        self._wait_for(members, lambda known: known.let_in is None, self._late_s)
 
     @contextlib.contextmanager
     def syncing(self, versions: Sequence[ModelVersion] = ()) -> Iterator[None]:
@@ -345,8 +343,7 @@ class RolloutPool:
     def evict(self, instance_id: str, why: str) -> None:
         """It takes part no more until it has caught up. It may still answer until `fenced`."""
         with self._changed:
-            known = self._instances.get(instance_id)
-            if known is not None and known.takes_part:
+            if (known := self._instances.get(instance_id)) is not None and known.takes_part:
                 self._leave(known, why)
                 self._tell()
 
@@ -368,10 +365,7 @@ class RolloutPool:
 
     def wait_fenced(self, instance_ids: Sequence[str]) -> None:
         """Until none of these answers with what it was evicted with: at most `lease_s`."""
-        deadline = Deadline(self.lease_s + 1.0)
-        with self._changed:
-            while not all(self.fenced(each) for each in instance_ids) and not deadline.expired:
-                self._changed.wait(min(0.1, deadline.remaining_s))
+        self._wait(lambda: all(self.fenced(each) for each in instance_ids), self.lease_s + 1.0)
 
     # --- what users see ---
 
@@ -384,6 +378,22 @@ class RolloutPool:
         with self._changed:
             now = self._swept()
             return tuple(each.status(now, newest, self._why(each, now)) for _, each in sorted(self._instances.items()))
+
+    def _wait_for(self, members: Iterable[Member], done: Callable[[Instance], bool], within_s: float) -> None:
+        left = [*members]
+
+        def all_are() -> bool:
+            left[:] = [who for who in left if self.takes_part(who) and not done(self._instances[who.instance_id])]
+            return not left
+
+        self._wait(all_are, within_s)
+
+    def _wait(self, done: Callable[[], bool], within_s: float) -> None:
+        """A lease that ends tells nobody: it is looked at, too."""
+        deadline = Deadline(within_s)
+        with self._changed:
+            while not (done() or deadline.expired):
+                self._changed.wait(min(_LOOK_S, deadline.remaining_s))
 
     # --- under the lock ---
 

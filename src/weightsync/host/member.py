@@ -229,10 +229,8 @@ class FleetMember:
             self._broken -= names
             if not self._broken:
                 self._lease.lift()
-            end, self._asks = Deadline(_SOON_S), True  # it was let in before it asked: who hears of this may generate
-            while self._lease.left_s <= 0 and not (end.expired or self._stop.wait(_LOOK_S)):
-                pass
         finally:
+            self._asks = self._lease.left_s <= 0  # it was let in before it asked, and its fleet waits for that
             self._set.release()
 
     def release(self, model_ids: tuple[str, ...], why: str) -> None:

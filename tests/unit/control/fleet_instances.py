@@ -62,11 +62,13 @@ class Instance:
         self.url = self.server.start()
         self._beats: Any = None
 
-    def beat_once(self, incarnation: str = "1") -> float:
+    def beat_once(self, incarnation: str = "1", *, leased: bool = True) -> float:
         served = tuple(self.served.values())
         lacks = tuple(model for model in self.models if model not in self.served)
         reply = self.pool.heartbeat(
-            HeartbeatRequest(instance_id=self.name, incarnation=incarnation, url=self.url, serves=served, lacks=lacks)
+            HeartbeatRequest(
+                instance_id=self.name, incarnation=incarnation, url=self.url, serves=served, lacks=lacks, leased=leased
+            )
         )
         if not reply.lease_s:
             self.served |= {each.model_id: each for each in reply.catch_up}

@@ -122,7 +122,7 @@ class Leases(RuleBasedStateMachine):
         self.answer(self.late.pop(0))
 
     def answer(self, request: HeartbeatRequest) -> HeartbeatReply | None:
-        before = states(self.pool).get(request.instance_id) in ("live", "suspect")
+        before = request.instance_id in {each.instance_id for each in self.pool.members(MODELS)}
         try:
             reply = self.pool.heartbeat(request)
         except StateError:

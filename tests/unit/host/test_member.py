@@ -426,15 +426,6 @@ def test_who_is_brought_something_and_holds_no_lease_asks_for_it_at_once(made: M
     assert rest.result(LONG_S) is False
 
 
-def test_who_is_let_in_unasked_answers_when_its_commit_returns(made: Member) -> None:
-    """Seen red: its fleet said that it serves the version, and its engines refused until the next heartbeat."""
-    made.member.start("http://127.0.0.1:9")
-    until(lambda: made.pool.members(MODELS), "it takes part")
-    made.lease.revoke()  # as if that had not come by a heartbeat of its own
-    made.member.commit(both(2))
-    assert made.answers
-
-
 def test_what_it_has_committed_beside_its_fleet_takes_no_lease(made: Member) -> None:
     """Its fleet committed another model meanwhile. Seen red: that hid what it had committed by itself."""
     made.member._url = "http://127.0.0.1:9"

@@ -216,6 +216,7 @@ class FleetMethod(SyncMethod):
         models = [each.model_id for each in versions]
         if self.pool.serves(versions):
             self.pool.wait_fenced(self.pool.unfenced(models))
+            self.pool.wait_leased(self.pool.members(models))
             return
         self._check_members(versions)  # before who joins is told of them: it may be on its way to an older claim
         with self.pool.syncing(versions):
@@ -226,6 +227,7 @@ class FleetMethod(SyncMethod):
                 self._together(versions, members, spans)
             # whoever was evicted, now or before, may answer with an older version until its lease is over
             self.pool.wait_fenced(self.pool.unfenced(models))
+        self.pool.wait_leased(members)
 
     def _check_members(self, versions: Set) -> Sequence[Member]:
         """Who takes part. Where nobody does, who comes in is to serve these, unless a joiner hears of a denial."""
@@ -408,7 +410,9 @@ class FleetMethod(SyncMethod):
                 elif limit.expired:
                     failed[member] = DeadlineExceededError("it did not answer in time", peer=member.instance_id)
             if len(done) + len(failed) == len(calls):
-                return done, self._settled(failed)
+                # what could not be reached has left by then, or is there
+                self.pool.wait_heard(who for who, error in failed.items() if isinstance(error, EngineUnreachableError))
+                return done, failed
             if unless():
                 return done, failed | {
                     member: TransferAbortedError(_OVER, peer=member.instance_id)
@@ -421,18 +425,6 @@ class FleetMethod(SyncMethod):
                     return done, failed
             with self._lock:
                 self._lock.wait(_LOOK_S)  # a lease that ends tells nobody
-
-    def _settled(self, failed: dict[Member, WeightSyncError]) -> dict[Member, WeightSyncError]:
-        """Returns when each that could not be reached has left the pool, or been heard since: at most a lease."""
-        began = self.pool.now()
-        silent = [who for who, error in failed.items() if isinstance(error, EngineUnreachableError)]
-        while self.pool.now() - began < self.pool.lease_s + _LOOK_S:
-            silent = [who for who in silent if self.pool.takes_part(who) and not self.pool.heard_since(who, began)]
-            if not silent:
-                break
-            with self._lock:
-                self._lock.wait(_LOOK_S)
-        return failed
 
     def _sender_of(self, model_tag: str) -> str | None:
         published = self.barrier.published().get(model_tag)

@@ -92,6 +92,25 @@ def test_what_is_served_already_asks_nobody(world: World) -> None:
     assert one.names() == ["prepare", "commit"]
 
 
+@pytest.mark.parametrize("is_there", [False, True], ids=["brought by a sync", "caught up with"])
+def test_a_version_is_served_when_who_was_let_in_unasked_may_answer(world: World, is_there: bool) -> None:
+    """Its next heartbeat gets it a lease. Seen red: its fleet said that it serves the version, and it refused."""
+    pool, method = world.pool, world.method()
+    has = [ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=SENDER)] if is_there else []
+    one = world.instance("a")
+    one.served = {each.model_id: each for each in has}
+    with pool.syncing():
+        one.beat_once(leased=False)
+    pool.decided(has)
+    done = in_thread(lambda: bring(method, 1), name="sync")
+    until(lambda: is_there or one.served, "it is committed")
+    with pytest.raises(TimeoutError):
+        done.result(0.3)
+    one.beat_once(leased=False)  # it is lent one
+    one.beat_once(leased=True)
+    assert done.result(LEASE_S / 4) == 1
+
+
 def test_nobody_there_and_nobody_said_where(world: World) -> None:
     method = world.method()
     with pytest.raises(InvalidRequestError, match="give train_worker_notify_weight_update"):
