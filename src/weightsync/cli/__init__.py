@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import sys
@@ -45,6 +46,10 @@ for _command in (
     app.command(help=_help, short_help=_help.partition("\n\n")[0])(_command)
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What writing to a file can fail with; commands give typed errors of all other files."""
+
+
 def main() -> None:
     """Entry point. Who reads its output may have gone (`| head`): it ends then as by SIGPIPE, without a word."""
     output = sys.stdout
@@ -60,6 +65,10 @@ def main() -> None:
             # a pipe that typer or rich found broken has something else in its place, and they end with 1
             if sys.stdout is not output or not os.path.samestat(before, os.fstat(output.fileno())):
                 raise BrokenPipeError
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError) and error.errno not in _FULL:
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # what is left goes there when Python ends
-        raise SystemExit(BROKEN_PIPE) from None
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(BROKEN_PIPE) from None
+        raise SystemExit(f"weightsync: the output can't be written: {error.strerror}") from None

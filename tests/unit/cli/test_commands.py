@@ -170,3 +170,14 @@ def test_ctrl_c_ends_a_controller_well(yaml: Path) -> None:
         process.kill()
     assert (process.returncode, out) == (0, "stopped by a signal\n")
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("words", [["--version"], ["inspect", "--help"]], ids=" ".join)
+def test_a_disk_that_is_full_is_one_line(words: list[str]) -> None:
+    """Seen red: a traceback."""
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "weightsync.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "weightsync: the output can't be written: No space left on device\n"
