@@ -5,6 +5,7 @@ What `serve` does to engines, and its Ctrl-C, is in test_verbs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -40,11 +41,24 @@ def model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 3)).to(dtype)
 
 
+@contextlib.contextmanager
+def served() -> Iterator[tuple[EmbeddedEngine, str]]:
+    engine = EmbeddedEngine.of(ModuleWeightLoader(model()))
+    server = EngineServer(engine, token=SECRET)
+    yield engine, server.start()
+    server.close()
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[str]:
-    server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(model())), token=SECRET)
-    yield server.start()
-    server.close()
+    with served() as (_, url):
+        yield url
+
+
+@pytest.fixture
+def own_engine() -> Iterator[tuple[EmbeddedEngine, str]]:
+    with served() as made:
+        yield made
 
 
 @pytest.fixture
@@ -168,11 +182,10 @@ def test_what_check_refuses(engine: str, checkpoint: Path, tmp_path: Path) -> No
     assert (code, "AuthError" in text) == (2, True)
 
 
-def test_check_leaves_an_engine_alone_that_has_a_trainer(checkpoint: Path) -> None:
-    trained, served = model(torch.float32), model()
-    engine = EmbeddedEngine.of(ModuleWeightLoader(served))
-    server = EngineServer(engine, token=SECRET)
-    url = server.start()
+def test_check_leaves_an_engine_alone_that_has_a_trainer(
+    checkpoint: Path, own_engine: tuple[EmbeddedEngine, str]
+) -> None:
+    trained, (engine, url) = model(torch.float32), own_engine
     asked = ("check", "--model", checkpoint, "--engine", url)
     with weightsync.push(trained, url, token=SECRET, run_id="mine") as push:
         for _ in range(2):  # before its first step it is in no group, and a trainer all the same
@@ -186,14 +199,12 @@ def test_check_leaves_an_engine_alone_that_has_a_trainer(checkpoint: Path) -> No
         push.step()
     assert engine.version is not None
     assert engine.version.number == 3
-    server.close()
 
 
-def test_check_goes_on_where_the_trainer_has_ended_in_order(checkpoint: Path) -> None:
-    trained, served = model(torch.float32), model()
-    engine = EmbeddedEngine.of(ModuleWeightLoader(served))
-    server = EngineServer(engine, token=SECRET)
-    url = server.start()
+def test_check_goes_on_where_the_trainer_has_ended_in_order(
+    checkpoint: Path, own_engine: tuple[EmbeddedEngine, str]
+) -> None:
+    trained, (engine, url) = model(torch.float32), own_engine
     asked = ("check", "--model", checkpoint, "--engine", url)
     with weightsync.push(trained, url, token=SECRET, run_id="mine") as push:
         push.step()
@@ -204,7 +215,6 @@ def test_check_goes_on_where_the_trainer_has_ended_in_order(checkpoint: Path) ->
     with weightsync.push(trained, url, token=SECRET, run_id="another"):
         code, text = invoke(*asked)
         assert (code, "has a trainer, another" in text) == (2, True)
-    server.close()
 
 
 def test_ctrl_c_ends_a_check_that_waits(checkpoint: Path) -> None:
