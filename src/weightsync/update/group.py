@@ -79,7 +79,7 @@ class TransferGroup:
                     raise
             except BaseException as error:
                 typed = as_weightsync_error(error, GroupJoinError, "engines did not join")
-                if typed is error:
+                if typed is error or not isinstance(error, Exception):  # Ctrl-C is no error of theirs
                     raise
                 raise typed from error
         self.sender, self._name, self._members, self._run_id = sender, info.group_name, tuple(replies), run_id

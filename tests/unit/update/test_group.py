@@ -67,3 +67,18 @@ def test_after_a_failure_there_is_none() -> None:
             rig.join()
         assert rig.group.sender is None
         assert rig.engines[0].steps.count("init") == attempt
+
+
+def test_ctrl_c_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it was a GroupJoinError, which a loop that goes on after a failed step has caught."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    rig = Rig(Engine("a"))
+    monkeypatch.setattr(rig.group._strategy, "create_sender", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rig.join()
+    assert rig.group.sender is None
+    monkeypatch.undo()
+    assert rig.join() == [2]
