@@ -315,6 +315,7 @@ def test_an_engine_never_joins(start: Any) -> None:
     said = trainer.sync("initialize")
     assert said["type"] == "GroupJoinError", said
     assert "ranks [2]" in said["text"]
+    assert "; these are of two" in said["text"]
     assert said["seconds"] < DEADLINE_S
     said = trainer.sync(1)
     assert (said["engines"], said["lost"], said["equal"]) == (("one",), ("two",), True)

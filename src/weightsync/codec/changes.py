@@ -109,14 +109,14 @@ class ChangesCodec(Codec):
                 "that a push of deltas keeps is for nothing", ", ".join(for_ever),
             )  # fmt: skip
         if whole:
-            return f"{', '.join(whole)} take whole tensors alone"
+            return f"whole tensors alone are taken by {', '.join(whole)}"
         if not _can_be_patched(kept, manifest):
             return "the model has other tensors than before, or one that no position of 4 bytes reaches"
         if self._full_sync_interval and manifest.version.number % self._full_sync_interval == 0:
             return f"{manifest.version.number} is a multiple of full_sync_interval {self._full_sync_interval}"
         if self._num_resting:
             self._num_resting -= 1
-            return f"a change before was too large; so many more go out in full: {self._num_resting}"
+            return f"a change before was too large; {self._num_resting} more go out in full"
         for who, reply in replies.items():
             if reply.unhealthy is not None or not reply.serving:
                 return f"{who} does not serve: {reply.unhealthy or 'half-loaded, or paused'}"
@@ -252,7 +252,8 @@ class _Room:
             self._left -= number
             if self._left < 0:
                 raise DeltaTooLargeError(
-                    f"the changes have over {self._most_bytes} bytes", state_left="this version goes out in full"
+                    f"the changes have over {self._most_bytes} bytes, a share of `largest`",
+                    state_left="this version goes out in full",
                 )
 
 

@@ -95,8 +95,11 @@ class AuditedWorker(abc.ABC):
             StateError: a version is being loaded, or has come while it read. It was not found out.
         """
         with self._lock:
-            if self._session is not None:
-                raise StateError("a version is being loaded: ask again when it is served")
+            if (session := self._session) is not None:
+                raise StateError(
+                    f"{session.manifest.version} is being loaded: ask again when it is served, or given up, in "
+                    f"{session.deadline.remaining_s:.0f} s at the latest"
+                )
             try:
                 served = auditable(self._served, self.loader)
                 reading = self._audits.asked_for(served)

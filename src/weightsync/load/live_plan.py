@@ -101,7 +101,8 @@ class LivePlan:
         for name in self.pieces if only is None else (only,):
             for piece in self.pieces.get(name, ()):
                 if not _equal(piece, whole[name]):
-                    odd[name] = f"{piece.owner} does not hold it as it came: it is repacked, or computed from it"
+                    why = "it is repacked, computed from it, or was written by somebody else"
+                    odd[name] = f"{piece.owner} does not hold it as it came: {why}"
         return odd
 
     def write(self, whole: Mapping[str, torch.Tensor]) -> None:

@@ -66,7 +66,7 @@ class CheckpointTensors:
             elif dtype.is_floating_point and dtype not in self._dtypes:
                 own = ", ".join(sorted(dtype_name(each) for each in self._dtypes))
                 what = f"the trainer sends {spec.dtype}, vLLM serves this model as {own} and would convert"
-                hint = "give dtype= (--dtype of weightsync check) or vLLM's --dtype the other's"
+                hint = f"send {own} (dtype=, --dtype of weightsync check), or start vLLM with --dtype {spec.dtype}"
                 differences.add(spec.name, what, hint=hint)
         differences.add_missing(name for name, tensor in self._tensor_of.items() if tensor not in taken)
         differences.refuse()

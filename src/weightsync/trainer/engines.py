@@ -112,6 +112,9 @@ class JoinedEngines:
         self._lost_before = set(lost)
         client = self._all.only(here)
         joining = {who: replies[who] for who in here}
+        for who, reply in joining.items():
+            if reply.run_id not in (None, run_id):
+                _logger.warning("%s is taken over from run %s, which has not said that it ended", who, reply.run_id)
         try:
             self.group.join(client, joining, run_id=run_id, deadline=deadline, artifact=artifact)
         except WeightSyncError as error:
@@ -123,12 +126,16 @@ class JoinedEngines:
         """Leaves engines that did not join out of the next syncs, for a time that doubles."""
         missing = set(error.details.get("missing_ranks", ()))
         causes = error.causes if isinstance(error, SyncFailedError) else {}
-        rank = 1
+        rank, absent = 1, []
         for who, reply in joining.items():
             ranks = range(rank, rank + reply.world_size)
             rank = ranks.stop
             if missing.intersection(ranks) or (who in causes and not is_consequence(causes[who])):
                 self._shun(who, error, _SHUN_S)
+            if missing.intersection(ranks):
+                absent.append(who)
+        if absent:
+            error.message += f"; these are of {', '.join(absent)}"
 
     def leave_out_busy(self, error: WeightSyncError) -> None:
         """Leaves engines out whose loader still sits in an earlier sync: one of them must not fail every sync."""

@@ -59,7 +59,8 @@ class SyncReport:
             by_deltas=self.num_deltas > 0, seconds=self.seconds, paused_s=self.paused_s,
             unproved_by=None if self.digests_equal else self.unprovable,
         )  # fmt: skip
-        return line + (f", without {', '.join(self.lost)}" if self.lost else "")
+        line += f", without {', '.join(self.lost)}" if self.lost else ""
+        return line + (f"; all of it: {self.full_because}" if self.full_because else "")
 
     @property
     def lost_engine_ids(self) -> tuple[str, ...]:

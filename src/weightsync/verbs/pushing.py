@@ -39,6 +39,7 @@ from weightsync.verbs.lora import BaseLike, lora_choice
 from weightsync.verbs.order_taker import OrderTaker
 from weightsync.verbs.settings import (
     ConfigSource,
+    check_once,
     check_options,
     loaded,
     token_of,
@@ -252,6 +253,7 @@ def _listed(engines: EngineLike | Sequence[EngineLike]) -> list[EngineLike]:
         raise ConfigError(
             "push needs engines: URLs such as 'vllm+http://host-0:8000' (or push.engines of the YAML file)"
         )
+    check_once((each for each in listed if isinstance(each, str)), name="push")
     return listed  # type: ignore[return-value]
 
 

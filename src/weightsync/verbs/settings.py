@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from weightsync.config import WeightSyncConfig
@@ -17,6 +18,10 @@ KEEP_DTYPE = "keep"
 """As a `dtype`: the trainer's own."""
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | WeightSyncConfig | None
+
+
+_KIND = re.compile(r"^\w+\+(?=https?:)")
+_THIS_MACHINE = re.compile(r"//127\.0\.0\.1(?=[:/]|$)")
 
 
 def check_options(verb: Callable[..., Any], options: Mapping[str, Any], further: Callable[..., Any]) -> None:
@@ -80,7 +85,19 @@ def as_list(given: str | Sequence[str] | None, configured: Sequence[str], *, nam
         if not isinstance(url, str):
             raise ConfigError(f"{name} has URLs, and not {url!r:.80}")
     stripped = [url.rstrip("/") for url in urls]
-    for url in stripped:
-        if stripped.count(url) > 1:
-            raise ConfigError(f"{name} has {url} twice")
+    check_once(stripped, name=name)
     return stripped
+
+
+def check_once(urls: Iterable[str], *, name: str) -> None:
+    """Refuses one server under two names: two engines that are one wait for each other until a timeout.
+
+    Raises:
+        ConfigError: one comes twice, or as localhost and as 127.0.0.1.
+    """
+    seen: dict[str, str] = {}
+    for url in urls:
+        place = _THIS_MACHINE.sub("//localhost", _KIND.sub("", url)).rstrip("/")
+        if (before := seen.get(place)) is not None:
+            raise ConfigError(f"{name} has {url} twice" + ("" if before == url else f", the first time as {before}"))
+        seen[place] = url

@@ -270,7 +270,7 @@ def test_engines_that_never_take_changes_are_told_of_once(caplog: pytest.LogCapt
     assert "for nothing" not in caplog.text
     for number in (2, 3):
         assert codec.base_for(serving(base, accepts=("full",)), manifest(weights, number)) is None
-    assert codec.why_full == "f take whole tensors alone"
+    assert codec.why_full == "whole tensors alone are taken by f"
     assert caplog.text.count("for nothing") == 1
 
 

@@ -64,6 +64,23 @@ def test_two_who_ask_at_once_are_both_told(trainer: Trainer) -> None:
     assert [each.result(LONG_S).digests_equal for each in asked] == [True] * 4
 
 
+def test_while_a_version_is_loaded_it_says_which_and_for_how_long(trainer: Trainer) -> None:
+    """Its trainer may be dead."""
+    said: list[str] = []
+
+    class Asks(ModuleWeightLoader):
+        def load_weights(self, weights: Any) -> None:
+            with pytest.raises(StateError, match="is being loaded: ask again") as caught:
+                verified(rig)
+            said.append(caught.value.message)
+            super().load_weights(weights)
+
+    rig = Rig(loader=Asks)
+    rig.load(trainer.pulled())
+    assert said[0].startswith("run/1 is being loaded")
+    assert " s at the latest" in said[0]
+
+
 def test_where_nobody_can_tell() -> None:
     reply = verified(Rig())
     assert reply.digests_equal is None

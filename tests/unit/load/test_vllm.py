@@ -111,7 +111,7 @@ def test_all_that_differs_is_said_at_once() -> None:
         "lm_head.weight: the manifest lacks it",
     ):
         assert words in text
-    assert text.count("name_map=") == text.count("give dtype=") == 1
+    assert text.count("name_map=") == text.count("send bfloat16 (dtype=") == 1
 
 
 def test_tied_weights_come_once_under_any_of_their_names() -> None:

@@ -7,10 +7,13 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from torch import nn
 
+from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import NoEnginesError, SyncFailedError, WeightSyncError, error_from_dict
 from weightsync.handles.fanout import EngineFanout
 from weightsync.handles.http import HttpEngine
+from weightsync.load.module import ModuleWeightLoader
 from weightsync.observe import Recorder
 from weightsync.testing.contracts import ScriptedEngine
 from weightsync.trainer.engines import JoinedEngines
@@ -69,3 +72,17 @@ def test_so_does_the_error_where_all_engines_have_to_take_part(hung: HttpEngine)
     assert isinstance(then, SyncFailedError)
     assert "so it was not asked" in str(then.causes["hung"])
     assert then.retry_after_s is not None
+
+
+def test_who_takes_an_engine_over_is_told_from_whom(caplog: pytest.LogCaptureFixture) -> None:
+    """Seen red: a wrong port took somebody's engine without a word; a trainer that has ended in order is nobody."""
+    engine = EmbeddedEngine.of(ModuleWeightLoader(nn.Linear(2, 2)), engine_id="e")
+    first, second, third = joined(engine), joined(engine), joined(engine)
+    for trainer, run_id in ((first, "one"), (first, "one"), (second, "two")):
+        trainer.ready(Deadline(30.0), run_id=run_id, require_all=True)
+    second.close()
+    third.ready(Deadline(30.0), run_id="three", require_all=True)
+    said = [record.getMessage() for record in caplog.records if "taken over" in record.getMessage()]
+    assert said == ["e is taken over from run one, which has not said that it ended"]
+    third.close()
+    first.group.leave()

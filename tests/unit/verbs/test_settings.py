@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.verbs.settings import as_list, loaded, token_of, with_extract, with_transfer
+from weightsync.verbs.settings import as_list, check_once, loaded, token_of, with_extract, with_transfer
 
 SECRET = "a-token-for-tests-only"
 
@@ -69,3 +69,12 @@ def test_a_list_of_urls_takes_one_and_refuses_the_same_twice() -> None:
         as_list(["http://a:1", "http://a:1/"], (), name="to")
     with pytest.raises(ConfigError, match="to has URLs"):
         as_list([1], (), name="to")  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("other", ["http://localhost:1", "vllm+http://127.0.0.1:1/", "vllm+http://localhost:1"])
+def test_one_server_under_two_names_of_this_machine_is_refused(other: str) -> None:
+    """Seen red: it waited for itself until `join_timeout_s`."""
+    others = ["http://localhost:2", "http://localhost:1/b", "https://localhost:1", "http://127.0.0.10:1"]
+    check_once(["http://127.0.0.1:1", *others], name="push")
+    with pytest.raises(ConfigError, match=r"push has .* twice, the first time as http://127\.0\.0\.1:1"):
+        check_once(["http://127.0.0.1:1", other], name="push")
