@@ -147,8 +147,12 @@ def test_check_names_what_differs(engine: str, checkpoint: Path) -> None:
     assert (code, "the trainer sends float32" in text, "bfloat16" in text) == (1, True, True)
     save_file({f"module.{name}": tensor for name, tensor in state.items()}, checkpoint / "model.safetensors")
     code, text = invoke("check", "--model", checkpoint, "--engine", engine)
+    assert (code, "3 tensors differ: the engine's names are these without 'module.': name_map=" in text) == (1, True)
+    others = {"1.weighty" if name == "1.weight" else f"module.{name}": tensor for name, tensor in state.items()}
+    save_file(others, checkpoint / "model.safetensors")
+    code, text = invoke("check", "--model", checkpoint, "--engine", engine)
     assert (code, "closest that it has is '0.weight'" in text, text.count("name_map")) == (1, True, 1)
-    assert "6 tensors differ: module.0.weight: " in text, "three of the trainer's, and three of the engine's"
+    assert "6 tensors differ: 1.weighty: " in text, "three of the trainer's, and three of the engine's"
     assert text.index("0.weight: the manifest lacks it") < text.index("1.weight: the manifest lacks it")
     save_file({f"x.{number}": torch.zeros(1) for number in range(20)}, checkpoint / "model.safetensors")
     code, text = invoke("check", "--model", checkpoint, "--engine", engine)

@@ -17,7 +17,7 @@ import torch
 
 from weightsync.errors import LoadError, UnsupportedError
 from weightsync.load.spans import overlapping, share_storage
-from weightsync.load.whole import RENAMES, TIED, Differences, no_such_tensor
+from weightsync.load.whole import TIED, Differences
 from weightsync.module_walk import Held, ModuleTensors
 from weightsync.tensors import spec_of
 from weightsync.types import Manifest, TensorSpec, TensorTable, dtype_name
@@ -152,7 +152,7 @@ class Placing:
                 continue
             tensor = live.get(self._name_map(spec.name))
             if tensor is None:
-                differences.add(spec.name, functools.partial(no_such_tensor, spec.name, live), hint=RENAMES)
+                differences.add_strange(spec.name, live)
                 continue
             if (other := taken.setdefault(id(tensor), spec.name)) != spec.name:
                 differences.add(spec.name, f"this tensor and {other} are one in the engine's model", hint=TIED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from weightsync.load.placing import named_tensors
-from weightsync.load.whole import RENAMES, TIED, Differences, no_such_tensor
+from weightsync.load.whole import TIED, Differences
 from weightsync.tensors import torch_dtype
 from weightsync.types import Manifest, dtype_name
 
@@ -56,7 +55,7 @@ class CheckpointTensors:
         for spec in manifest.tensors:
             dtype, shape = torch_dtype(spec.dtype), self._shapes.get(spec.name) if self.known else spec.shape
             if shape is None:
-                differences.add(spec.name, functools.partial(no_such_tensor, spec.name, self._shapes), hint=RENAMES)
+                differences.add_strange(spec.name, self._shapes)
             elif (other := taken.setdefault(self._tensor_of.get(spec.name, id(spec)), spec.name)) != spec.name:
                 differences.add(spec.name, f"this tensor and {other} are one in the engine's model", hint=TIED)
             elif spec.box is not None:

@@ -17,8 +17,6 @@ from weightsync.types import Full, Manifest, TensorSpec, Update, Version, dtype_
 MAX_TOLD = 10
 """Of a manifest that does not fit, so many tensors are named; all are counted."""
 
-RENAMES = "name_map= on the trainer's side gives tensors other names"
-
 TIED = "tied weights travel once: leave one out, e.g. name_map=lambda name: None if name == 'lm_head.weight' else name"
 
 
@@ -30,6 +28,8 @@ class Differences:
         self._hints: dict[str, None] = {}
         self._count = 0
         self._num_missing = 0
+        self._strange: list[str] = []
+        self._known: Collection[str] = ()
 
     def add(self, name: str, why: str | Callable[[], str], *, hint: str = "") -> None:
         """One tensor.
@@ -43,6 +43,14 @@ class Differences:
         if len(self._told) < MAX_TOLD:
             self._told.append((name, why if isinstance(why, str) else why()))
             self._hints |= {hint: None} if hint else {}
+
+    def add_strange(self, name: str, known: Collection[str]) -> None:
+        """One that is none of the model's names, which are `known`."""
+        self._strange.append(name)
+        self._known = known
+        self.add(
+            name, lambda: no_such_tensor(name, known), hint="name_map= on the trainer's side gives tensors other names"
+        )
 
     def add_missing(self, names: Iterable[str], *, hint: str = "") -> None:
         """The model's tensors that the manifest has not."""
@@ -58,6 +66,9 @@ class Differences:
         """
         if not self._told:
             return
+        if (prefix := self._prefix()) is not None:
+            what = f"{len(self._strange)} tensors differ: {prefix} on the trainer's side"
+            raise ManifestMismatchError(what, parameter=self._strange[0])
         if self._num_missing == self._count:
             what = f"the manifest lacks {self._count} of the model's tensors: " + ", ".join(
                 name for name, _ in self._told
@@ -70,6 +81,22 @@ class Differences:
         what += f" and {more} more" if more else ""
         raise ManifestMismatchError("; ".join([what, *self._hints]), parameter=self._told[0][0])
 
+    def _prefix(self) -> str | None:
+        """Where all strange names are the model's with something before them, or without it: that, and the remedy."""
+        if not self._strange or len(self._strange) + self._num_missing < self._count:
+            return None
+        first, known = self._strange[0], self._known
+        cut = next((at for at, char in enumerate(first, 1) if char == "." and first[at:] in known), 0)
+        before = first[:cut]
+        if cut and all(name.startswith(before) and name[cut:] in known for name in self._strange):
+            return (
+                f"the engine's names are these without {before!r}: name_map=lambda name: name.removeprefix({before!r})"
+            )
+        before = next((each.removesuffix(first) for each in known if each.endswith(f".{first}")), "")
+        if before and all(before + name in known for name in self._strange):
+            return f"the engine's names are these with {before!r} before: name_map=lambda name: {before!r} + name"
+        return None
+
 
 def is_of(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     """Whether the tensor has the dtype and the shape that were announced."""
@@ -77,7 +104,7 @@ def is_of(tensor: torch.Tensor, spec: TensorSpec) -> bool:
 
 
 def no_such_tensor(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that the engine's model has not; `RENAMES` is the hint."""
+    """What to say of a name that the engine's model has not."""
     meant = closest(name, known)
     return "the engine's model has no such tensor" + (
         "" if meant is None else f"; the closest that it has is {meant!r}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from weightsync.load.whole import lent
+from weightsync.errors import ManifestMismatchError
+from weightsync.load.whole import Differences, lent
 
 
 def test_every_way_to_share_is_seen() -> None:
@@ -25,3 +27,35 @@ def test_every_way_to_share_is_seen() -> None:
     model.sparse = nn.Parameter(torch.zeros(2, 2).to_sparse())
     assert lent(staging, model) == {"whole", "part", "buffer", "renamed", "numpy"}
     assert lent({}, model) == lent(staging, nn.Module()) == set()
+
+
+@pytest.mark.parametrize(
+    ("sent", "remedy"),
+    [
+        ("module.model.{}", "name.removeprefix('module.')"),
+        ("{}", "'model.' + name"),
+        ("actor.{}", None),
+    ],
+)
+def test_a_prefix_is_told_once_with_its_remedy(sent: str, remedy: str | None) -> None:
+    """Seen red: ten lines that were alike."""
+    known = [f"model.layers.{index}.weight" for index in range(20)]
+    differences = Differences()
+    for name in known:
+        differences.add_strange(sent.format(name.removeprefix("model.")), known)
+    differences.add_missing(known)
+    with pytest.raises(ManifestMismatchError) as caught:
+        differences.refuse()
+    text = caught.value.message
+    assert text.startswith(f"{40 if remedy is None else 20} tensors differ: ")
+    assert caught.value.parameter == sent.format("layers.0.weight")
+    assert (remedy is not None) == (text.count("layers.") == 0) == (len(text) < 200)
+    assert remedy is None or f"name_map=lambda name: {remedy}" in text
+
+
+def test_a_prefix_explains_no_shape() -> None:
+    differences = Differences()
+    differences.add_strange("module.a", ["a", "b"])
+    differences.add("b", "the trainer sends (2,), the engine's model has (3,)")
+    with pytest.raises(ManifestMismatchError, match="has no such tensor"):
+        differences.refuse()
