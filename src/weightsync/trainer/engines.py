@@ -105,6 +105,8 @@ class JoinedEngines:
                 state_left="nothing was changed",
                 **_retry_after(max, left_out),
             )
+        for who in self._lost_before.intersection(here):
+            _logger.warning("engine %s takes part again", who)
         for who in lost:
             if who not in self._lost_before:
                 _logger.warning("syncing without engine %s: %s", who, lost[who])

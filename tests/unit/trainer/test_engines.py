@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import NoEnginesError, SyncFailedError, WeightSyncError, error_from_dict
+from weightsync.errors import EngineUnreachableError, NoEnginesError, SyncFailedError, WeightSyncError, error_from_dict
 from weightsync.handles.fanout import EngineFanout
 from weightsync.handles.http import HttpEngine
 from weightsync.load.module import ModuleWeightLoader
@@ -18,7 +18,7 @@ from weightsync.observe import Recorder
 from weightsync.testing.contracts import ScriptedEngine
 from weightsync.trainer.engines import JoinedEngines
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
-from weightsync.types import Deadline, EngineHandle
+from weightsync.types import Deadline, EngineHandle, EngineOp, EngineReply, EngineRequest
 
 
 @pytest.fixture
@@ -86,3 +86,27 @@ def test_who_takes_an_engine_over_is_told_from_whom(caplog: pytest.LogCaptureFix
     assert said == ["e is taken over from run one, which has not said that it ended"]
     third.close()
     first.group.leave()
+
+
+def test_an_engine_that_is_back_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Seen red: that it was left out was told, and not that it is there again."""
+
+    class Away(EmbeddedEngine):
+        is_away = True
+
+        def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+            if self.is_away:
+                raise EngineUnreachableError("it is away", peer=self.engine_id)
+            return super().call(op, request, timeout_s=timeout_s)
+
+    stays, other = EmbeddedEngine.of(ModuleWeightLoader(nn.Linear(2, 2)), engine_id="stays"), nn.Linear(2, 2)
+    away = Away.of(ModuleWeightLoader(other), engine_id="away")
+    assert isinstance(away, Away)
+    engines = joined(stays, away)
+    for away.is_away in (True, True, False, False):
+        engines.ready(Deadline(30.0), run_id="one", require_all=False)
+    said = [record.getMessage() for record in caplog.records if "engine away" in record.getMessage()]
+    assert len(said) == 2
+    assert said[0].startswith("syncing without engine away: ")
+    assert said[1] == "engine away takes part again"
+    engines.close()
