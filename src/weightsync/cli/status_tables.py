@@ -35,8 +35,7 @@ def _models(now: ControllerStatus) -> Table:
         return (
             tag, now.sync_mode.get(tag), model.run_id or "none", str(model.train_model_version),
             "none" if served < 0 else str(served), str(model.staleness), _state(model),
-            ("waits", "yellow") if model.blocked else "goes on",
-            (f"of {validation.version}" if validation else None, "yellow"), model.last_error,
+            _rollout(model), (f"of {validation.version}" if validation else None, "yellow"), model.last_error,
         )  # fmt: skip
 
     rows = (row(tag, model) for tag, model in now.models.items())
@@ -50,6 +49,12 @@ def _state(model: RolloutServiceState) -> Cell:
         text += f", failed {model.num_failed} in a row"
     wrong = model.overdue or model.num_failed
     return text, "bold red" if wrong else "" if model.state == "running" else "yellow"
+
+
+def _rollout(model: RolloutServiceState) -> Cell:
+    if model.num_answering == 0:
+        return "nobody answers", "bold red"
+    return ("waits", "yellow") if model.blocked else "goes on"
 
 
 def _fleet(now: ControllerStatus) -> Table:

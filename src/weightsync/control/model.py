@@ -314,9 +314,10 @@ class ModelControl:
                 _logger.warning("model %s: evicted after retries: %s", self.tag, ", ".join(evicted) or "nobody")
             case GiveUp(run_id=run_id, version=number):
                 version = Version(run_id=run_id or "unnamed", number=number)
+                dark = self._num_answering(self._shared.method.instances()) == 0
                 _logger.error(
-                    "model %s: %s is not served after all retries: rollout goes on with what it serves (%s)",
-                    self.tag, version, self._last_error,
+                    "model %s: %s is not served after all retries: %s (%s)", self.tag, version,
+                    "nobody answers" if dark else "rollout goes on with what it serves", self._last_error,
                 )  # fmt: skip
                 self._tell(self._shared.on_give_up, version)
             case StartValidation(validation=validation):

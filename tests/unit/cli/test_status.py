@@ -65,6 +65,7 @@ def test_all_is_well() -> None:
         (status(instances=(instance("a", 12, state="joining"),)), 0),
         (statuses.failed(), 1),
         (statuses.evicted(), 1),
+        (statuses.dark(), 1),
         (statuses.hundred(), 1),
         (status(instances=(instance("a", 12, state="suspect"),)), 1),
         (status(instances=(instance("a", 12, gone=("e1",)),)), 1),
@@ -100,6 +101,14 @@ def test_what_is_wrong_is_shown_first_and_in_full() -> None:
         text = run(server.url)[1]
     assert "Waiting for verifier to publish 13 (4.0 s of 60 s)" in text
     assert "actor 13, verifier 12" in text
+
+
+def test_of_a_dark_fleet_nothing_goes_on() -> None:
+    with StatusServer(statuses.dark()) as server:
+        text = run(server.url)[1]
+    assert text.startswith("actor: nobody answers\n")
+    assert re.search(r"overdue +nobody answers", text)
+    assert "goes on" not in text
 
 
 def test_names_can_not_move_the_cursor_or_style_the_table() -> None:

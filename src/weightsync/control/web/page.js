@@ -212,6 +212,8 @@ function models(status) {
     const failed = model.num_failed ? `failed ${model.num_failed} in a row` : "";
     const pool = model.pool_locked && !model.blocked ? "pool locked" : "";
     const words = { need_sync: "sync is due", syncing: "syncing", running: "running" };
+    const silent = model.num_answering === 0;
+    const rollout = silent ? "nobody answers" : model.blocked ? "waits" : "goes on";
     const state = model.overdue ? "overdue" : words[model.state] || "";
     return {
       key: tag,
@@ -219,7 +221,7 @@ function models(status) {
         { text: tag }, short(own(status.sync_mode, tag)), long(model.run_id === null ? "none" : model.run_id),
         number(model.train_model_version), number(served), number(model.staleness),
         { ...short(state, model.overdue || failed ? "wrong" : model.state === "running" ? "" : "busy"), more: failed },
-        { ...short(model.blocked ? "waits" : "goes on", model.blocked ? "busy" : ""), more: pool },
+        { ...short(rollout, silent ? "wrong" : model.blocked ? "busy" : ""), more: pool },
         short(validates ? `of ${validates.version}` : "", "busy"), long(model.last_error),
       ],
     };
