@@ -229,7 +229,7 @@ class RolloutPool:
             if current is not None and (served is None or served != current.of):
                 newer = served is not None and served.run_id == current.run_id and served.number > current.version
                 if not newer:
-                    return f"{served or 'nothing'} of {tag}, and the fleet serves {current.of}"
+                    return f"{served or 'nothing'} of {tag}, and the fleet is to serve {current.of}"
         return None if known.beat.whole or exact else "part of a set"
 
     def _ahead(self, known: Instance) -> str | None:
@@ -239,7 +239,7 @@ class RolloutPool:
             if served is None or current is None or served.run_id != current.run_id:
                 continue
             if served.number > current.version:
-                return f"{served} of {tag}, and the fleet serves {current.of}"
+                return f"{served} of {tag}, and the fleet is to serve {current.of}"
         return None
 
     # --- what a sync asks ---
@@ -336,7 +336,7 @@ class RolloutPool:
             return found
 
     def current(self, model_id: str) -> ModelVersion | None:
-        """What the fleet serves of a model."""
+        """What the fleet is to serve of a model."""
         with self._changed:
             return self._goals.current.get(model_id)
 
