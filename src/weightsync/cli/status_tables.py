@@ -34,7 +34,7 @@ def _models(now: ControllerStatus) -> Table:
         served, validation = model.rollout_model_version, model.waiting_for_validation
         return (
             tag, now.sync_mode.get(tag), model.run_id or "none", str(model.train_model_version),
-            "none" if served < 0 else str(served), str(model.staleness), _state(model),
+            *(("none", "all") if served < 0 else (str(served), str(model.staleness))), _state(model),
             _rollout(model), (f"of {validation.version}" if validation else None, "yellow"), model.last_error,
         )  # fmt: skip
 

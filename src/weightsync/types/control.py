@@ -112,7 +112,7 @@ class RolloutServiceState(Message, frozen=True, kw_only=True):
         state: "running"; "need_sync": services are being locked; "syncing".
         run_id, train_model_version, rollout_model_version: versions are of this run. A rollout version of -1: rollout
             has none of it yet.
-        staleness: versions behind.
+        staleness: versions behind: their difference, with a rollout version of -1, too.
         blocked: whether rollout has to wait.
         pool_locked: whether the trajectory pool is locked: by a sync, or by a validation.
         dataloader_locked: whether the dataloader is locked: by a validation.

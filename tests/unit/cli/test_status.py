@@ -103,6 +103,12 @@ def test_what_is_wrong_is_shown_first_and_in_full() -> None:
     assert "actor 13, verifier 12" in text
 
 
+def test_nothing_of_a_run_is_behind_by_all_of_it() -> None:
+    """Seen red: trained 3, served none, behind 4."""
+    with StatusServer(status(models={"actor": model(3, -1)})) as server:
+        assert re.search(r"actor +batch-async +run-a1b2c3 +3 +none +all +running", run(server.url)[1])
+
+
 def test_of_a_dark_fleet_nothing_goes_on() -> None:
     with StatusServer(statuses.dark()) as server:
         text = run(server.url)[1]
