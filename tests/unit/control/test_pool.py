@@ -497,6 +497,18 @@ def test_one_that_is_heard_no_more_says_for_how_long() -> None:
     assert {each.why for each in pool.status({})} == {"not heard for 60.0 s", "not heard for 68.0 s"}
 
 
+def test_one_whose_engine_is_gone_and_that_serves_nothing_comes_in_nowhere() -> None:
+    """Seen red: before the first version it came in again behind each sync that it failed."""
+    pool, _ = made()
+    pool.heartbeat(beat())
+    pool.evict("a", "its engine failed")
+    reply = pool.heartbeat(beat(gone={"e": "can't connect"}))
+    assert (reply.state, reply.lease_s) == ("joining", 0.0)
+    said = "it serves nothing; it was left out: its engine failed; engine e is gone: can't connect"
+    assert pool.status({})[0].why == said
+    assert pool.heartbeat(beat()).admitted, "it is there again"
+
+
 def test_an_instance_whose_engine_is_gone_says_so() -> None:
     """Seen red: it stood there as live, and then as one that joins."""
     pool, _ = made()
