@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 _STATES = {"evicted": "bold red", "suspect": "bold yellow", "joining": "yellow", "live": "green"}
 _MOST_SYNCS = 8
 _MOST_WAITS = 3
+_ERROR_CHARS = 140
 
 
 def tables_of(now: ControllerStatus) -> Iterator[Table]:
@@ -35,7 +38,7 @@ def _models(now: ControllerStatus) -> Table:
         return (
             tag, now.sync_mode.get(tag), model.run_id or "none", str(model.train_model_version),
             *(("none", "all") if served < 0 else (str(served), str(model.staleness))), _state(model),
-            _rollout(model), (f"of {validation.version}" if validation else None, "yellow"), model.last_error,
+            _rollout(model), (f"of {validation.version}" if validation else None, "yellow"), _brief(model.last_error),
         )  # fmt: skip
 
     rows = (row(tag, model) for tag, model in now.models.items())
@@ -67,7 +70,8 @@ def _fleet(now: ControllerStatus) -> Table:
         lease = seconds_text(each.lease_left_s) if each.lease_left_s > 0 else "none"
         return (
             each.instance_id, (each.state, _STATES[each.state]), *versions,
-            *((moves[each.instance_id], "yellow") for _ in moving), seconds_text(each.heartbeat_age_s), lease, each.why,
+            *((moves[each.instance_id], "yellow") for _ in moving), seconds_text(each.heartbeat_age_s), lease,
+            _brief(each.why),
         )  # fmt: skip
 
     rows = map(row, troubled_first(now.instances))
@@ -99,12 +103,16 @@ def _barriers(now: ControllerStatus) -> Table:
 
 def _syncs(now: ControllerStatus) -> Table:
     styles = {"served": "green", "failed": "bold red"}
+    shown = now.syncs[:_MOST_SYNCS]
+    errors = [_brief(each.error) for each in shown]
+    same = [False, *(one == other != "" for one, other in itertools.pairwise(errors))]
     rows = (
         (
             f"{each.model_tag} {each.version}", f"{seconds_text(max(0.0, now.now_s - each.started_s))} ago",
-            seconds_text(each.seconds), (each.outcome, styles.get(each.outcome, "yellow")), _waits(each), each.error,
+            seconds_text(each.seconds), (each.outcome, styles.get(each.outcome, "yellow")), _waits(each),
+            "as before" if again else error,
         )
-        for each in now.syncs[:_MOST_SYNCS]
+        for each, error, again in zip(shown, errors, same, strict=True)
     )  # fmt: skip
     return table("Last syncs", ("sync", "began", "took", "outcome", "longest waits", "error"), rows)
 
@@ -116,3 +124,10 @@ def _waits(record: SyncRecord) -> str:
         longest.setdefault(span.name, span)
     first = list(longest.values())[:_MOST_WAITS]
     return ", ".join(f"{span.name}{f' {span.who}' if span.who else ''} {seconds_text(span.seconds)}" for span in first)
+
+
+def _brief(error: str | None) -> str:
+    """An error as a row has room for it: without its facts in brackets, and without the errors that only hold others.
+    All of it is in `--json`."""
+    text = re.sub(r" \[[a-z_]+=[^\[\]]*\]", "", error or "").replace("SyncFailedError: ", "")
+    return text if len(text) <= _ERROR_CHARS else f"{text[: _ERROR_CHARS - 4]} ..."
