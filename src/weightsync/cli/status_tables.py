@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from weightsync.cli.tables import Cell, table
-from weightsync.control.web.headline import seconds_text, short_version, troubled_first
+from weightsync.control.web.headline import brief, seconds_text, short_version, troubled_first
 from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState, SyncRecord, SyncSpan
 
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ def _models(now: ControllerStatus) -> Table:
         return (
             tag, now.sync_mode.get(tag), model.run_id or "none", str(model.train_model_version),
             *(("none", "all") if served < 0 else (str(served), str(model.staleness))), _state(model),
-            _rollout(model), (f"of {validation.version}" if validation else None, "yellow"), _brief(model.last_error),
+            _rollout(model), (f"of {validation.version}" if validation else None, "yellow"),
+            brief(model.last_error, _ERROR_CHARS),
         )  # fmt: skip
 
     rows = (row(tag, model) for tag, model in now.models.items())
@@ -71,7 +71,7 @@ def _fleet(now: ControllerStatus) -> Table:
         return (
             each.instance_id, (each.state, _STATES[each.state]), *versions,
             *((moves[each.instance_id], "yellow") for _ in moving), seconds_text(each.heartbeat_age_s), lease,
-            _brief(each.why),
+            brief(each.why, _ERROR_CHARS),
         )  # fmt: skip
 
     rows = map(row, troubled_first(now.instances))
@@ -104,7 +104,7 @@ def _barriers(now: ControllerStatus) -> Table:
 def _syncs(now: ControllerStatus) -> Table:
     styles = {"served": "green", "failed": "bold red"}
     shown = now.syncs[:_MOST_SYNCS]
-    errors = [_brief(each.error) for each in shown]
+    errors = [brief(each.error, _ERROR_CHARS) for each in shown]
     same = [False, *(one == other != "" for one, other in itertools.pairwise(errors))]
     rows = (
         (
@@ -124,10 +124,3 @@ def _waits(record: SyncRecord) -> str:
         longest.setdefault(span.name, span)
     first = list(longest.values())[:_MOST_WAITS]
     return ", ".join(f"{span.name}{f' {span.who}' if span.who else ''} {seconds_text(span.seconds)}" for span in first)
-
-
-def _brief(error: str | None) -> str:
-    """An error as a row has room for it: without its facts in brackets, and without the errors that only hold others.
-    All of it is in `--json`."""
-    text = re.sub(r" \[[a-z_]+=[^\[\]]*\]", "", error or "").replace("SyncFailedError: ", "")
-    return text if len(text) <= _ERROR_CHARS else f"{text[: _ERROR_CHARS - 4]} ..."

@@ -100,6 +100,13 @@ def seconds_text(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def brief(error: str | None, most: int) -> str:
+    """An error in at most so many characters, without its facts in brackets, and without the errors that only hold
+    others."""
+    text = re.sub(r" \[[a-z_]+=[^\[\]]*\]", "", error or "").replace("SyncFailedError: ", "")
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
 def _of_silence(status: ControllerStatus) -> Iterator[Fact]:
     """Models that no instance of the fleet may answer with."""
     for tag, model in status.models.items():
@@ -113,7 +120,7 @@ def _of_silence(status: ControllerStatus) -> Iterator[Fact]:
 def _of_model(
     tag: str, model: RolloutServiceState, newest: SyncRecord | None, instances: Sequence[InstanceStatus]
 ) -> Iterator[Fact]:
-    error = (model.last_error or (newest.error if newest else None) or "")[:_DETAIL_CHARS]
+    error = brief(model.last_error or (newest.error if newest else None), _DETAIL_CHARS)
     version = newest.version if newest is not None else model.train_model_version
     if model.num_failed:
         times = "once" if model.num_failed == 1 else f"{model.num_failed} times"
@@ -160,7 +167,7 @@ def _of_instances(instances: Sequence[InstanceStatus]) -> Iterator[Fact]:
         names = ", ".join(instance.instance_id[:100] for instance in those[:_NAMED])
         more = f" and {len(those) - _NAMED} more" if len(those) > _NAMED else ""
         whys = [instance.why or f"heartbeat {seconds_text(instance.heartbeat_age_s)} ago" for instance in those]
-        detail = "; ".join(dict.fromkeys(why[:_DETAIL_CHARS] for why in whys[:_NAMED]))
+        detail = "; ".join(dict.fromkeys(brief(why, _DETAIL_CHARS) for why in whys[:_NAMED]))
         yield Fact(level=level, text=f"{head}{verb} {state}: {names}{more}", detail=detail)
     for instance in [each for each in instances if each.gone][:_NAMED]:
         names = ", ".join(who[:100] for who in instance.gone[:_NAMED])
