@@ -24,6 +24,7 @@ from weightsync.errors import ConfigError
 
 _MUST = {
     "advertise": "a host name, or in `serve` an http:// or https:// URL",
+    "anchor_every": "a whole number of versions, 1 to 256",
     "base_url": "an http:// or https:// URL",
     "chunk_bytes": "a whole number of bytes above 0",
     "controller": "an http:// or https:// URL",
@@ -40,6 +41,7 @@ _MUST = {
     "sources": "a list of http:// or https:// URLs",
     "staleness_threshold": "a whole number of versions, 1 or more",
     "to": "a list of http:// or https:// URLs",
+    "upload_bytes_s": "a finite number of bytes a second, above 0",
     "validate_freq": "a whole number of training steps, 0 (no validation) or more",
 }
 

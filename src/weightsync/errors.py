@@ -331,7 +331,8 @@ class SyncFailedError(WeightSyncError):
     def __str__(self) -> str:
         head = {key: getattr(self, key) for key in _FIELDS if getattr(self, key) is not None}
         facts = ", ".join(f"{key}={value}" for key, value in head.items())
-        causes = "; ".join(f"{peer}: {type(error).__name__}: {error}" for peer, error in self.causes.items())
+        told = {peer: error for peer, error in self.causes.items() if str(error) not in self.message}
+        causes = "; ".join(f"{peer}: {type(error).__name__}: {error}" for peer, error in told.items())
         return _visible(f"{self.message}{f' [{facts}]' if facts else ''}{f' ({causes})' if causes else ''}")
 
 

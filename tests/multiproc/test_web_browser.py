@@ -158,6 +158,12 @@ def test_tables(tab: Tab) -> None:
         ]
         assert tab.rows("fleet")[0] == ["inst-0", "live", "12", "12", "0.4 s", "4.6 s", ""]
         assert tab.page.locator("#models tbody td.wrong").inner_text() == "sync is due failed 2 in a row"
+        server.now = status(models={"actor": statuses.model(3, -1)})
+        tab.says("#models tbody tr:first-child :nth-child(6)", "all")
+        assert tab.rows("models")[0][3:6] == ["3", "none", "all"]
+        server.now = statuses.dark()
+        tab.says("#headline", "actor: nobody answers")
+        assert tab.rows("models")[0][6:8] == ["overdue", "nobody answers"]
         server.now = statuses.waiting()
         tab.says("#level", "BUSY")
         assert tab.rows("barriers") == [["actor, verifier", "13", "verifier", "actor 13, verifier 12", "4.0 s", "60 s"]]

@@ -277,6 +277,8 @@ def test_a_message_that_is_quoted_and_that_nobody_prints_is_told() -> None:
         ({"extract": {"dtype_overrides": {"*.norm.*": "int8"}}}, ["dtype_overrides['*.norm.*'] = 'int8'", "'float32'"]),
         ({"extract": {"dtype_overrides": "float32"}}, ["dtype_overrides = 'float32'", "mapping"]),
         ({"extract": {"chunk_bytes": 0}}, ["chunk_bytes = 0", "bytes above 0"]),
+        ({"publish": {"anchor_every": 0}}, ["anchor_every = 0", "a whole number of versions, 1 to 256"]),
+        ({"serve": {"upload_bytes_s": "1G"}}, ["upload_bytes_s", "number of bytes a second, above 0, or null"]),
         ({"extract": {"chunk_bytes": 1.5}}, ["chunk_bytes = 1.5", "whole number of bytes"]),
         ({"extract": {"chunk_bytes": True}}, ["chunk_bytes = True", "whole number of bytes"]),
         ({"transfer": {"join_timeout_s": 0}}, ["join_timeout_s = 0", "seconds above 0"]),

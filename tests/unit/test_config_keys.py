@@ -13,14 +13,16 @@ import http.server
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from tests.standins.processes import free_port
 from tests.unit.config_seen import ENGINE, HEARD, OTHER, RUN_ID, Tree, seen_by, tree_of
 from weightsync import WeightSyncConfig
 from weightsync._config_foreign import FOREIGN_KEYS
+from weightsync._config_problems import must_be
 from weightsync._config_reads import METHODS, READ_WITH, read_with
 from weightsync.config import SECTIONS
 from weightsync.control.controller import WeightSyncController
@@ -192,6 +194,18 @@ def useless() -> Iterator[str]:
 @pytest.fixture
 def places(tmp_path: Path, useless: str) -> dict[str, Any]:
     return {"tmp": str(tmp_path), "port": free_port(), "url": useless}
+
+
+def test_a_number_is_not_said_to_be_text() -> None:
+    """Seen red for a number of versions, and for bytes a second."""
+    fields = {f"{name}.{key}": field for name, part in SECTIONS.items() for key, field in part.model_fields.items()}
+    numbers = []
+    for key, field in (fields | WeightSyncConfig.model_fields).items():
+        with contextlib.suppress(ValidationError):
+            TypeAdapter(Annotated[field.annotation, field, *field.metadata]).validate_python(5, strict=True)
+            numbers.append(key)
+            assert "text" not in must_be(key.rpartition(".")[2], field.annotation), key
+    assert {"publish.anchor_every", "serve.upload_bytes_s", "serve.port", "fleet.lease_s"} <= {*numbers}
 
 
 def test_the_walk_has_every_key() -> None:

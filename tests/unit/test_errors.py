@@ -92,6 +92,13 @@ def test_causes_keep_their_types_and_their_engines() -> None:
     assert "alone" in str(again)
 
 
+def test_a_cause_that_the_message_has_is_not_said_twice() -> None:
+    gone = EngineUnreachableError("can't connect", peer="e")
+    error = SyncFailedError(f"1 of 2 failed: e: {gone}", causes={"e": gone, "f": LoadError("bad")}, version="r/1")
+    assert str(error) == "1 of 2 failed: e: can't connect [peer=e] [version=r/1] (f: LoadError: bad)"
+    assert "peer=e" in str(error_from_dict(json.loads(json.dumps(error.to_dict()))))
+
+
 @pytest.mark.parametrize(
     "detail",
     [object(), {1: {2, 3}}, (1, 2), float("inf"), float("nan"), b"bytes", ValueError("x"), 1 << 80, "\ud800"],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from weightsync.cli.tables import Cell, table
-from weightsync.control.web.headline import seconds_text, short_version, troubled_first
+from weightsync.control.web.headline import brief, seconds_text, short_version, troubled_first
 from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState, SyncRecord, SyncSpan
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _STATES = {"evicted": "bold red", "suspect": "bold yellow", "joining": "yellow", "live": "green"}
 _MOST_SYNCS = 8
 _MOST_WAITS = 3
+_ERROR_CHARS = 140
 
 
 def tables_of(now: ControllerStatus) -> Iterator[Table]:
@@ -34,9 +36,9 @@ def _models(now: ControllerStatus) -> Table:
         served, validation = model.rollout_model_version, model.waiting_for_validation
         return (
             tag, now.sync_mode.get(tag), model.run_id or "none", str(model.train_model_version),
-            "none" if served < 0 else str(served), str(model.staleness), _state(model),
-            ("waits", "yellow") if model.blocked else "goes on",
-            (f"of {validation.version}" if validation else None, "yellow"), model.last_error,
+            *(("none", "all") if served < 0 else (str(served), str(model.staleness))), _state(model),
+            _rollout(model), (f"of {validation.version}" if validation else None, "yellow"),
+            brief(model.last_error, _ERROR_CHARS),
         )  # fmt: skip
 
     rows = (row(tag, model) for tag, model in now.models.items())
@@ -52,6 +54,12 @@ def _state(model: RolloutServiceState) -> Cell:
     return text, "bold red" if wrong else "" if model.state == "running" else "yellow"
 
 
+def _rollout(model: RolloutServiceState) -> Cell:
+    if model.num_answering == 0:
+        return "nobody answers", "bold red"
+    return ("waits", "yellow") if model.blocked else "goes on"
+
+
 def _fleet(now: ControllerStatus) -> Table:
     tags = tuple(now.models)
     moves = {each.instance_id: _moves(each) for each in now.instances}
@@ -62,7 +70,8 @@ def _fleet(now: ControllerStatus) -> Table:
         lease = seconds_text(each.lease_left_s) if each.lease_left_s > 0 else "none"
         return (
             each.instance_id, (each.state, _STATES[each.state]), *versions,
-            *((moves[each.instance_id], "yellow") for _ in moving), seconds_text(each.heartbeat_age_s), lease, each.why,
+            *((moves[each.instance_id], "yellow") for _ in moving), seconds_text(each.heartbeat_age_s), lease,
+            brief(each.why, _ERROR_CHARS),
         )  # fmt: skip
 
     rows = map(row, troubled_first(now.instances))
@@ -94,12 +103,16 @@ def _barriers(now: ControllerStatus) -> Table:
 
 def _syncs(now: ControllerStatus) -> Table:
     styles = {"served": "green", "failed": "bold red"}
+    shown = now.syncs[:_MOST_SYNCS]
+    errors = [brief(each.error, _ERROR_CHARS) for each in shown]
+    same = [False, *(one == other != "" for one, other in itertools.pairwise(errors))]
     rows = (
         (
             f"{each.model_tag} {each.version}", f"{seconds_text(max(0.0, now.now_s - each.started_s))} ago",
-            seconds_text(each.seconds), (each.outcome, styles.get(each.outcome, "yellow")), _waits(each), each.error,
+            seconds_text(each.seconds), (each.outcome, styles.get(each.outcome, "yellow")), _waits(each),
+            "as before" if again else error,
         )
-        for each in now.syncs[:_MOST_SYNCS]
+        for each, error, again in zip(shown, errors, same, strict=True)
     )  # fmt: skip
     return table("Last syncs", ("sync", "began", "took", "outcome", "longest waits", "error"), rows)
 

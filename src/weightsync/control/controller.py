@@ -279,10 +279,11 @@ class WeightSyncController:
 
     def status(self) -> ControllerStatus:
         syncs = [record for model in self._models.values() for record in model.records()]
+        instances = self.method.instances()
         return ControllerStatus(
-            models={tag: model.seen() for tag, model in self._models.items()},
+            models={tag: model.seen(instances) for tag, model in self._models.items()},
             sync_mode={tag: model.policy.mode for tag, model in self._models.items()},
-            instances=self.method.instances(),
+            instances=instances,
             barriers=self.method.barriers(),
             syncs=tuple(sorted(syncs, key=lambda record: -record.started_s)[:_NUM_SYNCS]),
             now_s=time.time(),
@@ -293,7 +294,7 @@ class WeightSyncController:
         return tuple(self._models)
 
     def rollout_service_state(self, model_tag: str) -> RolloutServiceState:
-        return self._model(model_tag).seen()
+        return self._model(model_tag).seen(self.method.instances())
 
     def subscribe(self, changed: Callable[[str], None]) -> Callable[[], None]:
         """Calls `changed(model_tag)` after each change of a model, from any thread; it must be quick. Returns what ends

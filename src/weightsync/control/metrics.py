@@ -21,7 +21,7 @@ _OF_MODELS: tuple[tuple[str, str, Callable[[RolloutServiceState], float]], ...] 
      lambda model: model.rollout_model_version),
     ("staleness", "Versions that rollout is behind.", lambda model: model.staleness),
     ("blocked", "1 while rollout has to wait.", lambda model: model.blocked),
-    ("overdue", "1 while rollout goes on with an old version after all retries.", lambda model: model.overdue),
+    ("overdue", "1 while a version is not tried any more, after all retries.", lambda model: model.overdue),
     ("failures_in_a_row", "Syncs that have failed since the last good one, or since giving up.",
      lambda model: model.num_failed),
     ("validating", "1 while a validation runs.", lambda model: model.waiting_for_validation is not None),
@@ -125,6 +125,14 @@ class _Now:
             instances.add_metric([state], sum(instance.state == state for instance in now.instances))
         yield instances
         taking_part = [instance for instance in now.instances if instance.state in ("live", "suspect")]
+        answering = gauge("answering", "Rollout services that may answer with a model.", "model")
+        for tag, model in now.models.items():
+            if model.num_answering is not None:
+                answering.add_metric([tag], model.num_answering)
+        yield answering
+        gone = gauge("engines_gone", "Engines that do not answer their rollout service.")
+        gone.add_metric([], sum(len(instance.gone) for instance in now.instances))
+        yield gone
         lag = gauge("lag_max", "Versions that the last of those that take part is behind.", "model")
         for tag in now.models:
             lag.add_metric([tag], max((instance.lag.get(tag) or 0 for instance in taking_part), default=0))

@@ -39,7 +39,7 @@ from weightsync.errors import NotPublishedError, StateError, SyncFailedError, Ve
 from weightsync.handles.fanout import in_thread
 from weightsync.observe import Recorder
 from weightsync.types import Deadline, Version
-from weightsync.types.control import RolloutServiceState, SyncRecord, ValidationResult, ValidationRun
+from weightsync.types.control import InstanceStatus, RolloutServiceState, SyncRecord, ValidationResult, ValidationRun
 
 _logger = logging.getLogger(__name__)
 _AGAIN_S = (1.0, 2.0, 4.0)
@@ -235,7 +235,8 @@ class ModelControl:
         )
         return frozenset(module for module in locked if module is not None)
 
-    def seen(self) -> RolloutServiceState:
+    def seen(self, instances: Sequence[InstanceStatus]) -> RolloutServiceState:
+        """What users see of it; `instances` are the method's."""
         service = self._config.inference_service
         with self._changed:
             state, error, retry_at_s = self.state, self._last_error, self._retry_at_s
@@ -254,12 +255,17 @@ class ModelControl:
             retry_in_s=None if retry_at_s is None or not state.num_failed else max(0.0, retry_at_s - time.monotonic()),
             overdue=state.overdue,
             last_error=error,
+            num_answering=self._num_answering(instances),
             model_name=service.model or "",
             weight_type=service.weight_type,
             weight_path=self._config.sync_weight_path or "",
             backend=service.backend or "",
             base_url=service.base_url or "",
         )
+
+    def _num_answering(self, instances: Sequence[InstanceStatus]) -> int | None:
+        """See `RolloutServiceState`."""
+        return None if self._shared.method.pool is None else sum(each.may_answer(self.tag) for each in instances)
 
     def end_validate(self, result: Mapping[str, Any] | None) -> None:
         """The validation that was running has ended."""
@@ -308,9 +314,10 @@ class ModelControl:
                 _logger.warning("model %s: evicted after retries: %s", self.tag, ", ".join(evicted) or "nobody")
             case GiveUp(run_id=run_id, version=number):
                 version = Version(run_id=run_id or "unnamed", number=number)
+                dark = self._num_answering(self._shared.method.instances()) == 0
                 _logger.error(
-                    "model %s: %s is not served after all retries: rollout goes on with what it serves (%s)",
-                    self.tag, version, self._last_error,
+                    "model %s: %s is not served after all retries: %s (%s)", self.tag, version,
+                    "nobody answers" if dark else "rollout goes on with what it serves", self._last_error,
                 )  # fmt: skip
                 self._tell(self._shared.on_give_up, version)
             case StartValidation(validation=validation):

@@ -185,6 +185,8 @@ class RolloutPool:
         served = known.serves()
         if (behind := self._behind(known)) is not None:
             return behind
+        if known.beat.gone and not any(served.values()):  # though nobody has decided for anything yet
+            return "it serves nothing"
         if (ahead := self._ahead(known)) is not None:
             return f"{ahead}, which is older: it comes in when the fleet has come so far, by a sync"
         if now < self._learning.until_s:
@@ -199,9 +201,8 @@ class RolloutPool:
 
     def _why(self, known: Instance, now: float) -> str | None:
         """Why it takes no part, or is about to."""
-        silent_s, held = now - known.heard_s, None
-        if known.state == "joining":
-            held = self._held_up(known, now)
+        silent_s = now - known.heard_s
+        held = self._held_up(known, now) if known.state == "joining" else None
         silent = f"not heard for {silent_s:.1f} s" if silent_s > self._late_s else None
         left = f"it was left out: {known.why}" if held and known.why else known.why
         return "; ".join(filter(None, (silent, held, left))) or None
@@ -209,8 +210,7 @@ class RolloutPool:
     def _let_in(self, now: float) -> None:
         """Who was heard not long ago, and may come in by now. Its next heartbeat is lent a lease."""
         for each in self._instances.values():
-            heard = now - each.heard_s < self.lease_s / 2
-            if each.state == "joining" and heard and self._held_up(each, now) is None:
+            if each.state == "joining" and now - each.heard_s < self.lease_s / 2 and self._held_up(each, now) is None:
                 self._come_in(each)
                 each.lease_end_s = now + self.lease_s
 
@@ -229,7 +229,7 @@ class RolloutPool:
             if current is not None and (served is None or served != current.of):
                 newer = served is not None and served.run_id == current.run_id and served.number > current.version
                 if not newer:
-                    return f"{served or 'nothing'} of {tag}, and the fleet serves {current.of}"
+                    return f"{served or 'nothing'} of {tag}, and the fleet is to serve {current.of}"
         return None if known.beat.whole or exact else "part of a set"
 
     def _ahead(self, known: Instance) -> str | None:
@@ -239,7 +239,7 @@ class RolloutPool:
             if served is None or current is None or served.run_id != current.run_id:
                 continue
             if served.number > current.version:
-                return f"{served} of {tag}, and the fleet serves {current.of}"
+                return f"{served} of {tag}, and the fleet is to serve {current.of}"
         return None
 
     # --- what a sync asks ---
@@ -336,7 +336,7 @@ class RolloutPool:
             return found
 
     def current(self, model_id: str) -> ModelVersion | None:
-        """What the fleet serves of a model."""
+        """What the fleet is to serve of a model."""
         with self._changed:
             return self._goals.current.get(model_id)
 

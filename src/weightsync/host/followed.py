@@ -183,6 +183,8 @@ class FollowedRun:
         """
         agent = self.agents[endpoint]
         agent.ended = agent.ended and gone
+        if gone and agent.newest is not None:
+            why = f"the trainer's agent is gone, or cut off: {why}"
         if agent.error is None and agent.ended:
             _logger.info("model %s: the trainer at %s has ended", self._model_id, endpoint)
         elif agent.error is None or _kind(agent.error) != _kind(why):

@@ -304,7 +304,8 @@ class FleetMember:
             if staged is not None:
                 waits.append(ModelVersion(model_id=model_id, run_id=staged.run_id, version=staged.number))
             status = model.status()
-            errors += [f"{model_id}: {who}: {why}" for who, why in (status.errors | status.sender_errors).items()]
+            told = [pair for pair in (status.errors | status.sender_errors).items() if pair not in gone]
+            errors += [f"{model_id}: {who}: {why}" for who, why in told]
             if status.retrying:
                 errors.append(f"{model_id}: {status.retrying}")
             claim = self._catching_up.get(model_id)

@@ -112,7 +112,7 @@ class RolloutServiceState(Message, frozen=True, kw_only=True):
         state: "running"; "need_sync": services are being locked; "syncing".
         run_id, train_model_version, rollout_model_version: versions are of this run. A rollout version of -1: rollout
             has none of it yet.
-        staleness: versions behind.
+        staleness: versions behind: their difference, with a rollout version of -1, too.
         blocked: whether rollout has to wait.
         pool_locked: whether the trajectory pool is locked: by a sync, or by a validation.
         dataloader_locked: whether the dataloader is locked: by a validation.
@@ -122,6 +122,7 @@ class RolloutServiceState(Message, frozen=True, kw_only=True):
         retry_in_s: seconds until the next try, where one is scheduled.
         overdue: the retries have ended; rollout goes on with its old version.
         last_error: of the last sync, while it matters.
+        num_answering: instances that may answer with this model; None: the method has no fleet, and nobody counts.
         model_name, weight_type, weight_path, backend, base_url: the inference service, as configured.
     """
 
@@ -139,6 +140,7 @@ class RolloutServiceState(Message, frozen=True, kw_only=True):
     retry_in_s: float | None = None
     overdue: bool = False
     last_error: str | None = None
+    num_answering: int | None = None
     model_name: str = ""
     weight_type: str = ""
     weight_path: str = ""
@@ -193,6 +195,10 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     progress: dict[str, TransferProgress] = msgspec.field(default_factory=dict)
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
     gone: tuple[str, ...] = ()
+
+    def may_answer(self, model_tag: str) -> bool:
+        """Whether it takes part, has that model, and all of its engines answer their service."""
+        return self.state in ("live", "suspect") and model_tag in self.models and not self.gone
 
 
 SPANS = ("trainer", "batch gate", "barrier", "agent", "transfer", "load", "pause", "commit", "retry")

@@ -65,6 +65,7 @@ def test_all_is_well() -> None:
         (status(instances=(instance("a", 12, state="joining"),)), 0),
         (statuses.failed(), 1),
         (statuses.evicted(), 1),
+        (statuses.dark(), 1),
         (statuses.hundred(), 1),
         (status(instances=(instance("a", 12, state="suspect"),)), 1),
         (status(instances=(instance("a", 12, gone=("e1",)),)), 1),
@@ -100,6 +101,46 @@ def test_what_is_wrong_is_shown_first_and_in_full() -> None:
         text = run(server.url)[1]
     assert "Waiting for verifier to publish 13 (4.0 s of 60 s)" in text
     assert "actor 13, verifier 12" in text
+
+
+def test_an_error_is_said_once_and_rows_have_room() -> None:
+    """Seen red: one dead engine gave the same nested errors, with all facts, in each of eight rows."""
+    gone = "EngineUnreachableError: can't connect to http://127.0.0.1:8000: refused; does an engine run there?"
+    facts = "[peer=e] [peer=http://127.0.0.1:9000, version=r/2, state_left=engines that failed serve their old version]"
+    error = f"SyncFailedError: 1 of 1 instances failed: one: SyncFailedError: e: {gone} {facts}"
+    syncs = tuple(sync(version, outcome="failed", error=error) for version in (5, 4, 3))
+    other = sync(2, outcome="failed", error="NoEnginesError: no rollout service takes part")
+    late = model(5, 1, overdue=True, last_error=error)
+    there = instance("one", 1, why=f"{gone} {facts}; {error}")
+    now = status(models={"actor": late}, instances=(there,), syncs=(*syncs, other, syncs[0], sync(1), sync(0)))
+    with StatusServer(now) as server:
+        first, _, rows = run(server.url, COLUMNS="400")[1].partition("\n\n")
+    assert "state_left" not in first
+    lines = [line.rstrip() for line in rows.splitlines() if "─" not in line]
+    ends = [line for line in lines if line.startswith("actor 5 ")]
+    assert all("1 of 1 instances failed: one: e: EngineUnreachableError: can't connect" in end for end in ends)
+    assert len(ends) == 2
+    assert [line.endswith("as before") for line in lines if re.match("actor [0-9] ", line)] == [
+        False, True, True, False, False, False, False,
+    ]  # fmt: skip
+    assert "state_left" not in rows
+    assert max(map(len, lines)) <= 260
+    with StatusServer(now) as server:
+        assert run(server.url, "--json")[1].count("state_left") == 7
+
+
+def test_nothing_of_a_run_is_behind_by_all_of_it() -> None:
+    """Seen red: trained 3, served none, behind 4."""
+    with StatusServer(status(models={"actor": model(3, -1)})) as server:
+        assert re.search(r"actor +batch-async +run-a1b2c3 +3 +none +all +running", run(server.url)[1])
+
+
+def test_of_a_dark_fleet_nothing_goes_on() -> None:
+    with StatusServer(statuses.dark()) as server:
+        text = run(server.url)[1]
+    assert text.startswith("actor: nobody answers\n")
+    assert re.search(r"overdue +nobody answers", text)
+    assert "goes on" not in text
 
 
 def test_names_can_not_move_the_cursor_or_style_the_table() -> None:

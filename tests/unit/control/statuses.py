@@ -112,6 +112,13 @@ def evicted() -> ControllerStatus:
     return status(instances=(*status().instances[:2], gone))
 
 
+def dark() -> ControllerStatus:
+    """The only instance has no engine any more, and the trainer is gone."""
+    alone = instance("inst-0", 12, state="joining", lease_left_s=0.0, why="engine e is gone", gone=("e",))
+    late = model(14, 12, overdue=True, last_error="cut", num_answering=0)
+    return status(models={"actor": late}, instances=(alone,), syncs=())
+
+
 def waiting() -> ControllerStatus:
     barrier = BarrierStatus(
         versions={"actor": 13, "verifier": 12}, waits_for=("verifier",), version=13, waited_s=4.0, timeout_s=60.0

@@ -9,7 +9,10 @@ import prometheus_client
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.control import statuses
+from tests.unit.control.pool_kit import at, beat, made
 from tests.unit.control.statuses import StatusServer, model, status, sync
+from weightsync.control.controller import WeightSyncController
+from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.metrics import ControllerMetrics
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.types.control import ControllerStatus, ValidationRun
@@ -57,6 +60,32 @@ def test_what_a_status_tells() -> None:
     told.now = statuses.nothing_yet()
     assert told.value("instances", state="evicted") == told.value("heartbeat_age_max_seconds") == 0
     assert told.value("barrier_waited_max_seconds") == told.value("syncs_total", model="default", outcome="failed") == 0
+
+
+def test_a_fleet_in_which_nobody_answers_is_seen() -> None:
+    """Seen red: with its only engine dead, and no trainer, nothing told it from a fleet that is well."""
+    pool, _ = made()
+    controller = WeightSyncController({"sync_mode": "fully-async"}, FleetMethod(pool), model_tags=("m", "n"))
+    told = Told(controller.status())
+
+    def seen() -> tuple[float, ...]:
+        told.now = controller.status()
+        answering = [told.value("answering", model=model) for model in ("m", "n")]
+        return (*answering, told.value("engines_gone"), told.value("instances", state="live"))
+
+    assert seen() == (0, 0, 0, 0), "each is there to be compared, before anybody is"
+    pool.decided([at(1)])
+    pool.heartbeat(beat("a", at(1)))
+    pool.heartbeat(beat("a", at(1)))
+    assert seen() == (1, 0, 0, 1), "it has one of the models"
+    pool.heartbeat(beat("a", at(1), gone={"e": "can't connect"}))
+    assert seen() == (0, 0, 1, 1)
+    for _ in range(2):
+        pool.heartbeat(beat("a", lacks=("m",), gone={"e": "can't connect"}))
+    assert seen() == (0, 0, 1, 0), "it joins"
+    controller.close()
+    told.now = status()
+    assert not any(name == PREFIX + "answering" for name, _ in told.samples()), "without a fleet nobody counts"
 
 
 def test_each_sync_is_counted_once_when_it_has_ended() -> None:

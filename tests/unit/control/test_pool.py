@@ -46,10 +46,17 @@ def test_one_that_is_behind_is_told_what_to_serve() -> None:
     pool.decided([at(3), at(7, model="other")])
     reply = pool.heartbeat(beat("a", at(2)))
     assert (reply.state, reply.lease_s, reply.catch_up) == ("joining", 0.0, (at(3),))
-    assert reply.why == "r/2 of m, and the fleet serves r/3"
+    assert reply.why == "r/2 of m, and the fleet is to serve r/3"
     assert pool.heartbeat(beat("a", at(3))).admitted
     assert not pool.heartbeat(beat("b", at(4))).admitted, "nobody has decided for what it serves"
     assert not pool.heartbeat(beat("c", at(9, run_id="another"))).lease_s
+
+
+def test_what_nobody_has_is_what_the_fleet_is_to_serve() -> None:
+    """Seen red: the fleet was said to serve what was told of alone."""
+    pool, _ = made()
+    pool.claim([at(24)])
+    assert pool.heartbeat(beat()).why == "nothing of m, and the fleet is to serve r/24"
 
 
 def test_nobody_comes_in_while_two_syncs_run() -> None:
@@ -465,7 +472,7 @@ def test_one_that_is_ahead_says_so_and_comes_in_when_the_fleet_has_come_so_far()
     pool.heartbeat(beat("a", at(10), lacks=()))
     reply = pool.heartbeat(beat("j", at(11), lacks=(), leased=False))
     for why in (reply.why, pool.status({})[1].why):
-        assert str(why).startswith("r/11 of m, and the fleet serves r/10, which is older: it comes in when")
+        assert str(why).startswith("r/11 of m, and the fleet is to serve r/10, which is older: it comes in when")
     clock.now += LEASE_S / 3
     pool.heartbeat(beat("j", at(11), lacks=(), leased=False))
     with pool.syncing([at(11)]):
@@ -485,9 +492,21 @@ def test_one_that_is_heard_no_more_says_for_how_long() -> None:
     said = {each.instance_id: (each.state, each.why) for each in pool.status({})}
     assert said == {"live": ("suspect", "not heard for 8.0 s"), "j": ("evicted", "not heard for 8.0 s")}
     reply = pool.heartbeat(beat("j", at(2), lacks=(), leased=False))
-    assert (reply.state, reply.why) == ("joining", "r/2 of m, and the fleet serves r/3")
+    assert (reply.state, reply.why) == ("joining", "r/2 of m, and the fleet is to serve r/3")
     clock.now += 60.0
     assert {each.why for each in pool.status({})} == {"not heard for 60.0 s", "not heard for 68.0 s"}
+
+
+def test_one_whose_engine_is_gone_and_that_serves_nothing_comes_in_nowhere() -> None:
+    """Seen red: before the first version it came in again behind each sync that it failed."""
+    pool, _ = made()
+    pool.heartbeat(beat())
+    pool.evict("a", "its engine failed")
+    reply = pool.heartbeat(beat(gone={"e": "can't connect"}))
+    assert (reply.state, reply.lease_s) == ("joining", 0.0)
+    said = "it serves nothing; it was left out: its engine failed; engine e is gone: can't connect"
+    assert pool.status({})[0].why == said
+    assert pool.heartbeat(beat()).admitted, "it is there again"
 
 
 def test_an_instance_whose_engine_is_gone_says_so() -> None:

@@ -204,7 +204,7 @@ def test_a_run_that_its_agent_never_names_is_refused_when_its_time_is_over() -> 
     model.run.check(claim)
     model.hears(None, BAD, in_s=PATIENCE_S + 0.1)
     assert "other/1 was announced" in (model.run.doubts or ""), "it may come late, and operators are told"
-    with pytest.raises(VersionError, match=r"not taken up: .* did not have it within 120 s: nobody there"):
+    with pytest.raises(VersionError, match=r"not taken up: .* did not have it within 120 s: .* cut off: nobody there"):
         model.run.check(claim)
     for _ in range(11):
         model.hears(None, BAD, in_s=PATIENCE_S)
@@ -340,6 +340,15 @@ def test_a_trainer_that_has_ended_in_order_is_no_failure_until_somebody_waits_fo
     model.pulls()
     model.hears(None, ONE, in_s=6.0)
     assert (model.run.ended, set(model.run.errors)) == ((), {ONE, TWO})
+
+
+def test_an_agent_that_answered_before_is_said_to_be_gone() -> None:
+    """Seen red: of a trainer that was ended by Ctrl-C it was asked whether an agent runs there."""
+    model = following(ONE, poll_s=5.0)
+    model.run.know(TWO)
+    for endpoint in (ONE, TWO):
+        model.hears(None, endpoint, in_s=6.0)
+    assert model.run.errors == {ONE: "the trainer's agent is gone, or cut off: nobody there", TWO: "nobody there"}
 
 
 def test_what_answers_where_a_trainer_has_ended_and_is_no_good_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:

@@ -65,6 +65,7 @@ class Told:
         self.permit = self.engines = self
         self.served: Version | None = Version(run_id="r", number=1)
         self.fails = False
+        self.errors: dict[str, str] = {}
         self.go = threading.Event()
         self.go.set()
 
@@ -102,7 +103,8 @@ class Told:
             raise SyncFailedError("as told", causes={})
 
     def status(self) -> ModelStatus:
-        return ModelStatus(sender="http://agent", wanted_run_id="r", wanted=self.served and self.served.number)
+        number = self.served and self.served.number
+        return ModelStatus(sender="http://agent", wanted_run_id="r", wanted=number, errors=self.errors)
 
 
 class Member:
@@ -293,6 +295,14 @@ def test_a_lease_file_that_was_cut_off_is_told_to_the_fleet(made: Member) -> Non
     os.truncate(made.lease.path, 0)
     until(lambda: "was damaged, or cut off" in (made.pool.status({})[0].why or ""), "its status says so")
     assert not made.answers
+
+
+def test_an_engine_that_is_gone_is_said_once(made: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.live()
+    monkeypatch.setattr(made.models["a"], "gone", lambda: {"e": "silent"})
+    made.models["a"].errors = {"e": "silent", "f": "bad"}
+    until(lambda: "bad" in (made.pool.status({})[0].why or ""), "its status says so")
+    assert made.pool.status({})[0].why == "engine e is gone: silent; a: f: bad"
 
 
 def test_engines_that_are_gone_are_told_to_the_fleet(made: Member) -> None:

@@ -242,7 +242,7 @@ class FleetMethod(SyncMethod):
                 _logger.info("model %s: nobody says whether %s is there: %s", each.model_id, each.of, error)
         if members := self.pool.claim(versions):  # it came in meanwhile: nobody tells of that once more
             return members
-        raise NoEnginesError("no rollout service takes part: see /status for why")
+        raise NoEnginesError("no rollout service takes part: the controller's status says why of each")
 
     def _each(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
         decided = Once()

@@ -52,6 +52,7 @@ def facts(status: ControllerStatus) -> tuple[Fact, ...]:
         newest.setdefault(record.model_tag, record)
     found = [
         *(_of_barrier(barrier) for barrier in status.barriers),  # first: a sync that waits or failed is its doing
+        *_of_silence(status),
         *(
             fact
             for tag, model in status.models.items()
@@ -99,10 +100,27 @@ def seconds_text(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def brief(error: str | None, most: int) -> str:
+    """An error in at most so many characters, without its facts in brackets, and without the errors that only hold
+    others."""
+    text = re.sub(r" \[[a-z_]+=[^\[\]]*\]", "", error or "").replace("SyncFailedError: ", "")
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
+def _of_silence(status: ControllerStatus) -> Iterator[Fact]:
+    """Models that no instance of the fleet may answer with."""
+    for tag, model in status.models.items():
+        mine = [each for each in status.instances if tag in each.models]
+        comes = any(each.state == "joining" and not each.gone for each in mine)
+        if model.num_answering == 0:
+            is_new = not mine and model.run_id is None
+            yield Fact(level="busy" if comes or is_new else "wrong", text=f"{tag}: nobody answers")
+
+
 def _of_model(
     tag: str, model: RolloutServiceState, newest: SyncRecord | None, instances: Sequence[InstanceStatus]
 ) -> Iterator[Fact]:
-    error = (model.last_error or (newest.error if newest else None) or "")[:_DETAIL_CHARS]
+    error = brief(model.last_error or (newest.error if newest else None), _DETAIL_CHARS)
     version = newest.version if newest is not None else model.train_model_version
     if model.num_failed:
         times = "once" if model.num_failed == 1 else f"{model.num_failed} times"
@@ -110,10 +128,10 @@ def _of_model(
         if model.state != "syncing" and model.retry_in_s is not None:
             then = f"next try in {seconds_text(model.retry_in_s)}"
         then += f": {error}" if error else ""
-        waits = ", rollout waits" if model.blocked else f", rollout goes on with {_served_number(model)}"
-        yield Fact(level="wrong", text=f"{tag}: the sync of version {version} failed {times}{waits}", detail=then)
+        waits = "rollout waits" if model.blocked else _goes_on(model)
+        yield Fact(level="wrong", text=f"{tag}: the sync of version {version} failed {times}, {waits}", detail=then)
     elif model.overdue:
-        text = f"{tag}: version {version} could not be synced, rollout goes on with {_served_number(model)}"
+        text = f"{tag}: version {version} could not be synced, {_goes_on(model)}"
         yield Fact(level="wrong", text=text, detail=error)
     elif newest is not None and newest.outcome == "failed":
         yield Fact(level="wrong", text=f"{tag}: the sync of version {version} failed", detail=error)
@@ -149,7 +167,7 @@ def _of_instances(instances: Sequence[InstanceStatus]) -> Iterator[Fact]:
         names = ", ".join(instance.instance_id[:100] for instance in those[:_NAMED])
         more = f" and {len(those) - _NAMED} more" if len(those) > _NAMED else ""
         whys = [instance.why or f"heartbeat {seconds_text(instance.heartbeat_age_s)} ago" for instance in those]
-        detail = "; ".join(dict.fromkeys(why[:_DETAIL_CHARS] for why in whys[:_NAMED]))
+        detail = "; ".join(dict.fromkeys(brief(why, _DETAIL_CHARS) for why in whys[:_NAMED]))
         yield Fact(level=level, text=f"{head}{verb} {state}: {names}{more}", detail=detail)
     for instance in [each for each in instances if each.gone][:_NAMED]:
         names = ", ".join(who[:100] for who in instance.gone[:_NAMED])
@@ -176,7 +194,8 @@ def _served(status: ControllerStatus) -> Iterator[Fact]:
         return
     if not status.instances:
         served = ", ".join(f"{tag} {_served_number(model)}" for tag, model in status.models.items())
-        yield Fact(level="ok", text=f"Rollout serves {served}")
+        if all(model.num_answering is None for model in status.models.values()):
+            yield Fact(level="ok", text=f"Rollout serves {served}")
         return
     serving = [each for each in status.instances if each.state in ("live", "suspect") and not each.gone]
     if not serving:
@@ -197,6 +216,10 @@ def _range(tag: str, model: RolloutServiceState, serving: Sequence[InstanceStatu
         return f"{tag} {next(iter(versions))}"
     parts = ", ".join(f"{number} serve {version}" for version, number in versions.most_common(_NAMED))
     return f"{tag} ({parts}{', ...' if len(versions) > _NAMED else ''})"
+
+
+def _goes_on(model: RolloutServiceState) -> str:
+    return "nobody answers" if model.num_answering == 0 else f"rollout goes on with {_served_number(model)}"
 
 
 def _served_number(model: RolloutServiceState) -> str:

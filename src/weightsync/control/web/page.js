@@ -208,18 +208,21 @@ function models(status) {
   const heads = ["model", "mode", "run", "trained", "served", "behind", "state", "rollout", "validation", "last error"];
   table("models", heads, Object.entries(status.models).map(([tag, model]) => {
     const validates = model.waiting_for_validation;
-    const served = model.rollout_model_version < 0 ? "none" : String(model.rollout_model_version);
+    const none = model.rollout_model_version < 0; // nothing of this run: no difference says how far behind
+    const [served, behind] = none ? ["none", "all"] : [model.rollout_model_version, model.staleness];
     const failed = model.num_failed ? `failed ${model.num_failed} in a row` : "";
     const pool = model.pool_locked && !model.blocked ? "pool locked" : "";
     const words = { need_sync: "sync is due", syncing: "syncing", running: "running" };
+    const silent = model.num_answering === 0;
+    const rollout = silent ? "nobody answers" : model.blocked ? "waits" : "goes on";
     const state = model.overdue ? "overdue" : words[model.state] || "";
     return {
       key: tag,
       cells: [
         { text: tag }, short(own(status.sync_mode, tag)), long(model.run_id === null ? "none" : model.run_id),
-        number(model.train_model_version), number(served), number(model.staleness),
+        number(model.train_model_version), number(served), number(behind),
         { ...short(state, model.overdue || failed ? "wrong" : model.state === "running" ? "" : "busy"), more: failed },
-        { ...short(model.blocked ? "waits" : "goes on", model.blocked ? "busy" : ""), more: pool },
+        { ...short(rollout, silent ? "wrong" : model.blocked ? "busy" : ""), more: pool },
         short(validates ? `of ${validates.version}` : "", "busy"), long(model.last_error),
       ],
     };

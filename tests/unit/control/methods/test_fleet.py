@@ -24,6 +24,7 @@ from tests.unit.control.fleet_instances import (
     until,
     v,
 )
+from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.errors import (
     ConfigError,
@@ -123,6 +124,18 @@ def test_nobody_there_and_nobody_said_where(world: World) -> None:
     assert bring(method, 2) == 2
     with pytest.raises(ConfigError):
         FleetMethod(world.pool, commit_policy="quorum(0)")
+
+
+def test_with_nobody_there_nothing_is_said_to_go_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    given_up = threading.Event()
+    controller = WeightSyncController(
+        {"sync_mode": "sync"}, world.method(), model_tags=("actor",), retries_s=(),
+        on_give_up=lambda tag, version: given_up.set(),
+    )  # fmt: skip
+    controller.train_worker_notify_weight_update("w", "actor", "r", 1, sender_endpoint=SENDER)
+    assert given_up.wait(LONG_S)
+    assert "r/1 is not served after all retries: nobody answers (NoEnginesError" in caplog.text
+    controller.close()
 
 
 @pytest.mark.parametrize("fault", [raises(SyncFailedError("as told", causes={})), status_500], ids=["typed", "500"])

@@ -17,7 +17,7 @@ from weightsync.control.web.headline import facts, seconds_text, short_version, 
 from weightsync.control.web.page import Overview
 from weightsync.net.messages import decode
 from weightsync.types import Version
-from weightsync.types.control import SPANS, BarrierStatus, ControllerStatus, InstanceStatus
+from weightsync.types.control import SPANS, BarrierStatus, ControllerStatus, InstanceStatus, RolloutServiceState
 
 TOKEN = "a-token-for-tests-only"
 
@@ -91,6 +91,27 @@ def said(now: ControllerStatus) -> list[str]:
                 "wrong: actor: version 14 could not be synced, rollout goes on with 12 (cut)",
                 "ok: Rollout serves actor 12",
             ],
+        ),
+        (statuses.dark(), [
+            "wrong: actor: nobody answers",
+            "wrong: actor: version 14 could not be synced, nobody answers (cut)",
+            "wrong: inst-0: engine gone: e (heard 0.4 s ago)",
+            "busy: 1 of 1 instances is joining: inst-0 (engine e is gone)",
+        ]),
+        (
+            status(models={"actor": model(14, 12, num_failed=1, num_answering=0)}, instances=(), syncs=()),
+            [
+                "wrong: actor: nobody answers",
+                "wrong: actor: the sync of version 14 failed once, nobody answers (it is tried again)",
+            ],
+        ),
+        (
+            status(models={"actor": model(14, 12, num_answering=0)}, instances=(instance("a", 12, state="joining"),)),
+            ["busy: actor: nobody answers", "busy: 1 of 1 instances is joining: a (heartbeat 0.4 s ago)"],
+        ),
+        (
+            ControllerStatus(models={"default": RolloutServiceState(num_answering=0)}),
+            ["busy: default: nobody answers", "ok: No sync yet"],
         ),
         (
             statuses.waiting(),
