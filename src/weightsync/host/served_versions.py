@@ -268,7 +268,7 @@ class ServedVersions:
                 other = "" if now == said else f" (it says {said}, of another trainer, or damaged since)"
                 _logger.warning("engine %s serves %s%s, not %s: it is brought back", engine.name, now, other, before)
             elif error is not None and not was_silent:
-                _logger.warning("engine %s does not say what it serves: %s", engine.name, error)
+                _logger.warning("engine %s does not say what it serves, it is asked again: %s", engine.name, error)
             if now != before or (error is not None) != was_silent:
                 self._tell_changed()
 
