@@ -38,6 +38,7 @@ class Engine:
         unreachable: whether it did not answer when it was looked at last.
         unprovable: why it could not prove its live bytes.
         checksum: its own, of what was loaded last.
+        logged: the error of its last load, in words; None: that went well.
         load: that was not ended, or has ended and was not noted yet.
         num_loads: begun and ended ones: odd while one is under way.
         asking: the last question to it.
@@ -52,6 +53,7 @@ class Engine:
         self.unreachable = False
         self.unprovable: str | None = None
         self.checksum: str | None = None
+        self.logged: str | None = None
         self.load: Future[LoadReport] | None = None
         self.num_loads = 0
         self.asking: Future[EngineReply] | None = None
