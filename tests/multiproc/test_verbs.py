@@ -331,6 +331,24 @@ def test_an_engine_in_to_that_comes_later_is_warned_of(caplog: pytest.LogCapture
         engine.close()
 
 
+def test_a_wrong_port_in_to_and_a_wrong_token_of_a_controller_are_told_by_their_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: "does a weightsync rollout service run there", and "it was sent --token" of a token in a variable."""
+    to = f"http://127.0.0.1:{free_port()}"
+    with weightsync.publish(build(5), "actor", to=to, token=TOKEN, port=0):
+        assert "does a weightsync rollout service or controller run there" in caplog.text
+    settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": 0}})
+    served = {"actor": build(99, dtype=torch.bfloat16)}
+    with (
+        build_controller(settings, token=TOKEN) as controller,
+        weightsync.serve(
+            served, token=f"not-{TOKEN}", port=0, controller=controller.url, lease=str(tmp_path / "lease")
+        ),
+    ):
+        wait_until(lambda: "it was sent --token, the variable WEIGHTSYNC_TOKEN" in caplog.text, "it is said", _LONG_S)
+
+
 def test_a_controller_in_place_of_hosts_is_told_and_its_fleet_has_the_last_version(tmp_path: Path) -> None:
     settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": 0}})
     served = build(99, dtype=torch.bfloat16)

@@ -137,7 +137,8 @@ class _Told:
     def __init__(self, url: str, *, model_id: str, token: str | None, verify: bool | str) -> None:
         if "+" in url.partition("://")[0] and "@" not in url:
             raise ConfigError(f"{url} in to= is an engine: {_instead(url, model_id)}")
-        self._service = RolloutClient(url, token=token, verify=verify)
+        runs = "a weightsync rollout service or controller"
+        self._service = RolloutClient(url, token=token, verify=verify, runs=runs)
         self._controller = ControllerClient(url, token=token, verify=verify)
         self.url = self._service.url
         self._token, self._verify = token, verify
