@@ -331,6 +331,24 @@ def test_an_engine_in_to_that_comes_later_is_warned_of(caplog: pytest.LogCapture
         engine.close()
 
 
+def test_a_wrong_port_in_to_and_a_wrong_token_of_a_controller_are_told_by_their_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: "does a weightsync rollout service run there", and "it was sent --token" of a token in a variable."""
+    to = f"http://127.0.0.1:{free_port()}"
+    with weightsync.publish(build(5), "actor", to=to, token=TOKEN, port=0):
+        assert "does a weightsync rollout service or controller run there" in caplog.text
+    settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": 0}})
+    served = {"actor": build(99, dtype=torch.bfloat16)}
+    with (
+        build_controller(settings, token=TOKEN) as controller,
+        weightsync.serve(
+            served, token=f"not-{TOKEN}", port=0, controller=controller.url, lease=str(tmp_path / "lease")
+        ),
+    ):
+        wait_until(lambda: "it was sent --token, the variable WEIGHTSYNC_TOKEN" in caplog.text, "it is said", _LONG_S)
+
+
 def test_a_controller_in_place_of_hosts_is_told_and_its_fleet_has_the_last_version(tmp_path: Path) -> None:
     settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": 0}})
     served = build(99, dtype=torch.bfloat16)
@@ -357,6 +375,37 @@ def test_a_controller_in_place_of_hosts_is_told_and_its_fleet_has_the_last_versi
         with host.generation("actor") as version:
             assert version is not None
             assert (version.number, live_bytes(served)) == (2, trained(2))
+
+
+def test_a_trainer_is_told_why_its_fleet_serves_nothing_once_and_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: "does not serve it within 5.99994 s", and not a word before."""
+    settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": 0}})
+    with contextlib.ExitStack() as stack:
+        controller = stack.enter_context(build_controller(settings, token=TOKEN))
+        stack.enter_context(
+            weightsync.serve(
+                {"actor": build(99, dtype=torch.bfloat16)}, token=TOKEN, port=0, controller=controller.url,
+                lease=str(tmp_path / "lease"), service_id="host-0",
+            )
+        )  # fmt: skip
+        publisher = weightsync.publish(
+            build(5), "actor", to=controller.url, token=TOKEN, port=0, name_map=lambda name: f"module.{name}",
+            last_wait_s=2,
+        )  # fmt: skip
+        with publisher:
+            publisher.step()
+            wait_until(
+                lambda: re.search("not served there: host-0: .*ManifestMism", caplog.text), "it is said", _LONG_S
+            )
+            for _ in range(3):
+                publisher.step()
+        assert "ManifestMismatchError" in publisher.not_serving[controller.url]
+        assert publisher.not_serving[controller.url].startswith("it does not serve it within 2 s: ")
+        said = [each.getMessage() for each in caplog.records if "is not served there" in each.getMessage()]
+        assert len(said) == len({re.sub(r"\d+", "", each) for each in said})
+        assert any("ManifestMismatchError" in each for each in said)
 
 
 # --- the command ---

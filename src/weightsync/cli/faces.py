@@ -216,10 +216,12 @@ def engine_facts(handle: EngineHandle, reply: EngineReply) -> Iterator[Fact]:
 
 
 def _of_model(name: str, model: ModelStatus) -> Iterator[Fact]:
-    serves = f"{name} serves {model.run_id}/{model.version}" if model.version is not None else f"{name}: no version yet"
+    last, nobody = f"{model.run_id}/{model.version}", model.engines and not any(model.engines.values())
+    serves = f"{name} serves {last}" if not nobody else f"{name} serves nothing now; its last was {last}"
+    serves = f"{name}: no version yet" if model.version is None else serves
     for who, why in {**model.sender_errors, **model.errors}.items():
         yield Fact(level="wrong", text=f"{serves}; {who} failed", detail=why)
-    others = [who for who, version in model.engines.items() if version != f"{model.run_id}/{model.version}"]
+    others = [who for who, version in model.engines.items() if version != last]
     if others and model.version is not None and model.state == "idle":
         yield Fact(level="wrong", text=f"{name} is not served by {', '.join(others)} now")
     for who in model.ended:
@@ -229,7 +231,8 @@ def _of_model(name: str, model: ModelStatus) -> Iterator[Fact]:
         moved = str(model.progress) if model.progress is not None and model.progress.is_long else ""
         wanted = f" version {model.wanted}" if model.wanted is not None else ""
         yield Fact(level="busy", text=f"{name}: {model.state}{wanted}", detail="; ".join(filter(None, (so_far, moved))))
-    yield Fact(level="ok", text=serves, detail=str(model) if model.pull_s is not None else "")
+    gone = model.version is not None and nobody
+    yield Fact(level="busy" if gone else "ok", text=serves, detail=str(model) if model.pull_s is not None else "")
 
 
 def _of_lease(service: ServiceStatus) -> Iterator[Fact]:

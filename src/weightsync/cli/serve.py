@@ -235,9 +235,12 @@ def _how(status: ModelStatus, told: dict[tuple[str, str], str]) -> str:
     peers = status.received_from.get("peer", 0)
     if status.pull_s is None:
         return "from its life before, by its record"
+    moved = f"{status.received_bytes / 1e6:.1f} MB by {status.transport}{deltas}"
+    if status.total_bytes and not status.received_bytes and not deltas:  # on the same host nothing has to move
+        moved = f"{status.total_bytes / 1e6:.1f} MB mapped"
     return (
-        f"{status.received_bytes / 1e6:.1f} MB by {status.transport}{deltas} in {status.pull_s:.2f} s, loaded in "
-        f"{status.load_s or 0:.2f} s, paused {1e3 * (status.paused_s or 0):.0f} ms"
+        f"{moved} in {status.pull_s:.2f} s, loaded in {status.load_s or 0:.2f} s, "
+        f"paused {1e3 * (status.paused_s or 0):.0f} ms"
         + (f", {100 * peers // status.received_bytes} % from other hosts" if peers else "")
         + (", changes alone were written" if status.num_patched else "")
         + "".join(why(who, "loaded all of it", because) for who, because in status.full_because.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -56,15 +57,38 @@ def verify(
 
 
 def _asked(url: str, token: str | None, verify: bool | str, timeout_s: float) -> EngineReply:
+    from weightsync.errors import ConfigError
     from weightsync.handles.by_url import engine_at
     from weightsync.types import AuditRequest, Deadline, EngineOp
 
     deadline = Deadline(timeout_s)
-    handle = engine_at(url, token=token, verify=verify, timeout_s=min(_ASK_S, timeout_s))
+    try:
+        handle = engine_at(url, token=token, verify=verify, timeout_s=min(_ASK_S, timeout_s))
+    except ConfigError:
+        _refuse_a_service(url, token, verify)
+        raise
     try:
         return handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=deadline.check("answer", peer=url))
     finally:
         handle.close()  # type: ignore[attr-defined]
+
+
+def _refuse_a_service(url: str, token: str | None, verify: bool | str) -> None:
+    """Raises ConfigError where a rollout service answers there: it has engines, and is none."""
+    from weightsync.clients.host import RolloutClient
+    from weightsync.errors import ConfigError
+    from weightsync.types.service import ServiceStatus
+
+    if "+" in url.partition("://")[0]:
+        return
+    try:
+        with contextlib.closing(RolloutClient(url, token=token, verify=verify)) as client:
+            models = client.call("GET", "/status", ServiceStatus, timeout_s=_ASK_S).models
+    except WeightSyncError:
+        return
+    engines = [who for model in models.values() for who in model.engines]
+    if engines:
+        raise ConfigError(f"{url} is a rollout service: verify takes the URLs of its engines, {', '.join(engines)}")
 
 
 def _line(url: str, asked: Mapping[str, Future[EngineReply]]) -> int:

@@ -14,8 +14,11 @@ _MARGIN_S = 5.0
 class RolloutClient(JsonClient):
     """The service's endpoints; see `JsonClient` for arguments and errors."""
 
-    def __init__(self, url: str, *, token: str | None = None, verify: bool | str = True) -> None:
-        super().__init__(url, runs="a weightsync rollout service", token=token, verify=verify)
+    def __init__(
+        self, url: str, *, token: str | None = None, verify: bool | str = True,
+        runs: str = "a weightsync rollout service",
+    ) -> None:  # fmt: skip
+        super().__init__(url, runs=runs, token=token, verify=verify)
 
     def notify_version(self, request: NotifyRequest, *, timeout_s: float = 10.0) -> ModelStatus:
         """Tells it of a version; returns at once, or, with `wait_s`, when its engines serve it.

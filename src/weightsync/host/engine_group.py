@@ -253,6 +253,7 @@ class EngineGroup(ServedVersions):
                 engine.served, engine.seen_s, engine.unprovable = report.version, load.began_s, report.unprovable
                 engine.checksum = report.checksum
                 engine.silence, engine.unreachable, engine.load = None, False, None
+                engine.logged = None
         self._tell_changed()
         return report
 
@@ -273,7 +274,9 @@ class EngineGroup(ServedVersions):
         if _was_released(load.hold, error):  # its fleet, or another engine's failure, wanted it so
             _logger.info("engine %s: %s", engine.name, error)
         else:
-            _logger.warning("engine %s: %s was not loaded: %s", engine.name, load.staged.version, error)
+            known, engine.logged = engine.logged == str(error), str(error)
+            said = f"the same {type(error).__name__} as before" if known else error
+            _logger.warning("engine %s: %s was not loaded: %s", engine.name, load.staged.version, said)
             self._metrics.observe_failure(error)
         self._tell_changed()
 

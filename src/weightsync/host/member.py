@@ -270,7 +270,7 @@ class FleetMember:
             except Exception as error:  # whatever it is: the lease runs out by itself
                 before, hint = self._unheard, ""
                 if isinstance(error, AuthError):
-                    hint = "; it was sent --token, or RolloutConfig(controller_token=)"
+                    hint = "; it was sent --token, the variable WEIGHTSYNC_TOKEN, or RolloutConfig(controller_token=)"
                 self._unheard = f"the controller at {self._client.url} lends no lease: {error}{hint}"
                 if before is None and not self._stop.is_set():
                     _logger.warning("%s", self._unheard)

@@ -255,6 +255,7 @@ class ModelUpdater:
                 staged=None if self._permit is None or self._permit.staged is None else str(self._permit.staged),
                 unprovable=self.engines.unprovable(),
                 sender_errors=self._followed.errors,
+                errors=self._status.errors or (self.engines.gone() if wanted is None else {}),
                 ended=self._followed.ended,
                 retrying=self._status.retrying or self._followed.doubts,
                 progress=self.progress,
@@ -334,9 +335,6 @@ class ModelUpdater:
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, LOOK_EVERY_S):
                     return
-                idle = self._followed.wanted is None
-            if idle:
-                continue
             try:
                 self.engines.look()
             except Exception:  # a bug: this thread must outlive it

@@ -38,6 +38,7 @@ class Engine:
         unreachable: whether it did not answer when it was looked at last.
         unprovable: why it could not prove its live bytes.
         checksum: its own, of what was loaded last.
+        logged: the error of its last load, in words; None: that went well.
         load: that was not ended, or has ended and was not noted yet.
         num_loads: begun and ended ones: odd while one is under way.
         asking: the last question to it.
@@ -52,6 +53,7 @@ class Engine:
         self.unreachable = False
         self.unprovable: str | None = None
         self.checksum: str | None = None
+        self.logged: str | None = None
         self.load: Future[LoadReport] | None = None
         self.num_loads = 0
         self.asking: Future[EngineReply] | None = None
@@ -268,7 +270,7 @@ class ServedVersions:
                 other = "" if now == said else f" (it says {said}, of another trainer, or damaged since)"
                 _logger.warning("engine %s serves %s%s, not %s: it is brought back", engine.name, now, other, before)
             elif error is not None and not was_silent:
-                _logger.warning("engine %s does not say what it serves: %s", engine.name, error)
+                _logger.warning("engine %s does not say what it serves, it is asked again: %s", engine.name, error)
             if now != before or (error is not None) != was_silent:
                 self._tell_changed()
 

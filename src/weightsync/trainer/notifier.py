@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -34,7 +36,8 @@ from weightsync.handles.by_url import runs_at
 from weightsync.handles.fanout import in_thread
 from weightsync.plan.names import did_you_mean
 from weightsync.types import Deadline, Version
-from weightsync.types.service import NotifyRequest, RegisterSenderRequest
+from weightsync.types.control import ControllerStatus
+from weightsync.types.service import NotifyRequest, RegisterSenderRequest, ServiceStatus
 
 _CALL_S = 5.0
 _FIRST_CALL_S = 10.0
@@ -44,6 +47,8 @@ _PAUSE_S = 0.5  # between the first two requests of a wait where the first one c
 _LONGEST_PAUSE_S = 8.0  # each makes the host try again: what can't heal must not be tried twice a second
 _AWAY_S = 1.0  # of a wait for one that did not serve the version before
 _JOIN_S = 2.0
+_MAX_FAILURES = 100  # different ones that are logged before something is served
+_LOOK_S = 5.0  # one that does not serve yet what it was told of is asked so often why
 
 _logger = logging.getLogger(__name__)
 
@@ -133,7 +138,8 @@ class _Told:
     def __init__(self, url: str, *, model_id: str, token: str | None, verify: bool | str) -> None:
         if "+" in url.partition("://")[0] and "@" not in url:
             raise ConfigError(f"{url} in to= is an engine: {_instead(url, model_id)}")
-        self._service = RolloutClient(url, token=token, verify=verify)
+        runs = "a weightsync rollout service or controller"
+        self._service = RolloutClient(url, token=token, verify=verify, runs=runs)
         self._controller = ControllerClient(url, token=token, verify=verify)
         self.url = self._service.url
         self._token, self._verify = token, verify
@@ -145,7 +151,8 @@ class _Told:
         self._done: Version | None = None
         self._introduced = False
         self._troubles: str | None = None
-        self._failing: set[str] = set()  # engines of it, as it said last
+        self._behind = False  # it did not serve the newest when it was looked at last
+        self._failing: set[str] = set()  # what was logged, until the newest is served there
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weightsync-notify", daemon=True)
 
@@ -174,7 +181,7 @@ class _Told:
 
     def wait_served(self, version: Version, deadline: Deadline) -> str | None:
         """Why it does not serve that version; None where it does."""
-        why, pause_s = f"it does not serve it within {deadline.timeout_s:g} s", _PAUSE_S
+        why, pause_s = None, _PAUSE_S
         while not deadline.expired and not self._closed:
             try:
                 if self._serves(version, min(_ROUND_S, max(0.1, deadline.remaining_s))):
@@ -190,7 +197,7 @@ class _Told:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, min(pause_s, deadline.remaining_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return why
+        return why or f"it does not serve it within {round(deadline.timeout_s, 1):g} s{self._because()}"
 
     def close(self) -> None:
         with self._changed:
@@ -205,16 +212,22 @@ class _Told:
 
     def _run(self) -> None:
         failed: Version | None = None
+        look_s = 0.0
         while True:
+            wait_s = _RETRY_S if failed is not None else _LOOK_S if self._behind else None
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._closed or self._newest not in (self._done, failed),  # noqa: B023
-                    None if failed is None else _RETRY_S,
+                    wait_s,
                 )
                 newest = self._newest
                 if self._closed:
                     return
-            if newest is None or newest == self._done:
+            if newest is None:
+                continue
+            if newest == self._done:
+                self._look()
+                look_s = time.monotonic() + _LOOK_S
                 continue
             try:
                 self._tell(newest)
@@ -228,6 +241,10 @@ class _Told:
             if self._troubles is not None:
                 self._troubles = None
                 _logger.info("%s was told of %s", self.url, newest)
+            if time.monotonic() >= look_s:  # versions may come so fast that it never waits
+                self._look()
+                look_s = time.monotonic() + _LOOK_S
+            self._behind = True
 
     def _trouble(self, error: WeightSyncError) -> None:
         """Logged once, until it can be told again."""
@@ -263,9 +280,52 @@ class _Told:
         except NotRegisteredError:  # it was started again, or knows these agents by another name
             self._introduced = False
             raise
-        for who in status.errors.keys() - self._failing:  # once, until it came right
-            _logger.warning("%s: %s: %s", self.url, who, status.errors[who])
-        self._failing = set(status.errors)
+        self._log_failures(status.errors)
+
+    def _look(self) -> None:
+        """Logs why what it was told of is not served there; by and by, from the notifier's own thread."""
+        try:
+            served, failures = self._seen()
+        except WeightSyncError:
+            return  # whoever can't be asked can't be told either, which is logged
+        self._behind = not served
+        self._log_failures({} if served else failures)
+        if served:
+            self._failing.clear()
+
+    def _log_failures(self, failures: Mapping[str, str]) -> None:
+        """Each once: one that differs in numbers alone, as a version's, is the same."""
+        for said in (_of(who, why) for who, why in failures.items()):
+            words = re.sub(r"\d+", "", said)
+            if words not in self._failing and len(self._failing) < _MAX_FAILURES and not self._closed:
+                self._failing.add(words)
+                _logger.warning("%s: what was published is not served there: %s", self.url, said)
+
+    def _because(self) -> str:
+        """What it says of that itself, behind a colon; empty where it says nothing."""
+        try:
+            _, failures = self._seen(all_of_them=True)
+        except WeightSyncError:
+            return ""
+        said = "; ".join(_of(who, why) for who, why in failures.items())
+        return f": {said}" if said else ""
+
+    def _seen(self, *, all_of_them: bool = False) -> tuple[bool, Mapping[str, str]]:
+        """Whether the newest version is served there, and what has failed, by whose it is ("": the sync); of a fleet
+        with all that it says of its services, whether anything has failed or not."""
+        newest = self._newest
+        if not self._learn(_CALL_S):
+            service = self._service.call("GET", "/status", ServiceStatus, timeout_s=_CALL_S).models.get(self._model_id)
+            if service is None:  # it was started anew with other models, which the next notification says
+                return False, {}
+            served = newest is not None and service.run_id == newest.run_id and (service.version or 0) >= newest.number
+            return served, {**service.sender_errors, **service.errors}
+        status = self._controller.status(timeout_s=_CALL_S)
+        model = status.models.get(self._model_id)
+        if model is None:
+            return False, {}
+        served = newest is not None and model.run_id == newest.run_id and model.rollout_model_version >= newest.number
+        return served, _failures_of(status, model.last_error, all_of_them=all_of_them)
 
     def _introduce(self) -> None:
         """Makes the agents known to a service; one that knows them by its own configuration refuses."""
@@ -312,6 +372,20 @@ class _Told:
         named = runs_at(self.url, token=self._token, verify=self._verify, timeout_s=_CALL_S)
         if named is not None:
             raise ConfigError(f"{self.url} in to= is an engine: {_instead(named, self._model_id)}", peer=self.url)
+
+
+def _failures_of(status: ControllerStatus, last_error: str | None, *, all_of_them: bool) -> dict[str, str]:
+    """What has failed in a fleet; nothing has of an instance that only joins, or is late."""
+    failures = {} if last_error is None else {"": last_error}
+    for each in status.instances:
+        failed = each.gone or each.state == "evicted" or "Error: " in (each.why or "")
+        if each.why is not None and (failed or all_of_them):
+            failures[each.instance_id] = each.why
+    return failures
+
+
+def _of(who: str, why: str) -> str:
+    return f"{who}: {why}" if who else why
 
 
 def _instead(engine: str, model_id: str) -> str:

@@ -64,6 +64,18 @@ def test_a_service_says_what_it_serves_and_how_it_came() -> None:
     assert decode(raw.encode(), ServiceStatus, what="it").models == {"actor": SERVED}
 
 
+def test_what_no_engine_serves_is_not_said_to_be_served() -> None:
+    """Seen red: "actor serves run/3; vllm-0 failed"."""
+    errors = {"vllm-0": "ManifestMismatchError: others"}
+    with service(
+        actor=msgspec.structs.replace(SERVED, engines={"vllm-0": None}, errors=errors, state="waiting")
+    ) as url:
+        code, text, _ = run(url)
+    assert code == 1
+    assert "actor serves nothing now; its last was run/3; vllm-0 failed (ManifestMismatchError: others)" in text
+    assert "serves run/3" not in text
+
+
 def test_a_controller_of_another_release_is_named_as_one() -> None:
     """Seen red: it was "no engine", and "nor does a weightsync controller run there"."""
     newer = {**msgspec.to_builtins(statuses.nothing_yet()), "what_is_new": 1}

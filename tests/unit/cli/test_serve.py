@@ -40,3 +40,9 @@ def test_a_reason_is_told_once() -> None:
     assert _how(status, told).endswith("; vllm-0 is unproved, as before")
     other = msgspec.structs.replace(status, unprovable={"vllm-0": "it packs"})
     assert _how(other, told).endswith("; vllm-0 is unproved: it packs")
+
+
+def test_what_is_mapped_moves_no_bytes() -> None:
+    """Seen red: "0.0 MB by shm"."""
+    status = ModelStatus(version=1, pull_s=0.1, transport="shm", total_bytes=500_000)
+    assert _how(status, {}).startswith("0.5 MB mapped in 0.10 s, loaded in ")

@@ -123,6 +123,16 @@ def test_mistakes(words: tuple[str, ...], said: str) -> None:
     assert (code, said in text) == (2, True), text
 
 
+def test_a_rollout_service_is_named_as_one_with_its_engines() -> None:
+    """Seen red: it was no engine that can be synced."""
+    with weightsync.serve({"actor": nn.Linear(3, 4, dtype=torch.bfloat16)}, token=SECRET, port=0) as service:
+        code, text = invoke(service.url)
+    assert (code, f"{service.url} is a rollout service: verify takes the URLs of its engines, actor-0" in text) == (
+        2,
+        True,
+    ), text
+
+
 def test_ctrl_c_ends_it_while_an_engine_is_silent() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

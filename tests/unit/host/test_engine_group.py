@@ -103,6 +103,24 @@ def test_a_dead_engine_is_told_by_what_it_said_last() -> None:
     assert group.all_dead(WHOLE.version).keys() == {"dead"}
 
 
+def test_an_error_that_was_logged_is_not_logged_in_full_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Seen red: all names of a wrong model at each version."""
+    dead = Engine("dead")
+    dead.dead = True
+    group = group_of(dead)
+    for _ in range(3):
+        group.load(staged(), Deadline(LONG_S))
+    said = [each for each in caplog.messages if "was not loaded" in each]
+    assert [each.endswith("the same EngineUnreachableError as before") for each in said] == [False, True, True]
+    dead.dead = False
+    group.load(staged(), Deadline(LONG_S))
+    assert group.served()["dead"] == WHOLE.version
+    dead.dead, dead.version = True, None
+    group._engines[0].served = None
+    group.load(staged(), Deadline(LONG_S))
+    assert "as before" not in caplog.messages[-1]
+
+
 def test_an_engine_with_another_checksum_is_loaded_again() -> None:
     """Most engines agree; the other one counts as loaded with nothing, until it agrees."""
     engines = [Engine(name) for name in ("a", "b", "c")]

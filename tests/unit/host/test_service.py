@@ -278,6 +278,17 @@ def test_engines_are_looked_at_while_a_version_does_not_come(world: World) -> No
     wait_until(lambda: world.serves("a", "r1/1"), "it is brought back")
 
 
+def test_an_engine_that_never_answered_is_an_error_before_the_first_version(world: World) -> None:
+    """Seen red: nothing was wrong until a version came."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("no trainer yet", peer=OLD)
+    world.serve("a")
+    world.engines["a"].dead = True
+    wait_until(lambda: "dead" in world.status.errors.get("a", ""), "it is said")
+    world.engines["a"].dead = False
+    wait_until(lambda: world.status.errors == {}, "it answers")
+
+
 def test_a_look_that_fails_ends_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.agents = {OLD: Agent("r1", 1)}
     world.serve("a")
