@@ -266,7 +266,8 @@ class _Engine:
 
         self._llm: Any = LLM(**llm_options(checkpoint, tp, weight_transfer_config={"backend": "weightsync"}))
         torch.set_num_threads(1)
-        self._handle = VllmEngine(OfflineVllmApi(self._llm), engine_id="vllm")
+        self._api = OfflineVllmApi(self._llm)
+        self._handle = VllmEngine(self._api, engine_id="vllm")
         config = RolloutConfig(senders=(endpoint,), transport=Transport.TCP, mode="delta")
         self._service = RolloutService({"m": self._handle}, config)
         self._client = RolloutClient(self._service.start())
@@ -277,6 +278,8 @@ class _Engine:
         self._client.register_sender(RegisterSenderRequest(model_id="m", sender_endpoint=endpoint))
         status = self._client.notify_version(notice)
         said = self._handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=SYNC_S)
+        with self._api.lock:  # its service looks at it now and then
+            logprobs = llm_logprobs(self._llm)
         return {
             "version": status.version,
             "errors": {name: str(error) for name, error in status.errors.items()},
@@ -286,7 +289,7 @@ class _Engine:
             "equal": said.digests_equal,
             "digest": said.model_digest,
             "why_unknown": said.unprovable,
-            "logprobs": llm_logprobs(self._llm),
+            "logprobs": logprobs,
         }
 
     def stop(self) -> None:
