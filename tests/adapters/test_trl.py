@@ -139,8 +139,7 @@ def test_async_grpo_trains_against_a_server_that_is_killed_in_the_middle(
                 server.start()
         assert training.done.read_text(encoding="utf-8") == str(STEPS)
     assert [each["number"] for each in synced] == list(range(1, STEPS + 2))
-    assert all(each["off"] is not None and each["off"] <= CLOSE for each in synced), synced
-    assert all(each["moved"] >= DIFFERENT for each in synced[1:]), synced
+    assert_their_own(synced)
     assert all(1 <= each["oldest"] <= each["newest"] <= number for number, each in logged), logged
     assert logged[-1][1]["newest"] > KILL_AT
     # a server that was started again answers with its checkpoint at first: samples of no known version, some of which
@@ -150,11 +149,18 @@ def test_async_grpo_trains_against_a_server_that_is_killed_in_the_middle(
     assert logged[-1][1]["unknown"] < 0.5, logged
 
 
+def assert_their_own(synced: list[dict[str, Any]]) -> None:
+    """The server computes what each version's model does, and not what the one before did. A step at which all samples
+    are as good moves nothing."""
+    assert all(each["off"] is not None and each["off"] <= CLOSE for each in synced), synced
+    assert all(2 * each["off"] <= max(each["moved"], CLOSE) for each in synced[1:]), synced
+    assert sum(each["moved"] >= DIFFERENT for each in synced[1:]) >= STEPS / 2, synced
+
+
 @pytest.mark.soak
 def test_async_grpo_pushes(tmp_path: Path, server: Server) -> None:
     """From training rank 0 straight into the server."""
     with contextlib.closing(Training(tmp_path, server, to=[], steps=STEPS)) as training:
         synced = [line for line in training.lines() if "off" in line]
     assert [each["number"] for each in synced] == list(range(1, STEPS + 2))
-    assert all(each["off"] is not None and each["off"] <= CLOSE for each in synced), synced
-    assert all(each["moved"] >= DIFFERENT for each in synced[1:]), synced
+    assert_their_own(synced)
