@@ -49,7 +49,7 @@ def test_one_command_beside_vllm_and_either_may_be_killed(vllm_server: Server, s
             host.line("^actor at http")
             trainer.conn.send("step")
             assert trainer.recv(_LONG_S)
-            host.line("actor serves run-[0-9a-f]+/1: .* MB by shm")
+            host.line("actor serves run-[0-9a-f]+/1: .* MB mapped")
             serves(1)
             host.process.kill()
         trainer.conn.send("step")  # nobody is there

@@ -471,7 +471,7 @@ def test_a_host_is_one_command_and_an_engine_that_is_killed_and_started_again_is
             trainer = start(trainer_main, {"port": port}, talk=True, name="trainer")
             trainer.recv()
             stepped(trainer)
-            host.line("actor serves run-[0-9a-f]+/1: .* MB by shm")
+            host.line("actor serves run-[0-9a-f]+/1: .* MB mapped")
             assert serves(engine, 1)
             engine.kill()
             stepped(trainer)
