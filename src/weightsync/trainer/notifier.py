@@ -212,7 +212,7 @@ class _Told:
 
     def _run(self) -> None:
         failed: Version | None = None
-        look_s = 0.0
+        look_s = time.monotonic() + _LOOK_S
         while True:
             wait_s = _RETRY_S if failed is not None else _LOOK_S if self._behind else None
             with self._changed:
