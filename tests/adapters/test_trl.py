@@ -150,11 +150,10 @@ def test_async_grpo_trains_against_a_server_that_is_killed_in_the_middle(
 
 
 def assert_their_own(synced: list[dict[str, Any]]) -> None:
-    """The server computes what each version's model does, and not what the one before did. A step at which all samples
-    are as good moves nothing."""
-    assert all(each["off"] is not None and each["off"] <= CLOSE for each in synced), synced
-    assert all(2 * each["off"] <= max(each["moved"], CLOSE) for each in synced[1:]), synced
-    assert sum(each["moved"] >= DIFFERENT for each in synced[1:]) >= STEPS / 2, synced
+    """The server computes what each version's model does, and not what the one before did."""
+    off = [each for each in synced if each["off"] is None or each["off"] > CLOSE]
+    alike = [each for each in synced[1:] if each["moved"] < DIFFERENT]
+    assert (off, alike) == ([], [])
 
 
 @pytest.mark.soak

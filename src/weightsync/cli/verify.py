@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightsync.cli.shared import MAX_S, Token, Verify, is_the_users, plain, told
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.types import EngineReply
+    from weightsync.types import Deadline, EngineReply
 
 _WRONG, _UNKNOWN = 1, 3
 _ASK_S = 10.0  # to say what it is
@@ -57,7 +57,6 @@ def verify(
 
 
 def _asked(url: str, token: str | None, verify: bool | str, timeout_s: float) -> EngineReply:
-    from weightsync.errors import ConfigError
     from weightsync.handles.by_url import engine_at
     from weightsync.types import AuditRequest, Deadline, EngineOp
 
@@ -65,7 +64,7 @@ def _asked(url: str, token: str | None, verify: bool | str, timeout_s: float) ->
     try:
         handle = engine_at(url, token=token, verify=verify, timeout_s=min(_ASK_S, timeout_s))
     except ConfigError:
-        _refuse_a_service(url, token, verify)
+        _refuse_a_service(url, token, verify, deadline)
         raise
     try:
         return handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=deadline.check("answer", peer=url))
@@ -73,17 +72,17 @@ def _asked(url: str, token: str | None, verify: bool | str, timeout_s: float) ->
         handle.close()  # type: ignore[attr-defined]
 
 
-def _refuse_a_service(url: str, token: str | None, verify: bool | str) -> None:
+def _refuse_a_service(url: str, token: str | None, verify: bool | str, deadline: Deadline) -> None:
     """Raises ConfigError where a rollout service answers there: it has engines, and is none."""
     from weightsync.clients.host import RolloutClient
-    from weightsync.errors import ConfigError
     from weightsync.types.service import ServiceStatus
 
     if "+" in url.partition("://")[0]:
         return
     try:
         with contextlib.closing(RolloutClient(url, token=token, verify=verify)) as client:
-            models = client.call("GET", "/status", ServiceStatus, timeout_s=_ASK_S).models
+            left_s = min(_ASK_S, deadline.check("answer", peer=url))
+            models = client.call("GET", "/status", ServiceStatus, timeout_s=left_s).models
     except WeightSyncError:
         return
     engines = [who for model in models.values() for who in model.engines]

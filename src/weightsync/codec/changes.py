@@ -252,7 +252,7 @@ class _Room:
             self._left -= number
             if self._left < 0:
                 raise DeltaTooLargeError(
-                    f"the changes have over {self._most_bytes} bytes, a share of `largest`",
+                    f"the changes have over {self._most_bytes} bytes, which is all that `largest` lets through",
                     state_left="this version goes out in full",
                 )
 

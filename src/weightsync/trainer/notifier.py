@@ -151,6 +151,7 @@ class _Told:
         self._done: Version | None = None
         self._introduced = False
         self._troubles: str | None = None
+        self._looked_s = time.monotonic()
         self._behind = False  # it did not serve the newest when it was looked at last
         self._failing: set[str] = set()  # what was logged, until the newest is served there
         self._closed = False
@@ -212,7 +213,6 @@ class _Told:
 
     def _run(self) -> None:
         failed: Version | None = None
-        look_s = time.monotonic() + _LOOK_S
         while True:
             wait_s = _RETRY_S if failed is not None else _LOOK_S if self._behind else None
             with self._changed:
@@ -227,7 +227,6 @@ class _Told:
                 continue
             if newest == self._done:
                 self._look()
-                look_s = time.monotonic() + _LOOK_S
                 continue
             try:
                 self._tell(newest)
@@ -241,9 +240,8 @@ class _Told:
             if self._troubles is not None:
                 self._troubles = None
                 _logger.info("%s was told of %s", self.url, newest)
-            if time.monotonic() >= look_s:  # versions may come so fast that it never waits
+            if time.monotonic() - self._looked_s >= _LOOK_S:  # versions may come so fast that it never waits
                 self._look()
-                look_s = time.monotonic() + _LOOK_S
             self._behind = True
 
     def _trouble(self, error: WeightSyncError) -> None:
@@ -284,6 +282,7 @@ class _Told:
 
     def _look(self) -> None:
         """Logs why what it was told of is not served there; by and by, from the notifier's own thread."""
+        self._looked_s = time.monotonic()
         try:
             served, failures = self._seen()
         except WeightSyncError:

@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +23,7 @@ from weightsync.cli import app
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
 from weightsync.load.module import ModuleWeightLoader
+from weightsync.net.server import Api, ServerThread
 
 SECRET = "a-token-for-tests-only"
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": SECRET}
@@ -149,3 +152,15 @@ def test_ctrl_c_ends_it_while_an_engine_is_silent() -> None:
                 assert process.wait(30) == 130
             assert process.stdout is not None
             assert b"Traceback" not in process.stdout.read()
+
+
+def test_what_is_none_and_silent_at_its_status_costs_no_more_than_was_given() -> None:
+    """Seen red: ten seconds for its status, behind the time that was given."""
+    end = threading.Event()
+    server = ServerThread(Api("none", ("GET", "/status", lambda: {"waited": end.wait(30.0)})))
+    began_s = time.monotonic()
+    code, text = invoke(server.start(), "--timeout-s", "1")
+    took_s = time.monotonic() - began_s
+    end.set()
+    server.close()
+    assert (code, took_s < 8.0) == (2, True), text
