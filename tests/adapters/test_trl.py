@@ -140,10 +140,12 @@ def test_async_grpo_trains_against_a_server_that_is_killed_in_the_middle(
         assert training.done.read_text(encoding="utf-8") == str(STEPS)
     assert [each["number"] for each in synced] == list(range(1, STEPS + 2))
     assert_their_own(synced)
-    assert all(1 <= each["oldest"] <= each["newest"] <= number for number, each in logged), logged
+    # a server that was started again answers with its checkpoint at first: samples of no known version, at times all
+    # of a step's, some of which TRL keeps for later steps
+    known = [(number, each) for number, each in logged if each["oldest"] is not None]
+    assert all(1 <= each["oldest"] <= each["newest"] <= number for number, each in known), logged
+    assert all(each["unknown"] > 0 for _, each in logged if each["oldest"] is None), logged
     assert logged[-1][1]["newest"] > KILL_AT
-    # a server that was started again answers with its checkpoint at first: samples of no known version, some of which
-    # TRL keeps for later steps
     assert all(each["unknown"] == 0 for number, each in logged if number < KILL_AT), logged
     assert any(each["unknown"] == 0 for number, each in logged if number > KILL_AT), logged
     assert logged[-1][1]["unknown"] < 0.5, logged

@@ -141,10 +141,15 @@ class Compared(WeightTransfer):
 
 
 class Logged(msgspec.Struct):
-    """A line of JSON: what TRL logs of the versions that made its samples."""
+    """A line of JSON: what TRL logs of the versions that made its samples.
 
-    oldest: float
-    newest: float
+    Attributes:
+        oldest, newest: numbers of versions, the mean of the samples; None: no sample is of a known version.
+        unknown: how many tokens are of no known version, the mean of the samples.
+    """
+
+    oldest: float | None
+    newest: float | None
     unknown: float
 
 
@@ -154,7 +159,7 @@ class Logs(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """transformers calls it."""
         if UNKNOWN in logs:
-            say(Logged(float(logs.get(OLDEST, -1)), float(logs.get(NEWEST, -1)), float(logs[UNKNOWN])))
+            say(Logged(logs.get(OLDEST), logs.get(NEWEST), float(logs[UNKNOWN])))
 
 
 def say(line: msgspec.Struct) -> None:

@@ -32,6 +32,7 @@ PARTS = {
     "digest": "the shard-independent digest of tensors on the device",
     "changes": "the search for changes on the device: of a push, and of an agent's delta",
     "patch": "a patch of 1 % of the elements written in place, and undone",
+    "fsdp": "FSDP2 with its shards offloaded to the host, one rank and two, pushed into an engine on the device",
 }
 
 
@@ -120,11 +121,14 @@ def in_a_process(part: str, options: argparse.Namespace, limit_s: float) -> dict
 
 def run_one(options: argparse.Namespace) -> int:
     """One part, in this process."""
-    from tests.gpu import parts_device, parts_ipc
+    from tests.gpu import parts_device, parts_fsdp, parts_ipc
     from tests.gpu.timing import Bench
 
     bench = Bench(options.device, num_bytes=options.mib << 20)
-    function = getattr(parts_ipc, f"prove_{options.part}", None) or getattr(parts_device, f"prove_{options.part}")
+    (function,) = {
+        getattr(each, f"prove_{options.part}") for each in (parts_device, parts_fsdp, parts_ipc)
+        if hasattr(each, f"prove_{options.part}")
+    }  # fmt: skip
     try:
         function(bench)
     finally:
