@@ -39,7 +39,7 @@ def prove_device(bench: Bench) -> None:
     facts: dict[str, Any] = {"torch": torch.__version__, "num_bytes": bench.num_bytes}
     if bench.is_cuda:
         properties = torch.cuda.get_device_properties(bench.device)
-        facts |= {"name": properties.name, "uuid": str(properties.uuid), "memory_bytes": properties.total_memory}
+        facts |= {"gpu": properties.name, "uuid": str(properties.uuid), "memory_bytes": properties.total_memory}
     facts |= {"device_gb_per_s": bench.num_bytes / copy_s / 1e9, "to_host_gb_per_s": bench.num_bytes / to_host_s / 1e9}
     bench.row("to_host", to_host_s, copy_s, "one copy on the device", **facts)
 
@@ -141,31 +141,40 @@ def prove_every_bit(bench: Bench, strategy: str) -> None:
             lending.close()
 
 
-def time_ipc(bench: Bench, strategy: str) -> float:
-    """Lends, opens and loads a chunk; notes and gives the ratio to copies on the device.
+def time_ipc(bench: Bench, strategy: str) -> tuple[float, float]:
+    """Lends, opens and loads a chunk, and one of a quarter of its bytes; notes and gives two figures: the rate of the
+    bytes between as a share of that of copies on the device, and the seconds that a chunk costs whatever its size.
 
     `packed_cuda_ipc` copies twice, into the bucket and out of it, so its yardstick is two copies.
     """
     num_copies = 2 if strategy == "packed_cuda_ipc" else 1
-    chunk_bytes = min(bench.num_bytes, 256 << 20)
-    weights = {f"w{i}": torch.randn(chunk_bytes // 16).bfloat16() for i in range(8)}
-    chunk = chunk_of(weights, bench.device)
-    moves = []
+    large, small = min(bench.num_bytes, 1 << 30), min(bench.num_bytes, 1 << 30) // 4
     with children() as start:
         lending = Lending(strategy, bench, start(engine_main, strategy, bench.device.type, talk=True))
-        for turn in range(3 * bench.repeats + 2):
-            bench.wait()
-            begin = time.perf_counter()
-            request = announced(lending.sender, lending.sharer, chunk, turn)
-            shared_s = time.perf_counter() - begin
-            lending.engine.conn.send(("time", request))
-            loaded_s = lending.engine.recv(60)
-            if turn > 1:
-                moves.append(shared_s + loaded_s)
+        large_s, small_s = (moved_s(bench, lending, num_bytes) for num_bytes in (large, small))
         lending.close()
-    took_s, copies_s = sorted(moves)[len(moves) // 2], num_copies * bench.copy_s(chunk_bytes)
-    bench.row(strategy, took_s, copies_s, f"{num_copies} copies on the device", num_bytes=chunk_bytes)
-    return took_s / copies_s
+    copies_s, more_copies_s = (num_copies * bench.copy_s(num_bytes) for num_bytes in (large, large - small))
+    each_s = small_s - (large_s - small_s) * small / (large - small)
+    rate = more_copies_s / max(large_s - small_s, 1e-9)
+    yardstick = f"{num_copies} copies on the device"
+    bench.row(strategy, large_s, copies_s, yardstick, num_bytes=large, rate=rate, each_chunk_s=each_s)
+    return rate, each_s
+
+
+def moved_s(bench: Bench, lending: Lending, num_bytes: int) -> float:
+    """Median seconds to lend, open and load eight tensors of so many bytes together."""
+    weights = {f"w{i}": torch.zeros(num_bytes // 16, dtype=torch.bfloat16) for i in range(8)}
+    chunk, moves = chunk_of(weights, bench.device), []
+    for turn in range(3 * bench.repeats + 2):
+        bench.wait()
+        begin = time.perf_counter()
+        request = announced(lending.sender, lending.sharer, chunk, turn)
+        shared_s = time.perf_counter() - begin
+        lending.engine.conn.send(("time", request))
+        loaded_s = lending.engine.recv(60)
+        if turn > 1:
+            moves.append(shared_s + loaded_s)
+    return sorted(moves)[len(moves) // 2]
 
 
 def prove_ipc(bench: Bench) -> None:
@@ -178,9 +187,9 @@ def prove_ipc(bench: Bench) -> None:
 # --- a whole push ---
 
 
-def pushed_to(device: str, num_bytes: int, conn: Any) -> None:
+def pushed_to(device: str, num_bytes: int, width: int, conn: Any) -> None:
     """An engine behind HTTP, whose model is on the device; answers what each tensor's bytes are."""
-    bench = Bench(device, num_bytes=num_bytes)
+    bench = Bench(device, num_bytes=num_bytes, width=width)
     model = model_of(bench, seed=0)
     server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(model)))
     conn.send(server.start())
@@ -198,10 +207,10 @@ def sum_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def prove_push(bench: Bench) -> None:
     """A model on the device into an engine's model on the device, by each strategy, proved from live weights."""
-    small = Bench(bench.device.type, num_bytes=min(bench.num_bytes, 1 << 30))
+    small = Bench(bench.device.type, num_bytes=min(bench.num_bytes, 1 << 30), width=bench.width)
     for strategy in STRATEGIES:
         with children() as start:
-            engine = start(pushed_to, bench.device.type, small.num_bytes, talk=True)
+            engine = start(pushed_to, bench.device.type, small.num_bytes, bench.width, talk=True)
             url = engine.recv(120)
             model = model_of(small, seed=1)
             push = PushSync(
@@ -226,7 +235,7 @@ def prove_push(bench: Bench) -> None:
             engine.conn.send("end")
         bench.row(
             f"push_{strategy}", min(times[1:]), bench.copy_s(small.num_bytes), "one copy on the device",
-            num_bytes=report.total_bytes, paused_s=min(paused[1:]),
+            num_bytes=report.total_bytes, paused_s=min(paused[1:]), phases_s=dict(report.phases_s),
         )  # fmt: skip
 
 
@@ -317,7 +326,8 @@ def prove_offload(bench: Bench) -> None:
                 check_file(pulled.segment, pulled.offsets, pulled.manifest, model)
             puller.close()
         if bench.is_cuda:
-            prove_offload_of_queued_work(manager, version + 1)
+            version += 1
+            prove_offload_of_queued_work(manager, version)
         bench.beside_generation("offload", lambda: (between(), offload()))
 
 

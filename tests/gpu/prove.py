@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 NEEDED = (
-    "torch", "numpy", "numba", "xxhash", "zstandard", "msgspec", "pydantic", "yaml", "starlette", "uvicorn",
-    "httpx", "prometheus_client", "rich", "typer",
+    "torch", "numpy", "numba", "xxhash", "zstandard", "msgspec", "pydantic", "pydantic_core", "annotated_types",
+    "typing_inspection", "yaml", "starlette", "anyio", "uvicorn", "h11", "click", "httpx", "httpcore",
+    "prometheus_client", "rich", "typer", "zmq",
 )  # fmt: skip
-DISTRIBUTIONS = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}
+"""What the library imports, and what that imports: wheels come one by one here."""
+DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq"}
 PARTS = {
     "device": "this machine, and what a copy on the device and over the bus takes",
     "ipc": "cuda_ipc and packed_cuda_ipc between two processes: every bit, and the rate",
@@ -41,7 +43,7 @@ def main() -> int:
     options = arguments()
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        names = " ".join(DISTRIBUTIONS.get(name, name) for name in missing)
+        names = " ".join(DISTRIBUTIONS.get(name, name).replace("_", "-") for name in missing)
         print(f"missing: {names}", file=sys.stderr)
         print(
             "on a machine with a network, in the checkout: python3 -m pip download --only-binary=:all: --no-deps "
@@ -54,7 +56,10 @@ def main() -> int:
         print("torch sees no GPU here; --device cpu is the dry run", file=sys.stderr)
         return 2
     began = time.monotonic()
-    report: dict[str, Any] = {"device": options.device, "dry_run": options.device == "cpu", "parts": {}, "rows": []}
+    report: dict[str, Any] = {
+        "device": options.device, "dry_run": options.device == "cpu", "mib": options.mib, "width": options.width,
+        "parts": {}, "rows": [],
+    }  # fmt: skip
     for part, what in PARTS.items():
         if options.only and part not in options.only:
             continue
@@ -82,11 +87,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", default="gpu-results.json", help="where the JSON goes (default: %(default)s)")
     parser.add_argument("--only", nargs="*", choices=list(PARTS), help="these parts alone")
     parser.add_argument("--mib", type=int, help="size of the models (default: 4096 on a GPU, 4 in a dry run)")
+    parser.add_argument("--width", type=int, help="of their square layers (default: 4096 on a GPU, 256 in a dry run)")
     parser.add_argument("--limit-s", type=float, default=460.0, help="of all parts (default: %(default)s)")
     parser.add_argument("--part-limit-s", type=float, default=120.0, help="of one part (default: %(default)s)")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.mib = options.mib or (4 if options.device == "cpu" else 4096)
+    options.width = options.width or (256 if options.device == "cpu" else 4096)
     return options
 
 
@@ -103,7 +110,7 @@ def in_a_process(part: str, options: argparse.Namespace, limit_s: float) -> dict
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "tests.gpu.prove", "--part", part, "--device", options.device]
-        command += ["--mib", str(options.mib), "--out", str(out)]
+        command += ["--mib", str(options.mib), "--width", str(options.width), "--out", str(out)]
         if limit_s <= 0:
             return {"ok": False, "error": "no time was left for it", "seconds": 0.0, "rows": []}
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -124,7 +131,7 @@ def run_one(options: argparse.Namespace) -> int:
     from tests.gpu import parts_device, parts_fsdp, parts_ipc
     from tests.gpu.timing import Bench
 
-    bench = Bench(options.device, num_bytes=options.mib << 20)
+    bench = Bench(options.device, num_bytes=options.mib << 20, width=options.width)
     (function,) = {
         getattr(each, f"prove_{options.part}") for each in (parts_device, parts_fsdp, parts_ipc)
         if hasattr(each, f"prove_{options.part}")

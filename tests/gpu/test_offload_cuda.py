@@ -31,8 +31,10 @@ def test_what_the_step_has_queued_is_what_is_published(dtype: str | None, transp
                 assert manager.offload(model.named_parameters(), version).published
                 for parameter in model.parameters():
                     parameter.fill_(-1.0)  # the next step begins at once
+            manager.wait_published(version, timeout_s=30.0)
             puller = Puller(manager.endpoint, "m", receiver_id="r", transport=transport)
             with puller.pull(deadline=Deadline(30.0)) as pulled:
+                assert pulled.version.number == version
                 found = load_file(path_of(pulled.segment))
             puller.close()
             assert set(found) == {name for name, _ in model.named_parameters()}

@@ -21,11 +21,13 @@ class Bench:
     Args:
         device: "cuda" or "cpu".
         num_bytes: of the models.
+        width: of their square layers.
     """
 
-    def __init__(self, device: str, *, num_bytes: int) -> None:
+    def __init__(self, device: str, *, num_bytes: int, width: int = HIDDEN) -> None:
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.num_bytes = num_bytes
+        self.width = width
         self.rows: list[dict[str, Any]] = []
         if self.is_cuda:
             torch.cuda.set_device(self.device)
@@ -91,12 +93,12 @@ class Bench:
 
 
 def model_of(bench: Bench, *, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    """Layers of `HIDDEN` x `HIDDEN` and small vectors, random, of about the bench's bytes."""
-    generator = torch.Generator(device=bench.device).manual_seed(seed)
-    layer_bytes = (HIDDEN * HIDDEN + HIDDEN) * dtype.itemsize
+    """Layers of `width` x `width` and small vectors, random, of about the bench's bytes."""
+    generator, width = torch.Generator(device=bench.device).manual_seed(seed), bench.width
+    layer_bytes = (width * width + width) * dtype.itemsize
     model = torch.nn.Module()
     for index in range(max(2, bench.num_bytes // layer_bytes)):
-        for name, shape in ((f"w{index}", (HIDDEN, HIDDEN)), (f"b{index}", (HIDDEN,))):
+        for name, shape in ((f"w{index}", (width, width)), (f"b{index}", (width,))):
             values = torch.randn(shape, generator=generator, device=bench.device).to(dtype)
             model.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
     return model

@@ -288,11 +288,14 @@ def _exchange(kept: torch.Tensor, now: torch.Tensor, room: _Room) -> tuple[torch
         return _exchange_compiled(kept, now, room)
     words = torch.int64 if kept.element_size() > 8 else getattr(torch, f"int{8 * kept.element_size()}")
     each = kept.element_size() // words.itemsize
-    there, here = byte_view(kept).view(words).view(-1, each), byte_view(now).view(words).view(-1, each)
+    there, here = (byte_view(tensor).view(words) for tensor in (kept, now))
+    if each > 1:
+        there, here = there.view(-1, each), here.view(-1, each)
     found, values = [there.new_empty(0, dtype=torch.int64)], [here[:0]]
     for start in range(0, len(there), _PIECE_ELEMENTS):
         piece = slice(start, start + _PIECE_ELEMENTS)
-        where = torch.nonzero((there[piece] != here[piece]).any(dim=1)).flatten()
+        differ = there[piece] != here[piece]
+        where = torch.nonzero(differ if each == 1 else differ.any(dim=1)).flatten()
         room.take(len(where))
         found.append(where + start)
         values.append(here[found[-1]])  # as integers: torch knows one True alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,9 @@ from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_b
 from weightsync.types.process import num_cores
 from weightsync.types.table import TensorTable
 
+if TYPE_CHECKING:
+    from weightsync.codec.device_digest import DeviceSum
+
 _MANY_BYTES = 256 << 10
 """Tensors of at most so many bytes are summed by the batch; any that the caller has together."""
 
@@ -48,22 +52,70 @@ def shard_sum(held: HeldTensor) -> ShardSum:
     Raises:
         ManifestMismatchError: the tensor is not of the spec's dtype or the box's shape.
     """
-    spec, tensor = held.spec, held.tensor
-    box = whole_box(spec.shape) if held.box is None else held.box
-    if tuple(tensor.shape) != box.shape or dtype_name(tensor.dtype) != spec.dtype or not box.fits(spec.shape):
-        raise ManifestMismatchError(
-            f"a tensor of {dtype_name(tensor.dtype)} {tuple(tensor.shape)} can't be part {box} "
-            f"of {spec.dtype} {spec.shape}",
-            parameter=spec.name,
-        )
+    return _sum_of((held,))
 
-    def one(block: Box) -> tuple[int, int]:
-        cut = cut_out(tensor, block, origin=box.offset)
-        if tensor.is_cuda and len(offsets := box_runs(spec.shape, block)[1]) == 1:
-            return _on_device(cut, int(offsets[0]) * itemsize_bytes(spec.dtype), spec)
-        return block_lanes(host_bytes(cut), spec, block)
 
-    return added(map_all(one, blocks_of(box, spec)))
+class PartSums:
+    """`shard_sum` of parts as they come, together. One thread at a time.
+
+    A part may be written again behind `add`, on the stream that was the current one. Parts on a GPU are summed there,
+    many at a time: the GPU is waited for once, by `total`.
+    """
+
+    def __init__(self) -> None:
+        self._on_host = ShardSum.zero()
+        self._on_devices: dict[torch.device, DeviceSum] = {}
+
+    def add(self, held: HeldTensor) -> None:
+        """Adds a part.
+
+        Raises:
+            ManifestMismatchError: as for `shard_sum`; nothing was added.
+        """
+        spec, tensor = held.spec, held.tensor
+        box = whole_box(spec.shape) if held.box is None else held.box
+        if tuple(tensor.shape) != box.shape or dtype_name(tensor.dtype) != spec.dtype or not box.fits(spec.shape):
+            raise ManifestMismatchError(
+                f"a tensor of {dtype_name(tensor.dtype)} {tuple(tensor.shape)} can't be part {box} "
+                f"of {spec.dtype} {spec.shape}",
+                parameter=spec.name,
+            )
+        if not (_sums_itself(tensor) and self._added_there(spec, box, tensor)):
+
+            def one(block: Box) -> tuple[int, int]:
+                return block_lanes(host_bytes(cut_out(tensor, block, origin=box.offset)), spec, block)
+
+            self._on_host += added(map_all(one, blocks_of(box, spec)))
+
+    def total(self) -> ShardSum:
+        """The sum of all parts so far."""
+        return self._on_host + added(there.total() for there in self._on_devices.values())
+
+    def _added_there(self, spec: TensorSpec, box: Box, tensor: torch.Tensor) -> bool:
+        """Whether it was added on its device: its runs of bytes lie evenly apart, as those of a tensor that was cut
+        along one dimension do."""
+        from weightsync.codec.device_digest import DeviceSum  # with numba, as `kernels`
+
+        run_elements, offsets = box_runs(spec.shape, box)
+        pitch = int(offsets[1] - offsets[0]) if len(offsets) > 1 else run_elements
+        if len(offsets) > 2 and not (np.diff(offsets) == pitch).all():
+            return False
+        if run_elements:
+            size_bytes, seeds = itemsize_bytes(spec.dtype), seeds_of(spec.name, spec.dtype, spec.shape)
+            data = byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+            there = self._on_devices.get(tensor.device)
+            if there is None:
+                there = self._on_devices[tensor.device] = DeviceSum(tensor.device)
+            there.add(
+                data.view(len(offsets), run_elements * size_bytes), int(offsets[0]) * size_bytes, pitch * size_bytes,
+                seeds.key_1, seeds.key_2,
+            )  # fmt: skip
+        return True
+
+
+def _sums_itself(tensor: torch.Tensor) -> bool:
+    """Whether its device sums it."""
+    return tensor.is_cuda
 
 
 def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None, *, together: bool = False) -> ShardSum:
@@ -78,20 +130,21 @@ def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None, *, 
     Raises:
         ManifestMismatchError: a tensor is not of its spec's dtype or its box's shape.
     """
-    total = ShardSum.zero()
+    total, sums = ShardSum.zero(), PartSums()
     batch: list[HeldTensor] = []
     batch_bytes = 0
     for each in held:
-        num_bytes = each.tensor.nbytes
-        if each.box is not None or (num_bytes > _MANY_BYTES and not (together and are_plain((each.tensor,)))):
-            total += shard_sum(each)
+        num_bytes, there = each.tensor.nbytes, _sums_itself(each.tensor)
+        large = num_bytes > _MANY_BYTES and not (together and are_plain((each.tensor,)))
+        if each.box is not None or large or there:
+            sums.add(each)
             continue
         batch.append(each)
         batch_bytes += num_bytes
         if (batch_bytes > _BATCH_BYTES and not together) or len(batch) == _BATCH_TENSORS:
             total += _batch_sum(batch, table)
             batch, batch_bytes = [], 0
-    return total + _batch_sum(batch, table)
+    return total + _batch_sum(batch, table) + sums.total()
 
 
 def _batch_sum(batch: list[HeldTensor], table: TensorTable | None) -> ShardSum:
@@ -99,7 +152,7 @@ def _batch_sum(batch: list[HeldTensor], table: TensorTable | None) -> ShardSum:
         return ShardSum.zero()
     tensors: list[torch.Tensor] = [each.tensor for each in batch]
     if not are_plain(tensors):
-        return sum(map(shard_sum, batch), ShardSum.zero())
+        return _sum_of(batch)
     for each, tensor in zip(batch, tensors, strict=True):
         spec = each.spec
         if tensor.shape != spec.shape or tensor.dtype is not torch_dtype(spec.dtype):
@@ -179,7 +232,7 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
 
     together = isinstance(held, Sequence)
     table = specs if isinstance(specs, TensorTable) else None
-    total = shard_sums(checked(), table, together=True) if together else sum(map(shard_sum, checked()), ShardSum.zero())
+    total = shard_sums(checked(), table, together=True) if together else _sum_of(checked())
     for name, spec in by_name.items():
         if name in whole and name not in boxes:
             continue
@@ -189,13 +242,11 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
     return model_digest(specs if isinstance(specs, TensorTable) else by_name.values(), total)
 
 
-def _on_device(cut: torch.Tensor, place: int, spec: TensorSpec) -> tuple[int, int]:
-    from weightsync.codec.device_digest import run_sum  # with numba, as `kernels`
-
-    seeds = seeds_of(spec.name, spec.dtype, spec.shape)
-    data = byte_view(cut.resolve_conj().resolve_neg().contiguous())
-    with torch.cuda.device(data.device):
-        return run_sum(data, place, seeds.key_1, seeds.key_2)
+def _sum_of(held: Iterable[HeldTensor]) -> ShardSum:
+    sums = PartSums()
+    for each in held:
+        sums.add(each)
+    return sums.total()
 
 
 def _checked_positions(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.addresses import Int64s, pieces
-from weightsync.codec.digest import shard_sum, shard_sums
+from weightsync.codec.digest import PartSums, shard_sums
 from weightsync.codec.model_digest import ShardSum, keys_of, lanes_of_whole, model_digest, sum_of_runs
 from weightsync.codec.threads import map_all
 from weightsync.copying import cast_runs
@@ -76,10 +76,11 @@ def whole_sum(table: TensorTable, tensors: Sequence[torch.Tensor], *, convert: b
         picked = [tensors[index] for index in large]
         keys_1, keys_2 = np.ascontiguousarray(kept_keys[:, large])
         total += sum_of_runs(addresses(picked), sizes_bytes(picked), np.zeros(len(large), np.int64), keys_1, keys_2)
+    sums = PartSums()
     for index in sorted(set(rest).difference(large)):
         converted = tensors[index].detach().to(dtypes[index]).contiguous()
-        total += shard_sum(HeldTensor(spec=table[index], box=None, tensor=converted))
-    return total
+        sums.add(HeldTensor(spec=table[index], box=None, tensor=converted))
+    return total + sums.total()
 
 
 def _dtypes_of(table: TensorTable) -> list[torch.dtype]:

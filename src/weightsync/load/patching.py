@@ -174,12 +174,15 @@ class _Part:
 
     Attributes:
         change: it.
-        pieces: what is done at a time. Each step of one returns how many elements are not as they should be.
+        pieces: what is done at a time. Each step of one returns how many elements are not as they should be; a tensor
+            of it where a device counts them.
+        on_device: whether the live tensor is not in host memory.
     """
 
     def __init__(self, live: torch.Tensor, change: Change) -> None:
         self.change = change
         self.pieces = tuple((_plain_pieces if _is_plain(live) else _strided_pieces)(live, change))
+        self.on_device = live.device.type != "cpu"
         self._live = live
         self._place = _place_of(live)
 
@@ -253,14 +256,14 @@ class _StridedPiece:
         self._told.copy_(self._old)
         return 0
 
-    def apply(self) -> int:
+    def apply(self) -> torch.Tensor:
         before = self._differs(self._old)
         self._live[self._where] = self._new
-        return int(before + self._differs(self._new))
+        return before + self._differs(self._new)
 
-    def undo(self) -> int:
+    def undo(self) -> torch.Tensor:
         self._live[self._where] = self._old
-        return int(self._differs(self._old))
+        return self._differs(self._old)
 
     def _differs(self, values: torch.Tensor) -> torch.Tensor:
         """How many elements are other ones; known when somebody reads it."""
@@ -309,23 +312,46 @@ def _checked(positions: torch.Tensor, numel: int, name: str) -> npt.NDArray[np.u
 
 
 def _turns(parts: Mapping[str, _Part]) -> list[list[tuple[str, _Piece]]]:
-    """All pieces, small ones together."""
+    """All pieces, small ones together. Those on a device are one turn: one thread queues all of its work."""
     turns: list[list[tuple[str, _Piece]]] = []
+    on_devices: list[tuple[str, _Piece]] = []
     room = 0
     for name, part in parts.items():
+        if part.on_device:
+            on_devices.extend((name, piece) for piece in part.pieces)
+            continue
         for piece in part.pieces:
             if piece.num_elements > room:
                 turns.append([])
                 room = _PIECE_ELEMENTS
             turns[-1].append((name, piece))
             room -= piece.num_elements
-    return turns
+    return [on_devices, *turns] if on_devices else turns
 
 
 def _take(turn: Iterable[tuple[str, _Piece]], step: str) -> None:
+    """One step of each, as far as the first that fails; of those on a device all, which are waited for once.
+
+    Raises:
+        LoadError: elements are not what they should be.
+    """
+    counted: dict[str, torch.Tensor] = {}
     for name, piece in turn:
-        if different := getattr(piece, step)():
-            raise LoadError(
-                f"{different} elements are not what they should be at {step}: something else writes the live weights",
-                parameter=name,
-            )
+        different = getattr(piece, step)()
+        if isinstance(different, torch.Tensor):
+            counted[name] = different
+        else:
+            _check(name, different, step)
+    if counted:
+        device = next(iter(counted.values())).device
+        told = torch.stack([different.to(device) for different in counted.values()]).tolist()
+        for name, different in zip(counted, told, strict=True):
+            _check(name, different, step)
+
+
+def _check(name: str, different: int, step: str) -> None:
+    if different:
+        raise LoadError(
+            f"{different} elements are not what they should be at {step}: something else writes the live weights",
+            parameter=name,
+        )
