@@ -1,6 +1,9 @@
-"""Offload from a GPU straight into pinned pages of shared memory, on a stream of its own. Needs a CUDA GPU."""
+"""Offload from a GPU straight into pinned pages of shared memory, on a stream of its own; and from host memory, so that
+the test itself is known to work."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,19 +16,20 @@ from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline
 from weightsync.types.transfer_messages import Transport
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))
 _CYCLES = 500_000_000  # a quarter of a second, or so
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("transport", list(Transport))
-def test_what_the_step_has_queued_is_what_is_published(dtype: str | None, transport: Transport) -> None:
-    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 7)).cuda()
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_what_the_step_has_queued_is_what_is_published(device: str, dtype: str | None, transport: Transport) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 7)).to(device)
     with WeightManager("m", dtype=dtype) as manager:
         for version in (1, 2, 3):
-            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
-                torch.cuda._sleep(_CYCLES)
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+                if device == "cuda":
+                    torch.cuda._sleep(_CYCLES)
                 for parameter in model.parameters():
                     parameter.fill_(float(version))
                 assert manager.offload(model.named_parameters(), version).published
@@ -35,7 +39,7 @@ def test_what_the_step_has_queued_is_what_is_published(dtype: str | None, transp
             puller = Puller(manager.endpoint, "m", receiver_id="r", transport=transport)
             with puller.pull(deadline=Deadline(30.0)) as pulled:
                 assert pulled.version.number == version
-                found = load_file(path_of(pulled.segment))
+                found = load_file(path_of(pulled.segment))  # mapped: it is gone when the puller closes
+                assert set(found) == {name for name, _ in model.named_parameters()}
+                assert all(bool((tensor == float(version)).all()) for tensor in found.values())
             puller.close()
-            assert set(found) == {name for name, _ in model.named_parameters()}
-            assert all(bool((tensor == float(version)).all()) for tensor in found.values())

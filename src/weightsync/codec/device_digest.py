@@ -3,8 +3,8 @@
 The definition is design/0002-digests.md; `codec.kernels` has the same for host memory. int64 here is uint64 there: sums
 and products wrap alike, and shifts to the right are made logical.
 
-An operation costs a GPU some microseconds however little it does. So small runs of bytes are laid side by side, and
-summed many at a time; nothing is waited for before the end.
+An operation costs some ten microseconds, however little it does. So small runs of bytes are laid side by side and
+summed together, blocks are weighed by their keys many at a time, and nothing is waited for before the end.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ PIECE_BYTES = 16 << 20
 """What is summed at a time; six times as much memory of the device is used meanwhile."""
 
 _BLOCK_BYTES = 8 * BLOCK_WORDS
-_ALONE_BYTES = 1 << 20
+_ALONE_BYTES = 8 << 20
 """From so many bytes on a run is read where it lies."""
+_MAX_BLOCKS = 1 << 16
+"""Whose keys are computed at a time."""
 
 _STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _LOW = (1 << 32) - 1
-_Key: TypeAlias = "int | torch.Tensor"
+_Blocks: TypeAlias = tuple[int, int, int, int]
+"""Consecutive blocks of a tensor: the first, how many, and the tensor's keys."""
 
 
 class DeviceSum:
@@ -44,8 +47,11 @@ class DeviceSum:
         self._device = device
         self._lanes = torch.zeros(2, dtype=torch.int64, device=device)
         self._stage: torch.Tensor | None = None  # zero behind what is laid there
-        self._laid: list[tuple[int, int, int, int]] = []  # first block, number of blocks, both keys
-        self._filled = 0  # blocks of the stage
+        self._laid: list[_Blocks] = []
+        self._num_laid = 0  # blocks of the stage
+        self._block_sums: torch.Tensor | None = None  # both lanes of each block, without its keys
+        self._summed: list[_Blocks] = []
+        self._num_summed = 0
 
     def add(self, rows: torch.Tensor, place: int, pitch: int, key_1: int, key_2: int) -> None:
         """Adds rows that lie evenly apart in their whole tensor.
@@ -74,6 +80,7 @@ class DeviceSum:
     def total(self) -> tuple[int, int]:
         """Both lanes of all that was added, each mod 2^64. Waits for the device."""
         self._sum_laid()
+        self._weigh()
         a, b = (int(lane) % (1 << 64) for lane in self._lanes.tolist())
         return a, b
 
@@ -85,8 +92,7 @@ class DeviceSum:
             whole = 0 if inside or data[start:].data_ptr() % 8 else (stop - start) // _BLOCK_BYTES
             if whole * _BLOCK_BYTES >= _ALONE_BYTES:
                 stop = start + whole * _BLOCK_BYTES
-                blocks = torch.arange(first, first + whole, device=self._device)
-                self._sum(data[start:stop], blocks, key_1, key_2)
+                self._sum(data[start:stop], [(first, whole, key_1, key_2)])
             else:
                 self._room(place + start, stop - start, key_1, key_2).copy_(data[start:stop])
             start = stop
@@ -97,36 +103,45 @@ class DeviceSum:
         number = -(-(inside + num_bytes) // _BLOCK_BYTES)
         if self._stage is None:
             self._stage = torch.zeros(PIECE_BYTES + _BLOCK_BYTES, dtype=torch.uint8, device=self._device)
-        if (self._filled + number) * _BLOCK_BYTES > len(self._stage):
+        if (self._num_laid + number) * _BLOCK_BYTES > len(self._stage):
             self._sum_laid()
-        begin = self._filled * _BLOCK_BYTES + inside
+        begin = self._num_laid * _BLOCK_BYTES + inside
         self._laid.append((first, number, key_1, key_2))
-        self._filled += number
+        self._num_laid += number
         return self._stage[begin : begin + num_bytes]
 
     def _sum_laid(self) -> None:
-        if self._stage is None or not self._laid:
-            return
-        laid, self._laid = self._laid, []
-        num_blocks = np.array([number for _, number, _, _ in laid])
-        ends = np.cumsum(num_blocks)
-        table = np.empty((3, self._filled), np.uint64)
-        firsts = np.array([first for first, _, _, _ in laid], np.int64) - (ends - num_blocks)
-        table[0] = (np.arange(self._filled) + np.repeat(firsts, num_blocks)).view(np.uint64)
-        for lane in (1, 2):
-            table[lane] = np.repeat(np.array([each[1 + lane] for each in laid], np.uint64), num_blocks)
-        blocks, keys_1, keys_2 = torch.from_numpy(table.view(np.int64)).to(self._device)
-        used = self._stage[: self._filled * _BLOCK_BYTES]
-        self._filled = 0
-        self._sum(used, blocks, keys_1, keys_2)
-        used.zero_()
+        if self._stage is not None and self._laid:
+            used = self._stage[: self._num_laid * _BLOCK_BYTES]
+            self._sum(used, self._laid)
+            used.zero_()
+            self._laid, self._num_laid = [], 0
 
-    def _sum(self, data: torch.Tensor, blocks: torch.Tensor, key_1: _Key, key_2: _Key) -> None:
-        """Adds whole blocks: uint8, aligned; the number of each within its tensor; keys of all or of each."""
+    def _sum(self, data: torch.Tensor, blocks: list[_Blocks]) -> None:
+        """Sums each of whole, aligned blocks: uint8, at most a piece and a block more."""
         words = data.view(torch.int64).view(-1, BLOCK_WORDS)
+        if self._block_sums is None:
+            self._block_sums = torch.empty(2, _MAX_BLOCKS, dtype=torch.int64, device=self._device)
+        if self._num_summed + len(words) > _MAX_BLOCKS:
+            self._weigh()
+        now = slice(self._num_summed, self._num_summed + len(words))
         low, high = words & _LOW, (words >> 32) & _LOW
-        for lane, (keys_low, keys_high), key in zip(self._lanes, _word_keys(self._device), (key_1, key_2), strict=True):
-            lane += ((low * keys_low).addcmul_(high, keys_high).sum(1) * _block_keys(blocks, key)).sum()
+        for sums, (keys_low, keys_high) in zip(self._block_sums, _word_keys(self._device), strict=True):
+            torch.sum((low * keys_low).addcmul_(high, keys_high), 1, out=sums[now])
+        self._summed += blocks
+        self._num_summed = now.stop
+
+    def _weigh(self) -> None:
+        """Adds the blocks that were summed, each times its keys."""
+        if self._block_sums is None or not self._summed:
+            return
+        told = zip(*self._summed, strict=True)
+        firsts, numbers = (np.array(next(told), np.int64) for _ in range(2))
+        keys = [np.repeat(np.array(each, np.uint64), numbers) for each in told]
+        places = np.arange(self._num_summed) + np.repeat(firsts - np.cumsum(numbers) + numbers, numbers)
+        table = torch.from_numpy(np.stack([places.view(np.uint64), *keys]).view(np.int64)).to(self._device)
+        self._lanes += (self._block_sums[:, : self._num_summed] * _block_keys(table[:1], table[1:])).sum(1)
+        self._summed, self._num_summed = [], 0
 
 
 @functools.cache
@@ -137,8 +152,8 @@ def _word_keys(device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor],
     return tuple((keys & _LOW, (keys >> 32) & _LOW) for keys in on_it)
 
 
-def _block_keys(blocks: torch.Tensor, seed: _Key) -> torch.Tensor:
-    x = blocks * _signed(_STEP) + (_signed(seed) if isinstance(seed, int) else seed)
+def _block_keys(places: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    x = places * _signed(_STEP) + seeds
     x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
     return (x ^ _shifted(x, 31)) | 1

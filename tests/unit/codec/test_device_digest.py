@@ -45,6 +45,7 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     piece_bytes, alone_bytes = request.param
     monkeypatch.setattr(device_digest, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(device_digest, "_ALONE_BYTES", alone_bytes)
+    monkeypatch.setattr(device_digest, "_MAX_BLOCKS", piece_bytes // 2048 + 1)
 
 
 @few
