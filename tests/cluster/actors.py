@@ -48,6 +48,7 @@ class Rollout:
         self._loader = FaultyLoader(self._model)
         self.engine = Faulty(self._loader, engine_id=context.engine_id)
         self._let_go = threading.Event()
+        self._waiting: list[threading.Event] = []
 
     def fingerprint(self) -> tuple[str, int | None, str]:
         """Hash of the live bytes, the version they are served as, and the digest that the engine proved."""
@@ -72,11 +73,18 @@ class Rollout:
         raise LoadError("typed", parameter="p") if typed else ValueError("plain")
 
     def wait(self, seconds: float) -> bool:
-        """Blocks until `let_go`."""
-        return self._let_go.wait(seconds)
+        """Blocks until the next `let_go`."""
+        mine = self._let_go
+        self._waiting.append(mine)
+        return mine.wait(seconds)
+
+    def waiting(self) -> int:
+        """How many have begun to wait since the last `let_go`."""
+        return self._waiting.count(self._let_go)
 
     def let_go(self) -> None:
-        self._let_go.set()
+        ended, self._let_go = self._let_go, threading.Event()
+        ended.set()
 
     def unreadable(self, how: str) -> object:
         """What can't be pickled here, or can't be unpickled there."""

@@ -74,8 +74,16 @@ def test_a_slow_answer_costs_its_timeout(engine: RayEngine) -> None:
     slow = in_thread(lambda: engine.ask("wait", 20.0, timeout_s=20), name="slow")
     with pytest.raises(DeadlineExceededError, match=r"e did not answer wait within 0\.2 s"):
         engine.ask("wait", 20.0, timeout_s=0.2)
+    until_waiting(engine, 2)
     engine.ask("let_go", timeout_s=CALL_S)
     assert slow.result(CALL_S) is True
+
+
+def until_waiting(engine: RayEngine, number: int) -> None:
+    """Returns when so many calls are under way there."""
+    deadline = Deadline(CALL_S)
+    while engine.ask("waiting", timeout_s=CALL_S) < number:
+        deadline.check("calls to be under way")
 
 
 def test_a_handle_can_be_sent_on(engine: RayEngine) -> None:
@@ -90,6 +98,7 @@ def test_a_process_that_is_killed_is_unreachable_until_ray_has_restarted_it(engi
     """kill -9 during a call; then the same handle reaches a new process; after the last restart it stays dead."""
     pid = engine.ask("where", timeout_s=CALL_S)[0]
     under_way = in_thread(lambda: engine.ask("wait", 20.0, timeout_s=20), name="under way")
+    until_waiting(engine, 1)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineUnreachableError, match="the actor of e is gone"):
         under_way.result(CALL_S)

@@ -7,6 +7,7 @@ nodes, with one concurrency group for all of an engine's calls.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -33,7 +34,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.handles.http import HttpEngine
-from weightsync.types import DescribeRequest, EngineOp, SyncReport
+from weightsync.types import Deadline, DescribeRequest, EngineOp, SyncReport
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -115,13 +116,14 @@ def test_engines_are_called_by_http_at_their_nodes_with_tokens_of_their_own(job:
 def test_generation_and_syncs_do_not_wait_for_each_other(job: Job) -> None:
     """All threads for the user's calls are taken, and a sync goes through: it has threads of its own."""
     waits = [in_thread(lambda: job.ask(1, "wait", 20.0), name="generation") for _ in range(8)]
-    while job.ask(0, "where") is None or sum(not wait.done() for wait in waits) < 8:
-        assert not any(wait.done() for wait in waits)
+    urgent = functools.partial(job.sync.engines["engine-1"].urgent, "ask", "")  # by threads that no generation takes
+    deadline = Deadline(CALL_S)
+    while urgent("waiting", (), {}, kind=int, timeout_s=CALL_S) < 8:
+        deadline.check("generations to begin")
     report = job.next()
     assert report.digests_equal is True
     assert not any(wait.done() for wait in waits), "the generations were still running"
-    # by the threads that no generation takes
-    job.sync.engines["engine-1"].urgent("ask", "", "let_go", (), {}, kind=type(None), timeout_s=CALL_S)
+    urgent("let_go", (), {}, kind=type(None), timeout_s=CALL_S)
     assert [wait.result(CALL_S) for wait in waits] == [True] * 8
 
 
