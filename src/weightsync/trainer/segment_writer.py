@@ -2,7 +2,6 @@
 the way. One copy of each byte.
 
 On CUDA the segment's pages are registered with the driver (pinned), and parts are copied on a stream of their own.
-That part was never run: it needs a GPU.
 """
 
 from __future__ import annotations
