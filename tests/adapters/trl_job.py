@@ -99,8 +99,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def reward(completion_ids: Iterable[list[int]], **_: Any) -> list[float]:
-    """Low tokens are good."""
-    return [sum(1.0 for token in ids if token < 48) / max(1, len(ids)) for ids in completion_ids]
+    """Low tokens are good; and no two samples of a group are as good, or a step would move nothing."""
+    return [
+        sum(1.0 for token in ids if token < 48) / max(1, len(ids)) + index / 100
+        for index, ids in enumerate(completion_ids)
+    ]
 
 
 class Compared(WeightTransfer):

@@ -76,10 +76,13 @@ class Rollout:
         """Blocks until the next `let_go`."""
         mine = self._let_go
         self._waiting.append(mine)
-        return mine.wait(seconds)
+        try:
+            return mine.wait(seconds)
+        finally:
+            self._waiting.remove(mine)
 
     def waiting(self) -> int:
-        """How many have begun to wait since the last `let_go`."""
+        """How many wait for the next `let_go`."""
         return self._waiting.count(self._let_go)
 
     def let_go(self) -> None:

@@ -115,7 +115,7 @@ def test_engines_are_called_by_http_at_their_nodes_with_tokens_of_their_own(job:
 
 def test_generation_and_syncs_do_not_wait_for_each_other(job: Job) -> None:
     """All threads for the user's calls are taken, and a sync goes through: it has threads of its own."""
-    waits = [in_thread(lambda: job.ask(1, "wait", 20.0), name="generation") for _ in range(8)]
+    waits = [in_thread(lambda: job.ask(1, "wait", 28.0), name="generation") for _ in range(8)]
     urgent = functools.partial(job.sync.engines["engine-1"].urgent, "ask", "")  # by threads that no generation takes
     deadline = Deadline(CALL_S)
     while urgent("waiting", (), {}, kind=int, timeout_s=CALL_S) < 8:

@@ -23,10 +23,10 @@ from weightsync.codec.model_digest import (
     sum_of_runs,
 )
 from weightsync.codec.tensor_digest import cut_out, host_bytes
-from weightsync.codec.threads import SMALL_BYTES, map_all
+from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, map_all
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
 from weightsync.many import addresses, are_plain, sizes_bytes
-from weightsync.plan.boxes import box_runs, check_partition, whole_box
+from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
 from weightsync.tensors import byte_view, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
 from weightsync.types.process import num_cores
@@ -40,6 +40,9 @@ _MANY_BYTES = 256 << 10
 
 _BATCH_BYTES = 16 << 20
 _BATCH_TENSORS = 8192
+_MOST_GAPS = 8
+"""A device sums the gaps between a shard's rows as well: up to so many times the shard."""
+
 _keys_of = attrgetter("key_1", "key_2")
 
 
@@ -59,7 +62,7 @@ class PartSums:
     """`shard_sum` of parts as they come, together. One thread at a time.
 
     A part may be written again behind `add`, on the stream that was the current one. Parts on a GPU are summed there,
-    many at a time: the GPU is waited for once, by `total`.
+    many at a time: the GPU is waited for now and then, see `DeviceSum`.
     """
 
     def __init__(self) -> None:
@@ -80,29 +83,38 @@ class PartSums:
                 f"of {spec.dtype} {spec.shape}",
                 parameter=spec.name,
             )
-        if not (_sums_itself(tensor) and self._added_there(spec, box, tensor)):
-
-            def one(block: Box) -> tuple[int, int]:
-                return block_lanes(host_bytes(cut_out(tensor, block, origin=box.offset)), spec, block)
-
-            self._on_host += added(map_all(one, blocks_of(box, spec)))
+        if _sums_itself(tensor):
+            plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            step = box.numel if plain else PIECE_BYTES // itemsize_bytes(spec.dtype)
+            for block in split_box(box, max(1, step)):
+                part = cut_out(tensor, block, origin=box.offset)
+                if not self._added_there(spec, block, part):
+                    self._add_on_host(spec, block, part)
+        else:
+            self._add_on_host(spec, box, tensor)
 
     def total(self) -> ShardSum:
         """The sum of all parts so far."""
         return self._on_host + added(there.total() for there in self._on_devices.values())
 
+    def _add_on_host(self, spec: TensorSpec, box: Box, tensor: torch.Tensor) -> None:
+        def one(block: Box) -> tuple[int, int]:
+            return block_lanes(host_bytes(cut_out(tensor, block, origin=box.offset)), spec, block)
+
+        self._on_host += added(map_all(one, blocks_of(box, spec)))
+
     def _added_there(self, spec: TensorSpec, box: Box, tensor: torch.Tensor) -> bool:
         """Whether it was added on its device: its runs of bytes lie evenly apart, as those of a tensor that was cut
-        along one dimension do."""
+        along one dimension do, and not so far that the device would sum more of the gaps than the host copies."""
         from weightsync.codec.device_digest import DeviceSum  # with numba, as `kernels`
 
         run_elements, offsets = box_runs(spec.shape, box)
         pitch = int(offsets[1] - offsets[0]) if len(offsets) > 1 else run_elements
-        if len(offsets) > 2 and not (np.diff(offsets) == pitch).all():
+        if pitch > _MOST_GAPS * run_elements or (len(offsets) > 2 and not (np.diff(offsets) == pitch).all()):
             return False
         if run_elements:
             size_bytes, seeds = itemsize_bytes(spec.dtype), seeds_of(spec.name, spec.dtype, spec.shape)
-            data = byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+            data = byte_view(tensor.resolve_conj().resolve_neg().contiguous())
             there = self._on_devices.get(tensor.device)
             if there is None:
                 there = self._on_devices[tensor.device] = DeviceSum(tensor.device)
@@ -202,7 +214,7 @@ def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
 
     Args:
         held: parts that cover every tensor of `specs` exactly once. Of an iterator each is used up before the next is
-            taken, so it may reuse its memory; a list is read in whatever order is fast.
+            taken, so it may reuse its memory (a GPU's on the current stream); a list is read in whatever order is fast.
         specs: every tensor of the model.
 
     Raises:

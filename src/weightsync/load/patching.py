@@ -152,7 +152,8 @@ class LivePatch:
             pool.shutdown(wait=False)
 
     def _run(self, step: str) -> None:
-        """One step of every piece, on all cores. Returns when no thread touches live weights any more."""
+        """One step of every piece, on all cores. Returns when no thread touches live weights any more; after an
+        error a device may have writes queued, and `undo` is queued behind them."""
         if len(self._turns) <= 1 or self._pool is None:
             for turn in self._turns:
                 _take(turn, step)
@@ -175,7 +176,7 @@ class _Part:
     Attributes:
         change: it.
         pieces: what is done at a time. Each step of one returns how many elements are not as they should be; a tensor
-            of it where a device counts them.
+            of it where torch counts them.
         on_device: whether the live tensor is not in host memory.
     """
 
@@ -330,7 +331,7 @@ def _turns(parts: Mapping[str, _Part]) -> list[list[tuple[str, _Piece]]]:
 
 
 def _take(turn: Iterable[tuple[str, _Piece]], step: str) -> None:
-    """One step of each, as far as the first that fails; of those on a device all, which are waited for once.
+    """One step of each, as far as the first that fails; of those whose elements torch counts all, asked once.
 
     Raises:
         LoadError: elements are not what they should be.

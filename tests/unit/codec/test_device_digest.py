@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,50 @@ def test_what_was_cut_along_two_dimensions_is_summed_on_the_host(summed_there: l
     sums.add(held)
     assert sums.total() == on_host(held)
     assert set(summed_there) == {"w"}
+
+
+def test_a_narrow_shard_is_summed_on_the_host(summed_there: list[str]) -> None:
+    """Its device would sum the whole tensor for it."""
+    held = part((64, 96), Box(offset=(0, 8), shape=(64, 4)), torch.float32)
+    sums = PartSums()
+    sums.add(held)
+    assert sums.total() == on_host(held)
+    assert set(summed_there) == {"w"}
+
+
+def test_what_is_not_contiguous_is_copied_a_piece_at_a_time(
+    summed_there: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    laid: list[int] = []
+    add = DeviceSum.add
+    monkeypatch.setattr(DeviceSum, "add", lambda self, rows, *args: (laid.append(rows.nbytes), add(self, rows, *args)))
+    held = whole("w", torch.randn(100, 70).t())
+    assert shard_sums([held]) == on_host(held)
+    assert sum(laid) == held.tensor.nbytes
+    assert max(laid) <= 4096
+
+
+def test_parts_that_come_in_inference_mode(summed_there: list[str]) -> None:
+    tensors = [torch.randn(40, 40) for _ in range(6)]
+
+    def held() -> Iterator[HeldTensor]:
+        for index, tensor in enumerate(tensors):
+            with torch.inference_mode():
+                yield whole(f"w{index}", tensor)
+
+    wanted = sum((on_host(whole(f"w{index}", tensor)) for index, tensor in enumerate(tensors)), ShardSum.zero())
+    assert shard_sums(held()) == wanted
+
+
+def test_an_aligned_run_in_a_storage_that_begins_at_an_odd_byte() -> None:
+    """As memory of another library's may: torch views no words there."""
+    memory = np.zeros((10 << 20) + 16, np.uint8)
+    begin = -memory.ctypes.data % 8 + 3
+    data = torch.from_numpy(memory[begin:])[5 : 5 + (9 << 20)]
+    data.copy_(random_bytes(len(data), 1))
+    assert data.data_ptr() % 8 == 0
+    assert there(data[None], 0, len(data), 3, 4) == compiled(data, [0], len(data), 3, 4)
 
 
 @pytest.mark.parametrize("strided", [False, True])
