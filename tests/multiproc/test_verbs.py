@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,10 @@ from weightsync.engine.server import EngineServer
 from weightsync.errors import AuthError, ConfigError, InvalidRequestError, SyncFailedError, WeightSyncError
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.tensors import byte_array
-from weightsync.types.service import NotifyRequest
+from weightsync.trainer import notifier
+from weightsync.types import Version
+from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState
+from weightsync.types.service import ModelStatus, NotifyRequest, ServiceStatus
 from weightsync.verbs.publishing import Publisher
 
 _LONG_S = 60.0
@@ -406,6 +410,67 @@ def test_a_trainer_is_told_why_its_fleet_serves_nothing_once_and_at_the_end(
         said = [each.getMessage() for each in caplog.records if "is not served there" in each.getMessage()]
         assert len(said) == len({re.sub(r"\d+", "", each) for each in said})
         assert any("ManifestMismatchError" in each for each in said)
+
+
+def test_a_failure_that_comes_back_is_said_again_where_versions_come_faster_than_it_looks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: it asked whether what it had told of just now was served, which it never was; so nothing was over."""
+    now_s, told_at = 0.0, dict[int, float]()
+    monkeypatch.setattr(notifier, "time", types.SimpleNamespace(monotonic=lambda: now_s))
+    told = notifier._Told("http://127.0.0.1:9", model_id="m", token=None, verify=True)
+    told._endpoints = ("http://127.0.0.1:8",)
+
+    class Trainer:
+        """A version each six seconds, and an end; in place of the condition that the thread waits on."""
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def wait_for(self, _: object, timeout: float | None) -> None:
+            nonlocal now_s
+            now_s += 6.0
+            number = 1 if told._newest is None else told._newest.number + 1
+            told._newest, told._closed = Version(run_id="r", number=number), number > 20
+
+    def status(*_: object, **__: object) -> ServiceStatus:
+        """A host that serves each version a second later; its engine is away twice."""
+        errors = {"e": "EngineUnreachableError: nobody there"} if 20 <= now_s < 40 or 70 <= now_s < 90 else {}
+        served = max((number for number, at in told_at.items() if at + 1.0 <= now_s), default=None)
+        model = ModelStatus(run_id="r", version=None if errors else served, errors=errors)
+        return ServiceStatus(models={"m": model})
+
+    def notify(notice: NotifyRequest, **_: object) -> ModelStatus:
+        told_at[notice.version] = now_s
+        return ModelStatus(run_id="r")
+
+    for name, stand_in in {"_learn": lambda _: False, "_introduce": lambda: None, "_changed": Trainer()}.items():
+        monkeypatch.setattr(told, name, stand_in)
+    monkeypatch.setattr(told._service, "call", status)
+    monkeypatch.setattr(told._service, "notify_version", notify)
+    told._run()
+    assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
+        "what was published is not served there: e: EngineUnreachableError: nobody there"
+    ] * 2
+
+
+def test_a_trainer_is_told_of_instances_that_have_its_model_and_of_three_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen red: an instance of another model was said not to serve what it never has."""
+    told = notifier._Told("http://127.0.0.1:9", model_id="actor", token=None, verify=True)
+    told._newest = Version(run_id="r", number=3)
+
+    def instance(name: str, model: str) -> InstanceStatus:
+        why = "LoadError: it has no room"
+        return InstanceStatus(instance_id=name, url="http://h", state="evicted", models={model: None}, why=why)
+
+    instances = (instance("other", "critic"), *(instance(f"a{index}", "actor") for index in range(5)))
+    status = ControllerStatus(models={"actor": RolloutServiceState(run_id="r")}, instances=instances)
+    monkeypatch.setattr(told, "_learn", lambda _: True)
+    monkeypatch.setattr(told._controller, "status", lambda **_: status)
+    assert told._because() == f": {'; '.join(f'a{index}: LoadError: it has no room' for index in range(3))}; and 2 more"
 
 
 # --- the command ---

@@ -293,8 +293,9 @@ class WeightSyncController:
     def model_tags(self) -> tuple[str, ...]:
         return tuple(self._models)
 
-    def rollout_service_state(self, model_tag: str) -> RolloutServiceState:
-        return self._model(model_tag).seen(self.method.instances())
+    def rollout_service_state(self, model_tag: str, *, counted: bool = True) -> RolloutServiceState:
+        """`counted`: with `num_answering`, for which every instance is looked at."""
+        return self._model(model_tag).seen(self.method.instances() if counted else None)
 
     def subscribe(self, changed: Callable[[str], None]) -> Callable[[], None]:
         """Calls `changed(model_tag)` after each change of a model, from any thread; it must be quick. Returns what ends

@@ -235,8 +235,8 @@ class ModelControl:
         )
         return frozenset(module for module in locked if module is not None)
 
-    def seen(self, instances: Sequence[InstanceStatus]) -> RolloutServiceState:
-        """What users see of it; `instances` are the method's."""
+    def seen(self, instances: Sequence[InstanceStatus] | None) -> RolloutServiceState:
+        """What users see of it; `instances` are the method's, None where they are not to be counted."""
         service = self._config.inference_service
         with self._changed:
             state, error, retry_at_s = self.state, self._last_error, self._retry_at_s
@@ -255,7 +255,7 @@ class ModelControl:
             retry_in_s=None if retry_at_s is None or not state.num_failed else max(0.0, retry_at_s - time.monotonic()),
             overdue=state.overdue,
             last_error=error,
-            num_answering=self._num_answering(instances),
+            num_answering=None if instances is None else self._num_answering(instances),
             model_name=service.model or "",
             weight_type=service.weight_type,
             weight_path=self._config.sync_weight_path or "",

@@ -158,7 +158,7 @@ class ControllerServer:
 
     async def _gate(self, request: Request, asked: ModelRequest, opened: Callable[[], bool]) -> GateReply:
         """Answers when it has opened, or the caller's time is over, or to make room for another one's request."""
-        self._controller.rollout_service_state(asked.model_tag)  # there is such a model
+        self._controller.rollout_service_state(asked.model_tag, counted=False)  # there is such a model
         self._loop = asyncio.get_running_loop()
         changed = self._change_of(asked.model_tag)  # before the look: nothing is missed
         through = opened()
@@ -170,7 +170,7 @@ class ControllerServer:
                             await changed.wait()
                             changed = self._change_of(asked.model_tag)
                             through = opened()
-        state = self._controller.rollout_service_state(asked.model_tag)
+        state = self._controller.rollout_service_state(asked.model_tag, counted=False)
         return GateReply(
             answer="continue" if through else "block",
             run_id=state.run_id,
@@ -200,7 +200,7 @@ class ControllerServer:
 
     async def _with_run(self, request: Request, asked: TrainedRequest) -> TrainedRequest:
         """With the run that its sender's agent has, where one is named."""
-        self._controller.rollout_service_state(asked.model_tag)  # there is such a model
+        self._controller.rollout_service_state(asked.model_tag, counted=False)  # there is such a model
         if asked.sender_endpoint is None:
             return asked
         header = request.headers.get("authorization", "")
@@ -286,7 +286,7 @@ class ControllerServer:
         return PushDoneReply()
 
     def _orders_of(self, asked: ModelRequest) -> PushOrders:
-        self._controller.rollout_service_state(asked.model_tag)  # there is such a model
+        self._controller.rollout_service_state(asked.model_tag, counted=False)  # there is such a model
         orders = self._controller.method.orders.get(asked.model_tag)
         if orders is None:
             raise StateError("this controller orders no pushes: set sync_method to 'push' in its configuration")

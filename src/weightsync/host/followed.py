@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from weightsync.errors import NotPublishedError, TransferAbortedError, VersionError
 from weightsync.host.adoption import ANOTHER_INCARNATION, Adoption, Verdict, published_anew
 from weightsync.host.agent_state import OVERDUE_S, TURNS, AgentState, Ask, Claim, Target, is_in
+from weightsync.objects.urls import is_store_url
 from weightsync.types import Version
 from weightsync.types.transfer_messages import AgentVersion
 
@@ -22,6 +23,7 @@ _MAX_RUNS_OVER = 1000
 _MAX_OTHERS = 8
 
 _logger = logging.getLogger(__name__)
+_GONE = "the trainer's agent is gone, or cut off"
 Served = Mapping[str, Version | None]
 """What each engine serves; None: nothing, or it does not say."""
 
@@ -183,8 +185,8 @@ class FollowedRun:
         """
         agent = self.agents[endpoint]
         agent.ended = agent.ended and gone
-        if gone and agent.newest is not None:
-            why = f"the trainer's agent is gone, or cut off: {why}"
+        if gone and agent.newest is not None and not is_store_url(endpoint):
+            why = f"{_GONE}: {why}"
         if agent.error is None and agent.ended:
             _logger.info("model %s: the trainer at %s has ended", self._model_id, endpoint)
         elif agent.error is None or _kind(agent.error) != _kind(why):
@@ -436,4 +438,4 @@ def _lowest(served: Iterable[Version | None], run_id: str) -> int:
 
 
 def _kind(why: str) -> str:
-    return why.partition(":")[0]
+    return why.removeprefix(f"{_GONE}: ").partition(":")[0]

@@ -160,8 +160,13 @@ class Placing:
                 differences.add(spec.name, why, hint=_CAST if spec.dtype != dtype_name(tensor.dtype) else "")
             placed[spec.name] = tensor
         differences.add_missing((name for name, tensor in live.items() if id(tensor) not in taken), hint=_BUFFERS)
-        differences.refuse()
+        differences.refuse(lambda: self._own_names(manifest))
         return placed
+
+    def _own_names(self, manifest: Manifest) -> list[str]:
+        """Those of the manifest, where they are looked for as they are; else none."""
+        names = [name for name in manifest.table.names if name not in self._ignore]
+        return names if all(self._name_map(name) == name for name in names) else []
 
 
 def _seen(table: TensorTable, held: Held, placed: Mapping[str, torch.Tensor]) -> _Seen | None:

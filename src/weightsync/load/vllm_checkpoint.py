@@ -68,7 +68,7 @@ class CheckpointTensors:
                 hint = f"send {own} (dtype=, --dtype of weightsync check), or start vLLM with --dtype {spec.dtype}"
                 differences.add(spec.name, what, hint=hint)
         differences.add_missing(name for name, tensor in self._tensor_of.items() if tensor not in taken)
-        differences.refuse()
+        differences.refuse(lambda: manifest.table.names)
 
     def _build(self) -> None:
         if self._built:

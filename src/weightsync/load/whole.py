@@ -58,15 +58,18 @@ class Differences:
             self._num_missing += 1
             self.add(name, "the manifest lacks it", hint=hint)
 
-    def refuse(self) -> None:
+    def refuse(self, names: Callable[[], Collection[str]] = tuple) -> None:
         """Returns where there was none.
+
+        Args:
+            names: all of the manifest's, where they are to be the model's own; asked for where they are needed.
 
         Raises:
             ManifestMismatchError: names the first ten, and says how many there are; `parameter` is the first.
         """
         if not self._told:
             return
-        if (prefix := self._prefix()) is not None:
+        if (prefix := self._prefix(names())) is not None:
             what = f"{len(self._strange)} tensors differ: {prefix} on the trainer's side"
             raise ManifestMismatchError(what, parameter=self._strange[0])
         if self._num_missing == self._count:
@@ -81,19 +84,19 @@ class Differences:
         what += f" and {more} more" if more else ""
         raise ManifestMismatchError("; ".join([what, *self._hints]), parameter=self._told[0][0])
 
-    def _prefix(self) -> str | None:
-        """Where all strange names are the model's with something before them, or without it: that, and the remedy."""
+    def _prefix(self, names: Collection[str]) -> str | None:
+        """Where the remedy makes all names the model's: with something before the strange ones, or without it."""
         if not self._strange or len(self._strange) + self._num_missing < self._count:
             return None
         first, known = self._strange[0], self._known
         cut = next((at for at, char in enumerate(first, 1) if char == "." and first[at:] in known), 0)
         before = first[:cut]
-        if cut and all(name.startswith(before) and name[cut:] in known for name in self._strange):
+        if cut and names and all(name.removeprefix(before) in known for name in names):
             return (
                 f"the engine's names are these without {before!r}: name_map=lambda name: name.removeprefix({before!r})"
             )
         before = next((each.removesuffix(first) for each in known if each.endswith(f".{first}")), "")
-        if before and all(before + name in known for name in self._strange):
+        if before and names and all(before + name in known for name in names):
             return f"the engine's names are these with {before!r} before: name_map=lambda name: {before!r} + name"
         return None
 

@@ -114,14 +114,14 @@ class JoinedEngines:
         self._lost_before = set(lost)
         client = self._all.only(here)
         joining = {who: replies[who] for who in here}
-        for who, reply in joining.items():
-            if reply.run_id not in (None, run_id):
-                _logger.warning("%s is taken over from run %s, which has not said that it ended", who, reply.run_id)
         try:
             self.group.join(client, joining, run_id=run_id, deadline=deadline, artifact=artifact)
         except WeightSyncError as error:
             self._shun_missing(error, joining)
             raise
+        for who, reply in joining.items():
+            if reply.run_id not in (None, run_id):
+                _logger.warning("%s was taken over from run %s, which has not said that it ended", who, reply.run_id)
         return client, joining, lost
 
     def _shun_missing(self, error: WeightSyncError, joining: Mapping[str, EngineReply]) -> None:

@@ -36,7 +36,7 @@ from weightsync.handles.by_url import runs_at
 from weightsync.handles.fanout import in_thread
 from weightsync.plan.names import did_you_mean
 from weightsync.types import Deadline, Version
-from weightsync.types.control import ControllerStatus
+from weightsync.types.control import InstanceStatus
 from weightsync.types.service import NotifyRequest, RegisterSenderRequest, ServiceStatus
 
 _CALL_S = 5.0
@@ -48,6 +48,7 @@ _LONGEST_PAUSE_S = 8.0  # each makes the host try again: what can't heal must no
 _AWAY_S = 1.0  # of a wait for one that did not serve the version before
 _JOIN_S = 2.0
 _MAX_FAILURES = 100  # different ones that are logged before something is served
+_MAX_TOLD = 3  # instances of which an error says why they do not serve
 _LOOK_S = 5.0  # one that does not serve yet what it was told of is asked so often why
 
 _logger = logging.getLogger(__name__)
@@ -228,6 +229,8 @@ class _Told:
             if newest == self._done:
                 self._look()
                 continue
+            if self._done is not None and time.monotonic() - self._looked_s >= _LOOK_S:
+                self._look()  # versions may come so fast that it never waits; the newest is not served at once
             try:
                 self._tell(newest)
             except WeightSyncError as error:
@@ -240,8 +243,6 @@ class _Told:
             if self._troubles is not None:
                 self._troubles = None
                 _logger.info("%s was told of %s", self.url, newest)
-            if time.monotonic() - self._looked_s >= _LOOK_S:  # versions may come so fast that it never waits
-                self._look()
             self._behind = True
 
     def _trouble(self, error: WeightSyncError) -> None:
@@ -284,9 +285,10 @@ class _Told:
         """Logs why what it was told of is not served there; by and by, from the notifier's own thread."""
         self._looked_s = time.monotonic()
         try:
-            served, failures = self._seen()
-        except WeightSyncError:
-            return  # whoever can't be asked can't be told either, which is logged
+            served, failures = self._seen(self._done)
+        except WeightSyncError as error:  # whoever can't be asked can't be told either, which is logged
+            _logger.debug("%s does not say what is served there: %s", self.url, error)
+            return
         self._behind = not served
         self._log_failures({} if served else failures)
         if served:
@@ -303,16 +305,16 @@ class _Told:
     def _because(self) -> str:
         """What it says of that itself, behind a colon; empty where it says nothing."""
         try:
-            _, failures = self._seen(all_of_them=True)
+            _, failures = self._seen(self._newest, all_of_them=True)
         except WeightSyncError:
             return ""
-        said = "; ".join(_of(who, why) for who, why in failures.items())
-        return f": {said}" if said else ""
+        said = [_of(who, why) for who, why in failures.items()]
+        more = [f"and {len(said) - _MAX_TOLD} more"] if len(said) > _MAX_TOLD else []
+        return f": {'; '.join(said[:_MAX_TOLD] + more)}" if said else ""
 
-    def _seen(self, *, all_of_them: bool = False) -> tuple[bool, Mapping[str, str]]:
-        """Whether the newest version is served there, and what has failed, by whose it is ("": the sync); of a fleet
-        with all that it says of its services, whether anything has failed or not."""
-        newest = self._newest
+    def _seen(self, newest: Version | None, *, all_of_them: bool = False) -> tuple[bool, Mapping[str, str]]:
+        """Whether a version is served there, and what has failed, by whose it is ("": the sync); of a fleet with all
+        that it says of its services, whether anything has failed or not."""
         if not self._learn(_CALL_S):
             service = self._service.call("GET", "/status", ServiceStatus, timeout_s=_CALL_S).models.get(self._model_id)
             if service is None:  # it was started anew with other models, which the next notification says
@@ -324,7 +326,8 @@ class _Told:
         if model is None:
             return False, {}
         served = newest is not None and model.run_id == newest.run_id and model.rollout_model_version >= newest.number
-        return served, _failures_of(status, model.last_error, all_of_them=all_of_them)
+        mine = [each for each in status.instances if self._model_id in each.models]
+        return served, _failures_of(mine, model.last_error, all_of_them=all_of_them)
 
     def _introduce(self) -> None:
         """Makes the agents known to a service; one that knows them by its own configuration refuses."""
@@ -373,10 +376,10 @@ class _Told:
             raise ConfigError(f"{self.url} in to= is an engine: {_instead(named, self._model_id)}", peer=self.url)
 
 
-def _failures_of(status: ControllerStatus, last_error: str | None, *, all_of_them: bool) -> dict[str, str]:
+def _failures_of(instances: Sequence[InstanceStatus], last_error: str | None, *, all_of_them: bool) -> dict[str, str]:
     """What has failed in a fleet; nothing has of an instance that only joins, or is late."""
     failures = {} if last_error is None else {"": last_error}
-    for each in status.instances:
+    for each in instances:
         failed = each.gone or each.state == "evicted" or "Error: " in (each.why or "")
         if each.why is not None and (failed or all_of_them):
             failures[each.instance_id] = each.why

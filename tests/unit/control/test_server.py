@@ -102,6 +102,15 @@ def test_the_gate_opens_when_the_sync_ends(served: Served) -> None:
     assert waiting.result(LONG_S) == "continue"
 
 
+def test_a_gate_looks_at_no_instance(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: with a thousand waiters and a thousand instances the loop stood still for seconds."""
+    looks: list[None] = []
+    monkeypatch.setattr(served.method, "instances", lambda: (looks.append(None), ())[1])
+    assert served.client.check_rollout_service_status("actor") == "continue"
+    assert served.client.status().models["actor"].num_answering is None  # there is no fleet
+    assert len(looks) == 1
+
+
 def test_hundreds_wait_at_the_gate_without_a_thread_or_a_poll(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each looks when it comes and when its model changes; what happens to other models wakes nobody."""
     looks = 0

@@ -351,6 +351,13 @@ def test_an_agent_that_answered_before_is_said_to_be_gone() -> None:
     assert model.run.errors == {ONE: "the trainer's agent is gone, or cut off: nobody there", TWO: "nobody there"}
 
 
+def test_a_store_that_is_away_is_no_trainer_that_is_gone() -> None:
+    """Seen red: whoever runs the trainer was told to start it again."""
+    model = following("s3://bucket/run", poll_s=5.0)
+    model.hears(None, "s3://bucket/run", in_s=6.0)
+    assert model.run.errors == {"s3://bucket/run": "nobody there"}
+
+
 def test_what_answers_where_a_trainer_has_ended_and_is_no_good_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     """Seen red: a successor whose token this host has not was "ended" for ever, and no line said so."""
     model = following(ONE, poll_s=5.0)

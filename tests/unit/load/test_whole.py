@@ -40,17 +40,31 @@ def test_every_way_to_share_is_seen() -> None:
 def test_a_prefix_is_told_once_with_its_remedy(sent: str, remedy: str | None) -> None:
     """Seen red: ten lines that were alike."""
     known = [f"model.layers.{index}.weight" for index in range(20)]
-    differences = Differences()
-    for name in known:
-        differences.add_strange(sent.format(name.removeprefix("model.")), known)
+    differences, names = Differences(), [sent.format(name.removeprefix("model.")) for name in known]
+    for name in names:
+        differences.add_strange(name, known)
     differences.add_missing(known)
     with pytest.raises(ManifestMismatchError) as caught:
-        differences.refuse()
+        differences.refuse(lambda: names)
     text = caught.value.message
     assert text.startswith(f"{40 if remedy is None else 20} tensors differ: ")
     assert caught.value.parameter == sent.format("layers.0.weight")
     assert (remedy is not None) == (text.count("layers.") == 0) == (len(text) < 200)
     assert remedy is None or f"name_map=lambda name: {remedy}" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "names"), [("", ["a", "lm_head"]), ("module.model.", ["module.model.a", "lm_head"])]
+)
+def test_a_remedy_breaks_no_name_that_fits(before: str, names: list[str]) -> None:
+    """Seen red: what was added to the strange names was to be added to all."""
+    known = ["model.a", "lm_head"]
+    differences = Differences()
+    differences.add_strange(f"{before}a", known)
+    with pytest.raises(ManifestMismatchError) as caught:
+        differences.refuse(lambda: names)
+    assert ("removeprefix('module.')" in caught.value.message) == bool(before)
+    assert "+ name" not in caught.value.message
 
 
 def test_a_prefix_explains_no_shape() -> None:

@@ -80,10 +80,12 @@ def test_who_takes_an_engine_over_is_told_from_whom(caplog: pytest.LogCaptureFix
     first, second, third = joined(engine), joined(engine), joined(engine)
     for trainer, run_id in ((first, "one"), (first, "one"), (second, "two")):
         trainer.ready(Deadline(30.0), run_id=run_id, require_all=True)
+    with pytest.raises(WeightSyncError, match="taken over by two"):
+        first.ready(Deadline(30.0), run_id="one", require_all=True)
     second.close()
     third.ready(Deadline(30.0), run_id="three", require_all=True)
     said = [record.getMessage() for record in caplog.records if "taken over" in record.getMessage()]
-    assert said == ["e is taken over from run one, which has not said that it ended"]
+    assert said == ["e was taken over from run one, which has not said that it ended"]
     third.close()
     first.group.leave()
 
