@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from weightsync.errors import DeadlineExceededError, StoreUnavailableError
+from weightsync.errors import StoreUnavailableError
 from weightsync.objects.base import Data, Found, Listed, ObjectStore
 from weightsync.types import Deadline
 
@@ -74,5 +74,5 @@ class Repeating:
                 _logger.debug("tried again in %.2f s: %s", wait_s, error)
                 self._closed.wait(wait_s)
                 pause_s = min(2 * pause_s, self._longest_s)
-                if deadline.expired:
-                    raise DeadlineExceededError(f"{self.url} has not answered in time: {error.message}") from error
+                if deadline.expired:  # the pause took longer than it was to
+                    raise

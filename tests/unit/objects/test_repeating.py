@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tests.standins.stores import FaultyStore
@@ -40,6 +42,21 @@ def test_the_deadline_is_over_all_tries(tmp_path) -> None:
         store.get("x", deadline=Deadline(0.3))
     assert within.remaining_s > 3
     assert 2 < len(faulty.ops) < 30, "pauses grow"
+
+
+def test_a_pause_that_takes_longer_than_it_was_to_ends_in_the_same_error(tmp_path, monkeypatch) -> None:
+    """Seen red, on a busy machine: it was a DeadlineExceededError then, and a StoreUnavailableError else."""
+    store, faulty = repeating(tmp_path, lambda op, key, count: "unavailable")
+    deadline = Deadline(0.05)
+
+    def overslept(_: float) -> None:
+        while not deadline.expired:
+            threading.Event().wait(0.001)
+
+    monkeypatch.setattr(store._closed, "wait", overslept)
+    with pytest.raises(StoreUnavailableError):
+        store.get("x", deadline=deadline)
+    assert len(faulty.ops) == 1
 
 
 def test_close_ends_the_pauses(tmp_path) -> None:
