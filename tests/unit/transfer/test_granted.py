@@ -110,7 +110,7 @@ def test_a_grant_needs_no_thread_and_ends_when_nobody_takes_it_up(
             transfer.detach(ends[0])
             for end in ends:
                 end.close()
-    wait_until(lambda: not served.read_for(0))
+    wait_until(lambda: not served.read_for(0) and not served.server.num_transfers and len(served.ended) == 2)
     assert served.server.num_transfers == 0
     assert served.ended == [("another", 1, False), ("r", 0, False)]
 
