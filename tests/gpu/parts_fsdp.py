@@ -13,15 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.gpu.parts_ipc import sum_of
+from tests.gpu.parts_ipc import answer_sums, sum_of
 from tests.gpu.timing import HIDDEN, Bench
 from tests.standins.processes import children
-from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.engine.server import EngineServer
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.handles.fanout import EngineFanout
 from weightsync.handles.http import HttpEngine
-from weightsync.load.module import ModuleWeightLoader
 from weightsync.trainer.push import PushSync
 from weightsync.transfer.registry import strategy_named
 
@@ -38,12 +35,7 @@ def layers(device: str, seed: int) -> nn.Sequential:
 def engine_of_layers(device: str, conn: Any) -> None:
     """An engine behind HTTP; answers what each tensor's bytes are."""
     Bench(device, num_bytes=0)
-    model = layers(device, seed=0)
-    server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(model)))
-    conn.send(server.start())
-    while conn.recv() == "sums":
-        conn.send({name: sum_of(parameter) for name, parameter in model.named_parameters()})
-    server.close()
+    answer_sums(layers(device, seed=0), conn)
 
 
 def rank_main(rank: int, world_size: int, device: str, store: str, url: str, conn: Any) -> None:

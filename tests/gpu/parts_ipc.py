@@ -189,8 +189,11 @@ def prove_ipc(bench: Bench) -> None:
 
 def pushed_to(device: str, num_bytes: int, width: int, conn: Any) -> None:
     """An engine behind HTTP, whose model is on the device; answers what each tensor's bytes are."""
-    bench = Bench(device, num_bytes=num_bytes, width=width)
-    model = model_of(bench, seed=0)
+    answer_sums(model_of(Bench(device, num_bytes=num_bytes, width=width), seed=0), conn)
+
+
+def answer_sums(model: torch.nn.Module, conn: Any) -> None:
+    """Serves it as an engine, until it is told to end: says where, and each time that it is asked the tensors' sums."""
     server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(model)))
     conn.send(server.start())
     while conn.recv() == "sums":
