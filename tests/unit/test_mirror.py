@@ -163,7 +163,6 @@ ELSEWHERE = {
     "codec/delta_units": "unit/codec/test_delta_cases.py",
     "codec/kernels": "unit/codec/test_digest_accidents.py",
     "codec/patch": "unit/codec/test_changes.py",
-    "codec/tensor_digest": "unit/codec/test_digest.py",
     "control/build": "unit/control/methods/test_select.py",
     "control/methods/claims": "unit/control/methods/test_fleet.py",
     "control/model": "unit/control/test_controller.py",

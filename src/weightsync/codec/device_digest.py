@@ -142,12 +142,13 @@ class DeviceSum:
         """Adds the blocks that were summed, each times its keys."""
         if self._block_sums is None or not self._summed:
             return
-        told = zip(*self._summed, strict=True)
-        firsts, numbers = (np.array(next(told), np.int64) for _ in range(2))
-        keys = [np.repeat(np.array(each, np.uint64), numbers) for each in told]
-        places = np.arange(self._num_summed) + np.repeat(firsts - np.cumsum(numbers) + numbers, numbers)
-        table = torch.from_numpy(np.stack([places.view(np.uint64), *keys]).view(np.int64)).to(self._device)
-        self._lanes += (self._block_sums[:, : self._num_summed] * _block_keys(table[:1], table[1:])).sum(1)
+        told = np.array(self._summed, np.uint64).view(np.int64).T  # the rest is computed there: keys are many
+        firsts, numbers, *keys = torch.from_numpy(np.ascontiguousarray(told)).to(self._device)
+        counts = torch.arange(self._num_summed, device=self._device)
+        which = torch.repeat_interleave(numbers, output_size=self._num_summed)
+        places = counts + (firsts - numbers.cumsum(0) + numbers)[which]
+        seeds = torch.stack(keys)[:, which]
+        self._lanes += (self._block_sums[:, : self._num_summed] * _block_keys(places, seeds)).sum(1)
         self._summed, self._num_summed = [], 0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from weightsync.addresses import copy_runs
 from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, batches, map_all
 from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import split_box, whole_box
-from weightsync.tensors import byte_array
+from weightsync.tensors import byte_array, byte_view
 from weightsync.types import Box
 from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
 
@@ -24,12 +25,15 @@ _RUN_BYTES = 4 << 20
 _GATHERED = 64
 """From so many small tensors on it is worth a compiled loop to lay them side by side."""
 
+_DEVICE_BYTES = 4 << 20
+"""What one thread reads at a time of a GPU's tensor, into pinned memory that it keeps."""
+
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Digest of a tensor's bytes in row-major order, whatever its strides and device, on the caller's thread.
 
     Name, dtype and shape are not part of it. It reads memory at its own speed and releases the GIL; a tensor
-    that is not contiguous host memory is copied in pieces of `PIECE_BYTES`.
+    that is not contiguous host memory is copied in pieces of `PIECE_BYTES`, one on a GPU in pieces of 4 MiB.
 
     Returns:
         "xxh3:" and the 32 hex digits of XXH3-128 with seed 0.
@@ -37,8 +41,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     if is_plain(tensor):
         return f"xxh3:{xxhash.xxh3_128_hexdigest(byte_array(tensor).data)}"
     state = xxhash.xxh3_128()
-    for block in split_box(whole_box(tuple(tensor.shape)), PIECE_BYTES // tensor.element_size()):
-        state.update(host_bytes(cut_out(tensor, block)).data)
+    piece_bytes, read = _reader(tensor)
+    for block in split_box(whole_box(tuple(tensor.shape)), piece_bytes // tensor.element_size()):
+        state.update(read(cut_out(tensor, block)).data)
     return f"xxh3:{state.hexdigest()}"
 
 
@@ -72,18 +77,19 @@ def bucket_digests(bucket: torch.Tensor, offsets: Sequence[int], sizes: Sequence
     """`tensor_digest` of each, as 16 bytes, on all cores.
 
     Args:
-        bucket: 1-D uint8, contiguous, on any device; what is not host memory is copied in pieces of `PIECE_BYTES`.
+        bucket: 1-D uint8, contiguous, on any device.
         offsets, sizes: bytes, one a tensor; the ranges lie in the bucket.
     """
+    piece_bytes, read = _reader(bucket)
 
     def run(cut: slice) -> list[bytes]:
         first, end = min(offsets[cut]), max(map(sum, zip(offsets[cut], sizes[cut], strict=True)))
-        if end - first > PIECE_BYTES:
+        if end - first > piece_bytes:
             return [
                 packed_digest(tensor_digest(bucket[offset : offset + size]))
                 for offset, size in zip(offsets[cut], sizes[cut], strict=True)
             ]
-        data = byte_array(bucket[first:end]).data
+        data = read(bucket[first:end]).data
         digest = xxhash.xxh3_128_digest
         return [
             digest(data[offset - first : offset - first + size])
@@ -134,3 +140,36 @@ def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     if not is_plain(tensor):
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return byte_array(tensor)
+
+
+def _reader(tensor: torch.Tensor) -> tuple[int, Callable[[torch.Tensor], npt.NDArray[np.uint8]]]:
+    """How the bytes of a tensor's parts are read, and of how many bytes such a part may be."""
+    return (_DEVICE_BYTES, _read_device) if _is_there(tensor) else (PIECE_BYTES, host_bytes)
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+class _Staging(threading.local):
+    """Each thread's own."""
+
+    memory: torch.Tensor | None = None
+
+
+_staging = _Staging()
+
+
+def _read_device(part: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of at most `_DEVICE_BYTES` of a GPU's tensor, in row-major order; good until the thread's next call.
+
+    They come through pinned memory: into other memory the driver copies them twice, at a fraction of the bus's rate.
+    """
+    if _staging.memory is None:
+        with torch.inference_mode(False):  # or it could be written in that mode alone
+            _staging.memory = torch.empty(_DEVICE_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda)
+    data = byte_view(part.detach().resolve_conj().resolve_neg().contiguous())
+    here = _staging.memory[: len(data)].copy_(data, non_blocking=True)
+    if part.is_cuda:
+        torch.cuda.current_stream(part.device).record_event().synchronize()
+    return here.numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -174,7 +174,7 @@ class WeightTransferReceiver(abc.ABC):
         return parse_request(request_dict)
 
     @abc.abstractmethod
-    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterator[Update]:
+    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterable[Update]:
         """Receives the bytes of one announced chunk, then hands out its updates.
 
         The bytes are there when this returns (it is not lazy); the updates borrow the receiver's memory

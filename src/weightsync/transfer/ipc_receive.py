@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -51,7 +51,7 @@ class IpcTransferReceiver(WeightTransferReceiver):
         self._closed = False
         self._given_back = False
 
-    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterator[Update]:
+    def receive_weights(self, request: WeightUpdateRequest, *, deadline: Deadline) -> Iterable[Update]:
         """See the base class. The updates are views of the trainer's memory: they must not be written.
 
         Raises:
@@ -177,12 +177,20 @@ def _place_of(handle: MemoryHandle) -> str:
     return f"GPU {handle.device_uuid}" if isinstance(handle, CudaMemoryHandle) else f"host {handle.host_nonce}"
 
 
-def _updates(request: WeightUpdateRequest, parts: Sequence[torch.Tensor]) -> Iterator[Update]:
+def _updates(request: WeightUpdateRequest, parts: Sequence[torch.Tensor]) -> list[Update]:
+    """All of a chunk's, so that their digests are taken together."""
     if isinstance(request, PatchWeightUpdateRequest):
         where, what = parts[: len(request.names)], parts[len(request.names) :]
-        for name, dtype, count, at, new in zip(request.names, request.dtypes, request.counts, where, what, strict=True):
-            positions = tensor_from_bytes(at, dtype="uint32", shape=(count,))
-            yield Patch(name=name, positions=positions, values=tensor_from_bytes(new, dtype=dtype, shape=(count,)))
-        return
-    for name, dtype, shape, part in zip(request.names, request.dtypes, request.shapes, parts, strict=True):
-        yield Full(name=name, tensor=tensor_from_bytes(part, dtype=dtype, shape=shape))
+        return [
+            Patch(
+                name=name, positions=tensor_from_bytes(at, dtype="uint32", shape=(count,)),
+                values=tensor_from_bytes(new, dtype=dtype, shape=(count,)),
+            )
+            for name, dtype, count, at, new in zip(
+                request.names, request.dtypes, request.counts, where, what, strict=True
+            )
+        ]  # fmt: skip
+    return [
+        Full(name=name, tensor=tensor_from_bytes(part, dtype=dtype, shape=shape))
+        for name, dtype, shape, part in zip(request.names, request.dtypes, request.shapes, parts, strict=True)
+    ]

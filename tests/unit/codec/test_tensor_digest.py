@@ -1,0 +1,90 @@
+"""The digests of tensors on a device, whose bytes come to the host a piece at a time: they are those of host memory.
+
+A CPU's tensors stand for a device's: all but the pinning is the same code.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weightsync.codec import tensor_digest as module
+from weightsync.codec.tensor_digest import bucket_digests, packed_digests, tensor_digest
+
+PIECE_BYTES = 512
+few = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every tensor counts as one on a device. Gives the sizes that are read."""
+    read: list[int] = []
+    monkeypatch.setattr(module, "_is_there", lambda tensor: True)
+    monkeypatch.setattr(module, "is_plain", lambda tensor: False)
+    monkeypatch.setattr(module, "_DEVICE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(module, "_staging", module._Staging())
+    real = module._read_device
+
+    def noted(part: torch.Tensor) -> object:
+        read.append(part.nbytes)
+        return real(part)
+
+    monkeypatch.setattr(module, "_read_device", noted)
+    return read
+
+
+def expected(tensors: list[torch.Tensor]) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(tensor.numpy().tobytes()) for tensor in tensors]
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+
+@few
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.sampled_from([torch.int8, torch.float32])),
+        max_size=5,
+    ),
+    st.booleans(),
+)
+def test_tensors_of_any_shape_and_strides(
+    on_a_device: list[int], kinds: list[tuple[list[int], torch.dtype]], turned: bool
+) -> None:
+    """Red where a piece is read into the memory of the one before, or one is left out."""
+    on_a_device.clear()
+    tensors = [random_tensor(tuple(shape), dtype, seed) for seed, (shape, dtype) in enumerate(kinds)]
+    if turned:
+        tensors = [tensor.transpose(0, -1) for tensor in tensors]
+    assert packed_digests(tensors) == b"".join(expected(tensors))
+    assert sum(on_a_device) == sum(tensor.nbytes for tensor in tensors)
+    assert all(size <= PIECE_BYTES for size in on_a_device)
+
+
+@few
+@given(st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 7)), min_size=1, max_size=12))
+def test_a_bucket_of_any_sizes_and_gaps(on_a_device: list[int], laid: list[tuple[int, int]]) -> None:
+    """Red where a range is read whole that is larger than the memory it comes through."""
+    on_a_device.clear()
+    offsets, sizes, end = [], [], 0
+    for size, gap in laid:
+        offsets.append(end + gap)
+        sizes.append(size)
+        end += gap + size
+    bucket = random_tensor((end,), torch.uint8, end)
+    parts = [bucket[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+    assert bucket_digests(bucket, offsets, sizes) == expected(parts)
+    assert all(size <= PIECE_BYTES for size in on_a_device)
+
+
+def test_what_is_read_in_inference_mode_may_be_written_again_outside(on_a_device: list[int]) -> None:
+    tensor = random_tensor((700,), torch.uint8, 1)
+    with torch.inference_mode():
+        inside = tensor_digest(tensor)
+    assert inside == tensor_digest(tensor)
+    assert on_a_device == [512, 188, 512, 188]
