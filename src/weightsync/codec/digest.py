@@ -85,6 +85,10 @@ class PartSums:
             )
         if _sums_itself(tensor):
             plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            if plain and held.box is None:
+                seeds = seeds_of(spec.name, spec.dtype, spec.shape)
+                self._on(tensor.device).add_run(byte_view(tensor), 0, seeds.key_1, seeds.key_2)
+                return
             step = box.numel if plain else PIECE_BYTES // itemsize_bytes(spec.dtype)
             for block in split_box(box, max(1, step)):
                 part = cut_out(tensor, block, origin=box.offset)
@@ -106,8 +110,6 @@ class PartSums:
     def _added_there(self, spec: TensorSpec, box: Box, tensor: torch.Tensor) -> bool:
         """Whether it was added on its device: its runs of bytes lie evenly apart, as those of a tensor that was cut
         along one dimension do, and not so far that the device would sum more of the gaps than the host copies."""
-        from weightsync.codec.device_digest import DeviceSum  # with numba, as `kernels`
-
         run_elements, offsets = box_runs(spec.shape, box)
         pitch = int(offsets[1] - offsets[0]) if len(offsets) > 1 else run_elements
         if pitch > _MOST_GAPS * run_elements or (len(offsets) > 2 and not (np.diff(offsets) == pitch).all()):
@@ -115,14 +117,19 @@ class PartSums:
         if run_elements:
             size_bytes, seeds = itemsize_bytes(spec.dtype), seeds_of(spec.name, spec.dtype, spec.shape)
             data = byte_view(tensor.resolve_conj().resolve_neg().contiguous())
-            there = self._on_devices.get(tensor.device)
-            if there is None:
-                there = self._on_devices[tensor.device] = DeviceSum(tensor.device)
-            there.add(
+            self._on(tensor.device).add(
                 data.view(len(offsets), run_elements * size_bytes), int(offsets[0]) * size_bytes, pitch * size_bytes,
                 seeds.key_1, seeds.key_2,
             )  # fmt: skip
         return True
+
+    def _on(self, device: torch.device) -> DeviceSum:
+        from weightsync.codec.device_digest import DeviceSum  # with numba, as `kernels`
+
+        there = self._on_devices.get(device)
+        if there is None:
+            there = self._on_devices[device] = DeviceSum(device)
+        return there
 
 
 def _sums_itself(tensor: torch.Tensor) -> bool:

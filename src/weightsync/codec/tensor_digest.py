@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +41,8 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     if is_plain(tensor):
         return f"xxh3:{xxhash.xxh3_128_hexdigest(byte_array(tensor).data)}"
     state = xxhash.xxh3_128()
-    piece_bytes, read = _reader(tensor)
-    for block in split_box(whole_box(tuple(tensor.shape)), piece_bytes // tensor.element_size()):
-        state.update(read(cut_out(tensor, block)).data)
+    for piece in _pieces(tensor):
+        state.update(piece)
     return f"xxh3:{state.hexdigest()}"
 
 
@@ -80,16 +79,16 @@ def bucket_digests(bucket: torch.Tensor, offsets: Sequence[int], sizes: Sequence
         bucket: 1-D uint8, contiguous, on any device.
         offsets, sizes: bytes, one a tensor; the ranges lie in the bucket.
     """
-    piece_bytes, read = _reader(bucket)
+    whole_bytes = _DEVICE_BYTES if _is_there(bucket) else PIECE_BYTES
 
     def run(cut: slice) -> list[bytes]:
         first, end = min(offsets[cut]), max(map(sum, zip(offsets[cut], sizes[cut], strict=True)))
-        if end - first > piece_bytes:
+        if end - first > whole_bytes:
             return [
                 packed_digest(tensor_digest(bucket[offset : offset + size]))
                 for offset, size in zip(offsets[cut], sizes[cut], strict=True)
             ]
-        data = read(bucket[first:end]).data
+        data = next(_pieces(bucket[first:end]), memoryview(b""))
         digest = xxhash.xxh3_128_digest
         return [
             digest(data[offset - first : offset - first + size])
@@ -142,9 +141,14 @@ def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return byte_array(tensor)
 
 
-def _reader(tensor: torch.Tensor) -> tuple[int, Callable[[torch.Tensor], npt.NDArray[np.uint8]]]:
-    """How the bytes of a tensor's parts are read, and of how many bytes such a part may be."""
-    return (_DEVICE_BYTES, _read_device) if _is_there(tensor) else (PIECE_BYTES, host_bytes)
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in row-major order, a piece at a time; each is good until the next."""
+    for block in split_box(whole_box(tuple(tensor.shape)), PIECE_BYTES // tensor.element_size()):
+        part = cut_out(tensor, block)
+        if _is_there(tensor):
+            yield from _read_device(part.resolve_conj().resolve_neg().contiguous())
+        else:
+            yield host_bytes(part).data
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
@@ -152,7 +156,8 @@ def _is_there(tensor: torch.Tensor) -> bool:
 
 
 class _Staging(threading.local):
-    """Each thread's own."""
+    """Each thread's own memory for what it reads from a GPU, pinned: into other memory the driver copies twice, at a
+    fraction of the bus's rate."""
 
     memory: torch.Tensor | None = None
 
@@ -160,16 +165,16 @@ class _Staging(threading.local):
 _staging = _Staging()
 
 
-def _read_device(part: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes of at most `_DEVICE_BYTES` of a GPU's tensor, in row-major order; good until the thread's next call.
-
-    They come through pinned memory: into other memory the driver copies them twice, at a fraction of the bus's rate.
-    """
+def _read_device(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A contiguous tensor of a GPU, `_DEVICE_BYTES` at a time."""
     if _staging.memory is None:
         with torch.inference_mode(False):  # or it could be written in that mode alone
-            _staging.memory = torch.empty(_DEVICE_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda)
-    data = byte_view(part.detach().resolve_conj().resolve_neg().contiguous())
-    here = _staging.memory[: len(data)].copy_(data, non_blocking=True)
-    if part.is_cuda:
-        torch.cuda.current_stream(part.device).record_event().synchronize()
-    return here.numpy()
+            _staging.memory = torch.empty(_DEVICE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+    memory, there = _staging.memory, byte_view(tensor)
+    read, stream = memory.numpy().data, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+    for start in range(0, len(there), len(memory)):
+        piece = there[start : start + len(memory)]
+        memory[: len(piece)].copy_(piece, non_blocking=True)
+        if stream is not None:
+            stream.record_event().synchronize()  # not the stream: others' copies are queued there too
+        yield read[: len(piece)]

@@ -41,13 +41,23 @@ def random_bytes(num_bytes: int, seed: int, misaligned: int = 0) -> torch.Tensor
     return torch.randint(0, 256, (num_bytes + misaligned,), dtype=torch.uint8, generator=generator)[misaligned:]
 
 
-@pytest.fixture(params=[(8192, 1 << 20), (8192, 4096), (1 << 20, 2048)], ids=str)
+@pytest.fixture(params=[(8192, 1 << 20, True), (8192, 4096, True), (8192, 4096, False), (1 << 20, 2048, True)], ids=str)
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pieces: runs are laid side by side, read where they lie, and cut into several."""
-    piece_bytes, alone_bytes = request.param
+    """Small pieces: runs are laid side by side, read where they lie, cut into several; summed by bytes, by words."""
+    piece_bytes, alone_bytes, by_bytes = request.param
+    monkeypatch.setattr(device_digest, "_multiplies_bytes", lambda device: by_bytes)
     monkeypatch.setattr(device_digest, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(device_digest, "_ALONE_BYTES", alone_bytes)
     monkeypatch.setattr(device_digest, "_MAX_BLOCKS", piece_bytes // 2048 + 1)
+
+
+@pytest.mark.parametrize("byte", [0, 1, 127, 128, 255, None])
+def test_by_bytes_is_by_words(byte: int | None) -> None:
+    """Red with a digit that is not signed, or without the 128 that every byte is made less."""
+    num_bytes = 40 * 2048
+    data = random_bytes(num_bytes, 3) if byte is None else torch.full((num_bytes,), byte, dtype=torch.uint8)
+    words = data.view(torch.int64).view(-1, 256)
+    assert torch.equal(device_digest._sums_by_bytes(words), device_digest._sums_by_words(words))
 
 
 @few

@@ -5,6 +5,8 @@ A CPU's tensors stand for a device's: all but the pinning is the same code.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import xxhash
@@ -25,12 +27,14 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(module, "_is_there", lambda tensor: True)
     monkeypatch.setattr(module, "is_plain", lambda tensor: False)
     monkeypatch.setattr(module, "_DEVICE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(module, "PIECE_BYTES", 3 * PIECE_BYTES // 2)
     monkeypatch.setattr(module, "_staging", module._Staging())
     real = module._read_device
 
-    def noted(part: torch.Tensor) -> object:
-        read.append(part.nbytes)
-        return real(part)
+    def noted(part: torch.Tensor) -> Iterator[memoryview]:
+        for piece in real(part):
+            read.append(len(piece))
+            yield piece
 
     monkeypatch.setattr(module, "_read_device", noted)
     return read
