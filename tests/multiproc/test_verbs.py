@@ -464,7 +464,9 @@ def test_a_trainer_is_told_of_instances_that_have_its_model_and_of_three_at_most
 
     def instance(name: str, model: str) -> InstanceStatus:
         why = "LoadError: it has no room"
-        return InstanceStatus(instance_id=name, url="http://h", state="evicted", models={model: None}, why=why)
+        return InstanceStatus(
+            instance_id=name, url="http://h", state="joining", models={model: None}, why=why, failed=True
+        )
 
     instances = (instance("other", "critic"), *(instance(f"a{index}", "actor") for index in range(5)))
     status = ControllerStatus(models={"actor": RolloutServiceState(run_id="r")}, instances=instances)

@@ -67,6 +67,7 @@ class Instance:
             progress=self.beat.progress,
             adapters=self.beat.adapters,
             gone=tuple(self.beat.gone),
+            failed=bool(gone or self.why or self.beat.error),
         )
 
 

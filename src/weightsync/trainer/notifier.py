@@ -380,8 +380,7 @@ def _failures_of(instances: Sequence[InstanceStatus], last_error: str | None, *,
     """What has failed in a fleet; nothing has of an instance that only joins, or is late."""
     failures = {} if last_error is None else {"": last_error}
     for each in instances:
-        failed = each.gone or each.state == "evicted" or "Error: " in (each.why or "")
-        if each.why is not None and (failed or all_of_them):
+        if each.why is not None and (each.failed or all_of_them):
             failures[each.instance_id] = each.why
     return failures
 

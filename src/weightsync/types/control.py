@@ -182,6 +182,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
         progress: of transfers under way there, by model, as of its last heartbeat.
         adapters: of models that are adapters, rank and base in words.
         gone: engines that do not answer their service, as of its last heartbeat; `why` says more.
+        failed: whether `why` is of something that failed; else it only joins, or is late.
     """
 
     instance_id: str
@@ -195,6 +196,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     progress: dict[str, TransferProgress] = msgspec.field(default_factory=dict)
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
     gone: tuple[str, ...] = ()
+    failed: bool = False
 
     def may_answer(self, model_tag: str) -> bool:
         """Whether it takes part and has that model, on engines that answer: on others it says no version of it. Before

@@ -21,7 +21,7 @@ ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | WeightSyn
 
 
 _KIND = re.compile(r"^\w+\+(?=https?:)")
-_THIS_MACHINE = re.compile(r"//127\.0\.0\.1(?=[:/]|$)")
+_THIS_MACHINE = re.compile(r"//(127\.0\.0\.1|\[::1\]|localhost)(?=[:/]|$)", re.IGNORECASE)
 
 
 def check_options(verb: Callable[..., Any], options: Mapping[str, Any], further: Callable[..., Any]) -> None:

@@ -57,6 +57,7 @@ def test_what_nobody_has_is_what_the_fleet_is_to_serve() -> None:
     pool, _ = made()
     pool.claim([at(24)])
     assert pool.heartbeat(beat()).why == "nothing of m, and the fleet is to serve r/24"
+    assert not pool.status({})[0].failed, "it only joins"
 
 
 def test_nobody_comes_in_while_two_syncs_run() -> None:
@@ -209,8 +210,10 @@ def test_what_users_see() -> None:
     assert seen.models == {"m": "r/3", "n": None}
     assert seen.lag == {"m": 2, "n": None}
     assert (seen.heartbeat_age_s, seen.lease_left_s, seen.why) == (2.0, LEASE_S - 2.0, "m: e1: as told")
+    assert seen.failed
     pool.evict("a", "it was slow")
     assert pool.status({})[0].why == "it was slow; m: e1: as told"
+    assert pool.status({})[0].failed
     clock.now += 61 * LEASE_S
     assert pool.status({}) == (), "one that is silent for long is forgotten"
 
@@ -506,7 +509,9 @@ def test_one_whose_engine_is_gone_and_that_serves_nothing_comes_in_nowhere() -> 
     assert (reply.state, reply.lease_s) == ("joining", 0.0)
     said = "it serves nothing; it was left out: its engine failed; engine e is gone: can't connect"
     assert pool.status({})[0].why == said
+    assert pool.status({})[0].failed
     assert pool.heartbeat(beat()).admitted, "it is there again"
+    assert not pool.status({})[0].failed
 
 
 def test_an_instance_whose_engine_is_gone_says_so() -> None:

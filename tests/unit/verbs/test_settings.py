@@ -71,7 +71,9 @@ def test_a_list_of_urls_takes_one_and_refuses_the_same_twice() -> None:
         as_list([1], (), name="to")  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("other", ["http://localhost:1", "vllm+http://127.0.0.1:1/", "vllm+http://localhost:1"])
+@pytest.mark.parametrize(
+    "other", ["http://localhost:1", "vllm+http://127.0.0.1:1/", "vllm+http://LOCALHOST:1", "http://[::1]:1"]
+)
 def test_one_server_under_two_names_of_this_machine_is_refused(other: str) -> None:
     """Seen red: it waited for itself until `join_timeout_s`."""
     others = ["http://localhost:2", "http://localhost:1/b", "https://localhost:1", "http://127.0.0.10:1"]
