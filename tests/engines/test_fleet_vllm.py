@@ -43,11 +43,13 @@ from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.vllm.lease_middleware import LEASE_FILE_VARIABLE
+from weightsync.handles.by_url import engine_at
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.memory import LeaseReader, ServingLease
+from weightsync.types import DescribeRequest, EngineOp
 from weightsync.types.transfer_messages import Transport
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not vllm_is_there, reason=NEEDS_VLLM)]
@@ -180,6 +182,15 @@ def check_refused(response: httpx.Response) -> None:
     assert response.status_code == 503, response.text
     assert response.json()["error"]["type"] == "NotServingError"
     assert int(response.headers["retry-after"]) >= 1
+
+
+def test_one_that_looks_at_a_lease_is_not_warned_of(
+    guarded: tuple[Server, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, _ = guarded
+    with contextlib.closing(engine_at(f"vllm+{server.url}", leased=True)) as handle:
+        handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=START_S)
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
 def test_a_server_that_has_just_started_answers_with_nothing_but_what_its_service_has_given_it(

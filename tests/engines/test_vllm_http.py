@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.engines.vllm_support import (
 )
 from tests.engines.vllm_trainers import LAST_CHUNK, Trainers
 from tests.multiproc.pull_kit import wait_until
+from weightsync.handles.by_url import engine_at
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.types import AbortRequest, DescribeRequest, EngineOp, EngineReply
 
@@ -49,6 +51,16 @@ def test_a_look_at_a_healthy_server_leaves_no_error_in_its_log(whole: Trainers, 
         told = log.read()
     assert "Traceback" not in told
     assert "weightsync-error" not in told
+
+
+def test_one_that_looks_at_no_lease_is_warned_of_once(vllm_server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Its service has a lease for it, and it answers whatever becomes of that service."""
+    with contextlib.closing(engine_at(f"vllm+{vllm_server.url}", leased=True)) as handle:
+        for _ in range(2):
+            handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(said) == 1, said
+    assert said[0].startswith(f"{vllm_server.url} was started without the lease middleware")
 
 
 def idle(server: Server) -> None:

@@ -13,6 +13,7 @@ summed together, and blocks are weighed by their keys many at a time.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TypeAlias
 
 import numpy as np
@@ -26,8 +27,12 @@ PIECE_BYTES = 64 << 20
 _BLOCK_BYTES = 8 * BLOCK_WORDS
 _ALONE_BYTES = 24 << 20
 """From so many bytes on a run is read where it lies."""
-_LEAST_BLOCKS = 32
-"""The product of bytes wants more than 16 rows."""
+_ROWS = 32
+"""The product of bytes is asked for multiples of so many blocks: it wants 17, and odd numbers were wrong once (pytorch
+issue 107671)."""
+_FIRST_BYTES = 2 << 20
+_GROWS = 8
+"""The stage, for who has more to lay there: it is zeroed, and the device may have little left."""
 _MAX_BLOCKS = 1 << 18
 """Whose keys are computed at a time."""
 
@@ -35,6 +40,7 @@ _STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 _LOW = (1 << 32) - 1
 _DIGITS = 8
 """Of a key's product with a byte, each 8 bits, from -128 to 127."""
+_logger = logging.getLogger(__name__)
 _Blocks: TypeAlias = tuple[int, int, int, int]
 """Consecutive blocks of a tensor: the first, how many, and the tensor's keys."""
 
@@ -52,7 +58,8 @@ class DeviceSum:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lanes = self._zeros(2, dtype=torch.int64)
-        self._stage: torch.Tensor | None = None  # zero behind what is laid there
+        self._stage = self._zeros(0, dtype=torch.uint8)  # zero behind what is laid there
+        self._room_bytes = 0  # of the stage
         self._laid: list[_Blocks] = []
         self._num_laid = 0  # blocks of the stage
         self._block_sums: torch.Tensor | None = None  # both lanes of each block, without its keys
@@ -91,7 +98,7 @@ class DeviceSum:
             first, inside = divmod(place + start, _BLOCK_BYTES)
             here = data[start:stop] if stop - start < end else data
             aligned = not (inside or here.data_ptr() % 8 or here.storage_offset() % 8)  # torch asks for the latter
-            whole = (stop - start) // _BLOCK_BYTES if aligned else 0
+            whole = (stop - start) // _BLOCK_BYTES // _ROWS * _ROWS if aligned else 0
             if whole * _BLOCK_BYTES >= _ALONE_BYTES:
                 stop = start + whole * _BLOCK_BYTES
                 self._sum(data[start:stop], [(first, whole, key_1, key_2)])
@@ -114,27 +121,33 @@ class DeviceSum:
         """Where to lay so many bytes, at most a piece; to be filled at once."""
         first, inside = divmod(place, _BLOCK_BYTES)
         number = -(-(inside + num_bytes) // _BLOCK_BYTES)
-        if self._stage is None:
-            self._stage = self._zeros(PIECE_BYTES + _LEAST_BLOCKS * _BLOCK_BYTES, dtype=torch.uint8)
-        if (self._num_laid + number) * _BLOCK_BYTES > PIECE_BYTES + _BLOCK_BYTES:
+        if (self._num_laid + number) * _BLOCK_BYTES > self._room_bytes:
             self._sum_laid()
+            self._grow(number * _BLOCK_BYTES)
         begin = self._num_laid * _BLOCK_BYTES + inside
         self._laid.append((first, number, key_1, key_2))
         self._num_laid += number
         return self._stage[begin : begin + num_bytes]
 
+    def _grow(self, needed_bytes: int) -> None:
+        most_bytes = PIECE_BYTES + _BLOCK_BYTES  # a piece that begins and ends inside blocks
+        if self._room_bytes < most_bytes:
+            self._room_bytes = min(most_bytes, max(_GROWS * self._room_bytes, _FIRST_BYTES, needed_bytes))
+            self._stage = self._zeros(self._room_bytes + _ROWS * _BLOCK_BYTES, dtype=torch.uint8)
+
     def _sum_laid(self) -> None:
-        if self._stage is not None and self._laid:
-            used = self._stage[: max(self._num_laid, _LEAST_BLOCKS) * _BLOCK_BYTES]
+        if self._laid:
+            used = self._stage[: -(-self._num_laid // _ROWS) * _ROWS * _BLOCK_BYTES]
             self._sum(used, self._laid)
             used.zero_()
             self._laid, self._num_laid = [], 0
 
     def _sum(self, data: torch.Tensor, blocks: list[_Blocks]) -> None:
-        """Sums each of whole, aligned blocks: uint8, of `_LEAST_BLOCKS` at least; what is behind `blocks` is zero."""
+        """Sums each of whole, aligned blocks: uint8, a multiple of `_ROWS` of them; what is behind `blocks` is zero."""
         number = sum(each[1] for each in blocks)
         if self._block_sums is None:
-            self._block_sums = self._zeros(_MAX_BLOCKS, 2, dtype=torch.int64)
+            with torch.inference_mode(False):
+                self._block_sums = torch.empty(_MAX_BLOCKS, 2, dtype=torch.int64, device=self._device)
         if self._num_summed + number > _MAX_BLOCKS:
             self._weigh()
         words = data.view(torch.int64).view(-1, BLOCK_WORDS)
@@ -159,14 +172,24 @@ class DeviceSum:
 
 @functools.cache
 def _multiplies_bytes(device: torch.device) -> bool:
-    """Whether a device multiplies matrices of bytes, and gives the sums that it gives word by word. Tried once."""
+    """Whether a device multiplies matrices of bytes, and gives the sums that it gives word by word. Tried once.
+
+    Raises:
+        torch.OutOfMemoryError: it is tried again the next time.
+    """
     if device.type == "cpu":
         return True
-    words = torch.arange(_LEAST_BLOCKS * BLOCK_WORDS, device=device).view(-1, BLOCK_WORDS) * _signed(_STEP)
     try:
-        return torch.equal(_sums_by_bytes(words), _sums_by_words(words))
+        for number in (_ROWS, 3 * _ROWS, 1024 * _ROWS):
+            words = torch.arange(number * BLOCK_WORDS, device=device).view(-1, BLOCK_WORDS) * _signed(_STEP)
+            if not torch.equal(_sums_by_bytes(words), _sums_by_words(words)):
+                _logger.warning("%s multiplies bytes wrongly: digests are summed word by word, 4 times slower", device)
+                return False
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, AttributeError):  # an old device; a release of torch without it
         return False
+    return True
 
 
 def _sums_by_bytes(words: torch.Tensor) -> torch.Tensor:
@@ -174,7 +197,7 @@ def _sums_by_bytes(words: torch.Tensor) -> torch.Tensor:
     digits, weights, offset = _byte_keys(words.device)
     low = (words ^ _signed(0x8080808080808080)).view(torch.int8)  # each byte less 128: signed, as the product wants
     # `_int_mm` is exact on a GPU; on some CPUs it saturates.
-    products = torch._int_mm(low, digits) if words.is_cuda else low.to(torch.int32) @ digits.to(torch.int32)
+    products = torch._int_mm(low, digits) if words.is_cuda else low.double() @ digits.double()
     return (products.view(-1, 2, _DIGITS).to(torch.int64) * weights).sum(2).add_(offset)
 
 

@@ -62,7 +62,7 @@ class PartSums:
     """`shard_sum` of parts as they come, together. One thread at a time.
 
     A part may be written again behind `add`, on the stream that was the current one. Parts on a GPU are summed there,
-    many at a time: the GPU is waited for now and then, see `DeviceSum`.
+    many at a time: the GPU is waited for once in 512 MiB, and at the end.
     """
 
     def __init__(self) -> None:

@@ -95,7 +95,9 @@ def bucket_digests(bucket: torch.Tensor, offsets: Sequence[int], sizes: Sequence
             for offset, size in zip(offsets[cut], sizes[cut], strict=True)
         ]
 
-    return list(itertools.chain.from_iterable(map_all(run, batches(sizes, _RUN_BYTES))))
+    apart = [next_one - offset for offset, next_one in itertools.pairwise(offsets)]  # with what lies between them
+    spans = list(map(max, sizes, [*apart, 0]))
+    return list(itertools.chain.from_iterable(map_all(run, batches(spans, _RUN_BYTES))))
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
@@ -168,8 +170,7 @@ _staging = _Staging()
 def _read_device(tensor: torch.Tensor) -> Iterator[memoryview]:
     """A contiguous tensor of a GPU, `_DEVICE_BYTES` at a time."""
     if _staging.memory is None:
-        with torch.inference_mode(False):  # or it could be written in that mode alone
-            _staging.memory = torch.empty(_DEVICE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        _staging.memory = _pinned(tensor.is_cuda)
     memory, there = _staging.memory, byte_view(tensor)
     read, stream = memory.numpy().data, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
     for start in range(0, len(there), len(memory)):
@@ -178,3 +179,11 @@ def _read_device(tensor: torch.Tensor) -> Iterator[memoryview]:
         if stream is not None:
             stream.record_event().synchronize()  # not the stream: others' copies are queued there too
         yield read[: len(piece)]
+
+
+def _pinned(pin: bool) -> torch.Tensor:
+    with torch.inference_mode(False):  # or it could be written in that mode alone
+        try:
+            return torch.empty(_DEVICE_BYTES, dtype=torch.uint8, pin_memory=pin)
+        except RuntimeError:  # no more can be pinned: slower, and as right
+            return torch.empty(_DEVICE_BYTES, dtype=torch.uint8)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
-from weightsync.codec.digest import shard_sum
+from weightsync.codec.digest import PartSums
 from weightsync.codec.model_digest import ShardSum, model_digest
 from weightsync.errors import DigestMismatchError, TransferAbortedError
 from weightsync.handles.fanout import in_thread
@@ -98,8 +98,7 @@ class Audit:
         return total
 
     def _read(self, each: HeldTensor) -> ShardSum:
-        total = ShardSum.zero()
-        box = each.box or whole_box(each.spec.shape)
+        sums, box = PartSums(), each.box or whole_box(each.spec.shape)
         for block in split_box(box, _PIECE_BYTES // itemsize_bytes(each.spec.dtype)):
             if self._paused.is_set():
                 raise _paused()
@@ -107,8 +106,8 @@ class Audit:
                 slice(place - start, place - start + extent)
                 for place, start, extent in zip(block.offset, box.offset, block.shape, strict=True)
             )
-            total += shard_sum(HeldTensor(spec=each.spec, box=block, tensor=each.tensor[cut]))
-        return total
+            sums.add(HeldTensor(spec=each.spec, box=block, tensor=each.tensor[cut]))
+        return sums.total()
 
 
 def _paused() -> TransferAbortedError:

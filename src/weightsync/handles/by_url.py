@@ -77,6 +77,7 @@ def engine_at(
     verify: bool | str = True,
     need: Feature = Feature.PUSH,
     must_answer: bool = True,
+    leased: bool = False,
     timeout_s: float = _ASK_S,
 ) -> EngineHandle:
     """The handle of the engine at a URL; the caller closes it.
@@ -87,6 +88,7 @@ def engine_at(
         verify: see `JsonClient`; vLLM's is always checked.
         need: what it has to be able to do.
         must_answer: False: an engine whose URL says what it is need not be there yet.
+        leased: see `VllmServerEngine`; the others know no lease.
         timeout_s: for all that it is asked.
 
     Raises:
@@ -107,7 +109,7 @@ def engine_at(
         kind = said.kind
     match kind:
         case "vllm":
-            return VllmServerEngine(said.url, token=token)
+            return VllmServerEngine(said.url, token=token, leased=leased)
         case "sglang":
             return SGLangServerEngine(said.url, token=token, verify=verify)
         case "weightsync":

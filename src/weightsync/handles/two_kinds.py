@@ -9,10 +9,11 @@ whether it has adapters of that model.
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import msgspec
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import EngineUnreachableError, WeightSyncError
 from weightsync.handles.lora_engine import AdapterClient, LoraEngine
 from weightsync.handles.lora_messages import SGLANG_VARIABLE, AdapterState, LoadedAdapter
 from weightsync.handles.sglang import SGLangEngine
@@ -37,6 +38,14 @@ _START_SGLANG = (
     f"start SGLang with {SGLANG_VARIABLE}=1, --enable-lora, --max-lora-rank and --lora-target-modules, in an "
     "environment where weightsync is installed; its log says whether the plug-in is there"
 )
+
+
+_UNGUARDED = (
+    "was started without the lease middleware: it answers whatever becomes of its service, and with its checkpoint's "
+    "weights when it starts again. Start it with WEIGHTSYNC_LEASE_FILE and "
+    "--middleware weightsync.engine.vllm.lease_middleware.LeaseMiddleware"
+)
+_logger = logging.getLogger(__name__)
 
 
 class TwoKinds(SteppedEngine):
@@ -91,14 +100,40 @@ class VllmServerEngine(TwoKinds, VllmEngine):
         url: of the server.
         token: bearer token of the proxy before it, or vLLM's `--api-key`.
         engine_id: name for messages; the URL where not given.
+        leased: whether it is to answer under a lease alone. One that does not look at any is warned of, when it is
+            described first and when it was away.
         options: of `VllmEngine`.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, engine_id: str | None = None, **options: object) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        engine_id: str | None = None,
+        leased: bool = False,
+        **options: object,
+    ) -> None:
         api = VllmHttpApi(url, token=token)
+        self._http, self._to_ask, self._leased = api, leased, leased
         super().__init__(api, engine_id=engine_id, **options)  # type: ignore[arg-type]
         self._adapters = AdapterClient(url, how_to_start=HOW_TO_START, token=token)
         self._lora = VllmLoraEngine(api, self._adapters, engine_id=engine_id)
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        deadline = Deadline(timeout_s)
+        try:
+            reply = super().call(op, request, timeout_s=timeout_s)
+        except EngineUnreachableError:
+            self._to_ask = self._leased  # it may come back started otherwise
+            raise
+        if self._to_ask and isinstance(request, DescribeRequest):
+            with contextlib.suppress(WeightSyncError):  # it is asked again
+                looks = self._http.looks_at_lease(timeout_s=deadline.check("say whether it looks at a lease"))
+                self._to_ask = False
+                if not looks:
+                    _logger.warning("%s %s", self._http.name, _UNGUARDED)
+        return reply
 
 
 class SGLangLoraEngine(LoraEngine):

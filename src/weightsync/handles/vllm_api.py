@@ -24,6 +24,7 @@ from weightsync.handles.vllm_messages import BACKEND, error_in_text
 from weightsync.net.client import JsonClient
 from weightsync.net.messages import encode
 from weightsync.types import Deadline
+from weightsync.types.fleet import LEASE_PATH
 
 _T = TypeVar("_T")
 _HEAD = 1000  # characters of a foreign error's text that are kept
@@ -117,6 +118,14 @@ class VllmHttpApi(JsonClient):
 
     def set_weight_version(self, version: str, *, timeout_s: float) -> None:
         self._call("POST", "/update_weight_version", timeout_s, json={"new_version": version})
+
+    def looks_at_lease(self, *, timeout_s: float) -> bool:
+        """Whether our lease middleware stands before it."""
+        try:
+            self._call("GET", LEASE_PATH, timeout_s)
+        except UnsupportedError:
+            return False
+        return True
 
     def init_engine(self, info: dict[str, Any], *, timeout_s: float) -> None:
         self._call("POST", "/init_weight_transfer_engine", timeout_s, json={"init_info": info})

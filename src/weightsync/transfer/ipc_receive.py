@@ -73,12 +73,12 @@ class IpcTransferReceiver(WeightTransferReceiver):
             self._lent[request.seq] = (borrower, opened)
         try:
             parts = self._open(request, borrower, handles, opened)
+            if isinstance(request, PackedCudaIpcWeightUpdateRequest):
+                return PackedUpdates.of(request, request.offsets, parts[0])
+            return _updates(request, parts)
         except BaseException:
             self.release(request)
             raise
-        if isinstance(request, PackedCudaIpcWeightUpdateRequest):
-            return PackedUpdates.of(request, request.offsets, parts[0])
-        return _updates(request, parts)
 
     def release(self, request: WeightUpdateRequest) -> None:
         """See the base class. Returns when what the loader began to copy has been copied."""

@@ -20,6 +20,8 @@ MAX_WORDS = 1000
 """Characters of what is said of an adapter, or of an engine that is gone."""
 MAX_GONE = 16
 """Engines that are told of."""
+LEASE_PATH = "/weightsync/lease"
+"""GET: the lease middleware of an engine answers it, with a lease or without. An engine without has no such route."""
 _MAX_URL = 2048
 _MAX_ERROR = 4000
 _MAX_DIGEST = 200

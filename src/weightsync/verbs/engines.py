@@ -40,14 +40,14 @@ def handle_of(
         name: of a module's engine.
         token, verify, must_answer: of a URL, see `engine_at`.
         opened: closes what is made here.
-        lease: file by which a module sees that it may answer; None: it always may.
+        lease: file by which a module, or a vLLM that was started so, sees that it may answer; None: it always may.
 
     Raises:
         ConfigError: it is none, or no engine is known by that URL.
     """
     made: EmbeddedEngine | EngineHandle
     if isinstance(engine, str):
-        made = engine_at(engine, token=token, verify=verify, must_answer=must_answer)
+        made = engine_at(engine, token=token, verify=verify, must_answer=must_answer, leased=lease is not None)
     elif isinstance(engine, torch.nn.Module | WeightLoader):
         reader = None if lease is None else LeaseReader(lease)
         made = EmbeddedEngine.of(_loader_of(engine), engine_id=name, lease=reader)

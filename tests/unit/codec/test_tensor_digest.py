@@ -92,3 +92,12 @@ def test_what_is_read_in_inference_mode_may_be_written_again_outside(on_a_device
         inside = tensor_digest(tensor)
     assert inside == tensor_digest(tensor)
     assert on_a_device == [512, 188, 512, 188]
+
+
+def test_small_tensors_with_gaps_are_read_together(on_a_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: each was read alone where the gaps of an aligned bucket made a range longer than the memory."""
+    monkeypatch.setattr(module, "_RUN_BYTES", PIECE_BYTES)
+    offsets, sizes = list(range(0, 6400, 64)), [40] * 100
+    bucket = random_tensor((6400,), torch.uint8, 1)
+    assert bucket_digests(bucket, offsets, sizes) == expected([bucket[offset : offset + 40] for offset in offsets])
+    assert len(on_a_device) == 13

@@ -113,19 +113,20 @@ def test_a_loader_whose_live_weights_are_a_copy(trainer: Trainer) -> None:
 def test_a_version_that_comes_meanwhile_ends_it(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, copies: bool
 ) -> None:
-    reading, go, real = threading.Event(), threading.Event(), audit.shard_sum
+    reading, go = threading.Event(), threading.Event()
 
-    def slow(held: Any) -> Any:
-        reading.set()
-        go.wait(LONG_S)
-        return real(held)
+    class Slow(audit.PartSums):
+        def add(self, held: Any) -> None:
+            reading.set()
+            go.wait(LONG_S)
+            super().add(held)
 
     class Loader(ModuleWeightLoader):
         audits_copy = copies
 
     rig = Rig(loader=Loader)
     rig.load(trainer.pulled())
-    monkeypatch.setattr(audit, "shard_sum", slow)
+    monkeypatch.setattr(audit, "PartSums", Slow)
     asked = in_thread(lambda: verified(rig), name="asked")
     assert reading.wait(LONG_S)
     trainer.step()
@@ -134,7 +135,7 @@ def test_a_version_that_comes_meanwhile_ends_it(
     go.set()
     with pytest.raises(StateError, match="ask again"):
         asked.result(LONG_S)
-    monkeypatch.setattr(audit, "shard_sum", real)
+    monkeypatch.undo()
     assert verified(rig).digests_equal
     rig.serves(trainer.weights, 2)
 

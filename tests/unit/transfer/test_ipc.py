@@ -27,7 +27,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory import Segment, folder, host_nonce
-from weightsync.transfer import ipc_cuda
+from weightsync.transfer import ipc_cuda, ipc_receive
 from weightsync.transfer.base import SharedChunk
 from weightsync.transfer.ipc import (
     CudaIpcTransferStrategy,
@@ -212,6 +212,20 @@ def test_a_swept_folder_costs_one_sync(ends: Ends, own_folder: Path) -> None:
     ends.sharer.end_sync(failed=True)
     (got, _, _) = ends.receive(ends.request(chunk_of(2), 0))
     assert int(got[0]) == 2
+
+
+def test_what_can_not_be_handed_out_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: the chunk was held for ever, and the receiver could not be closed."""
+    ends = Ends(packed=False)
+
+    def fails(*_: Any) -> None:
+        raise UnsupportedError("a dtype that this torch lacks")
+
+    monkeypatch.setattr(ipc_receive, "_updates", fails)
+    with pytest.raises(UnsupportedError):
+        ends.receive(ends.request(chunk_of(1), 0))
+    assert ends.receiver._lent == {}
+    ends.close()
 
 
 def test_a_receiver_that_closes_clears_away_what_a_killed_trainer_lent(own_folder: Path) -> None:

@@ -12,6 +12,7 @@ later releases of vLLM add included. Its control routes among them obey no web p
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from weightsync.engine.vllm.asgi import (
     Receive,
     Scope,
     Send,
+    answer,
     foreign,
     is_of_another_page,
     refuse,
@@ -32,6 +34,7 @@ from weightsync.errors import ConfigError, NotServingError, WeightSyncError
 from weightsync.memory import LeaseReader
 from weightsync.net.origin import host_names
 from weightsync.types import Deadline
+from weightsync.types.fleet import LEASE_PATH
 
 LEASE_FILE_VARIABLE = "WEIGHTSYNC_LEASE_FILE"
 _HELD_S = 30.0
@@ -105,19 +108,21 @@ class LeaseMiddleware:
         """
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
+        elif scope["type"] == "http" and (scope["method"], route_of(scope)) == ("GET", LEASE_PATH):
+            await answer(send, 200, json.dumps({"refuses": self._refusal()}).encode())
         elif scope["type"] == "http" and route_of(scope) in UNGUARDED.get(scope["method"], ()):
             if scope["method"] == "POST" and is_of_another_page(scope, self._names):
                 await _Answer(self._refusal, "http", receive, send).refuse(foreign())
             else:
                 await self._app(scope, receive, send)
         elif scope["type"] in ("http", "websocket"):
-            answer = _Answer(self._refusal, scope["type"], receive, send)
+            its = _Answer(self._refusal, scope["type"], receive, send)
             try:
                 await self._admit()
             except NotServingError as error:
-                await answer.refuse(error)
+                await its.refuse(error)
                 return
-            await answer.of(self._app, scope)
+            await its.of(self._app, scope)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._why_not is None:

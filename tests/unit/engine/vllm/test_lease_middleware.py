@@ -328,6 +328,18 @@ def test_what_controls_an_engine_passes_without_a_lease(serve: Callable[..., Eng
                 assert response.status_code == 200, (method, path, response.text)
 
 
+def test_whether_it_stands_there_is_told_with_a_lease_or_without(
+    serve: Callable[..., Engine], lease: ServingLease
+) -> None:
+    """Red where it is guarded, or asked of the application."""
+    engine = serve()
+    assert engine.http.get("/weightsync/lease").json()["refuses"]
+    lease.renew(boot_s() + LEASE_S, seen_s=math.inf)
+    assert engine.http.get("/weightsync/lease").json() == {"refuses": None}
+    lease.revoke()
+    check_refused(engine.http.post("/weightsync/lease"))
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [
