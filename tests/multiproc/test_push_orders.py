@@ -126,6 +126,22 @@ def test_steps_that_no_order_was_given_for_push_nothing(start: Callable[..., Chi
     client.close()
 
 
+def test_the_end_of_the_block_brings_the_last_version(start: Callable[..., Child]) -> None:
+    """Seen red: a run whose last step was not due ended with engines of an older one."""
+    settings = config(sync_mode="batch-async", staleness_threshold=3)
+    url = start(controller_main, settings, talk=True, name="controller").recv()
+    job, client = Job(start, url), ControllerClient(url, token=TOKEN)
+    last = next(number for number in range(1, 9) if job.step() is None)
+    for each in job.ranks:
+        each.conn.send(None)
+    for each in job.ranks:
+        each.process.join(30)
+        assert each.process.exitcode == 0
+    assert serves(job.engine, last)
+    assert client.rollout_service_state("actor").rollout_model_version == last
+    client.close()
+
+
 def test_a_rank_that_is_killed_fails_the_sync_and_the_other_says_who(start: Callable[..., Child]) -> None:
     """Then the job is started anew. Seen red: with orders that outlive their run."""
     url = start(controller_main, config(), talk=True, name="controller").recv()

@@ -403,6 +403,7 @@ def test_a_trainer_is_told_why_its_fleet_serves_nothing_once_and_at_the_end(
             wait_until(
                 lambda: re.search("not served there: host-0: .*ManifestMism", caplog.text), "it is said", _LONG_S
             )
+            assert "ManifestMismatchError" in publisher.not_serving[controller.url], "without a wait, too"
             for _ in range(3):
                 publisher.step()
         assert "ManifestMismatchError" in publisher.not_serving[controller.url]

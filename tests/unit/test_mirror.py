@@ -180,7 +180,6 @@ ELSEWHERE = {
     "handles/sglang_messages": "unit/handles/test_sglang.py",
     "host/agent_state": "unit/host/test_followed.py",
     "host/delta_pull": "unit/host/test_delta_apply.py",
-    "host/engine_update": "unit/engine/test_embedded_patches.py",
     "host/fleet_model": "multiproc/test_fleet.py",
     "host/model_updater": "unit/host/test_service.py",
     "host/pulls": "unit/host/test_service.py",

@@ -17,6 +17,7 @@ from weightsync.errors import (
     EngineError,
     InvalidRequestError,
     ManifestMismatchError,
+    StateError,
     SyncFailedError,
     WrongArtifactError,
     WrongBaseError,
@@ -58,8 +59,8 @@ def check(
         bool,
         typer.Option(
             "--anyway",
-            help="Also where the engine has a trainer that has not ended in order: a sync under way is aborted, and "
-            "the next one joins anew.",
+            help="Also where the engine has a trainer that has not ended in order, or a host: a sync under way is "
+            "aborted, and the next one joins anew.",
         ),
     ] = False,
 ) -> None:
@@ -68,10 +69,11 @@ def check(
     The engine is shown what a trainer would send, as at the beginning of a sync, and answers before a byte moves. What
     differs is counted, and the first ten tensors are named, with the closest names that it has. A checkpoint's names
     are those that a trainer sends without a name_map. Of an adapter it is also asked whether it takes adapters, and
-    one of this rank and base. An engine whose trainer has not ended in order is left alone.
+    one of this rank and base. An engine whose trainer has not ended in order, or that a host has loaded (weightsync
+    serve), is left alone: --anyway asks it between two syncs.
 
-    Exit codes: 0: it would take them. 1: it would not, or does not answer. 2: a wrong option or token, or no
-    such file.
+    Exit codes: 0: it would take them. 1: it would not, does not answer, or is left alone. 2: a wrong option or token,
+    or no such file.
 
     Example: weightsync check --model ./checkpoint --engine vllm+http://127.0.0.1:8000
     """
@@ -167,7 +169,7 @@ def _ask(
 
     Raises:
         ManifestMismatchError: the engine's model is another.
-        ConfigError: it has a trainer.
+        StateError: it has a trainer, or a host.
         WeightSyncError: it does not answer, or fails.
     """
     from weightsync.transfer.base import init_requests
@@ -186,9 +188,11 @@ def _ask(
 
     told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ANSWER_S)
     if told_of.run_id is not None and not told_of.run_id.startswith(CHECK_RUN) and not anyway:
-        raise ConfigError(
-            f"{handle.engine_id} has a trainer, {told_of.run_id}, which has not said that it ended: a sync that is "
-            "under way would be aborted. Ask before a run, or say --anyway where that one is dead or can bear it"
+        raise StateError(
+            f"{handle.engine_id} has weights of {told_of.run_id}, and whoever brought them, its trainer or a host that "
+            "follows it, has not said that it is done: a sync that is under way would be aborted. Say --anyway "
+            "where none is: nothing that is served changes, and the next sync joins anew",
+            state_left="nothing was asked",
         )
     run_id = f"{CHECK_RUN}-{uuid.uuid4().hex[:8]}"
     manifest = Manifest(

@@ -387,6 +387,7 @@ class EmbeddedEngine:
             artifacts=tuple(sorted(set.intersection(*(set(reply.artifacts) for reply in replies)))),
             unhealthy=unhealthy or None,
             intact=all(reply.serving for reply in replies) and not self._gate.fenced,
+            leased=self.is_leased,
         )
 
     def _described(self) -> list[EngineReply]:

@@ -134,7 +134,7 @@ class SGLangEngine(SteppedEngine):
         former = self._called
         if self._look(deadline).weight_version != former:
             self._group = None  # it was started again, or somebody else has loaded something
-        return self._reply(drain=False)
+        return msgspec.structs.replace(self._reply(drain=False), leased=False)
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
         load = self._load_for(request)

@@ -9,7 +9,6 @@ whether it has adapters of that model.
 from __future__ import annotations
 
 import contextlib
-import logging
 
 import msgspec
 
@@ -38,14 +37,6 @@ _START_SGLANG = (
     f"start SGLang with {SGLANG_VARIABLE}=1, --enable-lora, --max-lora-rank and --lora-target-modules, in an "
     "environment where weightsync is installed; its log says whether the plug-in is there"
 )
-
-
-_UNGUARDED = (
-    "was started without the lease middleware: it answers whatever becomes of its service, and with its checkpoint's "
-    "weights when it starts again. Start it with WEIGHTSYNC_LEASE_FILE and "
-    "--middleware weightsync.engine.vllm.lease_middleware.LeaseMiddleware"
-)
-_logger = logging.getLogger(__name__)
 
 
 class TwoKinds(SteppedEngine):
@@ -100,8 +91,7 @@ class VllmServerEngine(TwoKinds, VllmEngine):
         url: of the server.
         token: bearer token of the proxy before it, or vLLM's `--api-key`.
         engine_id: name for messages; the URL where not given.
-        leased: whether it is to answer under a lease alone. One that does not look at any is warned of, when it is
-            described first and when it was away.
+        leased: whether it is asked, behind a description, if it answers under a lease alone.
         options: of `VllmEngine`.
     """
 
@@ -115,7 +105,8 @@ class VllmServerEngine(TwoKinds, VllmEngine):
         **options: object,
     ) -> None:
         api = VllmHttpApi(url, token=token)
-        self._http, self._to_ask, self._leased = api, leased, leased
+        self._http, self._is_asked = api, leased
+        self._leased: bool | None = None  # as it said; None: it was not asked since it was away
         super().__init__(api, engine_id=engine_id, **options)  # type: ignore[arg-type]
         self._adapters = AdapterClient(url, how_to_start=HOW_TO_START, token=token)
         self._lora = VllmLoraEngine(api, self._adapters, engine_id=engine_id)
@@ -125,15 +116,14 @@ class VllmServerEngine(TwoKinds, VllmEngine):
         try:
             reply = super().call(op, request, timeout_s=timeout_s)
         except EngineUnreachableError:
-            self._to_ask = self._leased  # it may come back started otherwise
+            self._leased = None
             raise
-        if self._to_ask and isinstance(request, DescribeRequest):
+        if not self._is_asked or not isinstance(request, DescribeRequest):
+            return reply
+        if self._leased is None:
             with contextlib.suppress(WeightSyncError):  # it is asked again
-                looks = self._http.looks_at_lease(timeout_s=deadline.check("say whether it looks at a lease"))
-                self._to_ask = False
-                if not looks:
-                    _logger.warning("%s %s", self._http.name, _UNGUARDED)
-        return reply
+                self._leased = self._http.looks_at_lease(timeout_s=deadline.check("say whether it looks at a lease"))
+        return msgspec.structs.replace(reply, leased=self._leased)
 
 
 class SGLangLoraEngine(LoraEngine):

@@ -98,6 +98,7 @@ class EngineGroup(ServedVersions):
         metrics: where failures are counted.
         changed: called after what an engine serves has changed, from any thread.
         permit: in a fleet: what may be committed.
+        leased: whether they are to answer under a lease alone.
 
     Raises:
         NoEnginesError: there are none.
@@ -114,6 +115,7 @@ class EngineGroup(ServedVersions):
         metrics: Metrics,
         changed: Callable[[], None],
         permit: CommitGate | None = None,
+        leased: bool = False,
     ) -> None:
         strangers = [engine for engine in engines if not isinstance(engine, EngineHandle)]
         if strangers:
@@ -127,7 +129,8 @@ class EngineGroup(ServedVersions):
         if len(set(names)) != len(names):
             raise ConfigError(f"engines of model {model_id!r} share a name: {', '.join(names)}")
         updates = [
-            EngineUpdate(engine, model_id, pause_timeout_s=pause_timeout_s, recorder=recorder) for engine in engines
+            EngineUpdate(engine, model_id, pause_timeout_s=pause_timeout_s, recorder=recorder, leased=leased)
+            for engine in engines
         ]
         super().__init__(updates, changed)
         self._metrics = metrics

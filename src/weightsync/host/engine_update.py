@@ -66,6 +66,12 @@ _FALLS_BACK = (
 """What a patch may fail with while the whole version can be loaded yet: not a deadline, nor an engine that is gone."""
 
 _logger = logging.getLogger(__name__)
+_UNLEASED = (
+    "looks at no lease: it answers whatever becomes of this service, and with what it was started with when it starts "
+    "again. vLLM is started with WEIGHTSYNC_LEASE_FILE and --middleware "
+    "weightsync.engine.vllm.lease_middleware.LeaseMiddleware; an engine of a module is "
+    "EmbeddedEngine.of(loader, lease=LeaseReader(FILE)); SGLang knows no lease"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +110,7 @@ class EngineUpdate:
         pause_timeout_s: how long it may take to finish running generations.
         chunk_bytes: how much it is given at a time; nothing is copied for it.
         recorder: where its phases go.
+        leased: whether it is to answer under a lease alone; it is warned of where it says that it does not.
 
     Attributes:
         takes_patches: whether it can be given changed elements alone, as it said last.
@@ -117,6 +124,7 @@ class EngineUpdate:
         pause_timeout_s: float = 10.0,
         chunk_bytes: int = CHUNK_BYTES,
         recorder: Recorder | None = None,
+        leased: bool = False,
     ) -> None:
         self.engine_id = engine.engine_id
         self._engine = engine
@@ -131,6 +139,7 @@ class EngineUpdate:
             tuple[TensorTable, Mapping[str, int], tuple[PackedCudaIpcWeightUpdateRequest, ...]] | None
         ) = None
         self.takes_patches = False
+        self._leased, self._is_warned_of = leased, False
 
     def describe(self, *, timeout_s: float) -> EngineReply:
         """What the engine says of itself.
@@ -138,7 +147,12 @@ class EngineUpdate:
         Raises:
             WeightSyncError: it does not answer.
         """
-        return self._engine.call(EngineOp.DESCRIBE, DescribeRequest(model_id=self._model_id), timeout_s=timeout_s)
+        request = DescribeRequest(model_id=self._model_id)
+        reply = self._engine.call(EngineOp.DESCRIBE, request, timeout_s=timeout_s)
+        if self._leased and reply.leased is False and not self._is_warned_of:
+            _logger.warning("engine %s %s", self.engine_id, _UNLEASED)
+        self._is_warned_of = self._is_warned_of if reply.leased is None else not reply.leased
+        return reply
 
     def load(self, pulled: StagedVersion, *, deadline: Deadline, hold: PendingCommit | None = None) -> LoadReport:
         """Makes the engine serve what was pulled; with `hold`, once that may be committed.

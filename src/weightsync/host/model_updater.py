@@ -86,7 +86,7 @@ class ModelUpdater:
         self._permit = None if config.controller is None else CommitGate(self._changed, self._tell_listeners)
         self.engines = EngineGroup(
             engines, model_id, pause_timeout_s=config.pause_timeout_s, recorder=recorder, metrics=metrics,
-            changed=self._tell_listeners, permit=self._permit,
+            changed=self._tell_listeners, permit=self._permit, leased=config.lease is not None,
         )  # fmt: skip
         self._listeners: set[Callable[[], None]] = set()
         self._followed = FollowedRun(

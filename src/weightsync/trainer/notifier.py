@@ -100,6 +100,10 @@ class Notifier:
         for host in self._hosts:
             host.announce(version)
 
+    def why_not(self) -> dict[str, str]:
+        """Why who was told does not serve it, or can't be told, as each was found last, by URL. It does not wait."""
+        return {host.url: why for host in self._hosts if (why := host.why_not) is not None}
+
     def begin_wait(
         self, version: Version, timeout_s: float, *, away: Collection[str] = ()
     ) -> Callable[[float], Mapping[str, str] | None]:
@@ -155,6 +159,10 @@ class _Told:
         self._looked_s = time.monotonic()
         self._behind = False  # it did not serve the newest when it was looked at last
         self._failing: set[str] = set()  # what was logged, until the newest is served there
+        self.why_not: str | None = (
+            None  # it does not serve what it was told of, or can't be told, when it was asked last
+        )
+        self._waited_for: Version | None = None  # and is served there
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weightsync-notify", daemon=True)
 
@@ -187,6 +195,7 @@ class _Told:
         while not deadline.expired and not self._closed:
             try:
                 if self._serves(version, min(_ROUND_S, max(0.1, deadline.remaining_s))):
+                    self._waited_for, self.why_not = version, None
                     return None
             except DeadlineExceededError as error:
                 why = error.message
@@ -241,13 +250,14 @@ class _Told:
             with self._changed:
                 self._done = newest
             if self._troubles is not None:
-                self._troubles = None
+                self._troubles = self.why_not = None
                 _logger.info("%s was told of %s", self.url, newest)
             self._behind = True
 
     def _trouble(self, error: WeightSyncError) -> None:
         """Logged once, until it can be told again."""
         self._introduced = False
+        self.why_not = f"{type(error).__name__}: {error}"
         if self._closed or self._troubles == type(error).__name__:
             return
         self._troubles = type(error).__name__
@@ -289,7 +299,10 @@ class _Told:
         except WeightSyncError as error:  # whoever can't be asked can't be told either, which is logged
             _logger.debug("%s does not say what is served there: %s", self.url, error)
             return
+        served = served or self._done == self._waited_for
         self._behind = not served
+        said = "; ".join(_of(who, why) for who, why in failures.items())
+        self.why_not = None if served or not said else said
         self._log_failures({} if served else failures)
         if served:
             self._failing.clear()

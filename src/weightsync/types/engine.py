@@ -268,6 +268,7 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
         intact: at describe: whether its live weights are those of `version`, whole, whoever may be answered now.
         left_paused: at describe: whether it is paused with whole weights and no session open, where no lease would end
             that. Behind a commit it is so for a moment; beyond that nobody is known who would resume it.
+        leased: at describe: whether it answers under a serving lease alone; None: it does not say.
         phases: what the engine timed since its last reply that carried phases.
     """
 
@@ -291,6 +292,7 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
     canary: CanaryReading | None = None
     intact: bool = True
     left_paused: bool = False
+    leased: bool | None = None
     phases: tuple[PhaseRecord, ...] = ()
 
     def __post_init__(self) -> None:

@@ -57,9 +57,13 @@ class OrderTaker:
 
         self._told(ask)
 
-    def next(self, run_id: str | None, version: int) -> PushOrder | None:
+    def next(self, run_id: str | None, version: int, *, last: bool = False) -> PushOrder | None:
         """Tells the controller of a version, and asks whether the ranks are to push it; every rank, which are all told
         the same.
+
+        Args:
+            run_id, version: which.
+            last: it was told of it already, and no other will come: a push of it is due.
 
         Raises:
             VersionError: another run has taken over.
@@ -68,9 +72,12 @@ class OrderTaker:
         taken: list[PushOrder] = []
 
         def ask(client: ControllerClient) -> PushOrder | None:
-            state = client.train_worker_notify_weight_update(_WORKER, self._model_id, run_id, version)
-            wait_s = _ORDER_S if state.state == "syncing" else 0.0
-            order = client.next_push(self._model_id, version, run_id, wait_s=wait_s)
+            if last:
+                due = not client.sync_weight_to_rollout_service(self._model_id, wait_s=0.0)
+            else:
+                state = client.train_worker_notify_weight_update(_WORKER, self._model_id, run_id, version)
+                due = state.state == "syncing"
+            order = client.next_push(self._model_id, version, run_id, wait_s=_ORDER_S if due else 0.0)
             taken.extend(() if order is None else (order,))
             return order
 

@@ -160,12 +160,7 @@ def publish(
 
 @of_one_process
 class Publisher(Closing):
-    """What `publish` gives. Every rank has one, and calls `step` and `close` in the same order.
-
-    Attributes:
-        not_serving: on rank 0, as the last wait found it: who does not serve the newest version, and why, by URL. Where
-            nobody was told: who has pulled of late and has not fetched it, by name.
-    """
+    """What `publish` gives. Every rank has one, and calls `step` and `close` in the same order."""
 
     def __init__(
         self,
@@ -186,7 +181,7 @@ class Publisher(Closing):
         self._newest: Version | None = None
         self._missed = False
         self._closed = False
-        self.not_serving: Mapping[str, str] = {}
+        self._not_serving: Mapping[str, str] = {}
 
     @property
     def run_id(self) -> str:
@@ -206,6 +201,13 @@ class Publisher(Closing):
     def version(self) -> Version | None:
         """The newest version that was published; None before the first."""
         return self._newest
+
+    @property
+    def not_serving(self) -> Mapping[str, str]:
+        """On rank 0: who of `to` does not serve what was published, and why, by URL: as the last wait found it, or as
+        each said when it was asked, every 5 s while it is behind. Where nobody was told: as the last wait found
+        it, who has pulled of late and has not fetched the newest, by name. It does not wait."""
+        return {**self._notifier.why_not(), **self._not_serving}
 
     @property
     def manager(self) -> WeightManager:
@@ -308,21 +310,21 @@ class Publisher(Closing):
             self._manager.wait_for_first_rank(lambda _: True)
             return {}
         newest = self._newest
-        last = LastVersion(self._manager, self._notifier, newest, timeout_s=timeout_s, away=self.not_serving)
+        last = LastVersion(self._manager, self._notifier, newest, timeout_s=timeout_s, away=self._not_serving)
 
         def done(seconds: float) -> bool:
             found = last.outcome(seconds)
-            self.not_serving = found or {}
+            self._not_serving = found or {}
             return found is not None
 
         self._manager.wait_for_first_rank(done)
-        return self.not_serving
+        return self._not_serving
 
     def _wait_for_the_last(self) -> None:
         """Every rank: none may take its host's agent away while somebody pulls from it."""
         if self._missed:  # the newest weights are nobody's yet
             self.step()
-        self.not_serving = {}
+        self._not_serving = {}
         if self._storing is not None and self._newest is not None and self._last_wait_s:
             self._storing.wait(self._newest, timeout_s=self._last_wait_s)
         for who, why in self.wait_served(self._last_wait_s).items():

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ from weightsync.verbs.settings import (
 from weightsync.verbs.weights import TrainerWeights, extractor_from
 
 _MARGIN_S = 30.0
+_logger = logging.getLogger(__name__)
 
 
 def push(
@@ -177,6 +180,7 @@ class Pusher(Closing):
         self._opened = opened
         self._taker = taker
         self._number = 0
+        self._is_owed = False  # the newest version was not due, and was not pushed
 
     @property
     def run_id(self) -> str:
@@ -222,8 +226,9 @@ class Pusher(Closing):
             if type(number) is int:
                 self._number = max(self._number, number)  # a number that failed half-way is not used again
 
-    def _ordered(self, number: int, taker: OrderTaker) -> SyncReport | None:
-        order = taker.next(self._sync.run_id, number)
+    def _ordered(self, number: int, taker: OrderTaker, *, last: bool = False) -> SyncReport | None:
+        order = taker.next(self._sync.run_id, number, last=last)
+        self._is_owed = order is None
         if order is None:
             return None
         outcome: SyncReport | WeightSyncError = TransferAbortedError("the trainer was interrupted")
@@ -236,10 +241,33 @@ class Pusher(Closing):
         finally:
             taker.done(order, outcome)
 
-    def close(self) -> None:
-        """Leaves the transfer group and closes what was opened; engines go on serving. Idempotent."""
+    def close(self, *, wait: bool = True) -> None:
+        """Leaves the transfer group and closes what was opened; engines go on serving. Every rank. Idempotent.
+
+        Args:
+            wait: whether a last version that was not due is pushed before: the weights as they are now.
+        """
         with self._opened:
-            self._sync.close()
+            try:
+                if wait and self._is_owed and self._taker is not None:
+                    self._push_the_last(self._taker)
+            finally:
+                self._sync.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(wait=kind is None)
+
+    def _push_the_last(self, taker: OrderTaker) -> None:
+        self._is_owed, number = False, self._number
+        try:
+            report = self._ordered(number, taker, last=True)
+        except WeightSyncError as failed:
+            _logger.warning("the last version, %d, was not pushed: %s", number, failed)
+        else:
+            if report is None:
+                _logger.warning("the last version, %d, was not pushed: the controller ordered no push of it", number)
 
 
 def _listed(engines: EngineLike | Sequence[EngineLike]) -> list[EngineLike]:
