@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -50,6 +51,21 @@ def pulled(manager: WeightManager, version: int, transport: Transport = Transpor
     ):
         assert got.version.number == version
         check_bytes(got, weights(version))
+
+
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_an_agent_logs_what_its_trainer_would(capfd: pytest.CaptureFixture[str], level: int) -> None:
+    """Seen red: lines of INFO for each version, in the terminal of a trainer that had set up no logging."""
+    logger = logging.getLogger("weightsync")
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with WeightManager("m", token=TOKEN) as manager:
+            published(manager, 1)
+            pulled(manager, 1)
+    finally:
+        logger.setLevel(before)
+    assert (" INFO: " in capfd.readouterr().err) == (level == logging.INFO)
 
 
 # --- an agent that stands still ---

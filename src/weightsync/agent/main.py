@@ -51,9 +51,10 @@ _logger = logging.getLogger(__name__)
 def main() -> None:
     """From the line on the standard input to the end."""
     os.dup2(2, 1)  # nobody reads the standard output
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     trainer = int(sys.argv[1])
     start = msgspec.json.decode(_first_line(trainer), type=AgentStart)
+    logging.getLogger().setLevel(start.log_level)
     closing: list[Callable[[], None]] = []
     threading.Thread(target=_end_with, args=(trainer, closing), name="weightsync-parent", daemon=True).start()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -59,7 +60,10 @@ class AgentRun(Closing):
                 "weightsync.agent.main", str(os.getpid()), stdout=subprocess.DEVNULL
             )
             stack.callback(_ended, process)
-            start = AgentStart(config=config, socket=f"{folder.path}/agent", max_order_bytes=MAX_ORDER_BYTES)
+            start = AgentStart(
+                config=config, socket=f"{folder.path}/agent", max_order_bytes=MAX_ORDER_BYTES,
+                log_level=logging.getLogger("weightsync.agent").getEffectiveLevel(),
+            )  # fmt: skip
             self._channel: HostChannel[Event] = stack.enter_context(
                 HostChannel(start.socket, Event, max_bytes=MAX_EVENT_BYTES, listens_to=process.pid)
             )

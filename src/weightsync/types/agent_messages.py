@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypeAlias
 
 import msgspec
@@ -21,11 +22,13 @@ class AgentStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         max_order_bytes: the longest order that the trainer will send.
+        log_level: from which on it logs, as its trainer does: of `logging`.
     """
 
     config: AgentConfig
     socket: str
     max_order_bytes: int
+    log_level: int = logging.WARNING
 
 
 class _Said(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
