@@ -52,7 +52,7 @@ def publish(
     *,
     to: str | Sequence[str] | None = None,
     token: str | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     name_map: Callable[[str], str | None] | None = None,
     bridge: Any = None,
     adapter: str | None = None,
@@ -81,8 +81,8 @@ def publish(
         to: URLs of rollout services that are told of each version, or the URL of a controller; nobody needs to be:
             hosts that know this agent's URL find new versions by themselves.
         token: bearer token of the agents and of whoever is in `to`; the variable WEIGHTSYNC_TOKEN where not given.
-        dtype: the engines' dtype, of floating-point weights; "bfloat16" where nothing is said, "keep" for the
-            trainer's.
+        dtype: the engines' dtype, of floating-point weights, as a name or torch's own; "bfloat16" where nothing is
+            said, "keep" for the trainer's.
         name_map: from the trainer's name to the engine's; None drops a tensor.
         bridge: of Megatron, see `extractor_for`.
         adapter: of a PEFT model with several, which.

@@ -60,7 +60,7 @@ def push(
     *,
     token: str | None = None,
     model_id: str | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     name_map: Callable[[str], str | None] | None = None,
     bridge: Any = None,
     adapter: str | None = None,
@@ -84,8 +84,8 @@ def push(
             `inference_service.base_url`.
         token: bearer token of the engines and of the controller; the variable WEIGHTSYNC_TOKEN where not given.
         model_id: which model; `inference_service.model_tag`, or "default".
-        dtype: the engines' dtype, of floating-point weights; "bfloat16" where nothing is said, "keep" for the
-            trainer's.
+        dtype: the engines' dtype, of floating-point weights, as a name or torch's own; "bfloat16" where nothing is
+            said, "keep" for the trainer's.
         name_map: from the trainer's name to the engine's; None drops a tensor.
         bridge: of Megatron, see `extractor_for`.
         adapter, merge, base: of a PEFT model, see `weightsync.publish`.

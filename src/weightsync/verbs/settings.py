@@ -6,12 +6,15 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError
 from weightsync.net.auth import checked_token
 from weightsync.plan.names import closest
+
+if TYPE_CHECKING:
+    import torch
 
 TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
 KEEP_DTYPE = "keep"
@@ -42,15 +45,16 @@ def loaded(source: ConfigSource) -> WeightSyncConfig:
     return WeightSyncConfig() if source is None else WeightSyncConfig.load(source)
 
 
-def with_extract(config: WeightSyncConfig, *, dtype: str | None) -> WeightSyncConfig:
-    """The configuration with what an argument says of the dtype.
+def with_extract(config: WeightSyncConfig, *, dtype: str | torch.dtype | None) -> WeightSyncConfig:
+    """The configuration with what an argument says of the dtype: its name, or torch's own.
 
     Raises:
         ConfigError: it is no dtype that weights convert to.
     """
     if dtype is None:
         return config
-    settings = config.extract.model_dump(exclude_unset=True) | {"dtype": None if dtype == KEEP_DTYPE else dtype}
+    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    settings = config.extract.model_dump(exclude_unset=True) | {"dtype": None if name == KEEP_DTYPE else name}
     return config.model_copy(update={"extract": type(config.extract)(**settings)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from weightsync.errors import ConfigError
 from weightsync.verbs.settings import as_list, check_once, loaded, token_of, with_extract, with_transfer
@@ -47,6 +48,7 @@ def test_an_argument_wins_over_the_file_and_what_nobody_has_said_stays_unsaid() 
     config = loaded({"extract": {"dtype": "float32"}, "transfer": {"delta": True}})
     assert with_extract(config, dtype=None).extract.dtype == "float32"
     assert with_extract(config, dtype="float16").extract.dtype == "float16"
+    assert with_extract(config, dtype=torch.float16).extract.dtype == "float16"
     assert with_extract(config, dtype="keep").extract.dtype is None
     changed = with_transfer(config, delta=False, strategy=None)
     assert (changed.transfer.delta, changed.transfer.model_fields_set) == (False, {"delta"})
