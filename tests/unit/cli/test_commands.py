@@ -64,7 +64,7 @@ def test_mistakes_with_a_controller(yaml: Path, tmp_path: Path) -> None:
     port = taken.start().rpartition(":")[2]
     try:
         for words, says in (
-            ((), "Missing option"),
+            ((), "--config FILE is missing"),
             (("--config", tmp_path / "none.yaml"), "does not exist"),
             (("--config", odd), "ConfigError"),
             (("--config", garbage), "ConfigError"),
@@ -86,6 +86,19 @@ def test_a_controller_without_a_lease_is_told_the_option() -> None:
         "serve", "--engine", "a=vllm+http://127.0.0.1:9", "--controller", "http://127.0.0.1:9", "--port", 0
     )
     assert (code, "add --lease FILE" in text) == (2, True), text
+
+
+def test_an_example_needs_no_configuration() -> None:
+    """Seen red: its help said that --config is required."""
+    assert run("controller", "--example")[0] == 0
+    assert "[required]" not in run("controller", "--help")[1]
+
+
+def test_python_runs_it_by_the_name_of_the_package() -> None:
+    """Seen red without `weightsync/__main__.py`."""
+    words = [sys.executable, "-m", "weightsync", "--version"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout.split()[0]) == (0, "weightsync"), ended.stderr
 
 
 def test_mistakes_with_a_doctor() -> None:
