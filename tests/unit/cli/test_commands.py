@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -183,6 +186,23 @@ def test_ctrl_c_ends_a_controller_well(yaml: Path) -> None:
         process.kill()
     assert (process.returncode, out) == (0, "stopped by a signal\n")
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("command", ["serve", "agent"])
+def test_ctrl_c_ends_these_well_too(command: str, tmp_path: Path) -> None:
+    """As `weightsync --help` says. Seen red where it says 130 of every command."""
+    save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
+    options = {"serve": ("--engine", "actor=weightsync+http://127.0.0.1:9"), "agent": (tmp_path,)}
+    process = started(command, *options[command], "--port", 0)
+    assert process.stdout is not None
+    try:
+        assert re.search(r" at http://127\.0\.0\.1:\d+", process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, "Traceback" in said) == (0, False), said
+    assert "Ctrl-C is how serve, controller and agent are ended: they end with 0" in run("--help")[1]
 
 
 @pytest.mark.parametrize("words", [["--version"], ["inspect", "--help"]], ids=" ".join)
