@@ -29,7 +29,11 @@ def root(
     """Moves updated weights from a trainer to rollout engines, and says what of it is proved.
 
     Exit codes: 0: it is done, or all is well. 1: it failed, or something is wrong. 2: what you gave is: an option, a
-    file, a URL or a token. 3, of status and verify: nobody can tell. 130: Ctrl-C. 141: who reads the output has gone.
+    file, a URL or a token. 3, of status and verify: nobody can tell. 130: Ctrl-C came before it was done. 141: who
+    reads the output has gone.
+
+    Ctrl-C is how serve, controller and agent are ended: they end with 0. status --watch ends with the code of what it
+    showed last.
     """
     if version:
         print(f"weightsync {importlib.metadata.version('weightsync')}")

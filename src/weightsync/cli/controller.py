@@ -39,7 +39,10 @@ def _print_example(wanted: bool) -> None:
 
 
 def controller(
-    config: Annotated[Path, typer.Option(help="YAML; its keys are in docs/configuration-keys.md.", exists=True)],
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML, needed but for --example; its keys are in docs/configuration-keys.md.", exists=True),
+    ] = None,
     example: Annotated[
         bool,
         typer.Option("--example", help="Print a configuration to begin with.", callback=_print_example, is_eager=True),
@@ -68,6 +71,8 @@ def controller(
         from weightsync.control.build import build_controller, check_stands_alone, waits_for
         from weightsync.net.server import TlsFiles
 
+        if config is None:
+            raise ConfigError("--config FILE is missing; weightsync controller --example prints one to begin with")
         if (certificate is None) != (key is None):
             lacks = "--key" if key is None else "--certificate"
             raise ConfigError(f"https needs a certificate and its key: {lacks} is missing; name its PEM file")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from weightsync.cli.shared import Token, Verify, plain, told
-from weightsync.errors import AuthError, UnsupportedError, WeightSyncError
+from weightsync.errors import AuthError, ConfigError, UnsupportedError, WeightSyncError
 from weightsync.memory import folder
 from weightsync.types.process import num_cores
 
@@ -212,7 +212,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str) -> Iterator[Finding]:
-    from weightsync.cli.faces import described, engine_facts
+    from weightsync.cli.faces import described, engine_facts, whom_to_ask
     from weightsync.handles.by_url import engine_at
     from weightsync.handles.http import HttpEngine
     from weightsync.handles.two_kinds import TwoKinds
@@ -230,6 +230,11 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
             finally:
                 handle.close()  # type: ignore[attr-defined]
         except WeightSyncError as error:
+            if isinstance(error, ConfigError) and (
+                instead := whom_to_ask(url, token=token, verify=verify, timeout_s=_ASK_S)
+            ):
+                yield _note(url, "it is a rollout service, and no engine", instead)
+                continue
             said = _wrong(url, f"{type(error).__name__}: {error}")
             yield dataclasses.replace(said, is_token=isinstance(error, AuthError))
             with contextlib.suppress(WeightSyncError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ import msgspec
 
 from weightsync.cli.status_tables import tables_of
 from weightsync.cli.tables import table
+from weightsync.clients.host import RolloutClient
 from weightsync.control.web.headline import Fact, Level, facts, seconds_text, worst_first
 from weightsync.errors import (
     AuthError,
@@ -181,6 +183,27 @@ class Face:
         return Seen(facts=tuple(engine_facts(self._engine, reply)), tables=(), raw=reply)
 
 
+def whom_to_ask(url: str, *, token: str | None, verify: bool | str, timeout_s: float) -> str | None:
+    """Of a rollout service where an engine was meant: how to learn of its engines. None: no service answers there."""
+    if "+" in url.partition("://")[0]:
+        return None
+    try:
+        with contextlib.closing(RolloutClient(url, token=token, verify=verify)) as client:
+            models = client.call("GET", "/status", ServiceStatus, timeout_s=timeout_s).models
+    except WeightSyncError:
+        return None
+    engines = sorted({who for model in models.values() for who in model.engines})
+    with_url = [who for who in engines if "://" in who]
+    inside = [who for who in engines if "://" not in who]
+    ways = [f"give the URLs of its engines, {', '.join(with_url)}"] if with_url else []
+    if inside:
+        ways.append(
+            f"{', '.join(inside)} can't be asked from outside, like every module of its own process: what each serves, "
+            f"and whether it is proved, is in weightsync status {url}"
+        )
+    return "; ".join(ways) or None
+
+
 def described(handle: EngineHandle, request: DescribeRequest, deadline: Deadline) -> EngineReply:
     """What an engine says of itself. One that is paused while no session is open is asked again a moment later: each
     sync leaves it so between its commit and its resume."""
@@ -232,7 +255,11 @@ def _of_model(name: str, model: ModelStatus) -> Iterator[Fact]:
         wanted = f" version {model.wanted}" if model.wanted is not None else ""
         yield Fact(level="busy", text=f"{name}: {model.state}{wanted}", detail="; ".join(filter(None, (so_far, moved))))
     gone = model.version is not None and nobody
-    yield Fact(level="busy" if gone else "ok", text=serves, detail=str(model) if model.pull_s is not None else "")
+    yield Fact(
+        level="busy" if gone else "ok",
+        text=serves,
+        detail=str(model) if model.pull_s is not None and model.version is not None else "",
+    )
 
 
 def _of_lease(service: ServiceStatus) -> Iterator[Fact]:

@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from weightsync.cli.shared import MAX_S, Token, Verify, plain, told
-from weightsync.errors import AuthError, ConfigError, WeightSyncError
+from weightsync.errors import AuthError, ConfigError, DeadlineExceededError, EngineUnreachableError, WeightSyncError
 
 if TYPE_CHECKING:
     from weightsync.clients.timeline import ClockOffset, TimelineClient
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from weightsync.types.timeline import Timeline
 
 _MOST_FACES = 1000
+_SILENT = (AuthError, ConfigError, DeadlineExceededError, EngineUnreachableError)
+"""What does not say that something else answers there."""
+_NO_TIMELINE = (
+    "is an engine's URL, and engines keep no timeline: the trainer of a push writes its own, by "
+    'write_chrome_trace(push.sync.recorder.records(), "push.json") of weightsync.observe; of a pull, give the URL of '
+    "the rollout service beside the engine"
+)
 
 
 def trace(
@@ -41,8 +48,12 @@ def trace(
 
     The token goes to the URLs that you give, and on to those that they name where they ask for one themselves.
 
+    An engine keeps no timeline. A push is recorded by its trainer, which writes it by write_chrome_trace
+    (docs/observing.md).
+
     Exit codes: 0: everybody is in the file. 1: somebody is missing in it, or nobody answers, and there is none. 2: a
-    wrong option or token.
+    wrong option, URL or token. A trainer that has ended, also in order, is missing: its agent and what that recorded
+    are gone. The file has the others then.
 
     Example: weightsync trace http://127.0.0.1:8700 --out trace.json
     """
@@ -162,8 +173,19 @@ class _Asker:
         return found, missing
 
     def _face(self, url: str, token: str | None) -> _Face:
+        if "+" in url.partition("://")[0]:
+            raise ConfigError(f"{url} {_NO_TIMELINE}")
         with contextlib.closing(self._client(url, token)) as client:
-            offset = client.offset(timeout_s=self._timeout_s)
+            try:
+                offset = client.offset(timeout_s=self._timeout_s)
+            except _SILENT:
+                raise
+            except WeightSyncError:
+                from weightsync.handles.by_url import runs_at
+
+                if runs_at(url, token=token, verify=self._verify, timeout_s=self._timeout_s) is not None:
+                    raise ConfigError(f"{url} {_NO_TIMELINE}") from None
+                raise
             return _Face(
                 url=url, timeline=client.timeline(timeout_s=self._timeout_s), offset=offset,
                 asks_token=token is not None and self._refuses_strangers(url),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightsync.cli.shared import MAX_S, Token, Verify, is_the_users, plain, told
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, DeadlineExceededError, WeightSyncError
 
 if TYPE_CHECKING:
     from weightsync.types import Deadline, EngineReply
@@ -74,20 +74,12 @@ def _asked(url: str, token: str | None, verify: bool | str, timeout_s: float) ->
 
 def _refuse_a_service(url: str, token: str | None, verify: bool | str, deadline: Deadline) -> None:
     """Raises ConfigError where a rollout service answers there: it has engines, and is none."""
-    from weightsync.clients.host import RolloutClient
-    from weightsync.types.service import ServiceStatus
+    from weightsync.cli.faces import whom_to_ask
 
-    if "+" in url.partition("://")[0]:
-        return
-    try:
-        with contextlib.closing(RolloutClient(url, token=token, verify=verify)) as client:
-            left_s = min(_ASK_S, deadline.check("answer", peer=url))
-            models = client.call("GET", "/status", ServiceStatus, timeout_s=left_s).models
-    except WeightSyncError:
-        return
-    engines = [who for model in models.values() for who in model.engines]
-    if engines:
-        raise ConfigError(f"{url} is a rollout service: verify takes the URLs of its engines, {', '.join(engines)}")
+    with contextlib.suppress(DeadlineExceededError):
+        left_s = min(_ASK_S, deadline.check("answer", peer=url))
+        if (instead := whom_to_ask(url, token=token, verify=verify, timeout_s=left_s)) is not None:
+            raise ConfigError(f"{url} is a rollout service, and no engine: {instead}")
 
 
 def _line(url: str, asked: Mapping[str, Future[EngineReply]]) -> int:

@@ -190,7 +190,7 @@ class RolloutPool:
         if (ahead := self._ahead(known)) is not None:
             return f"{ahead}, which is older: it comes in when the fleet has come so far, by a sync"
         if now < self._learning.until_s:
-            return "the controller was started anew, and listens what its instances serve"
+            return "the controller has just started, and waits to hear what its instances serve"
         if self._goals.apart(served):
             return "it serves other numbers of models that belong together"
         for goals in self._syncs:

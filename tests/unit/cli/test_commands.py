@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -64,7 +67,7 @@ def test_mistakes_with_a_controller(yaml: Path, tmp_path: Path) -> None:
     port = taken.start().rpartition(":")[2]
     try:
         for words, says in (
-            ((), "Missing option"),
+            ((), "--config FILE is missing"),
             (("--config", tmp_path / "none.yaml"), "does not exist"),
             (("--config", odd), "ConfigError"),
             (("--config", garbage), "ConfigError"),
@@ -86,6 +89,19 @@ def test_a_controller_without_a_lease_is_told_the_option() -> None:
         "serve", "--engine", "a=vllm+http://127.0.0.1:9", "--controller", "http://127.0.0.1:9", "--port", 0
     )
     assert (code, "add --lease FILE" in text) == (2, True), text
+
+
+def test_an_example_needs_no_configuration() -> None:
+    """Seen red: its help said that --config is required."""
+    assert run("controller", "--example")[0] == 0
+    assert "[required]" not in run("controller", "--help")[1]
+
+
+def test_python_runs_it_by_the_name_of_the_package() -> None:
+    """Seen red without `weightsync/__main__.py`."""
+    words = [sys.executable, "-m", "weightsync", "--version"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout.split()[0]) == (0, "weightsync"), ended.stderr
 
 
 def test_mistakes_with_a_doctor() -> None:
@@ -170,6 +186,23 @@ def test_ctrl_c_ends_a_controller_well(yaml: Path) -> None:
         process.kill()
     assert (process.returncode, out) == (0, "stopped by a signal\n")
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("command", ["serve", "agent"])
+def test_ctrl_c_ends_these_well_too(command: str, tmp_path: Path) -> None:
+    """As `weightsync --help` says. Seen red where it says 130 of every command."""
+    save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
+    options = {"serve": ("--engine", "actor=weightsync+http://127.0.0.1:9"), "agent": (tmp_path,)}
+    process = started(command, *options[command], "--port", 0)
+    assert process.stdout is not None
+    try:
+        assert re.search(r" at http://127\.0\.0\.1:\d+", process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, "Traceback" in said) == (0, False), said
+    assert "Ctrl-C is how serve, controller and agent are ended: they end with 0" in run("--help")[1]
 
 
 @pytest.mark.parametrize("words", [["--version"], ["inspect", "--help"]], ids=" ".join)

@@ -8,6 +8,7 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
+from starlette.responses import Response
 from typer.testing import CliRunner
 
 from tests.standins.sglang_server import SGLangServer
@@ -16,7 +17,9 @@ from tests.unit.handles.test_probe import without
 from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.cli import app, faces
 from weightsync.handles.vllm_messages import VllmState
+from weightsync.net.messages import encode
 from weightsync.net.server import Api, ServerSettings, ServerThread
+from weightsync.types.service import ModelStatus, ServiceStatus
 
 
 def doctor(url: str) -> tuple[int, str]:
@@ -110,6 +113,18 @@ def test_what_is_no_engine_is_one_finding() -> None:
     assert code == 1
     assert "no engine that can be synced" in text
     assert "can't" not in text.partition(url)[2], text
+
+
+def test_a_rollout_service_is_no_fault_and_says_whom_to_ask() -> None:
+    """Seen red: a healthy service was "wrong", and no engine that can be synced."""
+    body = encode(ServiceStatus(models={"actor": ModelStatus(engines={"actor-0": "run/3"})}))
+    app = Api("weightsync rollout service")
+    app.answer("GET", "/status", lambda: Response(body, media_type="application/json"))
+    with contextlib.closing(ServerThread(app)) as server:
+        url = server.start()
+        code, text = doctor(url)
+    said = f"note {url} it is a rollout service, and no engine: actor-0 can't be asked from outside"
+    assert (code, said in text, f"is in weightsync status {url}" in text) == (0, True, True), text
 
 
 def test_a_wrong_token_is_2_as_of_every_command() -> None:

@@ -76,6 +76,14 @@ def test_what_no_engine_serves_is_not_said_to_be_served() -> None:
     assert "serves run/3" not in text
 
 
+def test_no_version_yet_is_said_once() -> None:
+    """Seen red: "actor: no version yet (no version yet)", of one that was fetched and not loaded."""
+    with service(actor=ModelStatus(engines={"actor-0": None}, pull_s=0.1)) as url:
+        code, text, _ = run(url)
+    assert code == 0
+    assert text.startswith("actor: no version yet\n"), text
+
+
 def test_a_controller_of_another_release_is_named_as_one() -> None:
     """Seen red: it was "no engine", and "nor does a weightsync controller run there"."""
     newer = {**msgspec.to_builtins(statuses.nothing_yet()), "what_is_new": 1}

@@ -10,11 +10,15 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import typer
 from starlette.middleware.base import BaseHTTPMiddleware
 from typer.testing import CliRunner
 
 from weightsync.cli.trace import trace
+from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.server import EngineServer
+from weightsync.load.module import ModuleWeightLoader
 from weightsync.net.server import Api, ServerSettings, ServerThread
 from weightsync.net.timeline import add_timeline
 from weightsync.observe import Recorder, now_s
@@ -118,6 +122,17 @@ def test_mistakes(words: str, says: str) -> None:
     code, text, error = run(*words.split())
     assert code in (1, 2)
     assert says in text + error
+
+
+def test_an_engine_names_what_traces_a_push(tmp_path: Path) -> None:
+    """Seen red: "there is no GET /timeline/clock here"."""
+    server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(torch.nn.Linear(3, 4))), token=TOKEN)
+    with contextlib.closing(server):
+        url = server.start()
+        for given in (url, f"weightsync+{url}"):
+            code, _, error = run(given, "--out", tmp_path / "t.json", "--token", TOKEN)
+            assert (code, "write_chrome_trace(push.sync.recorder.records()" in error) == (2, True), error
+    assert not (tmp_path / "t.json").exists()
 
 
 def test_a_file_that_cannot_be_written_is_named_as_it_was_given(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from starlette.responses import Response
 from torch import nn
 from typer.testing import CliRunner
 
@@ -23,7 +25,9 @@ from weightsync.cli import app
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
 from weightsync.load.module import ModuleWeightLoader
+from weightsync.net.messages import encode
 from weightsync.net.server import Api, ServerThread
+from weightsync.types.service import ModelStatus, ServiceStatus
 
 SECRET = "a-token-for-tests-only"
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": SECRET}
@@ -130,10 +134,19 @@ def test_a_rollout_service_is_named_as_one_with_its_engines() -> None:
     """Seen red: it was no engine that can be synced."""
     with weightsync.serve({"actor": nn.Linear(3, 4, dtype=torch.bfloat16)}, token=SECRET, port=0) as service:
         code, text = invoke(service.url)
-    assert (code, f"{service.url} is a rollout service: verify takes the URLs of its engines, actor-0" in text) == (
-        2,
-        True,
-    ), text
+    said = f"{service.url} is a rollout service, and no engine: actor-0 can't be asked from outside"
+    assert (code, said in text, f"is in weightsync status {service.url}" in text) == (2, True, True), text
+
+
+def test_a_rollout_service_of_servers_names_their_urls() -> None:
+    models = {"actor": ModelStatus(engines={"http://127.0.0.1:8000": None, "actor-0": None})}
+    body = encode(ServiceStatus(models=models))
+    app = Api("weightsync rollout service")
+    app.answer("GET", "/status", lambda: Response(body, media_type="application/json"))
+    with contextlib.closing(ServerThread(app)) as server:
+        code, text = invoke(server.start())
+    said = "give the URLs of its engines, http://127.0.0.1:8000; actor-0 can't be asked from outside"
+    assert (code, said in text) == (2, True), text
 
 
 def test_ctrl_c_ends_it_while_an_engine_is_silent() -> None:
