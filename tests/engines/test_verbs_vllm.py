@@ -82,7 +82,7 @@ def test_check_and_push_name_what_a_vllm_has_not(vllm_server: Server, serves: Ca
 
     with weightsync.push(model, vllm_server.url) as push:  # it is asked what it is
         report = push.step()
-        assert (checked(), checked("--anyway"), checked()) == (2, 0, 2), "it is left alone, or comes through"
+        assert (checked(), checked("--anyway"), checked()) == (1, 0, 1), "it is left alone, or comes through"
         assert push.step() is not None
     assert (report.version.number, report.digests_equal) == (1, None if PACKS else True)
     assert (checked(), checked()) == (0, 0), "the trainer has ended in order"
