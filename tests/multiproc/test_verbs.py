@@ -476,6 +476,13 @@ def test_a_trainer_is_told_of_instances_that_have_its_model_and_of_three_at_most
     assert told._because() == f": {'; '.join(f'a{index}: LoadError: it has no room' for index in range(3))}; and 2 more"
 
 
+def test_an_instance_that_only_joins_has_not_failed() -> None:
+    joins = InstanceStatus(instance_id="a", url="http://h", state="joining", why="it waits until a sync has ended")
+    fails = InstanceStatus(instance_id="b", url="http://h", state="live", why="m: e: it has no room", failed=True)
+    assert notifier._failures_of((joins, fails), None, all_of_them=False) == {"b": "m: e: it has no room"}
+    assert list(notifier._failures_of((joins, fails), None, all_of_them=True)) == ["a", "b"]
+
+
 # --- the command ---
 
 
