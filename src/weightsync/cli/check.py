@@ -78,11 +78,16 @@ def check(
     Example: weightsync check --model ./checkpoint --engine vllm+http://127.0.0.1:8000
     """
     with told():
+        from weightsync.cli.faces import refuse_a_service
         from weightsync.handles.by_url import engine_at
         from weightsync.handles.sglang import SGLangEngine
 
         specs, adapter = _specs(model, token=token, verify=verify or True, dtype=dtype)
-        handle = engine_at(engine, token=token, verify=verify or True)
+        try:
+            handle = engine_at(engine, token=token, verify=verify or True)
+        except ConfigError:
+            refuse_a_service(engine, token=token, verify=verify or True, timeout_s=_ANSWER_S)
+            raise
         try:
             if isinstance(handle, SGLangEngine):
                 raise ConfigError(

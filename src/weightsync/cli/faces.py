@@ -204,6 +204,12 @@ def whom_to_ask(url: str, *, token: str | None, verify: bool | str, timeout_s: f
     return "; ".join(ways) or None
 
 
+def refuse_a_service(url: str, *, token: str | None, verify: bool | str, timeout_s: float) -> None:
+    """Raises ConfigError where a rollout service answers there: it has engines, and is none."""
+    if (instead := whom_to_ask(url, token=token, verify=verify, timeout_s=timeout_s)) is not None:
+        raise ConfigError(f"{url} is a rollout service, and no engine: {instead}")
+
+
 def described(handle: EngineHandle, request: DescribeRequest, deadline: Deadline) -> EngineReply:
     """What an engine says of itself. One that is paused while no session is open is asked again a moment later: each
     sync leaves it so between its commit and its resume."""

@@ -25,7 +25,6 @@ _PROGRESS_S = 2.0
 """What takes longer says how far it is."""
 _FIRST_S, _LONGEST_S = 30.0, 600.0
 """What stays wrong is said after so long, and then every so long at the latest."""
-_MIDDLEWARE = "weightsync.engine.vllm.lease_middleware.LeaseMiddleware"
 
 
 def serve(
@@ -160,6 +159,7 @@ def _models(pairs: Sequence[str]) -> dict[str, list[str]]:
 def _print_lease(path: str) -> None:
     """Made before vLLM starts, which refuses to without it."""
     from weightsync.memory import ServingLease
+    from weightsync.types.fleet import LEASE_MIDDLEWARE
 
     path = os.path.abspath(path)
     if not os.path.exists(path):
@@ -167,7 +167,7 @@ def _print_lease(path: str) -> None:
     print(
         f"lease file {path}; start vLLM with these beside its other options:\n"
         f"  WEIGHTSYNC_LEASE_FILE={path} VLLM_SERVER_DEV_MODE=1\n"
-        f"  --middleware {_MIDDLEWARE}",
+        f"  --middleware {LEASE_MIDDLEWARE}",
         flush=True,
     )
 

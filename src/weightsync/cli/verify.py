@@ -14,7 +14,7 @@ from weightsync.cli.shared import MAX_S, Token, Verify, is_the_users, plain, tol
 from weightsync.errors import ConfigError, DeadlineExceededError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.types import Deadline, EngineReply
+    from weightsync.types import EngineReply
 
 _WRONG, _UNKNOWN = 1, 3
 _ASK_S = 10.0  # to say what it is
@@ -57,6 +57,7 @@ def verify(
 
 
 def _asked(url: str, token: str | None, verify: bool | str, timeout_s: float) -> EngineReply:
+    from weightsync.cli.faces import refuse_a_service
     from weightsync.handles.by_url import engine_at
     from weightsync.types import AuditRequest, Deadline, EngineOp
 
@@ -64,22 +65,14 @@ def _asked(url: str, token: str | None, verify: bool | str, timeout_s: float) ->
     try:
         handle = engine_at(url, token=token, verify=verify, timeout_s=min(_ASK_S, timeout_s))
     except ConfigError:
-        _refuse_a_service(url, token, verify, deadline)
+        with contextlib.suppress(DeadlineExceededError):
+            left_s = min(_ASK_S, deadline.check("answer", peer=url))
+            refuse_a_service(url, token=token, verify=verify, timeout_s=left_s)
         raise
     try:
         return handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=deadline.check("answer", peer=url))
     finally:
         handle.close()  # type: ignore[attr-defined]
-
-
-def _refuse_a_service(url: str, token: str | None, verify: bool | str, deadline: Deadline) -> None:
-    """Raises ConfigError where a rollout service answers there: it has engines, and is none."""
-    from weightsync.cli.faces import whom_to_ask
-
-    with contextlib.suppress(DeadlineExceededError):
-        left_s = min(_ASK_S, deadline.check("answer", peer=url))
-        if (instead := whom_to_ask(url, token=token, verify=verify, timeout_s=left_s)) is not None:
-            raise ConfigError(f"{url} is a rollout service, and no engine: {instead}")
 
 
 def _line(url: str, asked: Mapping[str, Future[EngineReply]]) -> int:

@@ -88,7 +88,7 @@ def engine_at(
         verify: see `JsonClient`; vLLM's is always checked.
         need: what it has to be able to do.
         must_answer: False: an engine whose URL says what it is need not be there yet.
-        leased: see `VllmServerEngine`; the others know no lease.
+        leased: whether a vLLM is asked if it looks at a lease, see `VllmServerEngine`; others say it unasked.
         timeout_s: for all that it is asked.
 
     Raises:

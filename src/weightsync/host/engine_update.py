@@ -44,6 +44,7 @@ from weightsync.types import (
 )
 from weightsync.types.canary import CanaryReading
 from weightsync.types.deadline import MAX_WAIT_S
+from weightsync.types.fleet import LEASE_MIDDLEWARE
 from weightsync.update.artifacts import check_takes
 from weightsync.update.group import TransferGroup
 from weightsync.update.session import UpdateSession
@@ -68,8 +69,7 @@ _FALLS_BACK = (
 _logger = logging.getLogger(__name__)
 _UNLEASED = (
     "looks at no lease: it answers whatever becomes of this service, and with what it was started with when it starts "
-    "again. vLLM is started with WEIGHTSYNC_LEASE_FILE and --middleware "
-    "weightsync.engine.vllm.lease_middleware.LeaseMiddleware; an engine of a module is "
+    f"again. vLLM is started with WEIGHTSYNC_LEASE_FILE and --middleware {LEASE_MIDDLEWARE}; an engine of a module is "
     "EmbeddedEngine.of(loader, lease=LeaseReader(FILE)); SGLang knows no lease"
 )
 

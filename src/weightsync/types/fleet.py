@@ -20,6 +20,8 @@ MAX_WORDS = 1000
 """Characters of what is said of an adapter, or of an engine that is gone."""
 MAX_GONE = 16
 """Engines that are told of."""
+LEASE_MIDDLEWARE = "weightsync.engine.vllm.lease_middleware.LeaseMiddleware"
+"""What a vLLM that answers under a lease alone is started with, as `--middleware`."""
 LEASE_PATH = "/weightsync/lease"
 """GET: the lease middleware of an engine answers it, with a lease or without. An engine without has no such route."""
 _MAX_URL = 2048

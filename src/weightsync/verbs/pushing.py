@@ -262,6 +262,8 @@ class Pusher(Closing):
     def _push_the_last(self, taker: OrderTaker) -> None:
         self._is_owed, number = False, self._number
         try:
+            if self._bind is not None:
+                self._bind()
             report = self._ordered(number, taker, last=True)
         except WeightSyncError as failed:
             _logger.warning("the last version, %d, was not pushed: %s", number, failed)

@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from starlette.responses import Response
 from torch import nn
 from typer.testing import CliRunner
@@ -130,12 +132,16 @@ def test_mistakes(words: tuple[str, ...], said: str) -> None:
     assert (code, said in text) == (2, True), text
 
 
-def test_a_rollout_service_is_named_as_one_with_its_engines() -> None:
-    """Seen red: it was no engine that can be synced."""
-    with weightsync.serve({"actor": nn.Linear(3, 4, dtype=torch.bfloat16)}, token=SECRET, port=0) as service:
+def test_a_rollout_service_is_named_as_one_with_its_engines(tmp_path: Path) -> None:
+    """By `check` as well. Seen red: it was no engine that can be synced."""
+    model = nn.Linear(3, 4, dtype=torch.bfloat16)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with weightsync.serve({"actor": model}, token=SECRET, port=0) as service:
         code, text = invoke(service.url)
+        checked = CliRunner(env=ENV).invoke(app, ["check", "--model", str(tmp_path), "--engine", service.url])
     said = f"{service.url} is a rollout service, and no engine: actor-0 can't be asked from outside"
     assert (code, said in text, f"is in weightsync status {service.url}" in text) == (2, True, True), text
+    assert (checked.exit_code, said in checked.output) == (2, True), checked.output
 
 
 def test_a_rollout_service_of_servers_names_their_urls() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from weightsync.codec.digest import digest_of
+from weightsync.codec.digest import PartSums, digest_of
 from weightsync.codec.tensor_digest import tensor_digest
+from weightsync.engine import audit
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.worker import EngineWorker
 from weightsync.host.engine_update import EngineUpdate, LoadReport
@@ -173,3 +176,17 @@ def until(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.005)
+
+
+def held_sums(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Audits wait at each piece that they read, until `audit.PartSums` is the real one again: (one waits, go on)."""
+    reading, go = threading.Event(), threading.Event()
+
+    class Held(PartSums):
+        def add(self, held: HeldTensor) -> None:
+            reading.set()
+            assert go.wait(LONG_S)
+            super().add(held)
+
+    monkeypatch.setattr(audit, "PartSums", Held)
+    return reading, go

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.patch_kit import LONG_S, Rig, Trainer
+from tests.unit.engine.patch_kit import LONG_S, Rig, Trainer, held_sums
 from weightsync.engine import audit
 from weightsync.errors import DeadlineExceededError, NotServingError, StateError
 from weightsync.handles.fanout import in_thread
@@ -113,20 +113,12 @@ def test_a_loader_whose_live_weights_are_a_copy(trainer: Trainer) -> None:
 def test_a_version_that_comes_meanwhile_ends_it(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, copies: bool
 ) -> None:
-    reading, go = threading.Event(), threading.Event()
-
-    class Slow(audit.PartSums):
-        def add(self, held: Any) -> None:
-            reading.set()
-            go.wait(LONG_S)
-            super().add(held)
-
     class Loader(ModuleWeightLoader):
         audits_copy = copies
 
     rig = Rig(loader=Loader)
     rig.load(trainer.pulled())
-    monkeypatch.setattr(audit, "PartSums", Slow)
+    reading, go = held_sums(monkeypatch)
     asked = in_thread(lambda: verified(rig), name="asked")
     assert reading.wait(LONG_S)
     trainer.step()

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from tests.unit.engine.patch_kit import LONG_S, Mixed, Rig, Trainer, manifest_of, until, version
+from tests.unit.engine.patch_kit import LONG_S, Mixed, Rig, Trainer, held_sums, manifest_of, until, version
+from weightsync.codec.digest import PartSums
 from weightsync.engine import audit
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.processes import ProcessWorker
@@ -522,18 +523,10 @@ def test_the_same_version_in_full_heals_too(trainer: Trainer) -> None:
 
 def test_a_new_session_ends_an_audit(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never waits for one that reads gigabytes, and what that found says nothing then."""
-    reading, go, real = threading.Event(), threading.Event(), audit.PartSums
-
-    class Slow(audit.PartSums):
-        def add(self, held: Any) -> None:
-            reading.set()
-            go.wait(20)
-            super().add(held)
-
     rig = Rig()
     rig.load(trainer.pulled())
     trainer.step()
-    monkeypatch.setattr(audit, "PartSums", Slow)
+    reading, go = held_sums(monkeypatch)
     rig.load(trainer.pulled())
     assert reading.wait(5)
     trainer.step()
@@ -544,7 +537,7 @@ def test_a_new_session_ends_an_audit(trainer: Trainer, monkeypatch: pytest.Monke
     go.set()
     session.update()
     session.stage()
-    monkeypatch.setattr(audit, "PartSums", real)
+    monkeypatch.setattr(audit, "PartSums", PartSums)
     audits = audits_of(rig)
     session.pause()
     session.commit()
@@ -559,25 +552,17 @@ def test_an_audit_that_a_full_load_overtakes_says_nothing(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
     """What it has read is of two versions."""
-    reading, go, real = threading.Event(), threading.Event(), audit.PartSums
-
-    class Slow(audit.PartSums):
-        def add(self, held: Any) -> None:
-            reading.set()
-            go.wait(20)
-            super().add(held)
-
     rig = Rig(in_place=in_place)
     rig.load(trainer.pulled())
     trainer.step()
     audits = audits_of(rig)
-    monkeypatch.setattr(audit, "PartSums", Slow)
+    reading, go = held_sums(monkeypatch)
     rig.load(trainer.pulled())
     assert reading.wait(5)
     trainer.step()
     trainer.patch = None
     assert not rig.load(trainer.pulled()).patched
-    monkeypatch.setattr(audit, "PartSums", real)
+    monkeypatch.setattr(audit, "PartSums", PartSums)
     go.set()
     until(lambda: audits, "the end of the audit")
     assert "TransferAbortedError" in audits[0].detail
@@ -586,19 +571,11 @@ def test_an_audit_that_a_full_load_overtakes_says_nothing(
 
 
 def test_a_begin_that_is_refused_does_not_end_an_audit(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, go = threading.Event(), threading.Event()
-
-    class Held(audit.PartSums):
-        def add(self, held: Any) -> None:
-            reading.set()
-            assert go.wait(LONG_S)
-            super().add(held)
-
     rig = Rig()
     rig.load(trainer.pulled())
     trainer.step(share=0.0)
     rig.modules[0].bf16.view(torch.int16)[0, 0] ^= 1
-    monkeypatch.setattr(audit, "PartSums", Held)
+    reading, go = held_sums(monkeypatch)
     rig.load(trainer.pulled())
     assert reading.wait(5)
     trainer.step()
