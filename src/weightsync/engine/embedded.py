@@ -291,9 +291,7 @@ class EmbeddedEngine:
             try:
                 worker.audit(session)
             except DigestMismatchError as error:
-                with self._lock:
-                    if self._num_commits == number:  # else a later one has healed it
-                        self._gate.fence(error.message)
+                self._fence_at(number, error.message)
 
         with contextlib.suppress(WeightSyncError), self._gate.generation(timeout_s=MAX_WAIT_S):
             pass  # the pause is over
@@ -310,13 +308,18 @@ class EmbeddedEngine:
 
         def verify(worker: Worker) -> EngineReply:
             reply = worker.verify(MAX_WAIT_S)  # beyond the deadline of who asks: wrong bytes are fenced then, too
-            with self._lock:
-                if reply.digests_equal is False and self._num_commits == mine:  # whoever waits for it yet
-                    self._gate.fence(reply.unhealthy or "its live weights are others")
+            if reply.digests_equal is False:  # whoever waits for it yet
+                self._fence_at(mine, reply.unhealthy or "its live weights are others")
             return reply
 
         replies = self._all(verify, deadline, settle=True)
         return found_together(replies, self._describe(deadline))
+
+    def _fence_at(self, number: int, why: str) -> None:
+        """Its live weights were found to be others. A commit behind `number` has healed it."""
+        with self._lock:
+            if self._num_commits == number:
+                self._gate.fence(why)
 
     def _refuse_if_mixed(self, error: WeightSyncError) -> None:
         """After a failed commit: serve again only if every worker is whole and on the version served before."""
@@ -372,7 +375,12 @@ class EmbeddedEngine:
         before[1].close()
 
     def _describe(self, deadline: Deadline) -> EngineReply:
+        with self._lock:
+            mine = self._num_commits
         replies = self._all(lambda worker: worker.describe(), deadline)
+        for reply in replies:
+            if reply.digests_equal is False and not self._gate.fenced:  # told here before its audit has returned
+                self._fence_at(mine, reply.unhealthy or "its live weights are others")
         groups = {reply.group for reply in replies}
         digests = {reply.model_digest for reply in replies}
         unhealthy = "; ".join(sorted({reply.unhealthy for reply in replies if reply.unhealthy}))

@@ -147,7 +147,7 @@ class EngineWorker(AuditedWorker):
                 serving=self.loader.healthy and not unhealthy,
                 version=served.version if served else None,
                 model_digest=served.digest if served else None,
-                digests_equal=True if served and served.proved else None,
+                digests_equal=False if self._audits.failure else True if served and served.proved else None,
                 writes_live=self.loader.writes_live,
                 group=self._member.group,
                 run_id=self._member.run_id,

@@ -250,7 +250,8 @@ class EngineReply(Message, frozen=True, kw_only=True, omit_defaults=True):
         group: name of the transfer group that all its workers are in; None where there is none (any more).
         run_id: the run that last made it join; None before the first, and where its trainer has ended in order.
         digests_equal: at stage: True, or None with `unprovable` where live bytes can't be read back.
-            A mismatch is never a reply but a DigestMismatchError.
+            A mismatch is never a reply but a DigestMismatchError. At describe of a worker: False behind an audit that
+            has found other bytes.
         model_digest: at stage: the digest computed from the memory that commit will serve; later that of
             the version served.
         unprovable: why `digests_equal` is None.

@@ -510,6 +510,35 @@ def test_a_flipped_bit_in_an_element_that_was_not_touched_takes_the_engine_out(
     rig.serves(trainer.weights, 3)
 
 
+def test_whoever_is_told_of_an_audit_is_told_of_a_fence(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker knows before its answer has reached the engine."""
+    rig = Rig(2)
+    rig.load(trainer.pulled())
+    trainer.step(share=0.0)
+    rig.modules[0].bf16.view(torch.int16)[0, 0] ^= 1
+    answer, found, go = rig.workers[0].audit, threading.Event(), threading.Event()
+
+    def late(name: str) -> bool:
+        try:
+            return answer(name)
+        finally:
+            found.set()
+            assert go.wait(LONG_S)
+
+    monkeypatch.setattr(rig.workers[0], "audit", late)
+    try:
+        rig.load(trainer.pulled())
+        assert found.wait(LONG_S)
+        assert described(rig).unhealthy
+        with pytest.raises(NotServingError, match="audit"), rig.engine.generation(timeout_s=0.0):
+            pass
+        assert not rig.load(trainer.pulled()).patched
+        rig.serves(trainer.weights, 2)
+    finally:
+        go.set()
+    rig.serves(trainer.weights, 2)
+
+
 def test_the_same_version_in_full_heals_too(trainer: Trainer) -> None:
     rig = Rig()
     rig.load(trainer.pulled())
