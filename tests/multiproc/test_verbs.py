@@ -413,6 +413,17 @@ def test_a_trainer_is_told_why_its_fleet_serves_nothing_once_and_at_the_end(
         assert any("ManifestMismatchError" in each for each in said)
 
 
+def test_who_has_caught_up_since_the_last_wait_is_not_named_any_more() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with weightsync.publish(build(5), "actor", to=url, token=TOKEN, port=0, last_wait_s=0) as publisher:
+        publisher.step()
+        assert list(publisher.wait_served(_LONG_S)) == [url]
+        assert "can't connect" in publisher.not_serving[url]
+        with weightsync.serve({"actor": build(99, dtype=torch.bfloat16)}, token=TOKEN, port=port):
+            wait_until(lambda: publisher.not_serving == {}, "it serves, and nobody waited for it", _LONG_S)
+
+
 def test_a_failure_that_comes_back_is_said_again_where_versions_come_faster_than_it_looks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

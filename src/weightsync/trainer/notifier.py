@@ -104,6 +104,10 @@ class Notifier:
         """Why who was told does not serve it, or can't be told, as each was found last, by URL. It does not wait."""
         return {host.url: why for host in self._hosts if (why := host.why_not) is not None}
 
+    def caught_up(self) -> frozenset[str]:
+        """URLs of those who served the newest version when they were asked last."""
+        return frozenset(host.url for host in self._hosts if host.is_caught_up)
+
     def begin_wait(
         self, version: Version, timeout_s: float, *, away: Collection[str] = ()
     ) -> Callable[[float], Mapping[str, str] | None]:
@@ -165,6 +169,12 @@ class _Told:
         self._waited_for: Version | None = None  # and is served there
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weightsync-notify", daemon=True)
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether it served the newest version when it was asked last."""
+        with self._changed:
+            return self._newest is not None and self._newest == self._done and not self._behind
 
     def meet(self) -> None:
         """Learns who it is; that nobody answers is logged, and no error: it may come later.
@@ -248,11 +258,10 @@ class _Told:
                 continue
             failed = None
             with self._changed:
-                self._done = newest
+                self._done, self._behind = newest, True
             if self._troubles is not None:
                 self._troubles = self.why_not = None
                 _logger.info("%s was told of %s", self.url, newest)
-            self._behind = True
 
     def _trouble(self, error: WeightSyncError) -> None:
         """Logged once, until it can be told again."""

@@ -207,7 +207,7 @@ class Publisher(Closing):
         """On rank 0: who of `to` does not serve what was published, and why, by URL: as the last wait found it, or as
         each said when it was asked, every 5 s while it is behind. Where nobody was told: as the last wait found
         it, who has pulled of late and has not fetched the newest, by name. It does not wait."""
-        return {**self._notifier.why_not(), **self._not_serving}
+        return {**self._notifier.why_not(), **self._away()}
 
     @property
     def manager(self) -> WeightManager:
@@ -310,7 +310,7 @@ class Publisher(Closing):
             self._manager.wait_for_first_rank(lambda _: True)
             return {}
         newest = self._newest
-        last = LastVersion(self._manager, self._notifier, newest, timeout_s=timeout_s, away=self._not_serving)
+        last = LastVersion(self._manager, self._notifier, newest, timeout_s=timeout_s, away=self._away())
 
         def done(seconds: float) -> bool:
             found = last.outcome(seconds)
@@ -319,6 +319,11 @@ class Publisher(Closing):
 
         self._manager.wait_for_first_rank(done)
         return self._not_serving
+
+    def _away(self) -> Mapping[str, str]:
+        """Those of the last wait who have not caught up since."""
+        right = self._notifier.caught_up()
+        return {who: why for who, why in self._not_serving.items() if who not in right}
 
     def _wait_for_the_last(self) -> None:
         """Every rank: none may take its host's agent away while somebody pulls from it."""
