@@ -168,6 +168,24 @@ def test_a_rank_that_is_killed_fails_the_sync_and_the_other_says_who(start: Call
     client.close()
 
 
+def alone_main(rank: int, world_size: int, engine: str, controller: str) -> int | None:
+    if rank > 0:
+        return None
+    settings = {"transfer": {"transfer_timeout_s": PUSH_S, "join_timeout_s": 5.0}}
+    with weightsync.push(
+        build(5), engine, token=TOKEN, model_id="actor", controller=controller, alone=True, config=settings
+    ) as push:
+        report = push.step()
+    return None if report is None else report.version.number
+
+
+def test_a_rank_that_pushes_alone_waits_for_no_other(start: Callable[..., Child]) -> None:
+    """As TRL and SkyRL do. Seen red: whoever asks the controller made a group of all ranks."""
+    url = start(controller_main, config(), talk=True, name="controller").recv()
+    engine = start(engine_main, 0, talk=True, name="engine").recv()
+    assert run_ranks(alone_main, 2, engine, url) == [1, None]
+
+
 def refused_main(rank: int, world_size: int, engine: str, controller: str, token: str, model_id: str) -> str:
     model = shard(build(5), "shard0", world_size)
     os.environ["WEIGHTSYNC_TOKEN"] = token

@@ -21,6 +21,7 @@ from weightsync.codec.whole import whole_sum
 from weightsync.errors import (
     DeadlineExceededError,
     ExtractError,
+    StateError,
     TransferAbortedError,
     WeightSyncError,
     as_weightsync_error,
@@ -75,10 +76,16 @@ class LockstepExtraction:
         self._thread = threading.Thread(target=self._run, name="weightsync-extract", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. No collective of the trainer may run until `finish`."""
+        """Starts the thread. No collective of the trainer may run until `finish`, which says where none can be had."""
         if self._device is not None:
             self._streams = _own_streams()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            try:
+                self._agree(StateError(f"no thread can be started to extract: {error}", rank=self._ranks.rank))
+            except WeightSyncError as agreed:  # the other ranks waited for it, too
+                self._error, self._ended = agreed, True
 
     def chunks(self) -> Iterator[WeightChunk]:
         """Rank 0: the chunks, one at a time; the next is built while this one is packed."""

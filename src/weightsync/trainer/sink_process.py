@@ -112,29 +112,41 @@ class SinkProcess:
     def _supervise(self) -> None:
         pause_s = _FIRST_S
         while True:
-            with self._changed:
-                if self._closed:
-                    return
-                self._process = process = started_beside("weightsync.sink.main", stdout=subprocess.PIPE)
             begun_s = time.monotonic()
-            assert process.stdout is not None
-            assert process.stdin is not None
-            with contextlib.suppress(OSError), process.stdout:
-                process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-                process.stdin.flush()
-                while line := process.stdout.readline(_MAX_LINE_BYTES):
-                    self._hear(line)
-            process.kill()
-            process.wait()
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+            why = self._run()
             with self._changed:
                 if self._closed or self.failed is not None:
                     return
-                self.error = self.error or StateError("the store's writer died: see what it wrote to stderr")
+                self.error = self.error or StateError(f"the store's writer {why}")
+                self._changed.notify_all()
                 pause_s = _FIRST_S if time.monotonic() - begun_s > _LONGEST_S else min(2 * pause_s, _LONGEST_S)
-                _logger.warning("the writer of %s died: it is started again in %.1f s", self._config.store, pause_s)
+                _logger.warning(
+                    "the writer of %s %s; it is started again in %.1f s", self._config.store, why, pause_s
+                )  # fmt: skip
                 self._changed.wait_for(lambda: self._closed, pause_s)
+
+    def _run(self) -> str:
+        """Starts it and hears it until it ends; how it did, in words."""
+        try:
+            with self._changed:
+                if self._closed:
+                    return "was closed"
+                self._process = process = started_beside("weightsync.sink.main", stdout=subprocess.PIPE)
+        except OSError as error:  # no process can be had now
+            return f"could not be started: {error}"
+        assert process.stdout is not None
+        assert process.stdin is not None
+        with contextlib.suppress(OSError), process.stdout:
+            with contextlib.suppress(ValueError):  # `close` was faster
+                process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+                process.stdin.flush()
+            while line := process.stdout.readline(_MAX_LINE_BYTES):
+                self._hear(line)
+        process.kill()
+        process.wait()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        return "died: see what it wrote to stderr"
 
     def _hear(self, line: bytes) -> None:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-import threading
 from collections.abc import Callable
 
 from weightsync.errors import (
@@ -18,6 +17,7 @@ from weightsync.errors import (
 )
 from weightsync.objects.base import ObjectStore
 from weightsync.transfer.source import Arrived, Destination
+from weightsync.transfer.threads import start_threads
 from weightsync.types import Deadline
 from weightsync.types.publication import Source
 from weightsync.types.store import StoredBlob
@@ -71,12 +71,7 @@ class StoreSource:
             except Exception as error:
                 failed.append(TransferError(f"{self.blob.key} could not be read: {type(error).__name__}: {error}"))
 
-        streams = [
-            threading.Thread(target=work, name=f"weightsync-store-{number}", daemon=True)
-            for number in range(min(self.num_streams, len(blocks)))
-        ]
-        for stream in streams:
-            stream.start()
+        streams = start_threads(work, min(self.num_streams, len(blocks)), name="weightsync-store")
         for stream in streams:
             stream.join(deadline.remaining_s + 1.0)
         if any(stream.is_alive() for stream in streams):

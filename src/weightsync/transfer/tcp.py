@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import socket
 import ssl
 import struct
@@ -22,6 +23,7 @@ from weightsync.errors import (
 )
 from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, Code, ask_bytes, checksum, parse_answer
 from weightsync.transfer.source import Arrived, Checksums, Destination
+from weightsync.transfer.threads import start_threads
 from weightsync.types import Deadline
 from weightsync.types.publication import Source
 
@@ -67,14 +69,8 @@ class TcpSource:
     def read(self, blocks: list[int], into: Destination, arrived: Arrived, *, deadline: Deadline) -> None:
         run = _Run(blocks)
         peer = self.name
-        streams = [
-            threading.Thread(
-                target=self.stream, args=(run, into, arrived, deadline), name=f"weightsync-pull-{n}", daemon=True
-            )
-            for n in range(min(self.num_streams, max(1, len(blocks))))
-        ]
-        for stream in streams:
-            stream.start()
+        read = functools.partial(self.stream, run, into, arrived, deadline)
+        streams = start_threads(read, min(self.num_streams, max(1, len(blocks))), name="weightsync-pull")
         for stream in streams:
             stream.join(deadline.remaining_s)
         if any(stream.is_alive() for stream in streams):

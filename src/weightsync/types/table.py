@@ -54,11 +54,9 @@ class SpecTable(tuple[TensorSpec, ...]):
         key = (make, *(id(other) if isinstance(other, SpecTable) else other for other in others))
         if len(kept) > _MAX_DERIVED:
             kept.clear()
-        if key not in kept:  # made twice where two threads ask at once, which is no harm
-            made = make(self, *others)
-            kept[key] = made, others
-            return made
-        return cast(Derived, kept[key][0])
+        if (found := kept.get(key)) is None:  # made twice where two threads ask at once, which is no harm
+            found = kept[key] = make(self, *others), others
+        return cast(Derived, found[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)

@@ -28,6 +28,7 @@ class OrderTaker:
         model_id: which model.
         token, verify: see `JsonClient`.
         timeout_s: how long the ranks wait for each other.
+        alone: see `TrainingRanks`.
 
     Raises:
         ConfigError: the URL is none, or the controller has no such model, or orders no pushes. On rank 0 alone.
@@ -35,8 +36,10 @@ class OrderTaker:
         TrainerRankError: a rank did not come.
     """
 
-    def __init__(self, url: str, model_id: str, *, token: str | None, verify: bool | str, timeout_s: float) -> None:
-        self._ranks = TrainingRanks(timeout_s=timeout_s)
+    def __init__(
+        self, url: str, model_id: str, *, token: str | None, verify: bool | str, timeout_s: float, alone: bool = False
+    ) -> None:
+        self._ranks = TrainingRanks(timeout_s=timeout_s, alone=alone)
         self._model_id = model_id
         self._trouble: str | None = None
         self._client = ControllerClient(url, token=token, verify=verify) if self._ranks.rank == 0 else None

@@ -150,7 +150,9 @@ def push(
         taker = None
         if (url := first["controller"]) is not None:
             timeout_s = settings.transfer.join_timeout_s + _MARGIN_S
-            taker = OrderTaker(url, model, token=token_of(token), verify=verify, timeout_s=timeout_s)
+            taker = OrderTaker(
+                url, model, token=token_of(token), verify=verify, timeout_s=timeout_s, alone=alone
+            )  # fmt: skip
             opened.callback(taker.close)
             taker.meet()
         pusher = Pusher(sync, opened, taker, bind=None if lora is None else functools.partial(lora.bind, extractor))

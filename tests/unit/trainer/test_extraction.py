@@ -233,6 +233,17 @@ def consume(running: LockstepExtraction) -> None:
     running.finish()
 
 
+def _no_thread(name: str) -> None:
+    start = threading.Thread.start
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = starts  # type: ignore[method-assign]
+
+
 def two_ranks(rank: int, world_size: int, what: str, faulty: int) -> tuple[str, float, list[int]]:
     """One extraction that fails on one rank, then an exchange that shows whether both are still in step."""
     ranks = TrainingRanks(timeout_s=20)
@@ -247,6 +258,8 @@ def two_ranks(rank: int, world_size: int, what: str, faulty: int) -> tuple[str, 
                 raise ZeroDivisionError
             return super().extract_weights(dtype)
 
+    if what == "no thread" and rank == faulty:
+        _no_thread("weightsync-extract")
     started = time.monotonic()
     running = extraction(
         Eager(8, at=at), keep=rank == 0, ranks=ranks, timeout_s=1.0 if what == "silence" and rank == faulty else 10.0
@@ -275,6 +288,8 @@ def two_ranks(rank: int, world_size: int, what: str, faulty: int) -> tuple[str, 
         ("stop", 0, ("LoadError", "TransferAbortedError")),
         ("stop", 1, ("TransferAbortedError", "LoadError")),
         ("silence", 0, ("DeadlineExceededError", "TransferAbortedError")),
+        ("no thread", 0, ("StateError", "TransferAbortedError")),
+        ("no thread", 1, ("TransferAbortedError", "StateError")),
         ("nothing", 0, ("ok", "ok")),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias
 
@@ -59,7 +60,7 @@ class Bodies:
         self.coming_bytes = 0
 
     async def read(
-        self, receive: Receive, read: list[Message], *, max_bytes: int, max_coming_bytes: int
+        self, receive: Receive, read: deque[Message], *, max_bytes: int, max_coming_bytes: int
     ) -> bytes | None:
         """A body; None where it is too long, there is no room for it, or the client has left. `done` comes after.
 
@@ -82,22 +83,34 @@ class Bodies:
             more = message.get("more_body", False)
         return b"".join(message.get("body", b"") for message in read)
 
-    def done(self, read: list[Message]) -> None:
-        """What came is not kept any more."""
+    def again(self, read: deque[Message], receive: Receive) -> Receive:
+        """What was read comes again, then what comes. What was handed on is not kept: an answer may take minutes."""
+
+        async def heard() -> Message:
+            if not read:
+                return await receive()
+            message = read.popleft()
+            self.coming_bytes -= _num_bytes([message])
+            return message
+
+        return heard
+
+    def done(self, read: deque[Message]) -> None:
+        """What is left of it is not kept any more."""
         self.coming_bytes -= _num_bytes(read)
+        read.clear()
 
 
-def _num_bytes(messages: list[Message]) -> int:
+def _num_bytes(messages: Iterable[Message]) -> int:
     return sum(len(message.get("body", b"")) for message in messages)
 
 
-def again(read: list[Message], receive: Receive) -> Receive:
-    """What was read comes again, then what comes."""
-    left = iter(read)
+def first(body: bytes, receive: Receive) -> Receive:
+    """A whole body, then what comes."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def heard() -> Message:
-        message = next(left, None)
-        return await receive() if message is None else message
+        return left.pop() if left else await receive()
 
     return heard
 

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
@@ -31,8 +32,8 @@ from weightsync.engine.vllm.asgi import (
     Receive,
     Scope,
     Send,
-    again,
     answer,
+    first,
     foreign,
     is_of_another_page,
     refuse,
@@ -165,31 +166,32 @@ class LoraMiddleware:
     # --- clients' requests ---
 
     async def _answered(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
-        read: list[Message] = []
+        read: deque[Message] = deque()
+        request: dict[str, Any] | None = None
+        model = ""
+        held: Held | None = None
         try:
-            self._check_client(scope)
-            request = await self._requests.read(receive, read)
-            model = None if request is None else self._asked(request, path)
-            if request is None or model is None:
-                await self._app(scope, again(read, receive), send)
+            try:
+                self._check_client(scope)
+                request = await self._requests.read(receive, read)
+                model = (None if request is None else self._asked(request, path)) or ""
+            except WeightSyncError as error:
+                await refuse(send, error)
                 return
-        except WeightSyncError as error:
-            await refuse(send, error)
-            return
+            named = self._table.named(model)
+            if named is not None and (named.leaving or named.state == "staged"):
+                # by vLLM's own name for it: it is not proved yet, or vLLM would read a folder that goes, and end
+                await refuse(send, NotServingError(f"{model} is {named.state}", state_left="not answered"))
+                return
+            held = self._table.begin(model)  # the switch: nothing is awaited between this look and the count
+            if held is None and model in self._expected:
+                await refuse(send, NotServingError(f"{model} has no adapter yet", state_left="not loaded"))
+                return
+            if held is None or request is None:
+                await self._app(scope, self._requests.again(read, receive), send)
+                return
         finally:
             self._requests.done(read)
-        named = self._table.named(model)
-        if named is not None and (named.leaving or named.state == "staged"):
-            # by vLLM's own name for it: it is not proved yet, or vLLM would read a folder that goes, and end
-            await refuse(send, NotServingError(f"{model} is {named.state}", state_left="not answered"))
-            return
-        held = self._table.begin(model)  # the switch: nothing is awaited between this look and the count
-        if held is None:
-            if model in self._expected:
-                await refuse(send, NotServingError(f"{model} has no adapter yet", state_left="not loaded"))
-            else:
-                await self._app(scope, again(read, receive), send)
-            return
         try:
             try:
                 given, out = self._given(request, path, held, model, send)
@@ -197,10 +199,8 @@ class LoraMiddleware:
                 await refuse(send, error)
                 return
             rewritten = json.dumps(given).encode()
-            head: Message = {"type": "http.request", "body": rewritten, "more_body": False}
-            await self._app(
-                {**scope, "headers": with_length(scope["headers"], len(rewritten))}, again([head], receive), out
-            )
+            scope = {**scope, "headers": with_length(scope["headers"], len(rewritten))}
+            await self._app(scope, first(rewritten, receive), out)
         finally:
             self._table.end(held)
             self._sweep()
@@ -217,7 +217,9 @@ class LoraMiddleware:
             if (scope["method"], path) == ("GET", STATE_PATH):
                 reply: AdapterState | Scored = self._state(facts)
             elif scope["method"] == "POST":
-                body = await Bodies().read(receive, [], max_bytes=_MAX_ORDER_BYTES, max_coming_bytes=_MAX_ORDER_BYTES)
+                body = await Bodies().read(
+                    receive, deque(), max_bytes=_MAX_ORDER_BYTES, max_coming_bytes=_MAX_ORDER_BYTES
+                )
                 if body is None:
                     raise InvalidRequestError(f"an order has at most {_MAX_ORDER_BYTES} bytes")
                 reply = await self._obey(path, body, scope, inside, facts)

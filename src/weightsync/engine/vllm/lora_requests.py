@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from typing import Any
 
 from weightsync.engine.vllm.asgi import Bodies, Message, Receive
@@ -26,7 +27,7 @@ class Requests:
     def __init__(self) -> None:
         self._bodies = Bodies()
 
-    async def read(self, receive: Receive, read: list[Message]) -> dict[str, Any] | None:
+    async def read(self, receive: Receive, read: deque[Message]) -> dict[str, Any] | None:
         """A request; None where the engine is to say what is wrong with it, or the client has left. `done` comes after.
 
         Args:
@@ -57,6 +58,10 @@ class Requests:
             return None
         return request if isinstance(request, dict) else None
 
-    def done(self, read: list[Message]) -> None:
-        """What came is not kept any more."""
+    def again(self, read: deque[Message], receive: Receive) -> Receive:
+        """See `Bodies.again`."""
+        return self._bodies.again(read, receive)
+
+    def done(self, read: deque[Message]) -> None:
+        """See `Bodies.done`."""
         self._bodies.done(read)

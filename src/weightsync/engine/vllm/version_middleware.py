@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from weightsync.engine.vllm.answers import FIELD, ROUTES, Answers, hides_tokens, num_choices
-from weightsync.engine.vllm.asgi import App, Bodies, Message, Receive, Scope, Send, again, request_in, with_length
+from weightsync.engine.vllm.asgi import App, Bodies, Message, Receive, Scope, Send, first, request_in, with_length
 from weightsync.engine.vllm.spans import Answer, spans_of
 from weightsync.engine.vllm.version_board import TAG, VersionBoard
 from weightsync.errors import WeightSyncError
@@ -49,16 +50,16 @@ class VersionMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or not str(scope["path"]).endswith(ROUTES):
             await self._app(scope, receive, send)
             return
-        read: list[Message] = []
+        read: deque[Message] = deque()
         try:
             body = await self._bodies.read(receive, read, max_bytes=_MAX_BODY_BYTES, max_coming_bytes=_MAX_COMING_BYTES)
             request = None if body is None else request_in(body)
             if request is None:
-                await self._app(scope, again(read, receive), send)
+                await self._app(scope, self._bodies.again(read, receive), send)
                 return
         finally:
             self._bodies.done(read)
-        del body, read
+        del body
         board = self._opened()
         tag = None if board is None or hides_tokens(request) else board.claim()
 
@@ -70,8 +71,7 @@ class VersionMiddleware:
             answers = Answers(send, spans, asked=asked, num_choices=num_choices(request))
             rewritten = json.dumps(_tagged(request, tag)).encode()
             scope = {**scope, "headers": with_length(scope["headers"], len(rewritten))}
-            head: Message = {"type": "http.request", "body": rewritten, "more_body": False}
-            await self._app(scope, again([head], receive), answers.send)
+            await self._app(scope, first(rewritten, receive), answers.send)
         finally:
             if board is not None and tag is not None:
                 board.release(tag)

@@ -20,6 +20,7 @@ from weightsync.engine.vllm.answers import BASE_FIELD, FIELD
 from weightsync.engine.vllm.lease_middleware import UNGUARDED, LeaseMiddleware
 from weightsync.engine.vllm.lora_calls import UPDATING_VARIABLE
 from weightsync.engine.vllm.lora_middleware import LoraMiddleware
+from weightsync.errors import WeightSyncError
 from weightsync.handles.lora_messages import COMMIT_PATH, DROP_PATH, LOAD_PATH, SCORE_PATH, STATE_PATH
 from weightsync.memory import PrivateFolder, reclaim_dead
 
@@ -506,6 +507,38 @@ def test_a_request_that_can_not_be_read_is_refused_and_reaches_nobody(monkeypatc
         held = [asyncio.ensure_future(there.ask("POST", path, b" " * 9000, ends=False)) for _ in range(4)]
         assert sorted([(await each)[0] for each in held]) == [503, 504, 504, 504], "no room for one; their time is over"
         assert (await there.complete())["header"] == f"{RUN}/1", "and their room is free"
+
+    run(body)
+
+
+def test_a_request_that_was_passed_on_is_not_kept_while_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: requests for the base that were generating took the room of those that came."""
+    monkeypatch.setattr(lora_requests, "_MAX_COMING_BYTES", 30_000)
+
+    async def body(there: Client, vllm: Vllm) -> None:
+        await there.serve(1)
+        vllm.gates["long"] = asyncio.Event()
+        long = {"model": "base", "prompt": [1], "user": "long", "suffix": "x" * 29_000}
+        answered = [asyncio.ensure_future(there.ask("POST", "/v1/completions", long)) for _ in range(3)]
+        while len(vllm.asked) < 3:
+            await asyncio.sleep(0)
+        assert (await there.complete(suffix="x" * 29_000))["header"] == f"{RUN}/1"
+        vllm.gates["long"].set()
+        assert [(await each)[0] for each in answered] == [200] * 3
+
+    run(body)
+
+
+def test_what_fails_in_the_engine_is_not_answered_by_the_middleware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer may have begun."""
+
+    async def body(there: Client, vllm: Vllm) -> None:
+        async def fails(body: Any, send: Any) -> None:
+            raise WeightSyncError("of the engine's own")
+
+        monkeypatch.setattr(vllm, "_v1_completions", fails)
+        with pytest.raises(WeightSyncError, match="of the engine's own"):
+            await there.ask("POST", "/v1/completions", {"model": "base", "prompt": [1]})
 
     run(body)
 

@@ -432,6 +432,21 @@ def test_bodies_that_are_still_coming_have_a_limit_together(monkeypatch: pytest.
     assert ask(middleware, {"prompt": PROMPT}).json[FIELD] == SPANS[:1], "nothing of it stays counted"
 
 
+def test_a_body_that_was_passed_on_is_not_kept_while_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: two long requests that were generating took the spans of every other one."""
+    monkeypatch.setattr(version_middleware, "_MAX_BODY_BYTES", 50)
+    kept: list[int] = []
+
+    class Looks(Engine):
+        def _document(self, request: dict[str, Any]) -> bytes:
+            kept.append(middleware._bodies.coming_bytes)
+            return super()._document(request)
+
+    middleware = VersionMiddleware(Looks())
+    ask(middleware, json.dumps({"prompt": PROMPT, "user": "x" * 100}).encode(), cuts=9)
+    assert (kept, middleware._bodies.coming_bytes) == ([0], 0)
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/pause", "/v1/completions/render"])
 def test_other_routes_pass(path: str) -> None:
     engine = Engine(answer=b'{"choices": []}')

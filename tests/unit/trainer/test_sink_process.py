@@ -1,0 +1,35 @@
+"""SinkProcess: what becomes of a writer that can't be started. The rest is in `tests/multiproc/test_store.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightsync.trainer import sink_process
+from weightsync.trainer.sink_process import SinkProcess
+from weightsync.types.sink import SinkConfig
+
+
+def test_a_writer_that_can_not_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: nothing was stored any more, and nothing said why."""
+    tried: list[str] = []
+
+    def none_left(module: str, **_: object) -> None:
+        tried.append(module)
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(sink_process, "started_beside", none_left)
+    monkeypatch.setattr(sink_process, "_FIRST_S", 0.01)
+    sink = SinkProcess(SinkConfig(store="file:///nowhere", model_id="m", run_id="r", agents=()))
+    sink.start(wait_s=0.0)
+    try:
+        assert "no more processes" in str(sink.error)
+        assert "no more processes" in (sink.wait_stored(1, timeout_s=0.1) or "")
+        while len(tried) < 3:
+            with sink._changed:
+                sink._changed.wait(0.01)
+    finally:
+        sink.close()
+    assert "could not be started: no more processes; it is started again in" in caplog.text
+    assert not sink._thread.is_alive()
