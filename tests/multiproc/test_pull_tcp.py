@@ -22,7 +22,13 @@ from tests.multiproc.pull_hostile import CuttingProxy, exactly, random_budgets
 from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.test_pull_attacks import check_bytes
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import DeadlineExceededError, EngineUnreachableError, TransferAbortedError, TransferError
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineUnreachableError,
+    TransferAbortedError,
+    TransferError,
+)
 from weightsync.host.puller import Puller
 from weightsync.memory import Reader, Segment, is_read
 from weightsync.trainer import publisher as manager_module
@@ -490,6 +496,15 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         check=True, capture_output=True, timeout=60,
     )  # fmt: skip
     return made, key
+
+
+def test_a_certificate_that_is_none_is_named(tmp_path: Path) -> None:
+    """Seen red: "the agent ended before it could serve; see what it wrote to stderr"."""
+    made, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    manager = WeightManager("m", token=TOKEN, certificate=str(made), key=str(key))
+    with pytest.raises(ConfigError, match="check the certificate and the key") as raised:
+        manager.start()
+    assert str(made) in str(raised.value)
 
 
 def test_tls_from_end_to_end(certificate: tuple[Path, Path]) -> None:

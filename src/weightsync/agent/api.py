@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -144,7 +143,7 @@ class TransferAgent:
         )
         add_timeline(self.app, self._told, lambda: Timeline(kind="agent", name=self._config.model_id, now_s=now_s()))
         self._blocks = BlockServer(
-            config.host, config.blocks_port, stall_s=config.stall_s, tls=None if tls is None else _tls_context(tls)
+            config.host, config.blocks_port, stall_s=config.stall_s, tls=None if tls is None else tls.context()
         )
         self._relaying = Relaying(self._receivers, self._blocks)
         self.app.answer("POST", PATH, self._relaying.relay)
@@ -435,9 +434,3 @@ def _model_digest(publication: Publication, proof: SourceProof) -> str | None:
     )
 
     return model_digest(publication.manifest.table, ShardSum(lane_a=proof.lane_a, lane_b=proof.lane_b))
-
-
-def _tls_context(files: TlsFiles) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files.certificate, files.key)
-    return context

@@ -222,10 +222,12 @@ class ProcessWorker:
                 self._dead or f"{self._track} (pid {self._process.pid}) died, exit code {self._process.exitcode}"
             )
             waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            future.set_exception(EngineUnreachableError(self._dead, peer=self._track))
-        if first and not self._closing:
-            self._on_death(self._dead)
+        try:
+            if first and not self._closing:
+                self._on_death(self._dead)  # its engine refuses before those that wait are told
+        finally:
+            for future in waiting.values():
+                future.set_exception(EngineUnreachableError(self._dead, peer=self._track))
 
 
 def _serve(

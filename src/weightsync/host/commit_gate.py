@@ -1,10 +1,10 @@
-"""Permit: which version of a model a fleet's service may commit; what is staged waits for it.
+"""CommitGate: which version of a model a fleet's service may commit; what is staged waits for it.
 
-    engines' threads: ... stage -> Hold.staged() waits ... -> pause -> commit -> resume
+    engines' threads: ... stage -> PendingCommit.staged() waits ... -> pause -> commit -> resume
     the fleet:        prepare -> reply "staged"       -> allow(version)
                                                       -> release(): the load is aborted, the old version stays
 
-A service that is in no fleet has no permit, and its engines wait for nobody.
+A service that is in no fleet has no gate, and its engines wait for nobody.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import ConfigError, NotRegisteredError, StateError, UnsupportedError, WeightSyncError
+from weightsync.errors import NotRegisteredError, StateError, UnsupportedError, WeightSyncError
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staging import Target, TargetMap
 from weightsync.net.auth import is_loopback
@@ -89,13 +89,6 @@ def relay_of(config: RolloutConfig) -> Relay | None:
     """
     if not config.relays:
         return None
-    tls = None
-    if config.tls is not None:
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            tls.load_cert_chain(config.tls.certificate, config.tls.key)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"the relay can't speak TLS: {error}; check the certificate and the key") from error
     return Relay(
         host=config.relay_address(),
         port=config.relay_port,
@@ -103,7 +96,7 @@ def relay_of(config: RolloutConfig) -> Relay | None:
         zone=config.zone,
         upload_bytes_s=config.upload_bytes_s,
         max_peers=config.max_peers,
-        tls=tls,
+        tls=None if config.tls is None else config.tls.context(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Pulled: a version that is here, and what makes it proved."""
+"""StagedVersion: a version that is here, and what makes it proved."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypedDict
@@ -36,6 +37,21 @@ class TlsFiles:
 
     certificate: str
     key: str
+
+    def context(self) -> ssl.SSLContext:
+        """What a server speaks by.
+
+        Raises:
+            ConfigError: they are no certificate and its key.
+        """
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            made.load_cert_chain(self.certificate, self.key)
+        except OSError as error:
+            raise ConfigError(
+                f"no TLS with {self.certificate} and {self.key}: {error}; check the certificate and the key"
+            ) from error
+        return made
 
 
 class ServerOptions(TypedDict, total=False):

@@ -72,6 +72,25 @@ def test_an_answer_that_can_not_be_written_is_an_error_not_a_wait(worker: Proces
     assert isinstance(call.exception(5), WeightSyncError)
 
 
+def test_its_engine_knows_of_a_death_before_those_that_wait_are_told() -> None:
+    """Seen red: they were told, and the engine went on generating for a moment."""
+    answered: list[bool] = []
+
+    def refuse(_: str) -> None:
+        answered.extend(future.done() for future in waiting)
+
+    made = ProcessWorker(factory, track="e/worker-0", start_method="fork", on_death=refuse)
+    calls = [in_thread(lambda: made.ask("sleep", 60), name=str(number)) for number in range(3)]
+    end = time.monotonic() + 10
+    while len(waiting := list(made._waiting.values())) < 3:
+        assert time.monotonic() < end
+    os.kill(made.pid, signal.SIGKILL)
+    for call in calls:
+        assert isinstance(call.exception(10), EngineUnreachableError)
+    assert answered == [False] * 3
+    made.close()
+
+
 def test_a_child_that_dies_ends_every_call_and_is_told_once(worker: ProcessWorker) -> None:
     waiting = [in_thread(lambda: worker.ask("sleep", 60), name=str(i)) for i in range(3)]
     dying = in_thread(lambda: worker.ask("die", None), name="die")

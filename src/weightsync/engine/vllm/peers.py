@@ -44,6 +44,10 @@ class Peers:
     def exchange(self, said: bytes, *, wait_s: float) -> list[bytes]:
         """What every worker said, by rank; all call it.
 
+        Args:
+            said: by this one.
+            wait_s: how long the others may take; and a margin.
+
         Raises:
             EngineError: not every worker answered in time. vLLM's own group is of no use then, so neither is vLLM.
         """

@@ -46,7 +46,6 @@ from weightsync.types.live_layer import merged_layers
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
-_AGREE_MARGIN_S = 30.0
 _AGREE_S = 120.0  # for steps outside of a session; joining ends by its own deadline
 
 
@@ -334,7 +333,7 @@ class WeightSyncTransferEngine:
         except Exception as caught:
             error = as_weightsync_error(caught, EngineError, "the worker failed", rank=self._index)
         mine = _said(error, self._loader.coverage() if stages and error is None else None)
-        replies = self._peers.exchange(mine, wait_s=wait_s + _AGREE_MARGIN_S)
+        replies = self._peers.exchange(mine, wait_s=wait_s)
         told = [_read(said) for said in replies]
         errors = [each for each in told if isinstance(each, WeightSyncError)]
         self._note_split(of, failed=bool(errors))
