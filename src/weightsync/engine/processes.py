@@ -104,6 +104,7 @@ class ProcessWorker:
         theirs.close()
         self._send_lock = threading.Lock()
         self._lock = threading.Lock()
+        self._reaping = threading.Lock()
         self._ids = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {0: Future()}
         self._closing = False
@@ -215,12 +216,12 @@ class ProcessWorker:
             self._died()
 
     def _died(self) -> None:
-        self._process.join(2)
+        with self._reaping:  # of two that wait for a process one would not learn how it ended
+            self._process.join(2)
+            why = f"{self._track} (pid {self._process.pid}) died, exit code {self._process.exitcode}"
         with self._lock:
             first = self._dead is None
-            self._dead = (
-                self._dead or f"{self._track} (pid {self._process.pid}) died, exit code {self._process.exitcode}"
-            )
+            self._dead = self._dead or why
             waiting, self._waiting = self._waiting, {}
         try:
             if first and not self._closing:

@@ -115,6 +115,7 @@ class VllmEngine(SteppedEngine):
         self._joined: str | None = None  # group of the latest init, whatever became of that
         self._pause_ends: Deadline | None = None  # until when to mend a pause of ours, if an abort could not
         self._mending = threading.Event()  # set: stop
+        self._ending = threading.Lock()  # held while an earlier session's pause is ended
         self._stale_cache = False  # what is cached may be of other weights than those that serve
         self._committed: str | None = None  # the session that has, and has not resumed
         self._audits_seen: set[str] = set()
@@ -220,6 +221,9 @@ class VllmEngine(SteppedEngine):
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
         self._mending.set()
         patience_s = min(request.timeout_s, deadline.check("answer"))
+        if not self._ending.acquire(timeout=patience_s):
+            raise DeadlineExceededError(f"an earlier pause was not ended within {patience_s:g} s", state_left="serving")
+        self._ending.release()
         with self._log.phase("pause"):
             try:
                 self._paused_by = request.session
@@ -295,7 +299,8 @@ class VllmEngine(SteppedEngine):
         wait_s = _MEND_FIRST_S
         while not until.expired and not stop.wait(wait_s):
             try:
-                self._abort_once(request, Deadline(_MEND_ATTEMPT_S), stop)
+                with self._ending:
+                    self._abort_once(request, Deadline(_MEND_ATTEMPT_S), stop)
             except WeightSyncError as error:
                 _logger.warning("engine %s: a pause of ours could not be ended yet: %s", self._engine_id, error)
             else:

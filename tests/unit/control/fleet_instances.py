@@ -52,6 +52,7 @@ class Instance:
         self.on_commit: Does = lambda asked: None
         self.on_check: Does = lambda asked: None
         self.whole = True
+        self.learns = True  # from what a heartbeat tells it to catch up with
         self._stop = threading.Event()
         app = Api("instance")
         app.answer("POST", "/prepare_versions", self._prepare)
@@ -70,7 +71,7 @@ class Instance:
                 instance_id=self.name, incarnation=incarnation, url=self.url, serves=served, lacks=lacks, leased=leased
             )
         )
-        if not reply.lease_s:
+        if not reply.lease_s and self.learns:
             self.served |= {each.model_id: each for each in reply.catch_up}
         return reply.lease_s
 

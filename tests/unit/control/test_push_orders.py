@@ -87,6 +87,7 @@ def test_an_order_that_nobody_ends_is_given_up_and_its_late_report_is_refused(ta
     late = orders.next(1, wait_s=LONG_S) if taken else PushOrder(order_id="0", version=1)
     with pytest.raises(DeadlineExceededError, match="did not report" if taken else "no training rank took"):
         sync.result(LONG_S)
+    orders._take_s = orders._push_s = LONG_S  # the next one is not to be given up
     again = ordered(orders, 1)
     taken_again = orders.next(1, wait_s=LONG_S)
     assert late is not None

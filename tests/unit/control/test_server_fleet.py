@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.unit.control.pool_kit import LEASE_S, made
 from weightsync.clients.async_controller import AsyncControllerClient
 from weightsync.clients.controller import ControllerClient
 from weightsync.control import server as server_module
@@ -305,6 +306,7 @@ def test_only_so_many_may_wait(served: Served, monkeypatch: pytest.MonkeyPatch) 
 
     asked = [asks(1) for _ in range(3)]
     until(lambda: served.server._waiting.num_taken == 3, "they wait")
+    until(lambda: len(served.method.told) == 3, "all have told")
     until(lambda: served.client.status().models["actor"].waiting_for_validation, "it is validated")
     for call in (
         lambda: served.client.notify_version("r", "actor", 2, AGENT, evaluate=True, wait_s=LONG_S),
@@ -361,7 +363,7 @@ def test_a_version_that_came_before_any_service_is_served_when_one_is_there() ->
 
 def test_a_version_that_is_not_due_is_what_who_comes_back_can_have() -> None:
     """Its agent has no older one. Seen red: the trainer waited for batches, and rollout for the version before."""
-    pool = RolloutPool(lease_s=0.2)
+    pool, clock = made()
     config = {"sync_mode": "batch-async", "staleness_threshold": 9}
     controller = WeightSyncController(config, FleetMethod(pool), model_tags=["actor"], retries_s=())
     served = ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=AGENT)
@@ -372,6 +374,7 @@ def test_a_version_that_is_not_due_is_what_who_comes_back_can_have() -> None:
         controller.train_worker_notify_weight_update("trainer", "actor", "r", version, sender_endpoint=AGENT)
         if version == 2:
             assert pool.current("actor") == served, "it is not due"
+            clock.now += LEASE_S
             until(lambda: not pool.members(["actor"]), "nobody takes part any more")
         until(lambda: (goal := pool.current("actor")) and goal.version == version, "it is what newcomers are to serve")  # noqa: B023
     controller.close()

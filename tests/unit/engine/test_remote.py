@@ -217,10 +217,12 @@ def test_a_loader_that_fails_is_typed_and_leaves_the_old_model_or_a_fenced_one(p
 
 
 def test_a_loader_that_hangs_is_a_missed_deadline(remote: Remote) -> None:
-    hung, go = remote.connect(timeout_s=3.0), threading.Event()
+    hung, go = remote.connect(), threading.Event()
+    remote.sync(1, client=hung)  # a group takes its time
+    hung._timeout_s = 3.0
     remote.loader.begin = lambda manifest: go.wait(LONG_S) and None  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceededError):
-        hung.begin(manifest_of(weights(1), 1))
+        hung.begin(manifest_of(weights(2), 2))
     go.set()
 
 
@@ -234,10 +236,12 @@ def test_a_commit_without_an_answer_is_not_called_healthy_until_the_next(remote:
         commit(version)
         done.set()
 
+    impatient = remote.connect()
+    remote.sync(1, client=impatient)  # a group takes its time
     remote.loader.commit = slow  # type: ignore[method-assign]
-    impatient = remote.connect(timeout_s=5.0)
+    impatient._timeout_s = 5.0
     with pytest.raises(DeadlineExceededError) as caught:
-        remote.sync(1, client=impatient)
+        remote.sync(2, client=impatient)
     assert held.is_set()
     assert "not known" in (caught.value.state_left or "")
     assert not impatient.healthy
@@ -245,8 +249,8 @@ def test_a_commit_without_an_answer_is_not_called_healthy_until_the_next(remote:
     assert done.wait(LONG_S)
     impatient.abort("no answer")
     assert not impatient.healthy, "it never heard which version is served"
-    remote.sync(2, client=impatient)
-    assert remote.serves(2)
+    remote.sync(3, client=impatient)
+    assert remote.serves(3)
     assert impatient.healthy
 
 
@@ -299,14 +303,16 @@ def test_a_second_client_takes_over_and_the_first_is_told_so(remote: Remote) -> 
 
 
 def test_a_bracket_that_nobody_ends_is_ended_there(remote: Remote) -> None:
-    silent = remote.connect(timeout_s=2.0)
-    silent.begin(manifest_of(weights(1), 1))
+    silent = remote.connect()
+    remote.sync(1, client=silent)  # a group takes its time
+    silent._timeout_s = 2.0
+    silent.begin(manifest_of(weights(2), 2))
     for _ in range(200):
         if remote.engine._workers[0].session is None:  # type: ignore[attr-defined]
             break
         threading.Event().wait(0.05)
-    remote.sync(2)
-    assert remote.serves(2)
+    remote.sync(3)
+    assert remote.serves(3)
 
 
 # --- who may, and what is believed ---

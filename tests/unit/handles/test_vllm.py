@@ -237,11 +237,11 @@ def test_silence_and_absence_are_typed(
     url, told = server
     told.update({**ALIVE, INIT: (200, "hang")})
     with pytest.raises(DeadlineExceededError, match="init_weight_transfer_engine within"):
-        describe(url, timeout_s=0.3)
+        describe(url, timeout_s=1.5)
     told.update({**ALIVE, INIT: (200, "drip")})  # each header starts a read timeout of its own
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceededError, match="init_weight_transfer_engine within"):
-        describe(url, timeout_s=0.3)
+        describe(url, timeout_s=1.5)
     assert time.monotonic() - started_s < 8
     told.update({**ALIVE, INIT: (200, " " * 1001)})
     monkeypatch.setattr(http_edge, "MAX_REPLY_BYTES", 1000)
@@ -548,6 +548,35 @@ def test_a_pause_that_the_abort_could_not_end_is_ended_later(monkeypatch: pytest
         assert not thread.is_alive(), "it has found that the engine is somebody else's"
     assert mends
     assert api.paused
+
+
+def test_the_next_pause_waits_for_the_end_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: the resume of the earlier one lifted it."""
+    monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 0.05)
+    api = Engine()
+    handle = joined(api, "run")
+    aborted_while_busy(handle, api, "s")
+    resumes, pauses, pause = threading.Event(), threading.Event(), api.pause
+
+    def slow_resume(**_: Any) -> None:
+        resumes.set()
+        pauses.wait(0.3)
+        api.paused = False
+
+    def early_pause(*args: Any, **options: Any) -> None:
+        pause(*args, **options)
+        pauses.set()
+
+    api.resume, api.pause = slow_resume, early_pause  # type: ignore[method-assign]
+    api.busy = False
+    assert resumes.wait(5)
+    mends = [thread for thread in threading.enumerate() if thread.name == "weightsync-mend-run"]
+    begun(handle, "t")
+    for thread in mends:
+        thread.join(5)
+    assert mends
+    assert api.paused
+    handle.call(EngineOp.COMMIT, CommitRequest(session="t"), timeout_s=5)
 
 
 def test_a_trainer_that_ends_leaves_the_ending_of_its_pause_alone(monkeypatch: pytest.MonkeyPatch) -> None:

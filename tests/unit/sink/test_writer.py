@@ -165,7 +165,7 @@ def test_a_writer_that_was_taken_over_moves_nothing_any_more(store) -> None:
 
 
 def test_two_that_claim_at_once_are_not_both_told_yes(store) -> None:
-    keepers = [ClaimKeeper(store, run_id=f"seed-{n}", takeover_s=2.0) for n in range(4)]
+    keepers = [ClaimKeeper(store, run_id=f"seed-{n}", takeover_s=8.0) for n in range(4)]
     found: list[object] = []
 
     def claim(keeper: ClaimKeeper) -> None:

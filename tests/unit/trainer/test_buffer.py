@@ -373,7 +373,7 @@ def test_the_trainer_waits_its_guard_for_a_segment_that_is_being_made_and_has_it
             assert buffer.acquire(nothing) is None
             assert "is being made" in buffer.why_not
         assert 0.35 < time.monotonic() - begun_s < 10
-        assert gate.come.is_set()
+        assert gate.come.wait(20)
         gate.open.set()
         assert buffer._spare.settle(20)
         turn = buffer.acquire(nothing)

@@ -365,9 +365,10 @@ def test_a_receiver_that_is_alone_ends_with_its_deadline() -> None:
     joining = in_thread(lambda: strategy.create_receiver(made, rank=1), name="join")
     joined: Future[Any] = Future()
     end = strategy.create_sender(made, token, joined=joined, record=lambda r: None)
+    receiver = joining.result(15)
     started = time.monotonic()
     with pytest.raises(DeadlineExceededError):
-        joining.result(5).receive_weights(request(0), deadline=Deadline(0.3))
+        receiver.receive_weights(request(0), deadline=Deadline(0.3))
     assert time.monotonic() - started < 3
     end.close()
 

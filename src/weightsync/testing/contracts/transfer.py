@@ -326,7 +326,7 @@ class WeightTransferContract(abc.ABC):
 
     def test_a_member_that_stays_away_costs_the_join_timeout_and_no_more(self) -> None:
         """Where ends meet each other, both sides say which ranks are missing."""
-        strategy = self.make_strategy(join_timeout_s=0.5)
+        strategy = self.make_strategy(join_timeout_s=2.0)
         info, token = strategy.create_init_info({"e0": 1, "e1": 2})
         joined: Future[Mapping[str, EngineReply]] = Future()
         receiver = in_thread(lambda: strategy.create_receiver(info, rank=2), name="contract-receiver")
