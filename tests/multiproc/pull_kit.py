@@ -178,8 +178,9 @@ class Run:
             proofs._not_published.clear()
 
     def offload(self, version: int) -> dict[str, Any]:
+        weights = content(self.seed, version, self.kib)
         began = time.monotonic()
-        report = self.wm.offload(content(self.seed, version, self.kib).items(), version)
+        report = self.wm.offload(weights.items(), version)
         return {"published": report.published, "waited_s": report.waited_s, "seconds": time.monotonic() - began}
 
 
@@ -396,10 +397,11 @@ class Engine:
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         return self.engine.call(op, request, timeout_s=timeout_s)
 
-    def serving(self) -> tuple[str | None, bool]:
-        """(version, whether its bytes are exactly that version's); None where it refuses to serve."""
+    def serving(self, timeout_s: float = 0.05) -> tuple[str | None, bool]:
+        """(version, whether its bytes are exactly that version's); None where it refuses to serve, or is paused for
+        longer than that."""
         try:
-            with self.engine.generation(timeout_s=0.05) as version:
+            with self.engine.generation(timeout_s=timeout_s) as version:
                 seed, number = (0, -1) if version is None else (seed_of(version), version.number)
                 expected = content(seed, number, self._kib)
                 state = self.module.state_dict()
@@ -449,7 +451,7 @@ def service_main(
         conn,
         {
             "url": lambda: url,
-            "serving": lambda name: embedded[name].serving(),
+            "serving": lambda name, timeout_s: embedded[name].serving(timeout_s),
             "arm": lambda name, fault: embedded[name].loader.arm(fault),
             "renew": lambda name: embedded[name].renew(),
             "served": lambda: served,
@@ -495,8 +497,8 @@ class Service(Actor):
     def status(self) -> Any:
         return self.client.status().models[MODEL]
 
-    def serving(self, name: str) -> tuple[str | None, bool]:
-        version, right = self.ask("serving", name)
+    def serving(self, name: str, timeout_s: float = 0.05) -> tuple[str | None, bool]:
+        version, right = self.ask("serving", name, timeout_s)
         return version, right
 
     def close(self) -> None:

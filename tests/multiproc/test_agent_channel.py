@@ -165,9 +165,11 @@ def test_a_phase_that_can_not_be_told_is_dropped_and_the_agent_lives() -> None:
     """A name of the caller's own: the agent was started again (seen)."""
     with WeightManager("m", agent_timeout_s=1.0) as manager:
         manager.start()
+        manager.offload([("w", torch.zeros(3))], 0)
+        manager.wait_published(0, timeout_s=30.0)  # one that loads numba may be silent for so long
         pid = manager.agent_pid
         at = now_s()
-        for version in range(3):
+        for version in range(1, 4):
             manager.recorder.add(PhaseRecord(name="\ud800", start_s=at, end_s=at, track="mine"))
             wait_until(lambda: not manager._agent._phases, "it was told, or not")
             manager.offload([("w", torch.full((3,), float(version)))], version)

@@ -251,14 +251,15 @@ def test_who_follows_and_is_between_two_requests_is_told_of_the_end_too() -> Non
             now = other.publish()
             assert f'"version":{now.number}'.encode() in answer_of(follower)
             closing = threading.Thread(target=other.manager.close)
-            closing.start()
-            headers = {"authorization": f"Bearer {TOKEN}"}
-            wait_until(
-                lambda: httpx.get(f"{other.manager.endpoint}/get_version", headers=headers).json()["ending"],
-                "it closes, and waits for its follower",
-            )
             head = f"GET /get_version?after={now}&wait_s=30 HTTP/1.1\r\nhost: {url.netloc}\r\n"
-            follower.sendall(f"{head}authorization: Bearer {TOKEN}\r\n\r\n".encode())
+            asks = f"{head}authorization: Bearer {TOKEN}\r\n\r\n".encode()
+            headers = {"authorization": f"Bearer {TOKEN}"}
+            with httpx.Client(base_url=other.manager.endpoint, headers=headers, trust_env=False) as looking:
+                closing.start()
+                wait_until(
+                    lambda: looking.get("/get_version").json()["ending"], "it closes, and waits for its follower"
+                )
+                follower.sendall(asks)
             assert b'"ending":true' in answer_of(follower)
             closing.join(20)
             assert not closing.is_alive()

@@ -22,7 +22,7 @@ from weightsync.types.fleet import ModelVersion, PrepareReply, PrepareRequest
 from weightsync.types.transfer_messages import Transport
 
 Start = Callable[..., Child]
-LATE_S = 1.0
+LATE_S = 3.0
 
 
 @pytest.fixture

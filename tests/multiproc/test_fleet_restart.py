@@ -29,6 +29,7 @@ from weightsync.types.service import NotifyRequest
 
 Start = Callable[..., Child]
 SOON_S = 20.0
+_COMMANDS_S = 60.0  # each look starts a command
 LOCAL_LEASE_S = 30.0
 """Longer than the test between the end of one service and the start of the next."""
 
@@ -135,10 +136,10 @@ def test_a_controller_says_what_it_knows_of_who_is_gone(start: Start, tmp_path: 
         return done.returncode == 1 and all(word in done.stdout for word in words)
 
     engines["two"].child.kill()
-    wait_until(lambda: says("two: engine gone: e", "1 of 2 serve actor 1"), "its engine is gone", SOON_S)
+    wait_until(lambda: says("two: engine gone: e", "1 of 2 serve actor 1"), "its engine is gone", _COMMANDS_S)
     fleet.wait_states({"one": "live", "two": "joining"})
     last.child.kill()
-    wait_until(lambda: says("1 of 2 instances is evicted: two", "not heard for"), "it is gone itself", SOON_S)
+    wait_until(lambda: says("1 of 2 instances is evicted: two", "not heard for"), "it is gone itself", _COMMANDS_S)
     fleet.close()
 
 

@@ -415,9 +415,10 @@ def test_two_segments_a_third_under_a_lease_and_never_a_wait_beyond_the_guard() 
             assert report.published
             assert there() == min(version, 2)
         first = segment_of(report)
+        two = set(segments_of(os.getpid()))
         with Lock(first.name, Reader.MAPPED) as lease:
             second = segment_of(offload(6))
-            assert there() == 2, "the newest may be leased at no cost"
+            assert second in two, "the newest may be leased at no cost"  # a third may be made ahead by now
             third = segment_of(offload(7))
             assert len({first, second, third}) == there() == 3
             with Lock(second.name, Reader.MAPPED):

@@ -73,7 +73,7 @@ def test_an_agent_logs_what_its_trainer_would(capfd: pytest.CaptureFixture[str],
 
 def test_an_agent_that_was_stopped_is_killed_and_started_again() -> None:
     """Seen to fail: a stopped agent is not dead, and nobody noticed. It comes back on its port with what it served."""
-    with WeightManager("m", token=TOKEN, agent_timeout_s=0.6) as manager:
+    with WeightManager("m", token=TOKEN, agent_timeout_s=3.0) as manager:
         published(manager, 1)
         pid, endpoint = manager.agent_pid, manager.endpoint
         assert pid is not None

@@ -229,7 +229,7 @@ def test_one_engine_fails(start: Start, trainer: Trainer, point: str) -> None:
     new = publish(trainer)
     with pytest.raises(SyncFailedError, match=r"^a: .*injected"):
         service.notify(trainer.endpoint, 1, new)
-    version, right = service.serving("a")
+    version, right = service.serving("a", 10.0)  # the pause of the next attempt may have come
     assert right
     before = text(1, old) if point == "begin" else None
     assert version in {before, text(1, new)}  # it is tried again at once

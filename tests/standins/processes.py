@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -35,6 +36,7 @@ _PRELOAD = [
 _FIRST_PORT, _NUM_PORTS, _SHARES = 20_000, 12_000, 8
 """Above those of Ray's workers, and below what Linux gives to those who ask for any port (`ip_local_port_range`). Each
 worker of pytest-xdist has a share of its own: one that was told a port binds it later."""
+_turns = itertools.count(secrets.randbelow(_NUM_PORTS // _SHARES))
 
 
 def preload(*modules: str) -> None:
@@ -236,11 +238,12 @@ def in_gloo_world(
 
 def free_port() -> int:
     """A TCP port that is free, and that the system gives to nobody who asks it for any: neither to another test nor to
-    the near end of a connection. So whoever is told this port may bind it later, and again after a restart.
+    the near end of a connection. So whoever is told this port may bind it later, and again after a restart. None comes
+    twice before a thousand others.
     """
     share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _SHARES
     while True:
-        port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS // _SHARES) * _SHARES + share
+        port = _FIRST_PORT + next(_turns) % (_NUM_PORTS // _SHARES) * _SHARES + share
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
