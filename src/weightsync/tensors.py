@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.errors import UnsupportedError
-from weightsync.types import Full, TensorSpec, Update, WeightUpdateRequest, dtype_name
+from weightsync.types import Box, Full, TensorSpec, Update, WeightUpdateRequest, dtype_name
 
 
 @functools.lru_cache(maxsize=256)
@@ -30,6 +30,17 @@ def torch_dtype(name: str) -> torch.dtype:
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     """The spec of a whole tensor."""
     return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+
+
+def cut_out(tensor: torch.Tensor, block: Box, *, origin: tuple[int, ...] = ()) -> torch.Tensor:
+    """The block of a tensor that starts at `origin` (at 0 where it is not given); a view."""
+    starts = origin or (0,) * len(block.shape)
+    return tensor.detach()[
+        tuple(
+            slice(place - start, place - start + extent)
+            for place, start, extent in zip(block.offset, starts, block.shape, strict=True)
+        )
+    ]
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:

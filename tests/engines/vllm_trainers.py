@@ -27,7 +27,7 @@ LAST_CHUNK = 13
 
 
 class Mortal:
-    """A `VllmApi` whose caller dies right after the answer to one step: "begin", "stage", "pause" or "commit"; or waits
+    """A `VllmHttpApi` whose caller dies right after the answer to one step: "begin", "stage", "pause" or "commit"; or waits
     before the pause until it is told to go on."""
 
     def __init__(self, api: VllmHttpApi, conn: Any) -> None:

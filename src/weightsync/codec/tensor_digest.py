@@ -15,8 +15,7 @@ from weightsync.addresses import copy_runs
 from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, batches, map_all
 from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import split_box, whole_box
-from weightsync.tensors import byte_array, byte_view
-from weightsync.types import Box
+from weightsync.tensors import byte_array, byte_view, cut_out
 from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
 
 _RUN_BYTES = 4 << 20
@@ -123,17 +122,6 @@ def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def cut_out(tensor: torch.Tensor, block: Box, *, origin: tuple[int, ...] = ()) -> torch.Tensor:
-    """The block of a tensor that starts at `origin` (at 0 where it is not given); a view."""
-    starts = origin or (0,) * len(block.shape)
-    return tensor.detach()[
-        tuple(
-            slice(place - start, place - start + extent)
-            for place, start, extent in zip(block.offset, starts, block.shape, strict=True)
-        )
-    ]
 
 
 def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -19,6 +19,7 @@ from weightsync.errors import DigestMismatchError, TransferAbortedError
 from weightsync.handles.fanout import in_thread
 from weightsync.load.base import WeightLoader
 from weightsync.plan.boxes import split_box, whole_box
+from weightsync.tensors import cut_out
 from weightsync.types import HeldTensor, Manifest, TensorSpec, Version, itemsize_bytes
 
 _logger = logging.getLogger(__name__)
@@ -102,11 +103,8 @@ class Audit:
         for block in split_box(box, _PIECE_BYTES // itemsize_bytes(each.spec.dtype)):
             if self._paused.is_set():
                 raise _paused()
-            cut = tuple(
-                slice(place - start, place - start + extent)
-                for place, start, extent in zip(block.offset, box.offset, block.shape, strict=True)
-            )
-            sums.add(HeldTensor(spec=each.spec, box=block, tensor=each.tensor[cut]))
+            cut = cut_out(each.tensor, block, origin=box.offset)
+            sums.add(HeldTensor(spec=each.spec, box=block, tensor=cut))
         return sums.total()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
@@ -20,11 +19,10 @@ from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
     EngineUnreachableError,
-    SyncFailedError,
     UnsupportedError,
     WeightSyncError,
 )
-from weightsync.handles.fanout import EngineFanout
+from weightsync.handles.fanout import EngineFanout, own_words
 from weightsync.handles.http import HttpEngine
 from weightsync.load.base import WeightLoader
 from weightsync.load.whole import check_closed, check_complete, check_open, check_verified, whole_tensor
@@ -157,7 +155,7 @@ class RemoteWeightLoader(WeightLoader):
             self._group = TransferGroup(
                 self._strategy, model_id=manifest.model_id, join_timeout_s=_JOIN_S, recorder=self._recorder
             )
-        with _its_own_words():
+        with own_words():
             client = _OneEngine([self._engine])
             self._group.join(client, {self._engine.engine_id: reply}, run_id=manifest.version.run_id, deadline=deadline)
             load = _Load(manifest, deadline, client, self._timeout_s, self._recorder)
@@ -178,7 +176,7 @@ class RemoteWeightLoader(WeightLoader):
         self._healthy = self._healthy and not self.writes_live
         summed = SummedChunks(load.chunks(updates, self._chunk_bytes))
         sent, name = load.encoder.encode(summed), load.session.name
-        with _its_own_words():
+        with own_words():
             self._group.sender.send_chunks(sent, load.client, session=name, deadline=load.deadline)
         load.total += summed.total
 
@@ -191,7 +189,7 @@ class RemoteWeightLoader(WeightLoader):
         load = self._opened()
         check_complete(load.specs, load.came)
         digest = model_digest(load.manifest.table, load.total)
-        with _its_own_words():
+        with own_words():
             unprovable = load.session.stage(load.manifest.with_digests(load.encoder.digests(), digest))
         load.proved = UnsupportedError(*unprovable.values()) if unprovable else digest
 
@@ -218,7 +216,7 @@ class RemoteWeightLoader(WeightLoader):
         assert load.proved is not None
         self._healthy, self._committed = False, None
         try:
-            with _its_own_words():
+            with own_words():
                 load.session.commit()
         except (EngineUnreachableError, DeadlineExceededError) as error:
             self._unsure = True
@@ -307,12 +305,3 @@ class _Load:
         names, tensors = tuple(came), tuple(came.values())
         for cut in batches([tensor.nbytes for tensor in tensors], chunk_bytes):
             yield WeightChunk(names=names[cut], tensors=tensors[cut])
-
-
-@contextlib.contextmanager
-def _its_own_words() -> Iterator[None]:
-    """What failed on the one engine, instead of that it failed on one."""
-    try:
-        yield
-    except SyncFailedError as error:
-        raise next(iter(error.causes.values()), error) from error

@@ -343,10 +343,13 @@ class WeightExtractor(abc.ABC):
 
     @torch.no_grad()
     def _build(self, planned: PlannedChunk, live: Mapping[str, torch.Tensor]) -> WeightChunk:
-        known = {name: torch_dtype(name) for name in set(planned.dtypes)}
-        sources, dtypes = list(map(live.__getitem__, planned.names)), list(map(known.__getitem__, planned.dtypes))
+        known = {name: torch_dtype(name) for name in set(planned.specs.dtypes)}
+        sources, dtypes = (
+            list(map(live.__getitem__, planned.specs.names)),
+            list(map(known.__getitem__, planned.specs.dtypes)),
+        )
         tensors: list[torch.Tensor] = []
-        with translated(planned.names[0], "the chunk that starts here could not be gathered"):
+        with translated(planned.specs.names[0], "the chunk that starts here could not be gathered"):
             if (together := self._gather_together(sources, dtypes)) is not None:
                 return chunk_of(planned, together)
             asked = list(zip(sources, dtypes, strict=True))
@@ -355,7 +358,7 @@ class WeightExtractor(abc.ABC):
                     for tensor, dtype in asked:
                         tensors.append(self._gather(tensor, dtype))
                 except Exception:
-                    with translated(planned.names[len(tensors)]):
+                    with translated(planned.specs.names[len(tensors)]):
                         raise
         return chunk_of(planned, tensors)
 
@@ -401,10 +404,10 @@ def _castable(dtype: str) -> str:
 
 def chunk_of(planned: PlannedChunk, tensors: Sequence[torch.Tensor]) -> WeightChunk:
     return WeightChunk(
-        names=planned.names,
+        names=planned.specs.names,
         tensors=tuple(tensors),
-        dtypes=planned.dtypes,
-        shapes=planned.shapes,
+        dtypes=planned.specs.dtypes,
+        shapes=planned.specs.shapes,
         module_name=planned.module_name,
     )
 

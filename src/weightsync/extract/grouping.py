@@ -7,11 +7,11 @@ are two readings of it: they can't disagree in order.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 from weightsync.plan.buckets import split_by_bytes
 from weightsync.types import TensorSpec
+from weightsync.types.table import SpecTable
 
 FUSED_PROJECTIONS = frozenset(
     {
@@ -37,23 +37,11 @@ class PlannedChunk:
     """
 
     module_name: str | None
-    specs: tuple[TensorSpec, ...]
+    specs: SpecTable
 
-    @functools.cached_property
+    @property
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(spec.name for spec in self.specs)
-
-    @functools.cached_property
-    def dtypes(self) -> tuple[str, ...]:
-        return tuple(spec.dtype for spec in self.specs)
-
-    @functools.cached_property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(spec.shape for spec in self.specs)
 
 
 def group_name(name: str) -> str:
@@ -101,4 +89,4 @@ def plan_chunks(
             several[0] if len(several) == 1 else (None, [spec for _, members in several for spec in members])
             for several in merged
         ]
-    return tuple(PlannedChunk(module_name=group, specs=tuple(members)) for group, members in units)
+    return tuple(PlannedChunk(module_name=group, specs=SpecTable(members)) for group, members in units)

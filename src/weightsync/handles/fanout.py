@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import TypeVar
@@ -38,6 +39,17 @@ from weightsync.types import (
 
 _T = TypeVar("_T")
 _CAUSE_GRACE_S = 1.0
+
+
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """Around calls to one engine: raises what it says, not that one engine of one has failed."""
+    try:
+        yield
+        return
+    except SyncFailedError as error:
+        own = next(iter(error.causes.values()), error)
+    raise own
 
 
 class EngineFanout:

@@ -33,7 +33,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.handles.stepped import SteppedEngine, check_choice
-from weightsync.handles.vllm_api import OfflineVllmApi, VllmApi, VllmHttpApi
+from weightsync.handles.vllm_api import OfflineVllmApi, VllmHttpApi
 from weightsync.handles.vllm_messages import (
     UNPROVABLE,
     VllmInitMessage,
@@ -95,7 +95,7 @@ class VllmEngine(SteppedEngine):
 
     def __init__(
         self,
-        api: VllmApi,
+        api: VllmHttpApi | OfflineVllmApi,
         *,
         engine_id: str | None = None,
         pause_mode: PauseMode = "keep",

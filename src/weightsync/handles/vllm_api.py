@@ -1,11 +1,11 @@
-"""VllmApi: the calls that vLLM itself offers for weight updates, over HTTP or on an offline `LLM` of this process."""
+"""The calls that vLLM itself offers for weight updates, over HTTP or on an offline `LLM` of this process."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -35,57 +35,9 @@ HOW_TO_START = (
 )
 
 
-class VllmApi(Protocol):
-    """vLLM's own calls. Each blocks until answered, at most `timeout_s`, and raises typed errors alone."""
-
-    @property
-    def name(self) -> str: ...
-
-    def world_size(self, *, timeout_s: float) -> int:
-        """Workers of the engine: TP x PP x DP."""
-        ...
-
-    def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether generation is paused, by whomever."""
-        ...
-
-    def weight_version(self, *, timeout_s: float) -> str | None:
-        """What was set at the last finish; None where this release has no such thing."""
-        ...
-
-    def set_weight_version(self, version: str, *, timeout_s: float) -> None:
-        """Names the version without loading anything."""
-        ...
-
-    def init_engine(self, info: dict[str, Any], *, timeout_s: float) -> None:
-        """Passes `info` to every worker's backend, in any state."""
-        ...
-
-    def start_update(self, *, timeout_s: float) -> None: ...
-
-    def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
-        """Passes `info` to every worker's backend, within an update."""
-        ...
-
-    def finish_update(self, version: str | None, *, timeout_s: float) -> None:
-        """Closes an update; names the version, where given."""
-        ...
-
-    def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
-        """Stops generation; returns when it stands."""
-        ...
-
-    def resume(self, *, timeout_s: float) -> None: ...
-
-    def reset_prefix_cache(self, *, timeout_s: float) -> bool:
-        """Drops every prefix and KV entry, running requests' too (they are computed anew); whether it worked."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class VllmHttpApi(JsonClient):
-    """A vLLM server's development routes. Thread-safe.
+    """A vLLM server's development routes. Thread-safe. Each call blocks until it is answered, at most `timeout_s`, and
+    raises typed errors alone.
 
     Args:
         url: e.g. "http://127.0.0.1:8000".
@@ -103,13 +55,16 @@ class VllmHttpApi(JsonClient):
         return self.url
 
     def world_size(self, *, timeout_s: float) -> int:
+        """Workers of the engine: TP x PP x DP."""
         body = self._call("GET", "/get_world_size", timeout_s, params={"include_dp": True})
         return int(_field(body, "world_size", int, self.name))
 
     def is_paused(self, *, timeout_s: float) -> bool:
+        """Whether generation is paused, by whomever."""
         return bool(_field(self._call("GET", "/is_paused", timeout_s), "is_paused", bool, self.name))
 
     def weight_version(self, *, timeout_s: float) -> str | None:
+        """What was set at the last finish; None where this release has no such thing."""
         try:
             body = self._call("GET", "/weight_info", timeout_s)
         except UnsupportedError:
@@ -117,6 +72,7 @@ class VllmHttpApi(JsonClient):
         return str(_field(body, "weight_version", str, self.name))
 
     def set_weight_version(self, version: str, *, timeout_s: float) -> None:
+        """Names the version without loading anything."""
         self._call("POST", "/update_weight_version", timeout_s, json={"new_version": version})
 
     def looks_at_lease(self, *, timeout_s: float) -> bool:
@@ -128,6 +84,7 @@ class VllmHttpApi(JsonClient):
         return True
 
     def init_engine(self, info: dict[str, Any], *, timeout_s: float) -> None:
+        """Passes `info` to every worker's backend, in any state."""
         self._call("POST", "/init_weight_transfer_engine", timeout_s, json={"init_info": info})
 
     def start_update(self, *, timeout_s: float) -> None:
@@ -138,16 +95,19 @@ class VllmHttpApi(JsonClient):
         self._call("POST", "/update_weights", timeout_s, json={"update_info": info})
 
     def finish_update(self, version: str | None, *, timeout_s: float) -> None:
+        """Closes an update; names the version, where given."""
         body = {} if version is None else {"weight_version": version}
         self._call("POST", "/finish_weight_update", timeout_s, json=body)
 
     def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
+        """Stops generation; returns when it stands."""
         self._call("POST", "/pause", timeout_s, params={"mode": mode, "clear_cache": clear_cache})
 
     def resume(self, *, timeout_s: float) -> None:
         self._call("POST", "/resume", timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> bool:
+        """Drops every prefix and KV entry, running requests' too (they are computed anew); whether it worked."""
         params = {"reset_running_requests": True, "reset_external": True}
         body = self._call("POST", "/reset_prefix_cache", timeout_s, params=params)
         return bool(body.get("success", True))  # releases that answer without a body raise where it fails

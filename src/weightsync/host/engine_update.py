@@ -7,10 +7,9 @@ be, or fails, it is loaded in full by the same call: the staging holds all of th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from weightsync.errors import (
     DigestMismatchError,
@@ -19,11 +18,10 @@ from weightsync.errors import (
     ManifestMismatchError,
     SharedMemoryError,
     StateError,
-    SyncFailedError,
     UnsupportedError,
     VersionError,
 )
-from weightsync.handles.fanout import DirectEngine
+from weightsync.handles.fanout import DirectEngine, own_words
 from weightsync.host.commit_gate import PendingCommit
 from weightsync.host.staged_requests import full_chunks, full_request, patch_requests, patch_that_fits
 from weightsync.host.staged_version import StagedVersion
@@ -204,7 +202,7 @@ class EngineUpdate:
         reply = self.describe(timeout_s=min(_DESCRIBE_S, deadline.check("time to ask the engine")))
         self._recorder.extend(reply.phases)
         self.takes_patches = "patch" in reply.accepts
-        with self._own_errors():
+        with own_words():
             check_takes(pulled.manifest, {self.engine_id: reply})
             self._group.join(
                 self._client,
@@ -223,7 +221,7 @@ class EngineUpdate:
         base: PatchBase | None = None,
     ) -> LoadReport:
         num_chunks = 0
-        with self._own_errors():
+        with own_words():
             try:
                 session.begin(pulled.manifest, base)
                 session.pause_live_writers()
@@ -254,16 +252,6 @@ class EngineUpdate:
         if kept is None or kept[0] is not table or kept[1] is not offsets:
             kept = self._kept_chunks = table, offsets, full_chunks(table, offsets, pulled.segment, self._chunk_bytes)
         return kept[2]
-
-    @contextlib.contextmanager
-    def _own_errors(self) -> Iterator[None]:
-        """Raises what the engine says, not that one engine of one has failed."""
-        try:
-            yield
-            return
-        except SyncFailedError as error:
-            own = error.causes.get(self.engine_id, error)
-        raise own
 
 
 def _once(recorder: Recorder, deadline: Deadline, hold: PendingCommit | None) -> Callable[[], None]:

@@ -140,27 +140,18 @@ class FleetMember:
 
     # --- what the controller asks ---
 
-    def begin_check(self, request: PrepareRequest) -> list[tuple[FleetModel, Claim]]:
-        """The agents are asked whether they have it.
-
-        Raises:
-            TransferAbortedError: another run took over from one of them.
-        """
-        return [
-            (self._models[each.model_id], self._models[each.model_id].claimed(each.of, each.sender_endpoint))
-            for each in request.versions
-        ]
-
-    def begin_prepare(self, request: PrepareRequest) -> list[tuple[FleetModel, Claim]]:
-        """Notes what is to be staged, and whom to call for it.
+    def begin(self, request: PrepareRequest, *, prepare: bool) -> list[tuple[FleetModel, Claim]]:
+        """Notes what is to be staged, and whom to call for it; or has the agents asked whether they have it.
 
         Raises:
             TransferAbortedError: another run took over from one of them. The others are prepared.
         """
-        return [
-            (self._models[each.model_id], self._models[each.model_id].prepare(each.of, each.sender_endpoint))
-            for each in request.versions
-        ]
+        claims = []
+        for each in request.versions:
+            model = self._models[each.model_id]
+            claim = model.prepare if prepare else model.claimed
+            claims.append((model, claim(each.of, each.sender_endpoint)))
+        return claims
 
     def prepared(self, claims: list[tuple[FleetModel, Claim]]) -> PrepareReply | None:
         """The reply, once all are staged; None: not yet.

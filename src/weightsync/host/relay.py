@@ -217,12 +217,6 @@ class RelayShelf:
         if stuck:
             raise StateError("another host reads what is to be written, and can't be cut: it is tried again")
 
-    def changed(self, endpoint: str) -> None:
-        """That agent is to be told what is here."""
-        with self._changed:
-            self._dirty.add(endpoint)
-            self._changed.notify_all()
-
     def reading(self, endpoint: str, step: int) -> None:
         """Reads that tell an agent of everything that is here: one more, or one less."""
         with self._changed:

@@ -324,7 +324,7 @@ class RolloutService:
         asked = decode(await request.body(), PrepareRequest, what="versions to ask about")
         member, deadline = self._fleet(), Deadline(asked.wait_s)
         self._know_senders(asked)
-        claims = member.begin_check(asked)
+        claims = member.begin(asked, prepare=False)
 
         def too_late() -> WeightSyncError:
             return DeadlineExceededError(f"the agents have not said within {deadline.timeout_s:g} s what they have")
@@ -340,7 +340,7 @@ class RolloutService:
         asked = decode(await request.body(), PrepareRequest, what="a set to prepare")
         member, deadline = self._fleet(), Deadline(asked.wait_s)
         self._know_senders(asked)
-        claims = member.begin_prepare(asked)
+        claims = member.begin(asked, prepare=True)
 
         def too_late() -> WeightSyncError:
             missing = [f"{model.model_id} ({model.status().state})" for model, _ in claims]

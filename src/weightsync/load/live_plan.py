@@ -14,6 +14,7 @@ from torch import nn
 
 from weightsync.errors import ManifestMismatchError
 from weightsync.plan.boxes import check_partition, split_box, whole_box
+from weightsync.tensors import cut_out
 from weightsync.types import Box, TensorSpec
 
 Held = tuple[str, Mapping[str, torch.Tensor | None], str, torch.Tensor, object]
@@ -114,10 +115,7 @@ class LivePlan:
         with torch.no_grad():
             for name, found in self.pieces.items():
                 for piece in found:
-                    cut = tuple(
-                        slice(at, at + size) for at, size in zip(piece.box.offset, piece.box.shape, strict=True)
-                    )
-                    piece.live.copy_(whole[name][cut])
+                    piece.live.copy_(cut_out(whole[name], piece.box))
 
     def without(self, odd: Mapping[str, str]) -> LivePlan:
         """The plan with these marked besides, for these reasons."""
@@ -129,12 +127,8 @@ def _equal(piece: LivePiece, whole: torch.Tensor) -> bool:
     """Whether they are the same, to the bit; block by block, so that little of it is copied to a device at a time."""
     elements = max(1, _BLOCK_BYTES // piece.live.element_size())
     for block in split_box(piece.box, elements):
-        there = tuple(slice(at, at + extent) for at, extent in zip(block.offset, block.shape, strict=True))
-        here = tuple(
-            slice(at.start - start, at.stop - start) for at, start in zip(there, piece.box.offset, strict=True)
-        )
-        live = piece.live[here]
-        if not torch.equal(_bits(live), _bits(whole[there]).to(live.device)):
+        live = cut_out(piece.live, block, origin=piece.box.offset)
+        if not torch.equal(_bits(live), _bits(cut_out(whole, block)).to(live.device)):
             return False
     return True
 

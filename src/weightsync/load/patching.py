@@ -23,6 +23,7 @@ from weightsync.errors import (
     ManifestMismatchError,
     UnsupportedError,
 )
+from weightsync.load.live_plan import place
 from weightsync.load.spans import overlaps_itself
 from weightsync.tensors import byte_array, spec_of
 from weightsync.types import Patch, TensorSpec
@@ -185,12 +186,12 @@ class _Part:
         self.pieces = tuple((_plain_pieces if _is_plain(live) else _strided_pieces)(live, change))
         self.on_device = live.device.type != "cpu"
         self._live = live
-        self._place = _place_of(live)
+        self._place = place(live)
 
     @property
     def moved(self) -> bool:
         """Whether the live tensor is in other memory than it was."""
-        return _place_of(self._live) != self._place
+        return place(self._live) != self._place
 
 
 def _plain_pieces(live: torch.Tensor, change: Change) -> Iterator[_Piece]:
@@ -290,10 +291,6 @@ def check_patchable(name: str, live: torch.Tensor) -> None:
 def _is_plain(live: torch.Tensor) -> bool:
     plain = live.device.type == "cpu" and live.is_contiguous() and live.element_size() in _BITS
     return plain and live.data_ptr() % live.element_size() == 0
-
-
-def _place_of(live: torch.Tensor) -> tuple[object, ...]:
-    return live.data_ptr(), live.dtype, live.shape, live.stride(), live.device
 
 
 def _checked(positions: torch.Tensor, numel: int, name: str) -> npt.NDArray[np.uint32]:

@@ -26,6 +26,7 @@ from weightsync.errors import InvalidRequestError, StateError, UnsupportedError
 from weightsync.testing import host_reaper as reaper
 from weightsync.testing import namespaces
 from weightsync.testing.namespaces import Place, why_not
+from weightsync.types.closing import Closing
 from weightsync.types.deadline import Deadline
 
 __all__ = ["Host", "Hosts", "Place", "Traffic", "why_not"]
@@ -164,7 +165,7 @@ class Host:
             threading.Event().wait(0.002)
 
 
-class Hosts:
+class Hosts(Closing):
     """A bench of hosts. Use it as a context, which ends every process in them.
 
     Args:
@@ -216,12 +217,6 @@ class Hosts:
                 own = _OWN_NAME[resolves].format(address=host.address, name=host.name)
                 namespaces.furnish(host.place.pid, host.name, [*others, own], private)
             undo.pop_all()
-
-    def __enter__(self) -> Hosts:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self._members)

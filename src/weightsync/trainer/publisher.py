@@ -30,6 +30,7 @@ from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import PhaseRecord, Version
 from weightsync.types.agent_config import AgentConfig
 from weightsync.types.agent_messages import DeltaReport, Event, Published, TransferDone
+from weightsync.types.closing import Closing
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
 
@@ -42,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 @of_one_process
-class WeightManager:
+class WeightManager(Closing):
     """Every training rank makes one and calls its methods in the same order, between two steps; or one rank does so
     `alone`, with whole tensors.
 
@@ -384,12 +385,6 @@ class WeightManager:
                 reclaim_dead()  # deltas of agents that were killed
         if self._ranks is not None:
             self._ranks.close()
-
-    def __enter__(self) -> WeightManager:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- the steps ---
 

@@ -20,7 +20,7 @@ from weightsync.errors import InvalidRequestError
 from weightsync.many import MANY, plain_addresses
 from weightsync.memory import SharedSegment
 from weightsync.plan.safetensors import Layout
-from weightsync.tensors import tensor_from_bytes, torch_dtype
+from weightsync.tensors import cut_out, tensor_from_bytes, torch_dtype
 from weightsync.trainer.buffer import WriteTurn
 from weightsync.transfer.ipc_copy import Copier
 from weightsync.types import Box, TensorSpec, Version
@@ -266,7 +266,7 @@ class SegmentWriter:
         whole = tensor_from_bytes(flat, dtype=part.dtype, shape=shape)
         if part.box is not None or box is None:
             return whole
-        return whole[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))]
+        return cut_out(whole, box)
 
     def _copy_from_cuda(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         assert self._flat is not None

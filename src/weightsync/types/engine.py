@@ -310,7 +310,6 @@ class EngineHandle(Protocol):
     @property
     def engine_id(self) -> str:
         """A name that tells an operator which engine this is."""
-        ...
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         """Runs one step and blocks until it is answered. Safe to call from several threads.
@@ -321,7 +320,6 @@ class EngineHandle(Protocol):
             WeightSyncError: what the engine raised, typed; the engine has then left its old version
                 serving, or refuses to serve.
         """
-        ...
 
 
 class InferenceEngineClient(Protocol):
@@ -335,11 +333,9 @@ class InferenceEngineClient(Protocol):
     @property
     def engine_ids(self) -> Sequence[str]:
         """The engines that take part now, in the order of their rank offsets."""
-        ...
 
     def describe(self, *, timeout_s: float) -> tuple[Mapping[str, EngineReply], Mapping[str, WeightSyncError]]:
         """Asks every engine what it is; never raises: replies, and errors of those that gave none."""
-        ...
 
     def get_world_sizes(self, *, timeout_s: float) -> Mapping[str, int]:
         """The number of workers that each engine itself reports.
@@ -348,40 +344,30 @@ class InferenceEngineClient(Protocol):
             NoEnginesError: there is no engine.
             SyncFailedError: one did not answer.
         """
-        ...
 
     def only(self, engine_ids: Sequence[str]) -> InferenceEngineClient:
         """The same engines, less those not named."""
-        ...
 
     def init(self, requests: Mapping[str, InitRequest], *, timeout_s: float) -> Future[Mapping[str, EngineReply]]:
         """Sends each engine its own init request and returns at once: the sender joins meanwhile."""
-        ...
 
     def begin(self, request: BeginRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
         """Opens a session on every engine."""
-        ...
 
     def update_weights(self, request: AnyUpdateRequest, *, timeout_s: float) -> Future[Mapping[str, EngineReply]]:
         """Announces a chunk and returns at once; the future fails as soon as one engine fails."""
-        ...
 
     def stage(self, request: StageRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
         """Stages on every engine."""
-        ...
 
     def commit(self, request: CommitRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
         """Commits on every engine."""
-        ...
 
     def abort(self, request: AbortRequest, *, timeout_s: float) -> Mapping[str, WeightSyncError]:
         """Aborts on every engine, best effort; returns what failed instead of raising."""
-        ...
 
     def pause(self, request: PauseRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
         """Pauses generation on every engine."""
-        ...
 
     def resume(self, request: ResumeRequest, *, timeout_s: float) -> Mapping[str, EngineReply]:
         """Resumes generation on every engine."""
-        ...

@@ -78,7 +78,6 @@ class Push(Protocol):
 
     def initialize(self) -> None:
         """Meets the engines once, so that a wrong set-up fails before the first step."""
-        ...
 
     def sync_weights(self, version: int) -> SyncReport:
         """Moves the model's present weights to every engine under `version`; see `SyncReport`.
@@ -86,8 +85,6 @@ class Push(Protocol):
         Raises:
             WeightSyncError: nothing mixed is served: engines keep their old version or refuse to serve.
         """
-        ...
 
     def close(self) -> None:
         """Gives back groups, threads and connections. Idempotent."""
-        ...

@@ -35,12 +35,10 @@ class PublishesBase(Protocol):
     @property
     def version(self) -> Version | None:
         """Of the base, published last."""
-        ...
 
     @property
     def model_id(self) -> str:
         """Of the base."""
-        ...
 
 
 BaseLike: TypeAlias = Base | PublishesBase | str | bool | None

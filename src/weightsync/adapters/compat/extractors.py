@@ -29,6 +29,7 @@ from weightsync.extract.registry import extractor_for
 from weightsync.plan.buckets import split_by_bytes
 from weightsync.tensors import torch_dtype
 from weightsync.types import TensorSpec, TensorTable, dtype_name, target_dtype
+from weightsync.types.table import SpecTable
 
 
 class WeightChunk(types.WeightChunk):
@@ -270,7 +271,7 @@ class WeightExtractor:
             for spec in specs
         )
         planned = tuple(
-            PlannedChunk(module_name=chunk.module_name, specs=tuple(_specs(chunk))) for chunk in self._cut(empty)
+            PlannedChunk(module_name=chunk.module_name, specs=SpecTable(_specs(chunk))) for chunk in self._cut(empty)
         )
         if not planned:
             raise ExtractError("the extractor has no weights to hand out")
@@ -357,7 +358,7 @@ class HandedList(WeightExtractor):
         return iter(self._chunks)
 
     def plan(self, model: Any, dtype: str | None) -> tuple[PlannedChunk, ...]:
-        return tuple(PlannedChunk(module_name=one.module_name, specs=tuple(_specs(one))) for one in self._chunks)
+        return tuple(PlannedChunk(module_name=one.module_name, specs=SpecTable(_specs(one))) for one in self._chunks)
 
 
 def as_chunks(chunks: Iterable[types.WeightChunk]) -> Chunks:

@@ -40,19 +40,15 @@ class TinkerServiceHolder(Protocol):
 
     def save_weights_for_sampler(self, name: str) -> Pending:
         """A future of an object with `path`. When it returns the save has its place before any step submitted later."""
-        ...
 
     def create_sampling_client(self, model_path: str) -> Pending:
         """A future of a client of these weights."""
-        ...
 
     def served_path(self, client: Any, *, timeout_s: float) -> str:
         """Which path a client samples with, as the service says; fails where it does not answer."""
-        ...
 
     def use(self, client: Any, served: ServedWeights) -> None:
         """From now on `client` is what everybody samples with. One assignment: it can't fail half-way."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

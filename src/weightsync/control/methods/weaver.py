@@ -17,11 +17,9 @@ class WeaverServiceHolder(Protocol):
         Raises:
             Exception: they have not; they go on with what they had.
         """
-        ...
 
     def served_weights(self, model_tag: str, *, timeout_s: float) -> ServedWeights:
         """Asks the service what its samplers sample with now."""
-        ...
 
 
 class WeaverMethod(HostedMethod[WeaverServiceHolder]):

@@ -74,9 +74,6 @@ class AdapterTable:
     def __iter__(self) -> Iterator[Held]:
         return iter(tuple(self._by_name.values()))
 
-    def __len__(self) -> int:
-        return len(self._by_name)
-
     def told(self) -> tuple[LoadedAdapter, ...]:
         """All of them, in the order in which they came."""
         return tuple(

@@ -222,7 +222,7 @@ class LoraMiddleware:
                 )
                 if body is None:
                     raise InvalidRequestError(f"an order has at most {_MAX_ORDER_BYTES} bytes")
-                reply = await self._obey(path, body, scope, inside, facts)
+                reply = await self._obey(path, body, inside, facts)
             else:
                 raise UnsupportedError(f"there is no {scope['method']} {path}")
         except Exception as error:
@@ -231,13 +231,11 @@ class LoraMiddleware:
             return
         await answer(send, 200, encode(reply))
 
-    async def _obey(
-        self, path: str, body: bytes, scope: Scope, inside: Inside, facts: VllmFacts
-    ) -> AdapterState | Scored:
+    async def _obey(self, path: str, body: bytes, inside: Inside, facts: VllmFacts) -> AdapterState | Scored:
         if path == LOAD_PATH:
-            await self._load(decode(body, LoadAdapter, what="the order"), scope, inside, facts)
+            await self._load(decode(body, LoadAdapter, what="the order"), inside, facts)
         elif path == SCORE_PATH:
-            return await self._score(decode(body, ScoreAdapter, what="the order"), scope, inside)
+            return await self._score(decode(body, ScoreAdapter, what="the order"), inside)
         elif path == COMMIT_PATH:
             self._table.commit(decode(body, CommitAdapter, what="the order").session)
         elif path == DROP_PATH:
@@ -255,7 +253,7 @@ class LoraMiddleware:
             adapters=self._table.told(),
         )  # fmt: skip
 
-    async def _load(self, order: LoadAdapter, scope: Scope, inside: Inside, facts: VllmFacts) -> None:
+    async def _load(self, order: LoadAdapter, inside: Inside, facts: VllmFacts) -> None:
         facts.check()
         if order.model_id in facts.base_names():
             raise ConfigError(
@@ -296,7 +294,7 @@ class LoraMiddleware:
             held.lora_id = facts.lora_id(held.name)
             held.loading = False
 
-    async def _score(self, order: ScoreAdapter, scope: Scope, inside: Inside) -> Scored:
+    async def _score(self, order: ScoreAdapter, inside: Inside) -> Scored:
         held = self._table.of_session(order.session)
         if held is None or self._table.begin(held.name) is None:
             raise InvalidRequestError(f"session {order.session} has no adapter here")
