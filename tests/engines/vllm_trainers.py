@@ -27,8 +27,8 @@ LAST_CHUNK = 13
 
 
 class Mortal:
-    """A `VllmHttpApi` whose caller dies right after the answer to one step: "begin", "stage", "pause" or "commit"; or waits
-    before the pause until it is told to go on."""
+    """A `VllmHttpApi` whose caller dies right after the answer to one step: "begin", "stage", "pause" or "commit"; or
+    waits before the pause until it is told to go on."""
 
     def __init__(self, api: VllmHttpApi, conn: Any) -> None:
         self._api = api

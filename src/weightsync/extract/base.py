@@ -343,13 +343,11 @@ class WeightExtractor(abc.ABC):
 
     @torch.no_grad()
     def _build(self, planned: PlannedChunk, live: Mapping[str, torch.Tensor]) -> WeightChunk:
-        known = {name: torch_dtype(name) for name in set(planned.specs.dtypes)}
-        sources, dtypes = (
-            list(map(live.__getitem__, planned.specs.names)),
-            list(map(known.__getitem__, planned.specs.dtypes)),
-        )
+        specs = planned.specs
+        known = {name: torch_dtype(name) for name in set(specs.dtypes)}
+        sources, dtypes = list(map(live.__getitem__, specs.names)), list(map(known.__getitem__, specs.dtypes))
         tensors: list[torch.Tensor] = []
-        with translated(planned.specs.names[0], "the chunk that starts here could not be gathered"):
+        with translated(specs.names[0], "the chunk that starts here could not be gathered"):
             if (together := self._gather_together(sources, dtypes)) is not None:
                 return chunk_of(planned, together)
             asked = list(zip(sources, dtypes, strict=True))
@@ -358,7 +356,7 @@ class WeightExtractor(abc.ABC):
                     for tensor, dtype in asked:
                         tensors.append(self._gather(tensor, dtype))
                 except Exception:
-                    with translated(planned.specs.names[len(tensors)]):
+                    with translated(specs.names[len(tensors)]):
                         raise
         return chunk_of(planned, tensors)
 
