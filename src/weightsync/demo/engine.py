@@ -5,7 +5,6 @@ Started by `demo.launch`; prints one JSON line with its URLs and ends when its s
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from weightsync.demo.data import PROMPT, SAMPLE_BYTES
 from weightsync.demo.model import build_model, held_out_loss, sample
-from weightsync.demo.processes import TOKEN_VARIABLE, tell
+from weightsync.demo.processes import TOKEN_VARIABLE, given, tell
 from weightsync.demo.rollout import Rollout
 from weightsync.demo.sglang_engine import SERVED
 from weightsync.demo.vllm_engine import VllmDemoEngine
@@ -26,7 +25,6 @@ from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.memory import LeaseReader
-from weightsync.types.transfer_messages import MODES
 
 MODEL_ID = "demo"
 _REPORT_PATH = "/demo/report"
@@ -69,12 +67,7 @@ def start_engine(kind: str, engine_id: str, size: str) -> DemoEngine | VllmDemoE
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The demo's engine process; `weightsync demo` starts it.")
-    parser.add_argument("--kind", choices=("embedded", *SERVED), required=True)
-    parser.add_argument("--engine-id", required=True)
-    parser.add_argument("--size", required=True)
-    parser.add_argument("--mode", choices=MODES, default="auto", help="how versions are pulled")
-    options = parser.parse_args()
+    options = given()
     demo = start_engine(options.kind, options.engine_id, options.size)
     token = os.environ[TOKEN_VARIABLE]
     server = EngineServer(demo.engine, token=token)

@@ -102,10 +102,11 @@ class _Fleet:
         while self._live() < set(names):
             self._hear("the services' start")
         for seed, model in enumerate(self._models):
-            arguments = ["--model-id", model, "--controller", self._built.url, "--size", self._options.size]
-            arguments += ["--mode", self._options.mode, "--steps", str(self._options.steps), "--seed", str(seed)]
-            arguments += ["--wait-s", str(self._options.step_timeout_s)]
-            self._processes.start(f"trainer-{model}", "weightsync.demo.fleet_trainer", arguments)
+            self._processes.start(
+                f"trainer-{model}", "weightsync.demo.fleet_trainer", model_id=model, controller=self._built.url,
+                size=self._options.size, mode=self._options.mode, steps=self._options.steps, seed=seed,
+                wait_s=self._options.step_timeout_s,
+            )  # fmt: skip
         while self._done < set(self._models):
             self._hear("the trainers' next step")
             self._intervene(names)
@@ -166,10 +167,10 @@ class _Fleet:
         return None if trained is None else abs(trained["loss"] - answer["loss"])
 
     def _start_service(self, name: str) -> None:
-        arguments = ["--service-id", name, "--controller", self._built.url, "--size", self._options.size]
-        arguments += ["--lease", str(self._processes.folder / f"{name}.lease")]
-        arguments += [word for model in self._models for word in ("--model", model)]
-        self._processes.start(name, "weightsync.demo.fleet_service", arguments)
+        self._processes.start(
+            name, "weightsync.demo.fleet_service", service_id=name, controller=self._built.url,
+            size=self._options.size, lease=self._processes.folder / f"{name}.lease", models=self._models,
+        )  # fmt: skip
 
     def _intervene(self, names: Sequence[str]) -> None:
         """A third of the way a service is killed, and another one started."""

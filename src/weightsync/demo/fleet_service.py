@@ -6,14 +6,13 @@ its standard input closes.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import threading
 import time
 
 from weightsync.demo.engine import DemoEngine
-from weightsync.demo.processes import TOKEN_VARIABLE, tell
+from weightsync.demo.processes import TOKEN_VARIABLE, given, tell
 from weightsync.errors import WeightSyncError
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
@@ -24,18 +23,12 @@ _REST_S = 0.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A rollout service of the demo's fleet; `weightsync demo` starts it.")
-    parser.add_argument("--service-id", required=True)
-    parser.add_argument("--model", action="append", required=True)
-    parser.add_argument("--controller", required=True)
-    parser.add_argument("--lease", required=True, help="path of the lease file")
-    parser.add_argument("--size", required=True)
-    options = parser.parse_args()
+    options = given()
     token = os.environ[TOKEN_VARIABLE]
     lease = ServingLease(options.lease)
     engines = {
         model: DemoEngine(f"{options.service_id}/{model}", options.size, lease=LeaseReader(lease.path), rest_s=_REST_S)
-        for model in options.model
+        for model in options.models
     }
     service = RolloutService(
         {model: demo.engine for model, demo in engines.items()},

@@ -6,11 +6,11 @@ Started by `demo.fleet`; prints one JSON line a version.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import torch
 
@@ -18,21 +18,13 @@ from weightsync.clients.async_controller import AsyncControllerClient
 from weightsync.clients.controller import ControllerClient
 from weightsync.demo.data import ByteText
 from weightsync.demo.model import ServedCopy, TrainLoop, build_model, model_size
-from weightsync.demo.processes import TOKEN_VARIABLE, tell
+from weightsync.demo.processes import TOKEN_VARIABLE, given, tell
 from weightsync.errors import DeadlineExceededError, WeightSyncError
 from weightsync.verbs.publishing import publish
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A trainer of the demo's fleet; `weightsync demo` starts it.")
-    parser.add_argument("--model-id", required=True)
-    parser.add_argument("--controller", required=True)
-    parser.add_argument("--size", required=True)
-    parser.add_argument("--mode", required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--wait-s", type=float, required=True, help="how long the gate may be closed")
-    options = parser.parse_args()
+    options = given()
     token = os.environ[TOKEN_VARIABLE]
     try:
         asyncio.run(_train(options, token))
@@ -41,7 +33,7 @@ def main() -> None:
         sys.exit(1)
 
 
-async def _train(options: argparse.Namespace, token: str) -> None:
+async def _train(options: SimpleNamespace, token: str) -> None:
     torch.set_num_threads(1)
     text, size = ByteText(), model_size(options.size)
     model = build_model(options.size, seed=options.seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -150,18 +149,19 @@ class _Job(Processes):
         options = self._options
         engines = [f"engine-{index}" for index in range(options.engines)]
         for name in engines:
-            arguments = ["--kind", options.engine, "--engine-id", name, "--size", options.size]
-            arguments += ["--mode", "delta" if options.delta else "auto"]
-            self.start(name, "weightsync.demo.engine", arguments)
-        told: dict[str, str] = {}
+            mode = "delta" if options.delta else "auto"
+            self.start(
+                name, "weightsync.demo.engine", kind=options.engine, engine_id=name, size=options.size, mode=mode
+            )  # fmt: skip
+        told: dict[str, dict[str, Any]] = {}
         while len(told) < len(engines):
             name, message = self.next("an engine's start")
-            told[name] = json.dumps(message)
+            told[name] = message
         for rank in range(options.ranks):
-            arguments = ["--options", json.dumps(dataclasses.asdict(options), default=str), "--rank", str(rank)]
-            arguments += ["--rendezvous", str(self.folder / "rendezvous")]
-            arguments += [word for name in engines for word in ("--engine", told[name])]
-            self.start(f"trainer-{rank}", "weightsync.demo.trainer", arguments)
+            self.start(
+                f"trainer-{rank}", "weightsync.demo.trainer", options=dataclasses.asdict(options), rank=rank,
+                rendezvous=self.folder / "rendezvous", engines=[told[name] for name in engines],
+            )  # fmt: skip
         trainers = {f"trainer-{rank}" for rank in range(options.ranks)}
         waits_for = "the trainers' start and first step (kernels are compiled once an installation)"
         while trainers:

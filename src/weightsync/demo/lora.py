@@ -49,9 +49,7 @@ def run_lora(options: DemoOptions) -> list[str]:
     text, size = ByteText(), model_size(options.size)
     with Processes(step_timeout_s=options.step_timeout_s, say=out.print) as processes:
         if options.engine == "embedded":
-            processes.start(
-                "engine-0", "weightsync.demo.lora_engine", ["--size", options.size, "--rank", str(options.rank)]
-            )
+            processes.start("engine-0", "weightsync.demo.lora_engine", size=options.size, rank=options.rank)
         base = build_model(options.size)
         base_loop = TrainLoop(base, text, size, rank=0)
         for step in range(2):
@@ -63,7 +61,7 @@ def run_lora(options: DemoOptions) -> list[str]:
             base.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
             save_byte_tokenizer(folder)
             out.print(f"starting a server of {SERVED[options.engine].server.name} on the base (about a minute)")
-            processes.start("engine-0", _SERVERS[options.engine], ["--size", options.size, "--model", str(folder)])
+            processes.start("engine-0", _SERVERS[options.engine], size=options.size, model=folder)
         model = adapted(base, options.rank)
         held_out = text.held_out(row_length=size.row_length)
         _, told = processes.next("the engine")

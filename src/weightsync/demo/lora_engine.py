@@ -6,7 +6,6 @@ asks for. Ends when that closes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -17,7 +16,7 @@ import torch
 
 from weightsync.demo.engine import DemoEngine
 from weightsync.demo.model import build_model
-from weightsync.demo.processes import TOKEN_VARIABLE, tell
+from weightsync.demo.processes import TOKEN_VARIABLE, given, tell
 from weightsync.demo.rollout import Rollout
 from weightsync.engine.adapter import AdapterEngine
 from weightsync.engine.embedded import EmbeddedEngine
@@ -66,10 +65,7 @@ def serve(service: RolloutService, report: Callable[[int], dict[str, Any]], **to
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The engine of `weightsync demo --lora`, which starts it.")
-    parser.add_argument("--size", required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    options = parser.parse_args()
+    options = given()
     torch.set_num_threads(1)
     token = os.environ[TOKEN_VARIABLE]
     demo = LoraDemoEngine(options.size, options.rank)

@@ -7,7 +7,6 @@ input asks for. Ends when that closes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import threading
@@ -19,7 +18,7 @@ import httpx
 
 from weightsync.demo.data import PROMPT, SAMPLE_BYTES
 from weightsync.demo.lora_engine import ADAPTER_ID, BASE_ID, serve
-from weightsync.demo.processes import TOKEN_VARIABLE
+from weightsync.demo.processes import TOKEN_VARIABLE, given
 from weightsync.demo.rollout import Rollout
 from weightsync.demo.vllm_engine import VllmServer
 from weightsync.errors import EngineError
@@ -109,12 +108,9 @@ class LoraVllmEngine(Rollout):
 
 
 def main(server_kind: type[VllmServer], engine_kind: type[LoraVllmEngine], handle: Callable[[str], TwoKinds]) -> None:
-    parser = argparse.ArgumentParser(description="The engine of `weightsync demo --lora` into a server.")
-    parser.add_argument("--size", required=True)
-    parser.add_argument("--model", required=True, type=Path)
-    options = parser.parse_args()
+    options = given()
     token = os.environ[TOKEN_VARIABLE]
-    with server_kind(options.model) as server, contextlib.closing(handle(server.url)) as engine:
+    with server_kind(Path(options.model)) as server, contextlib.closing(handle(server.url)) as engine:
         config = RolloutConfig(service_id="engine-0", token=token, sender_token=token)
         with contextlib.closing(engine_kind(server.url, options.size)) as demo:
             demo.start()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, Self
 
 import torch
@@ -34,6 +35,11 @@ def tell(message: dict[str, Any]) -> None:
     with _turn:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
+
+
+def given() -> SimpleNamespace:
+    """What `Processes.start` gave this process."""
+    return SimpleNamespace(**json.loads(sys.argv[1]))
 
 
 class DemoError(WeightSyncError):
@@ -109,11 +115,11 @@ class Processes:
         self._killed.add(name)
         self.running[name].kill()
 
-    def start(self, name: str, module: str, arguments: list[str]) -> None:
-        """Starts `python -m module`; its standard input closes when it has to end."""
+    def start(self, name: str, module: str, **given: Any) -> None:
+        """Starts `python -m module`, which reads `given()`; its standard input closes when it has to end."""
         log = self._stack.enter_context((self.folder / f"{name}.log").open("w+"))
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", module, json.dumps(given, default=str)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

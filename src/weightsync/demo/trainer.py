@@ -6,10 +6,8 @@ an extractor and two calls.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +26,7 @@ from weightsync.config import WeightSyncConfig
 from weightsync.demo.data import ByteText
 from weightsync.demo.engine import MODEL_ID
 from weightsync.demo.model import ServedCopy, TrainLoop, apply_fsdp2, build_model, model_size
-from weightsync.demo.processes import TOKEN_VARIABLE, tell
+from weightsync.demo.processes import TOKEN_VARIABLE, given, tell
 from weightsync.demo.sglang_engine import SERVED
 from weightsync.demo.summary import StepRow
 from weightsync.errors import WeightSyncError
@@ -320,24 +318,18 @@ def _run(options: DemoOptions, rank: int, seats: Sequence[Seat]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One training rank of the demo; `weightsync demo` starts it.")
-    parser.add_argument("--options", required=True, help="DemoOptions as JSON")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--rendezvous", required=True)
-    parser.add_argument("--engine", action="append", required=True, help="what an engine's process said, as JSON")
-    arguments = parser.parse_args()
-    options, rank = DemoOptions(**json.loads(arguments.options)), arguments.rank
+    told = given()
+    options, rank = DemoOptions(**told.options), told.rank
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{arguments.rendezvous}",
+        init_method=f"file://{told.rendezvous}",
         rank=rank,
         world_size=options.ranks,
         timeout=timedelta(seconds=options.step_timeout_s),
     )
     try:
         seats = [
-            seat_over_http(json.loads(told), os.environ[TOKEN_VARIABLE], timeout_s=options.step_timeout_s)
-            for told in arguments.engine
+            seat_over_http(each, os.environ[TOKEN_VARIABLE], timeout_s=options.step_timeout_s) for each in told.engines
         ]
         (_publish if options.path == "pull" else _run)(options, rank, seats)
     except WeightSyncError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,9 +49,11 @@ def test_a_call_that_blocks_is_spoken_of_and_its_error_passes() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_process_that_says_nothing_costs_a_steps_limit() -> None:
+def test_a_process_that_says_nothing_costs_a_steps_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "silent.py").write_text("import sys; sys.stdin.read()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with Processes(step_timeout_s=0.5, say=lambda text: None) as processes:
-        processes.start("silent", "code", ["-q"])
+        processes.start("silent", "silent")
         with pytest.raises(DemoError, match=r"no word of it within 0\.5 s \("):
             processes.next("word of it")
     assert processes.running["silent"].poll() is not None
