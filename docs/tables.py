@@ -28,9 +28,9 @@ from weightsync.errors import ConfigError
 _BENCH = Path(__file__).resolve().parents[1] / "bench"
 _QUOTE = "'"
 _MACHINES = {
-    "AMD 25/17, one run": ("2026-11-25-whole-amd.json",),
-    "Intel 6/207, one run": ("2026-11-25-intel.json", "2026-11-26-intel-again.json"),
-    "Intel 6/167, one run": ("2026-11-22-intel.json", "2026-11-22-intel-again.json"),
+    "AMD 25/17": ("2026-11-25-whole-amd.json",),
+    "Intel 6/207": ("2026-11-25-intel.json", "2026-11-26-intel-again.json"),
+    "Intel 6/167": ("2026-11-22-intel.json", "2026-11-22-intel-again.json"),
 }
 """What was measured where, below bench/results, on 2 virtual cores; a later file's rows replace an earlier one's."""
 

@@ -66,8 +66,9 @@ class RolloutConfig:
         lease_s: without a controller: for how long engines answer after their service was last alive.
         relay: whether this host takes blocks from others of its kind and serves them its own, see `host.relay`. None:
             where it listens beyond loopback, as `host` says, so that nothing is opened that was not.
-        relay_host, relay_port: where it serves them; None: `host`, or, where that is loopback and the agents are not,
-            the address towards them, if there is a `sender_token`. Port 0 lets the system choose.
+        relay_host: where it serves them; None: `host`, or, where that is loopback and the agents are not, the address
+            towards them, if there is a `sender_token`.
+        relay_port: its port there; 0 lets the system choose.
         zone: rack, room or data centre: hosts of one zone ask each other first.
         upload_bytes_s: no more is sent to other hosts in a second; None: no limit.
         max_peers: hosts that are asked at one time.

@@ -3,7 +3,7 @@
     begin -> [pause] -> chunks -> stage: each proves its bytes, or says why it can't -> [pause] -> commit -> resume
                     any failure -> abort: they serve their old version, or nothing
 
-An engine that loads into live weights is paused before the first chunk; the others are paused for the commit alone.
+Where one engine loads into live weights, all are paused before the first chunk; else they are for the commit alone.
 The caller moves the chunks, between `pause_live_writers` and `finish`, and calls `abort` after any failure.
 """
 

@@ -95,7 +95,8 @@ def publish(
             Beyond loopback only with a token.
         port: of the agents; 8765, 0: the system's choice.
         advertise: host name by which rollout hosts reach the agents; `host`.
-        last_wait_s: how long the end of the block waits at most until the last version is served; 60, 0: not at all.
+        last_wait_s: how long the end of the block waits at most until the last version is served, and with a store as
+            long before that, until it is stored; 60, 0: not at all.
         store: place in an object store that versions are written to too, by a process of its own: s3://bucket/run,
             gs://, az:// or file:///folder. The trainer never waits for it; where it is slow, versions are passed by.
         sign_key: file with the secret key (`weightsync keygen`) that what is written there is signed with.
