@@ -422,6 +422,10 @@ def test_who_has_caught_up_since_the_last_wait_is_not_named_any_more() -> None:
         assert "can't connect" in publisher.not_serving[url]
         with weightsync.serve({"actor": build(99, dtype=torch.bfloat16)}, token=TOKEN, port=port):
             wait_until(lambda: publisher.not_serving == {}, "it serves, and nobody waited for it", _LONG_S)
+            publisher.step()
+            assert publisher.not_serving == {}
+            assert publisher._away() == {}, "it is given all of the time"
+            assert publisher.wait_served(_LONG_S) == {}
 
 
 def test_a_failure_that_comes_back_is_said_again_where_versions_come_faster_than_it_looks(

@@ -107,7 +107,7 @@ class EmbeddedEngine:
         self._open: str | None = None  # the session that the workers have open
         self._patching = False  # whether it has a base: then no live weight is written before its commit
         self._committing = False
-        self._num_commits = 0
+        self._num_fulls = 0
 
     @classmethod
     def of(
@@ -267,8 +267,8 @@ class EmbeddedEngine:
         else:
             with self._lock:
                 self._open = None
-                self._num_commits += 1
-                mine = self._num_commits
+                self._num_fulls += not patching
+                mine = self._num_fulls
                 self._gate.serve(versions[0])
         finally:
             with self._lock:
@@ -304,7 +304,7 @@ class EmbeddedEngine:
         with self._lock:
             if self._committing:
                 raise StateError("a version is being committed: ask again when it is served")
-            mine = self._num_commits
+            mine = self._num_fulls
 
         def verify(worker: Worker) -> EngineReply:
             reply = worker.verify(MAX_WAIT_S)  # beyond the deadline of who asks: wrong bytes are fenced then, too
@@ -316,9 +316,9 @@ class EmbeddedEngine:
         return found_together(replies, self._describe(deadline))
 
     def _fence_at(self, number: int, why: str) -> None:
-        """Its live weights were found to be others. A commit behind `number` has healed it."""
+        """Its live weights were found to be others. A full load behind `number` has healed it."""
         with self._lock:
-            if self._num_commits == number:
+            if self._num_fulls == number:
                 self._gate.fence(why)
 
     def _refuse_if_mixed(self, error: WeightSyncError) -> None:
@@ -376,7 +376,7 @@ class EmbeddedEngine:
 
     def _describe(self, deadline: Deadline) -> EngineReply:
         with self._lock:
-            mine = self._num_commits
+            mine = self._num_fulls
         replies = self._all(lambda worker: worker.describe(), deadline)
         for reply in replies:
             if reply.digests_equal is False and not self._gate.fenced:  # told here before its audit has returned

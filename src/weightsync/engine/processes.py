@@ -74,7 +74,8 @@ class ProcessWorker:
         index: which worker of its engine.
         args: for the factory; pickled once, at the start.
         track: name in recorded phases.
-        on_death: called once, with a reason, when the child is gone without having been closed.
+        on_death: called once, with a reason, when the child is gone without having been closed, and before anybody is
+            told of it. It must not ask this worker.
         start_method: how the child is started.
         start_timeout_s: how long the factory may take.
 
@@ -104,7 +105,7 @@ class ProcessWorker:
         theirs.close()
         self._send_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._reaping = threading.Lock()
+        self._reaping = threading.Lock()  # of two that wait for a process one would not learn how it ended
         self._ids = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {0: Future()}
         self._closing = False
@@ -175,10 +176,11 @@ class ProcessWorker:
         in_thread(
             lambda: self._send([0, "end", None]), name=f"{self._track}-end"
         )  # blocks where a stopped child's pipe is full
-        self._process.join(2)
-        if self._process.is_alive():
-            self._process.kill()
+        with self._reaping:
             self._process.join(2)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join(2)
 
     def _ask(self, op: str, *arguments: Any) -> Any:
         future: Future[Any] = Future()
@@ -216,19 +218,21 @@ class ProcessWorker:
             self._died()
 
     def _died(self) -> None:
-        with self._reaping:  # of two that wait for a process one would not learn how it ended
+        """Its engine refuses before anybody is told."""
+        with self._reaping:
+            if self._dead is not None:
+                return  # whoever was first has told all that waited
             self._process.join(2)
             why = f"{self._track} (pid {self._process.pid}) died, exit code {self._process.exitcode}"
-        with self._lock:
-            first = self._dead is None
-            self._dead = self._dead or why
-            waiting, self._waiting = self._waiting, {}
-        try:
-            if first and not self._closing:
-                self._on_death(self._dead)  # its engine refuses before those that wait are told
-        finally:
-            for future in waiting.values():
-                future.set_exception(EngineUnreachableError(self._dead, peer=self._track))
+            try:
+                if not self._closing:
+                    self._on_death(why)
+            finally:
+                with self._lock:
+                    self._dead = why
+                    waiting, self._waiting = self._waiting, {}
+                for future in waiting.values():
+                    future.set_exception(EngineUnreachableError(why, peer=self._track))
 
 
 def _serve(

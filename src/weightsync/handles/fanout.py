@@ -46,10 +46,10 @@ def own_words() -> Iterator[None]:
     """Around calls to one engine: raises what it says, not that one engine of one has failed."""
     try:
         yield
-        return
     except SyncFailedError as error:
-        own = next(iter(error.causes.values()), error)
-    raise own
+        if not error.causes:
+            raise
+        raise next(iter(error.causes.values())) from error
 
 
 class EngineFanout:

@@ -18,6 +18,7 @@ import contextlib
 import logging
 import secrets
 import threading
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -53,7 +54,6 @@ from weightsync.types import (
     InitRequest,
     LiveLayer,
     PauseRequest,
-    PhaseRecord,
     ResumeRequest,
     StageRequest,
     Version,
@@ -177,6 +177,10 @@ class VllmEngine(SteppedEngine):
         self._group = request.info.group_name
 
     def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
+        with self._unmended(deadline.check("answer")):
+            self._begin_now(request, deadline)
+
+    def _begin_now(self, request: BeginRequest, deadline: Deadline) -> None:
         state = self._look(deadline)
         if state.session is not None:
             raise SyncInProgressError(f"session {state.session} is open", version=str(request.manifest.version))
@@ -220,14 +224,14 @@ class VllmEngine(SteppedEngine):
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
         self._mending.set()
+        try:
+            with self._unmended(min(request.timeout_s, deadline.check("answer"))):
+                pass
+        finally:  # from now on this session's abort ends whatever pause there is
+            self._paused_by, self._pause_ends = request.session, Deadline(request.lease_s + _MEND_MARGIN_S)
         patience_s = min(request.timeout_s, deadline.check("answer"))
-        if not self._ending.acquire(timeout=patience_s):
-            raise DeadlineExceededError(f"an earlier pause was not ended within {patience_s:g} s", state_left="serving")
-        self._ending.release()
         with self._log.phase("pause"):
             try:
-                self._paused_by = request.session
-                self._pause_ends = Deadline(request.lease_s + _MEND_MARGIN_S)
                 self._api.pause(self._pause_mode, clear_cache=self._clear, timeout_s=patience_s)
             except WeightSyncError as error:
                 with contextlib.suppress(WeightSyncError):
@@ -294,6 +298,16 @@ class VllmEngine(SteppedEngine):
                 in_thread(lambda: self._mend(request, stop, until), name=f"weightsync-mend-{self._engine_id}")
             raise
 
+    @contextlib.contextmanager
+    def _unmended(self, wait_s: float) -> Iterator[None]:
+        """While the body runs, nothing of an earlier session is ended; waits for that so long."""
+        if not self._ending.acquire(timeout=wait_s):
+            raise DeadlineExceededError(f"an earlier session was not ended in {wait_s:g} s", state_left="as it was")
+        try:
+            yield
+        finally:
+            self._ending.release()
+
     def _mend(self, request: AbortRequest, stop: threading.Event, until: Deadline) -> None:
         """Ends a pause of ours that the abort could not end, e.g. because a commit kept vLLM busy: it has no lease."""
         wait_s = _MEND_FIRST_S
@@ -342,13 +356,7 @@ class VllmEngine(SteppedEngine):
         """Readings of live weights that have ended on every worker, whoever asked for them: each once."""
         for audit in state.audits:
             if audit.name not in self._audits_seen:
-                failed = {True: "", False: ", failed: DigestMismatchError", None: ", failed: unknown"}[audit.equal]
-                self._log.add(
-                    PhaseRecord(
-                        name="audit", start_s=audit.began_s, end_s=audit.ended_s, track=self._engine_id,
-                        detail=f"{audit.version or audit.name}{failed}",
-                    )
-                )  # fmt: skip
+                self._log.add(audit.phase(self._engine_id))
         self._audits_seen = {audit.name for audit in state.audits}
 
     def _is_ours(self, state: VllmState, session: str | None = None) -> bool:

@@ -143,7 +143,7 @@ class VllmHttpApi(JsonClient):
 
 
 class OfflineVllmApi:
-    """A `vllm.LLM` of this process. Its calls are made one at a time, each in a thread of its own.
+    """A `vllm.LLM` of this process, with the calls of `VllmHttpApi`, made one at a time, each in a thread of its own.
 
     vLLM's `LLM` is not made for several threads: call `generate` with `lock` held where a sync may run, or where a
     rollout service has the engine, which looks at it now and then. So nothing generates during a sync, and every pause

@@ -25,6 +25,7 @@ from weightsync.types import (
     CommitRequest,
     InitRequest,
     LiveLayer,
+    PhaseRecord,
     StageRequest,
     Version,
 )
@@ -57,6 +58,12 @@ class VllmAudit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     said: str | None = None
     began_s: float = 0.0
     ended_s: float = 0.0
+
+    def phase(self, track: str) -> PhaseRecord:
+        """As it stands in a timeline."""
+        failed = {True: "", False: ", failed: DigestMismatchError", None: ", failed: unknown"}[self.equal]
+        detail = f"{self.version or self.name}{failed}"
+        return PhaseRecord(name="audit", start_s=self.began_s, end_s=self.ended_s, track=track, detail=detail)
 
 
 class VllmState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -144,7 +144,7 @@ class FleetMember:
         """Notes what is to be staged, and whom to call for it; or has the agents asked whether they have it.
 
         Raises:
-            TransferAbortedError: another run took over from one of them. The others are prepared.
+            TransferAbortedError: another run took over from one of them. The others are noted.
         """
         claims = []
         for each in request.versions:

@@ -217,6 +217,7 @@ class ServerThread:
             ssl_keyfile=tls.key if tls else None,
         )
         self._host = settings.host
+        self._tls = tls
         self._scheme = "https" if tls else "http"
         self._server = _Server(config)
         self._server.has_token = settings.token is not None
@@ -231,15 +232,18 @@ class ServerThread:
             The URL.
 
         Raises:
-            ConfigError: it could not listen: the port is taken, or the address is not this host's.
+            ConfigError: it could not listen: the port is taken, or the address is not this host's; or there is no TLS
+                with these files.
         """
+        if self._tls is not None:
+            self._tls.context()
         self._socket = listening(self._host, self._server.config.port)
         closed_in_children(self, lambda server: server._socket.close())  # the port is free when the parent ends
         self._thread.start()
         if not self._ready.wait(timeout_s) or self._failure is not None:
             self._socket.close()
             why = self._failure or f"nothing happened within {timeout_s:g} s"
-            raise ConfigError(f"the server on {self._host} did not start: {why}; check the TLS files, if there are any")
+            raise ConfigError(f"the server on {self._host} did not start: {why}")
         return self.url
 
     @property

@@ -104,9 +104,9 @@ class Notifier:
         """Why who was told does not serve it, or can't be told, as each was found last, by URL. It does not wait."""
         return {host.url: why for host in self._hosts if (why := host.why_not) is not None}
 
-    def caught_up(self) -> frozenset[str]:
-        """URLs of those who served the newest version when they were asked last."""
-        return frozenset(host.url for host in self._hosts if host.is_caught_up)
+    def serving(self, version: Version) -> frozenset[str]:
+        """URLs of those who served that version, or a newer one of its run, when they were asked last."""
+        return frozenset(host.url for host in self._hosts if _includes(host.served, version))
 
     def begin_wait(
         self, version: Version, timeout_s: float, *, away: Collection[str] = ()
@@ -167,14 +167,9 @@ class _Told:
             None  # it does not serve what it was told of, or can't be told, when it was asked last
         )
         self._waited_for: Version | None = None  # and is served there
+        self.served: Version | None = None  # when it was asked last
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weightsync-notify", daemon=True)
-
-    @property
-    def is_caught_up(self) -> bool:
-        """Whether it served the newest version when it was asked last."""
-        with self._changed:
-            return self._newest is not None and self._newest == self._done and not self._behind
 
     def meet(self) -> None:
         """Learns who it is; that nobody answers is logged, and no error: it may come later.
@@ -205,7 +200,8 @@ class _Told:
         while not deadline.expired and not self._closed:
             try:
                 if self._serves(version, min(_ROUND_S, max(0.1, deadline.remaining_s))):
-                    self._waited_for, self.why_not = version, None
+                    self._waited_for = self.served = version
+                    self.why_not = None
                     return None
             except DeadlineExceededError as error:
                 why = error.message
@@ -258,10 +254,11 @@ class _Told:
                 continue
             failed = None
             with self._changed:
-                self._done, self._behind = newest, True
+                self._done = newest
             if self._troubles is not None:
                 self._troubles = self.why_not = None
                 _logger.info("%s was told of %s", self.url, newest)
+            self._behind = True
 
     def _trouble(self, error: WeightSyncError) -> None:
         """Logged once, until it can be told again."""
@@ -304,11 +301,11 @@ class _Told:
         """Logs why what it was told of is not served there; by and by, from the notifier's own thread."""
         self._looked_s = time.monotonic()
         try:
-            served, failures = self._seen(self._done)
+            failures = self._seen()
         except WeightSyncError as error:  # whoever can't be asked can't be told either, which is logged
             _logger.debug("%s does not say what is served there: %s", self.url, error)
             return
-        served = served or self._done == self._waited_for
+        served = _includes(self.served, self._done) or self._done == self._waited_for
         self._behind = not served
         said = "; ".join(_of(who, why) for who, why in failures.items())
         self.why_not = None if served or not said else said
@@ -327,29 +324,31 @@ class _Told:
     def _because(self) -> str:
         """What it says of that itself, behind a colon; empty where it says nothing."""
         try:
-            _, failures = self._seen(self._newest, all_of_them=True)
+            failures = self._seen(all_of_them=True)
         except WeightSyncError:
             return ""
         said = [_of(who, why) for who, why in failures.items()]
         more = [f"and {len(said) - _MAX_TOLD} more"] if len(said) > _MAX_TOLD else []
         return f": {'; '.join(said[:_MAX_TOLD] + more)}" if said else ""
 
-    def _seen(self, newest: Version | None, *, all_of_them: bool = False) -> tuple[bool, Mapping[str, str]]:
-        """Whether a version is served there, and what has failed, by whose it is ("": the sync); of a fleet with all
-        that it says of its services, whether anything has failed or not."""
+    def _seen(self, *, all_of_them: bool = False) -> Mapping[str, str]:
+        """What has failed there, by whose it is ("": the sync); of a fleet with all that it says of its services,
+        whether anything has failed or not. Notes what is `served`."""
         if not self._learn(_CALL_S):
             service = self._service.call("GET", "/status", ServiceStatus, timeout_s=_CALL_S).models.get(self._model_id)
             if service is None:  # it was started anew with other models, which the next notification says
-                return False, {}
-            served = newest is not None and service.run_id == newest.run_id and (service.version or 0) >= newest.number
-            return served, {**service.sender_errors, **service.errors}
+                self.served = None
+                return {}
+            self.served = _version(service.run_id, service.version)
+            return {**service.sender_errors, **service.errors}
         status = self._controller.status(timeout_s=_CALL_S)
         model = status.models.get(self._model_id)
         if model is None:
-            return False, {}
-        served = newest is not None and model.run_id == newest.run_id and model.rollout_model_version >= newest.number
+            self.served = None
+            return {}
+        self.served = _version(model.run_id, model.rollout_model_version)
         mine = [each for each in status.instances if self._model_id in each.models]
-        return served, _failures_of(mine, model.last_error, all_of_them=all_of_them)
+        return _failures_of(mine, model.last_error, all_of_them=all_of_them)
 
     def _introduce(self) -> None:
         """Makes the agents known to a service; one that knows them by its own configuration refuses."""
@@ -405,6 +404,17 @@ def _failures_of(instances: Sequence[InstanceStatus], last_error: str | None, *,
         if each.why is not None and (each.failed or all_of_them):
             failures[each.instance_id] = each.why
     return failures
+
+
+def _version(run_id: str | None, number: int | None) -> Version | None:
+    return None if run_id is None or number is None else Version(run_id=run_id, number=number)
+
+
+def _includes(served: Version | None, version: Version | None) -> bool:
+    """Whether that is the version, or a newer one of its run."""
+    if served is None or version is None:
+        return False
+    return served.run_id == version.run_id and served.number >= version.number
 
 
 def _of(who: str, why: str) -> str:

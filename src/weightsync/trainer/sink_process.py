@@ -118,7 +118,6 @@ class SinkProcess:
                 if self._closed or self.failed is not None:
                     return
                 self.error = self.error or StateError(f"the store's writer {why}")
-                self._changed.notify_all()
                 pause_s = _FIRST_S if time.monotonic() - begun_s > _LONGEST_S else min(2 * pause_s, _LONGEST_S)
                 _logger.warning(
                     "the writer of %s %s; it is started again in %.1f s", self._config.store, why, pause_s
@@ -132,7 +131,7 @@ class SinkProcess:
                 if self._closed:
                     return "was closed"
                 self._process = process = started_beside("weightsync.sink.main", stdout=subprocess.PIPE)
-        except OSError as error:  # no process can be had now
+        except (OSError, RuntimeError) as error:  # no process can be had now
             return f"could not be started: {error}"
         assert process.stdout is not None
         assert process.stdin is not None

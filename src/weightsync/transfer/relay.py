@@ -207,7 +207,14 @@ class RelaySource:
                 if self._closed or self._num_agent_streams >= reading.swarm.agent_streams(self.num_streams):
                     return
                 self._num_agent_streams += 1
-            self._start(self._read_agent, reading, name="weightsync-pull-agent")
+            try:
+                self._start(self._read_agent, reading, name="weightsync-pull-agent")
+            except StateError:
+                with self._lock:
+                    self._num_agent_streams -= 1
+                    if self._num_agent_streams:
+                        return  # those that run do it
+                raise
 
     def _read_peer(self, reading: _Reading, facts: RelayPeer, peer: TcpSource) -> None:
         try:

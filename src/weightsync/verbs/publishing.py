@@ -182,7 +182,8 @@ class Publisher(Closing):
         self._newest: Version | None = None
         self._missed = False
         self._closed = False
-        self._not_serving: Mapping[str, str] = {}
+        self._not_serving: Mapping[str, str] = {}  # of the last wait
+        self._waited_for: Version | None = None
 
     @property
     def run_id(self) -> str:
@@ -205,9 +206,10 @@ class Publisher(Closing):
 
     @property
     def not_serving(self) -> Mapping[str, str]:
-        """On rank 0: who of `to` does not serve what was published, and why, by URL: as the last wait found it, or as
-        each said when it was asked, every 5 s while it is behind. Where nobody was told: as the last wait found
-        it, who has pulled of late and has not fetched the newest, by name. It does not wait."""
+        """On rank 0: who of `to` does not serve what was published, and why, by URL: as the last wait found it, where
+        it has not caught up since, or as each said when it was asked, every 5 s while it is behind. Where nobody was
+        told: as the last wait found it, who has pulled of late and has not fetched the newest, by name. It does not
+        wait."""
         return {**self._notifier.why_not(), **self._away()}
 
     @property
@@ -312,6 +314,7 @@ class Publisher(Closing):
             return {}
         newest = self._newest
         last = LastVersion(self._manager, self._notifier, newest, timeout_s=timeout_s, away=self._away())
+        self._waited_for = newest
 
         def done(seconds: float) -> bool:
             found = last.outcome(seconds)
@@ -323,7 +326,7 @@ class Publisher(Closing):
 
     def _away(self) -> Mapping[str, str]:
         """Those of the last wait who have not caught up since."""
-        right = self._notifier.caught_up()
+        right = self._notifier.serving(self._waited_for) if self._waited_for is not None else ()
         return {who: why for who, why in self._not_serving.items() if who not in right}
 
     def _wait_for_the_last(self) -> None:

@@ -534,8 +534,12 @@ def test_whoever_is_told_of_an_audit_is_told_of_a_fence(trainer: Trainer, monkey
             pass
         assert not rig.load(trainer.pulled()).patched
         rig.serves(trainer.weights, 2)
+        audits = [thread for thread in threading.enumerate() if thread.name == "e-audit"]
     finally:
         go.set()
+    assert audits
+    for thread in audits:
+        thread.join(LONG_S)
     rig.serves(trainer.weights, 2)
 
 

@@ -72,22 +72,28 @@ def test_an_answer_that_can_not_be_written_is_an_error_not_a_wait(worker: Proces
     assert isinstance(call.exception(5), WeightSyncError)
 
 
-def test_its_engine_knows_of_a_death_before_those_that_wait_are_told() -> None:
-    """Seen red: they were told, and the engine went on generating for a moment."""
+def test_its_engine_knows_of_a_death_before_anybody_is_told() -> None:
+    """Seen red: those that waited, and those that asked just then, were told, and the engine went on generating."""
     answered: list[bool] = []
 
+    def waiting(count: int) -> list[Any]:
+        end = time.monotonic() + 10
+        while len(made._waiting) < count:
+            assert time.monotonic() < end
+        return list(made._waiting.values())
+
     def refuse(_: str) -> None:
-        answered.extend(future.done() for future in waiting)
+        calls.append(in_thread(lambda: made.ask("sleep", 60), name="late"))
+        answered.extend(future.done() for future in waiting(4))
 
     made = ProcessWorker(factory, track="e/worker-0", start_method="fork", on_death=refuse)
     calls = [in_thread(lambda: made.ask("sleep", 60), name=str(number)) for number in range(3)]
-    end = time.monotonic() + 10
-    while len(waiting := list(made._waiting.values())) < 3:
-        assert time.monotonic() < end
+    waiting(3)
     os.kill(made.pid, signal.SIGKILL)
-    for call in calls:
-        assert isinstance(call.exception(10), EngineUnreachableError)
-    assert answered == [False] * 3
+    for call in calls[:3]:
+        assert isinstance(call.exception(20), EngineUnreachableError)
+    assert answered == [False] * 4
+    assert isinstance(calls[3].exception(20), EngineUnreachableError)
     made.close()
 
 

@@ -579,6 +579,21 @@ def test_the_next_pause_waits_for_the_end_of_an_earlier_one(monkeypatch: pytest.
     handle.call(EngineOp.COMMIT, CommitRequest(session="t"), timeout_s=5)
 
 
+def test_a_pause_that_can_not_wait_for_the_end_of_an_earlier_one_is_its_own_abort_s_to_end() -> None:
+    """Its trainer was told that it is paused, perhaps."""
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s", paused=False)
+    api.paused = True
+    with handle._ending, pytest.raises(DeadlineExceededError, match="was not ended in"):
+        handle.call(EngineOp.PAUSE, PauseRequest(session="s", timeout_s=0.1, lease_s=5.0), timeout_s=5)
+    handle.call(EngineOp.ABORT, AbortRequest(session="s", reason="no pause"), timeout_s=5)
+    assert not api.paused
+    with handle._ending, pytest.raises(DeadlineExceededError, match="was not ended in"):
+        handle.call(EngineOp.BEGIN, BeginRequest(session="t", manifest=MANIFEST, deadline_s=5.0), timeout_s=0.1)
+    begun(handle, "t")
+
+
 def test_a_trainer_that_ends_leaves_the_ending_of_its_pause_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: its goodbye ended what was to end the pause, and made the run nobody's: vLLM stayed paused."""
     monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 0.2)

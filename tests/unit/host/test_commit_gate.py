@@ -1,4 +1,4 @@
-"""Permit and Hold: engines' threads wait with what they have staged until it may be committed, or may not."""
+"""CommitGate and PendingCommit: engines' threads wait with what is staged until it may be committed, or may not."""
 
 from __future__ import annotations
 

@@ -236,11 +236,10 @@ def test_where_nobody_can_listen(options: dict[str, Any]) -> None:
         ServerThread(app(), ServerSettings(**options)).start()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_that_could_not_start_does_not_claim_that_it_did(tmp_path: Path) -> None:
     tls = TlsFiles(certificate=str(tmp_path / "no.pem"), key=str(tmp_path / "no.key"))
     server = ServerThread(app(), ServerSettings(tls=tls))
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"no TLS with .*no\.pem and .*no\.key"):
         server.start(timeout_s=5)
 
 

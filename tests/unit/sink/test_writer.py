@@ -179,7 +179,8 @@ def test_two_that_claim_at_once_are_not_both_told_yes(store) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(40)
+    assert len(found) == 4
     assert [each for each in found if isinstance(each, int)] == [1]
     for keeper in keepers:
         keeper.release()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from weightsync.trainer import sink_process
@@ -21,14 +23,16 @@ def test_a_writer_that_can_not_be_started_is_tried_again(
 
     monkeypatch.setattr(sink_process, "started_beside", none_left)
     monkeypatch.setattr(sink_process, "_FIRST_S", 0.01)
+    monkeypatch.setattr(sink_process, "_START_S", 0.1)
     sink = SinkProcess(SinkConfig(store="file:///nowhere", model_id="m", run_id="r", agents=()))
     sink.start(wait_s=0.0)
     try:
+        end = time.monotonic() + 20
+        while len(tried) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)  # between two looks
         assert "no more processes" in str(sink.error)
         assert "no more processes" in (sink.wait_stored(1, timeout_s=0.1) or "")
-        while len(tried) < 3:
-            with sink._changed:
-                sink._changed.wait(0.01)
     finally:
         sink.close()
     assert "could not be started: no more processes; it is started again in" in caplog.text

@@ -132,6 +132,11 @@ def with_length(headers: Iterable[tuple[bytes, bytes]], size_bytes: int) -> Head
     return [*kept, (b"content-length", str(size_bytes).encode())]
 
 
+def with_length_of(scope: Scope, body: bytes) -> Scope:
+    """A request's scope, with the length of its rewritten body."""
+    return {**scope, "headers": with_length(scope["headers"], len(body))}
+
+
 async def refuse(send: Send, error: WeightSyncError) -> None:
     """Answers with an error; who may try again soon is told when."""
     headers = [(b"retry-after", b"1")] if isinstance(error, NotServingError | BusyError) else []

@@ -38,7 +38,7 @@ from weightsync.engine.vllm.asgi import (
     is_of_another_page,
     refuse,
     route_of,
-    with_length,
+    with_length_of,
 )
 from weightsync.engine.vllm.lease_middleware import LeaseMiddleware
 from weightsync.engine.vllm.lora_answers import Completions, Models, Renamed
@@ -183,11 +183,13 @@ class LoraMiddleware:
                 # by vLLM's own name for it: it is not proved yet, or vLLM would read a folder that goes, and end
                 await refuse(send, NotServingError(f"{model} is {named.state}", state_left="not answered"))
                 return
-            held = self._table.begin(model)  # the switch: nothing is awaited between this look and the count
+            # the switch: nothing is awaited between this look and the count
+            held = self._table.begin(model) if model else None
             if held is None and model in self._expected:
                 await refuse(send, NotServingError(f"{model} has no adapter yet", state_left="not loaded"))
                 return
             if held is None or request is None:
+                request = None  # an answer may take minutes
                 await self._app(scope, self._requests.again(read, receive), send)
                 return
         finally:
@@ -199,8 +201,9 @@ class LoraMiddleware:
                 await refuse(send, error)
                 return
             rewritten = json.dumps(given).encode()
-            scope = {**scope, "headers": with_length(scope["headers"], len(rewritten))}
-            await self._app(scope, first(rewritten, receive), out)
+            scope, receive = with_length_of(scope, rewritten), first(rewritten, receive)
+            del request, given, rewritten
+            await self._app(scope, receive, out)
         finally:
             self._table.end(held)
             self._sweep()

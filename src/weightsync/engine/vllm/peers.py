@@ -9,7 +9,7 @@ from typing import Any
 from weightsync.errors import EngineError, UnsupportedError, WeightSyncError
 from weightsync.handles.vllm_messages import error_text
 
-_AGREE_MARGIN_S = 30.0
+_AGREE_MARGIN_S = 60.0  # an abort alone may wait half of it for a loader that hangs
 
 
 class BackendError(RuntimeError):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync.engine.vllm.answers import FIELD, ROUTES, Answers, hides_tokens, num_choices
-from weightsync.engine.vllm.asgi import App, Bodies, Message, Receive, Scope, Send, first, request_in, with_length
+from weightsync.engine.vllm.asgi import App, Bodies, Message, Receive, Scope, Send, first, request_in, with_length_of
 from weightsync.engine.vllm.spans import Answer, spans_of
 from weightsync.engine.vllm.version_board import TAG, VersionBoard
 from weightsync.errors import WeightSyncError
@@ -54,12 +54,12 @@ class VersionMiddleware:
         try:
             body = await self._bodies.read(receive, read, max_bytes=_MAX_BODY_BYTES, max_coming_bytes=_MAX_COMING_BYTES)
             request = None if body is None else request_in(body)
+            del body  # an answer may take minutes
             if request is None:
                 await self._app(scope, self._bodies.again(read, receive), send)
                 return
         finally:
             self._bodies.done(read)
-        del body
         board = self._opened()
         tag = None if board is None or hides_tokens(request) else board.claim()
 
@@ -70,8 +70,9 @@ class VersionMiddleware:
             asked = bool(request.get("return_token_ids"))
             answers = Answers(send, spans, asked=asked, num_choices=num_choices(request))
             rewritten = json.dumps(_tagged(request, tag)).encode()
-            scope = {**scope, "headers": with_length(scope["headers"], len(rewritten))}
-            await self._app(scope, first(rewritten, receive), answers.send)
+            scope, receive = with_length_of(scope, rewritten), first(rewritten, receive)
+            del request, rewritten
+            await self._app(scope, receive, answers.send)
         finally:
             if board is not None and tag is not None:
                 board.release(tag)

@@ -520,8 +520,9 @@ def test_a_request_that_was_passed_on_is_not_kept_while_it_is_answered(monkeypat
         vllm.gates["long"] = asyncio.Event()
         long = {"model": "base", "prompt": [1], "user": "long", "suffix": "x" * 29_000}
         answered = [asyncio.ensure_future(there.ask("POST", "/v1/completions", long)) for _ in range(3)]
-        while len(vllm.asked) < 3:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while len(vllm.asked) < 3:
+                await asyncio.sleep(0)
         assert (await there.complete(suffix="x" * 29_000))["header"] == f"{RUN}/1"
         vllm.gates["long"].set()
         assert [(await each)[0] for each in answered] == [200] * 3
