@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from weightsync.memory import Lock, Reader
 from weightsync.module_walk import module_tensors
 from weightsync.plan.boxes import whole_box
 from weightsync.tensors import byte_array
+from weightsync.trainer import offload_steps
 from weightsync.trainer.publisher import OffloadReport, WeightManager
 from weightsync.types import Box, Deadline, Version
 from weightsync.types.transfer_messages import Transport
@@ -335,6 +337,22 @@ class Gathering(Failing):
 
     def _can_shard(self, tensor: torch.Tensor) -> bool:
         return False
+
+
+def test_a_gathered_copy_has_the_time_that_its_size_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a model that takes longer than ranks wait for each other was never published."""
+
+    class Slow(Gathering):
+        def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            time.sleep(0.3)
+            return super()._gather(tensor, dtype)
+
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    monkeypatch.setattr(offload_steps, "_GATHER_BYTES_S", 10.0)
+    with WeightManager("m", timeout_s=1.0, guard_s=0.5) as manager:
+        report = manager.offload(Slow(model, chunk_bytes=None), 1)
+        assert (report.path, report.published) == ("gather", True)
+        assert report.seconds > 1.5
 
 
 def _one_rank_fails(rank: int, world_size: int) -> dict[int, tuple[str, str | None, bool]]:

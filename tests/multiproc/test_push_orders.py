@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,9 @@ from tests.multiproc.test_verbs import engine_main, serves
 from tests.standins.processes import Child, children, free_port, in_gloo_world, run_ranks
 from weightsync.clients.controller import ControllerClient
 from weightsync.control.build import build_controller
+from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import TrainerRankError, WeightSyncError
+from weightsync.load.module import ModuleWeightLoader
 
 PUSH_S = 6.0
 
@@ -194,6 +197,21 @@ def refused_main(rank: int, world_size: int, engine: str, controller: str, token
     except WeightSyncError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def same_ids_main(rank: int, world_size: int) -> tuple[str, float]:
+    engines = [EmbeddedEngine.of(ModuleWeightLoader(build(99))) for _ in range(2)]
+    begun_s = time.monotonic()
+    with pytest.raises(WeightSyncError) as raised:
+        weightsync.push(shard(build(5), "shard0", world_size), engines)
+    return f"{type(raised.value).__name__}: {raised.value}", time.monotonic() - begun_s
+
+
+def test_what_rank_0_alone_can_know_of_the_engines_fails_every_rank_at_once() -> None:
+    """Seen red: the others waited 305 s for a rank that had raised."""
+    for said, seconds in run_ranks(same_ids_main, 2):
+        assert said.startswith("ConfigError: engine ids are not unique")
+        assert seconds < 30.0
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,18 @@ from weightsync.config import WeightSyncConfig
 from weightsync.control.build import build_controller
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
-from weightsync.errors import AuthError, ConfigError, InvalidRequestError, SyncFailedError, WeightSyncError
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    SyncFailedError,
+    WeightSyncError,
+)
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.tensors import byte_array
 from weightsync.trainer import notifier
+from weightsync.trainer.offload_steps import OffloadSteps
 from weightsync.types import Version
 from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState
 from weightsync.types.service import ModelStatus, NotifyRequest, ServiceStatus
@@ -411,6 +419,55 @@ def test_a_trainer_is_told_why_its_fleet_serves_nothing_once_and_at_the_end(
         said = [each.getMessage() for each in caplog.records if "is not served there" in each.getMessage()]
         assert len(said) == len({re.sub(r"\d+", "", each) for each in said})
         assert any("ManifestMismatchError" in each for each in said)
+
+
+def test_a_controller_that_has_not_heard_of_a_version_does_not_serve_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: "all that it knows is served", and the version was withdrawn, which nobody had."""
+
+    def down(self: Any, version: Version) -> None:
+        raise EngineUnreachableError("down")
+
+    monkeypatch.setattr(notifier._Told, "_tell", down)
+    settings = WeightSyncConfig.load({"sync_method": "mock", "fleet": {"models": ["actor"], "port": 0}})
+    with (
+        build_controller(settings, token=TOKEN) as controller,
+        weightsync.publish(build(5), "actor", to=controller.url, token=TOKEN, port=0, last_wait_s=0) as publisher,
+    ):
+        publisher.step()
+        assert list(publisher.wait_served(_LONG_S)) == [controller.url]
+
+
+def test_a_wait_that_can_not_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: RuntimeError on rank 0, and the others waited for it."""
+    start = threading.Thread.start
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name == "weightsync-wait":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with weightsync.publish(build(5), "actor", to="http://127.0.0.1:9", token=TOKEN, port=0) as publisher:
+        publisher.step()
+        monkeypatch.setattr(threading.Thread, "start", starts)
+        assert publisher.wait_served(_LONG_S) == {"http://127.0.0.1:9": "can't start new thread"}
+
+
+def test_a_number_that_failed_half_way_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: every later step raised VersionError."""
+    publish, fails = OffloadSteps.publish, [True]
+
+    def once(*args: Any, **options: Any) -> Any:
+        if fails:
+            fails.pop()
+            raise MemoryError
+        return publish(*args, **options)
+
+    monkeypatch.setattr(OffloadSteps, "publish", once)
+    with weightsync.publish(build(5), "actor", token=TOKEN, port=0, last_wait_s=0) as publisher:
+        with pytest.raises(MemoryError):
+            publisher.step()
+        assert publisher.step().version.number == 2
+        publisher.manager.wait_published(2, timeout_s=_LONG_S)
 
 
 def test_who_has_caught_up_since_the_last_wait_is_not_named_any_more() -> None:

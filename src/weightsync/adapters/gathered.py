@@ -110,6 +110,10 @@ class GatheredTransfer:
         """Returns when the version is served; see `wait_s`."""
         if self._publisher is None or self._to is None:
             return
+        if isinstance(self.report, OffloadReport) and not self.report.published:
+            self.not_serving = {"the trainer": f"it was not published: {self.report.why}"}
+            _logger.warning("%s was not published, training goes on: %s", self.version, self.report.why)
+            return
         self.not_serving = self._publisher.wait_served(self._wait_s)
         for who, why in self.not_serving.items():
             _logger.warning("%s does not serve %s yet, training goes on: %s", who, self.version, why)

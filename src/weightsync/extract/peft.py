@@ -9,7 +9,7 @@ Whatever shards it (nothing, FSDP2, DeepSpeed):
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +59,8 @@ class _Merging:
     def _prepare(self) -> None:
         super()._prepare()  # type: ignore[misc]
         self._layer_of = {}
+        modules = self.model.modules()
+        owners = Counter(id(tensor) for module in modules for tensor in module._parameters.values())
         for path, layer in lora_layers(peft_model_in(self.model), self.merged):
             if self.merged in layer.merged_adapters:
                 raise UnsupportedError("this adapter is merged in place: unmerge it first", parameter=path)
@@ -69,6 +71,12 @@ class _Merging:
             base = layer.get_base_layer()
             for name in changed:
                 if (tensor := getattr(base, name, None)) is not None:
+                    if owners[id(tensor)] > 1:
+                        raise UnsupportedError(
+                            "the adapter changes one of two tied weights, which an engine has as one: publish the "
+                            "adapter itself, or untie them",
+                            parameter=path,
+                        )
                     self._layer_of[id(tensor)] = layer, name
 
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -135,7 +135,7 @@ class LockstepExtraction:
 
     @property
     def hangs(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._ended
 
     def _run(self) -> None:
         try:

@@ -131,7 +131,8 @@ class Notifier:
         def outcome(seconds: float) -> Mapping[str, str] | None:
             if wait_for(waits.values(), timeout=seconds).not_done:
                 return None
-            return {url: why for url, wait in waits.items() if (why := wait.result()) is not None}
+            found = {url: str(wait.exception() or wait.result() or "") for url, wait in waits.items()}
+            return {url: why for url, why in found.items() if why}
 
         return outcome
 
@@ -280,7 +281,10 @@ class _Told:
 
     def _serves(self, version: Version, wait_s: float) -> bool:
         if self._learn(_CALL_S):
-            return self._controller.sync_weight_to_rollout_service(self._model_id, wait_s=wait_s)
+            if version == self._newest:  # it may not have heard of it: then all that it knows is served
+                self._tell(version)
+            self._controller.sync_weight_to_rollout_service(self._model_id, wait_s=wait_s)
+            return self._controller.wait_version(version.run_id, self._model_id, version.number, wait_s=0.0)
         self._introduce()
         self._notify(version, wait_s)
         return True

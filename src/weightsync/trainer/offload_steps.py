@@ -41,6 +41,8 @@ from weightsync.types.canary import Canary
 from weightsync.types.publication import Publication
 
 Boxes = tuple[tuple[int, Box], ...]
+_GATHER_BYTES_S = 100 << 20
+"""A slow trainer gathers and writes as much in a second: a model is given this time besides."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -286,8 +288,9 @@ class OffloadSteps:
             WeightSyncError: on every rank.
         """
         writes = self._ranks.rank == 0
+        seconds = self._timeout_s + TensorTable.of(extractor.metadata(self._dtype)).total_bytes / _GATHER_BYTES_S
         extraction = LockstepExtraction(
-            extractor, dtype=self._dtype, ranks=self._ranks, deadline=Deadline(self._timeout_s),
+            extractor, dtype=self._dtype, ranks=self._ranks, deadline=Deadline(seconds),
             recorder=self._recorder, keep=writes,
         )  # fmt: skip
         copied_bytes = 0

@@ -292,6 +292,11 @@ class WeightManager(Closing):
         finally:
             steps.give_back(acquired)
 
+    @property
+    def newest(self) -> int:
+        """Number of the last version that ranks agreed on, published or not; -1 before the first."""
+        return self._newest
+
     def wait_published(self, version: int, *, timeout_s: float) -> None:
         """Waits until this host's agent has proved a version and serves it, or a newer one. Only the host's first rank.
 
@@ -358,8 +363,13 @@ class WeightManager(Closing):
         ranks = self._ranks
         if self._closed or ranks is None or not self._endpoints:
             raise StateError("this WeightManager is closed, or was not started")
-        while not ranks.settle(None, done=ranks.rank == 0 and done(_ROUND_S))[0]["done"]:
-            pass
+        is_done, error = False, None
+        while not is_done:
+            try:
+                is_done = ranks.rank == 0 and done(_ROUND_S)
+            except Exception as caught:
+                error = as_weightsync_error(caught, StateError, "rank 0 could not wait")
+            is_done = ranks.settle(error, done=is_done)[0]["done"]
 
     def settle(self, error: WeightSyncError | None) -> None:
         """Every rank calls it, after `start`; where one has an error, all raise it."""

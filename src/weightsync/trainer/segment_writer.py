@@ -119,7 +119,7 @@ class SegmentWriter:
             Bytes that were written.
 
         Raises:
-            InvalidRequestError: the layout has no place for it.
+            InvalidRequestError: the layout has no place for it, or its memory ends before it does.
         """
         target = self._target(name, box)
         if tuple(target.shape) != tuple(tensor.shape):
@@ -128,6 +128,10 @@ class SegmentWriter:
             self._copy_from_cuda(target, tensor)
         elif tensor.dtype == target.dtype and tensor.is_contiguous() and target.is_contiguous():
             assert self._flat is not None
+            if (tensor.storage_offset() + tensor.numel()) * tensor.itemsize > tensor.untyped_storage().nbytes():
+                raise InvalidRequestError(
+                    "the tensor's memory ends before it does: its storage was freed, or shrunk", parameter=name
+                )
             self._queued.append((tensor, target.data_ptr() - self._flat.data_ptr()))
             self._queued_bytes += target.nbytes
             if self._queued_bytes > _MAX_QUEUED_BYTES:  # what was made for this copy alone must not pile up

@@ -265,8 +265,10 @@ class Publisher(Closing):
         number = self._number + 1 if version is None else version
         if self._lora is not None:
             self._lora.bind(self._weights)
-        report = self._manager.offload(self._weights, number)
-        self._number = number
+        try:
+            report = self._manager.offload(self._weights, number)
+        finally:
+            self._number = max(self._number, self._manager.newest)  # one that failed half-way is not used again
         self._missed = not report.published
         if report.published:
             self._newest = report.version

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from weightsync.clients.controller import ControllerClient
 from weightsync.config import WeightSyncConfig, select_strategy
 from weightsync.errors import ConfigError, TransferAbortedError, WeightSyncError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor
@@ -115,6 +116,7 @@ def push(
     error: WeightSyncError | None = None
     extractor: WeightExtractor | None = None
     chosen: dict[str, Any] = {}
+    client: EngineFanout | None = None
     try:
         try:
             if lora is None:
@@ -131,6 +133,9 @@ def push(
                     name = f"module-{number}"
                     handles.append(handle_of(engine, name=name, token=bearer, verify=verify, opened=opened))
                 chosen = _chosen(settings, listed, handles)
+                client = EngineFanout(handles)
+                if (url := controller or settings.push.controller) is not None:
+                    ControllerClient(url, token=bearer, verify=verify).close()  # raises where the URL is none
         except Exception as caught:
             error = as_weightsync_error(caught, ConfigError, "the push can't begin", rank=ranks.rank)
         first = ranks.settle(error, chosen=chosen, controller=controller or settings.push.controller)[0]
@@ -142,7 +147,7 @@ def push(
         sync = PushSync.from_config(
             with_transfer(settings, **first["chosen"]).model_copy(update={"push": type(settings.push)()}),
             extractor,
-            EngineFanout(handles) if ranks.rank == 0 else None,
+            client,
             model_id=model,
             alone=alone,
             **options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
 from weightsync.errors import ConfigError, SyncFailedError
 from weightsync.load.module import ModuleWeightLoader
+from weightsync.trainer.offload_steps import OffloadReport
 
 
 def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,6 +94,21 @@ def test_ranks_that_gather_in_step_push(engine: tuple[nn.Module, str]) -> None:
     for _ in range(3):
         step(wanted)
     assert same(wanted, model)
+
+
+def test_a_version_that_was_not_published_is_not_said_to_be_served(caplog: pytest.LogCaptureFixture) -> None:
+    """Seen red: the host served the one before, and was taken to have this one."""
+    model, served = build(5), build(99, dtype=torch.bfloat16)
+    with weightsync.serve({"actor": served}, token=TOKEN, port=0) as service:
+        transfer = WeightTransfer("actor", to=service.url, token=TOKEN, port=0)
+        synced(transfer, model)
+        report = transfer.report
+        assert isinstance(report, OffloadReport)
+        transfer.report = dataclasses.replace(report, published=False, why="all memory is read")
+        transfer.wait_served()
+        assert transfer.not_serving == {"the trainer": "it was not published: all memory is read"}
+        assert "was not published, training goes on" in caplog.text
+        transfer.destroy()
 
 
 def test_a_version_is_served_when_resume_returns_and_one_after_the_end_begins_a_new_run() -> None:

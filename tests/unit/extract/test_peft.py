@@ -119,6 +119,10 @@ def test_what_can_not_be_published_is_refused() -> None:
     merged.merge_adapter()
     with pytest.raises(UnsupportedError, match="unmerge"):
         merged_extractor(merged)
+    tied = peft_model("llama", 8, target_modules=["lm_head"])
+    tied.base_model.model.model.embed_tokens.weight = tied.base_model.model.lm_head.base_layer.weight
+    with pytest.raises(UnsupportedError, match="tied"):
+        merged_extractor(tied)
     other = peft.get_peft_model(base_model(), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     with pytest.raises(UnsupportedError, match="IA3"):
         adapter_extractor(other)
