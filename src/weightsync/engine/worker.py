@@ -26,7 +26,7 @@ from weightsync.engine.audit import Audits
 from weightsync.engine.audited import AuditedWorker
 from weightsync.engine.live_base import LiveBase, check_artifact
 from weightsync.engine.membership import Membership
-from weightsync.engine.proof import Served, check_base, check_immutable, committed, prove, prove_patch
+from weightsync.engine.proof import Served, check_base, check_immutable, check_undamaged, committed, prove, prove_patch
 from weightsync.engine.session import Session
 from weightsync.errors import (
     DeadlineExceededError,
@@ -298,6 +298,7 @@ class EngineWorker(AuditedWorker):
 
         Raises:
             StateError: not staged, or no such session.
+            VersionError: it is a patch, and an audit has found what is live to be other weights. As below:
             LoadError: the loader failed; the session has failed.
         """
         session = self._open_session(name)
@@ -309,6 +310,8 @@ class EngineWorker(AuditedWorker):
                 raise StateError("commit comes after stage", version=str(session.manifest.version))
             try:
                 self._audits.pause()
+                if session.base is not None:  # an audit may have ended since it began
+                    check_undamaged(manifest.version, self._audits.finding)
                 self._base.check_commit(manifest, self.loader)
                 with self.recorder.phase("commit"):
                     self.loader.commit(manifest.version)

@@ -618,6 +618,38 @@ def test_a_begin_that_is_refused_does_not_end_an_audit(trainer: Trainer, monkeyp
     until(lambda: described(rig).unhealthy, "the audit")
 
 
+def test_a_patch_that_began_before_a_finding_lifts_no_fence(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its base was served and proved when it began."""
+    rig = Rig()
+    rig.load(trainer.pulled())
+    rig.modules[0].bf16.view(torch.int16)[0, 0] ^= 1
+    trainer.step(share=0.0)
+    reading, go = held_sums(monkeypatch)
+    rig.load(trainer.pulled())
+    assert reading.wait(LONG_S)
+    trainer.step(share=0.0)
+    session = Session(rig, trainer.pulled(), "next")
+    session.begin()
+    go.set()
+    until(lambda: rig.engine._gate.fenced, "the fence")
+    _, go = held_sums(monkeypatch)  # the audit behind the commit would fence again
+    try:
+        session.update()
+        session.stage()
+        session.pause()
+        with pytest.raises(VersionError, match="audit"):
+            session.commit()
+        with pytest.raises(NotServingError), rig.engine.generation(timeout_s=0.0):
+            pass
+    finally:
+        go.set()
+    monkeypatch.undo()
+    assert not rig.load(trainer.pulled()).patched
+    rig.serves(trainer.weights, 3)
+
+
 # --- generations ---
 
 
