@@ -194,6 +194,7 @@ class EngineWorker(AuditedWorker):
         Raises:
             SyncInProgressError: another session is open.
             StateError: no group: init first.
+            TransferAbortedError: it was aborted before it came.
             VersionError: not the current run, or older than what is served; or a patch on another base than what is
                 served, proved and whole here. Nothing was changed: load it in full.
             UnsupportedError: this model can't be patched. Nothing was changed.
@@ -205,6 +206,7 @@ class EngineWorker(AuditedWorker):
             self._check_stuck()
             if (other := self._session) is not None:
                 raise SyncInProgressError(f"session {other.name} is open", version=str(other.manifest.version))
+            self._member.check_not_over(request.session)
             receiver = self._member.receiver_for(version, request.manifest.model_id)
             served = self._served.version if self._served else None
             if served and served.run_id == version.run_id and served.is_newer_than(version):
