@@ -186,6 +186,18 @@ def test_of_two_tensors_in_one_place_both_are_marked() -> None:
     assert set(plan.marked) == {"a", "b"}
 
 
+def test_of_many_tensors_all_that_are_in_one_place_are_marked() -> None:
+    """One that reaches over several others; most have a place of their own."""
+    model = Loaded()
+    own = model.own("big", 1300)
+    places = {"all": slice(0, 100), "head": slice(10, 20), "tail": slice(30, 40)}
+    places |= {f"own.{index}": slice(index, index + 1) for index in range(100, 1300)}
+    for name, at in places.items():
+        model.copies[name] = lambda _, tensor, at=at: own[at].copy_(tensor)  # type: ignore[misc]
+    tensors = {name: numbered(at.stop - at.start, start=0) for name, at in places.items()}
+    assert planned(model, tensors).marked.keys() == {"all", "head", "tail"}
+
+
 def test_a_layer_that_has_more_than_it_is_given_is_marked() -> None:
     """A scale that some other code fills: what the layer computes with is not the checkpoint's tensor alone."""
     model = Loaded()
