@@ -33,6 +33,7 @@ from weightsync.host.staged_version import StagedPatch, StagedVersion
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.testing.contracts import bytes_of
 from weightsync.types import (
+    AbortRequest,
     BeginRequest,
     CommitRequest,
     Deadline,
@@ -481,6 +482,26 @@ def test_no_session_begins_while_another_commits(trainer: Trainer) -> None:
     assert isinstance(committing.exception(5), LoadError)
     rig.loaders[1].commit = commit  # type: ignore[method-assign]
     rig.serves(before, 1)
+
+
+def test_an_abort_within_a_commit_in_place_lifts_no_fence(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker has committed, and generations would be told the version before."""
+    rig = Rig(in_place=True)
+    rig.load(trainer.pulled())
+    trainer.step()
+    trainer.patch = None
+    real, fenced = rig.workers[0].commit, []
+
+    def commit(name: str) -> Any:
+        committed = real(name)
+        rig.engine.call(EngineOp.ABORT, AbortRequest(session=name, reason="too late"), timeout_s=LONG_S)
+        fenced.append(rig.engine._gate.fenced)
+        return committed
+
+    monkeypatch.setattr(rig.workers[0], "commit", commit)
+    rig.load(trainer.pulled())
+    assert fenced == [True]
+    rig.serves(trainer.weights, 2)
 
 
 # --- the audit ---
