@@ -183,6 +183,8 @@ class _Tracer(TorchDispatchMode):
         written = [each for each in _written(func, args, kwargs) if storage_id(each) in self._owners]
         sources = [each for each in _tensors((args, kwargs)) if storage_id(each) in self._specs]
         name = func.overloadpacket.__name__
+        if name == "copy_" and not any(each.numel() for each in _tensors(args)):
+            return args[0]  # an empty tensor, or an empty part of one
         if written:
             return self._write(name, written, sources, args)
         if not sources:
