@@ -639,9 +639,7 @@ def test_a_begin_that_is_refused_does_not_end_an_audit(trainer: Trainer, monkeyp
     until(lambda: described(rig).unhealthy, "the audit")
 
 
-def test_a_patch_that_began_before_a_finding_lifts_no_fence(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patch_that_began_before_a_finding_lifts_no_fence(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its base was served and proved when it began."""
     rig = Rig()
     rig.load(trainer.pulled())

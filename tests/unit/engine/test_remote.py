@@ -36,7 +36,16 @@ from weightsync.load.module import ModuleWeightLoader
 from weightsync.testing.contracts import bytes_of as content
 from weightsync.testing.contracts import manifest_of
 from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
-from weightsync.types import EngineOp, EngineReply, EngineRequest, Full, HeldTensor, StageRequest, UpdateRequest, Version
+from weightsync.types import (
+    EngineOp,
+    EngineReply,
+    EngineRequest,
+    Full,
+    HeldTensor,
+    StageRequest,
+    UpdateRequest,
+    Version,
+)
 
 TOKEN = "a-token-for-tests-only"
 LONG_S = 20.0

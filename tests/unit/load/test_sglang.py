@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.host.fakes import Bench, begin, chunk, model
+from tests.unit.host.fakes import Bench, begin, chunk
 from tests.unit.host.fakes import manifest as bench_manifest
+from tests.unit.host.fakes import model as bench_model
 from tests.unit.host.fakes import weights as bench_weights
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError, WeightSyncError
 from weightsync.load.sglang import FUSED, SGLangWeightLoader, load_weights
@@ -332,7 +333,7 @@ def test_a_worker_of_several_proves_nothing(tp_size: int) -> None:
             for name, tensor in weights:
                 self.get_parameter(name).data.copy_(tensor)
 
-    bench = Bench(loader=SGLangWeightLoader(Plain(*model()), tp_size=tp_size))
+    bench = Bench(loader=SGLangWeightLoader(Plain(*bench_model()), tp_size=tp_size))
     for number in (1, 2):
         bench.receiver.tensors = bench_weights(number)
         bench.worker.begin(begin(number))
