@@ -39,9 +39,10 @@ def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[R
     work = list(items)
     if len(work) <= 1 or num_cores() == 1:
         return [function(item) for item in work]
-    pool = _shared_pool()
-    futures = [pool.submit(function, item) for item in work]
+    pool, futures = _shared_pool(), []
     try:
+        for item in work:
+            futures.append(pool.submit(function, item))
         return [future.result() for future in futures]
     except BaseException:
         for future in futures:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 from weightsync.codec.digest import PartSums
 from weightsync.codec.model_digest import ShardSum, model_digest
-from weightsync.errors import DigestMismatchError, TransferAbortedError
+from weightsync.errors import DigestMismatchError, LoadError, TransferAbortedError
 from weightsync.handles.fanout import in_thread
 from weightsync.load.base import WeightLoader
 from weightsync.plan.boxes import split_box, whole_box
@@ -181,7 +181,12 @@ class Audits:
             UnsupportedError: live weights can't be told.
         """
         self.pause()
-        held = list(loader.audited())  # now: within a bracket it gives what will serve
+        try:
+            held = list(loader.audited())  # now: within a bracket it gives what will serve
+        except LoadError as error:  # other tensors serve
+            found = self.failure = DigestMismatchError(f"an audit found: {error.message}", state_left=_REFUSES)
+            _logger.error("%s", found)
+            return lambda: _raise(found)
         audit = self.begin()
 
         def run() -> str | DigestMismatchError:
@@ -224,6 +229,10 @@ class Audits:
         )
         _logger.error("%s", self.failure)
         raise self.failure
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _be_nice() -> None:

@@ -350,9 +350,9 @@ class EmbeddedEngine:
                 "engine %s: session %s was not aborted on every worker: %s", self._engine_id, session, error
             )
         with self._lock:
-            ours = self._open == session
-            if ours:
+            if ours := self._open == session:
                 self._open = None
+            ours &= not self._committing  # the commit itself says whether its weights are whole, and which they are
         if ours and self._writes_before_commit():
             try:
                 whole = all(reply.serving for reply in self._described())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from weightsync.errors import InvalidRequestError, StateError, TransferAbortedError, VersionError
 from weightsync.transfer.base import WeightTransferReceiver
 from weightsync.types import InitRequest, Version
 from weightsync.types.engine import CHECK_RUN
 
 _MAX_SUPERSEDED = 1000
+_MAX_OVER = 16
 
 
 class Membership:
@@ -28,6 +31,7 @@ class Membership:
         self._superseded: dict[str, None] = {}  # runs that are over, oldest first
         self._trainer: tuple[str, str] | None = None  # the run that is no check
         self._joined: str | None = None  # the group that was joined last
+        self._over: deque[str] = deque(maxlen=_MAX_OVER)
         self._ended = False  # whether the trainer has said that it ended
         self._num_inits = 0
 
@@ -70,12 +74,19 @@ class Membership:
                 del self._superseded[next(iter(self._superseded))]
         self._trainer, self._ended = self.run, False
 
-    def end(self, group: str) -> None:
-        """The trainer of a group has ended in order. Of one that is not the last, or said again, it is no news."""
-        if group == self._joined:
+    def end(self, name: str) -> None:
+        """The trainer of a group has ended in order: of one that is not the last, or said again, it is no news. Or a
+        session of that name is over, which may not have begun yet: an abort can come before its begin."""
+        self._over.append(name)
+        if name == self._joined:
             self.leave()
             self._ended |= self.run == self._trainer
             self.run, self._joined = self._trainer, None
+
+    def check_not_over(self, session: str) -> None:
+        """Raises TransferAbortedError where that session was aborted before it began."""
+        if session in self._over:
+            raise TransferAbortedError(f"session {session} was aborted", state_left="nothing was changed")
 
     def receiver_for(self, version: Version, model_id: str) -> WeightTransferReceiver:
         """The group's receiver, for a version of the current run and model.

@@ -107,8 +107,13 @@ def check_base(
         reason = "the live weights are half-loaded"
     else:
         reason = damage
-    if reason is not None:
-        raise VersionError(reason, version=str(version), state_left="nothing was changed: load it in full")
+    check_undamaged(version, reason)
+
+
+def check_undamaged(version: Version, damage: str | None) -> None:
+    """Raises VersionError where there is a reason against a patch on what is live."""
+    if damage is not None:
+        raise VersionError(damage, version=str(version), state_left="nothing was changed: load it in full")
 
 
 def auditable(served: Served | None, loader: WeightLoader) -> Served:

@@ -214,13 +214,17 @@ class RemoteWeightLoader(WeightLoader):
         load = self._opened()
         check_verified(load.manifest, version, verified=load.proved is not None)
         assert load.proved is not None
-        self._healthy, self._committed = False, None
+        before, self._healthy, self._committed = self._committed, False, None
         try:
             with own_words():
                 load.session.commit()
-        except (EngineUnreachableError, DeadlineExceededError) as error:
-            self._unsure = True
-            error.state_left = error.state_left or _UNKNOWN
+        except WeightSyncError as error:
+            unanswered = isinstance(error, EngineUnreachableError | DeadlineExceededError)
+            if unanswered and load.session.is_paused:
+                self._unsure = True
+                error.state_left = error.state_left or _UNKNOWN
+            else:  # `lost` asks what it serves now
+                self._committed, self._seen_s = before, -math.inf
             raise
         self._seen, self._seen_s = version, time.monotonic()
         self._load, self._digest, self._committed = None, load.proved, version

@@ -26,7 +26,7 @@ from weightsync.engine.audit import Audits
 from weightsync.engine.audited import AuditedWorker
 from weightsync.engine.live_base import LiveBase, check_artifact
 from weightsync.engine.membership import Membership
-from weightsync.engine.proof import Served, check_base, check_immutable, committed, prove, prove_patch
+from weightsync.engine.proof import Served, check_base, check_immutable, check_undamaged, committed, prove, prove_patch
 from weightsync.engine.session import Session
 from weightsync.errors import (
     DeadlineExceededError,
@@ -194,6 +194,7 @@ class EngineWorker(AuditedWorker):
         Raises:
             SyncInProgressError: another session is open.
             StateError: no group: init first.
+            TransferAbortedError: it was aborted before it came.
             VersionError: not the current run, or older than what is served; or a patch on another base than what is
                 served, proved and whole here. Nothing was changed: load it in full.
             UnsupportedError: this model can't be patched. Nothing was changed.
@@ -205,6 +206,7 @@ class EngineWorker(AuditedWorker):
             self._check_stuck()
             if (other := self._session) is not None:
                 raise SyncInProgressError(f"session {other.name} is open", version=str(other.manifest.version))
+            self._member.check_not_over(request.session)
             receiver = self._member.receiver_for(version, request.manifest.model_id)
             served = self._served.version if self._served else None
             if served and served.run_id == version.run_id and served.is_newer_than(version):
@@ -298,6 +300,7 @@ class EngineWorker(AuditedWorker):
 
         Raises:
             StateError: not staged, or no such session.
+            VersionError: it is a patch, and an audit has found what is live to be other weights. As below:
             LoadError: the loader failed; the session has failed.
         """
         session = self._open_session(name)
@@ -309,6 +312,8 @@ class EngineWorker(AuditedWorker):
                 raise StateError("commit comes after stage", version=str(session.manifest.version))
             try:
                 self._audits.pause()
+                if session.base is not None:  # an audit may have ended since it began
+                    check_undamaged(manifest.version, self._audits.finding)
                 self._base.check_commit(manifest, self.loader)
                 with self.recorder.phase("commit"):
                     self.loader.commit(manifest.version)

@@ -183,6 +183,8 @@ class _Tracer(TorchDispatchMode):
         written = [each for each in _written(func, args, kwargs) if storage_id(each) in self._owners]
         sources = [each for each in _tensors((args, kwargs)) if storage_id(each) in self._specs]
         name = func.overloadpacket.__name__
+        if name == "copy_" and not any(each.numel() for each in _tensors(args)):
+            return args[0]  # an empty tensor, or an empty part of one
         if written:
             return self._write(name, written, sources, args)
         if not sources:
@@ -255,12 +257,15 @@ class _Tracer(TorchDispatchMode):
                 self._mark_crowded(pieces)
 
     def _mark_crowded(self, pieces: Sequence[tuple[LivePiece, Box | None]]) -> None:
-        """As above, of many pieces (experts): in the order of their first element, each against the one before."""
+        """As above, of many pieces (experts): in the order of their first element, each against the next one, and
+        against how far those before it reach."""
         spans = sorted(((_span(piece.live), piece) for piece, _ in pieces), key=lambda each: each[0])
+        reach = 0
         for ((_, end), one), ((start, _), other) in itertools.pairwise(spans):
-            if start < end:
-                for each in {one.name, other.name}:
-                    self.marked.setdefault(each, f"several tensors may be loaded into one place of {one.owner}")
+            reach = max(reach, end)
+            for piece, crowded in ((one, start < end), (other, start < reach)):
+                if crowded:
+                    self.marked.setdefault(piece.name, f"several tensors may be loaded into one place of {piece.owner}")
 
 
 def _placed(spec: TensorSpec, source: torch.Tensor, live: torch.Tensor) -> tuple[Box, torch.Tensor]:

@@ -159,8 +159,15 @@ class LivePatch:
             for turn in self._turns:
                 _take(turn, step)
             return
-        calls = [self._pool.submit(_take, turn, step) for turn in self._turns]
+        calls = []
         try:
+            try:
+                for turn in self._turns:
+                    calls.append(self._pool.submit(_take, turn, step))
+            except BaseException:  # of a thread that can't be started the turn is queued all the same
+                pool, self._pool = self._pool, None
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
             for call in calls:
                 call.result()
         finally:

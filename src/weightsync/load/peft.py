@@ -131,7 +131,7 @@ class PeftBaseLoader(ModuleWeightLoader):
         with torch.no_grad():
             for tensor in self._placed.values():
                 if not tensor.is_inference():
-                    tensor.detach().view(-1)[:0].zero_()
+                    tensor.detach().as_strided((0,), (1,)).zero_()  # of any strides
 
 
 def _base_tensors(model: Any) -> dict[str, torch.Tensor]:

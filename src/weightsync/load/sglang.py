@@ -287,14 +287,14 @@ class SGLangWeightLoader(PlannedLoader):
         """See the base class. Between verify and commit what will be loaded, which commit reads again after it.
 
         Raises:
-            UnsupportedError: sharded, or nothing was loaded here yet.
+            UnsupportedError: sharded, so that commit reads nothing again; or nothing was loaded here yet.
         """
+        if self._tp_size != 1:
+            raise UnsupportedError(f"each of {self._tp_size} workers has a shard that SGLang chose")
         if self._verified:
             for name, spec in self._specs.items():
                 yield HeldTensor(spec=spec, box=None, tensor=self._staging[name])
             return
-        if self._tp_size != 1:
-            raise UnsupportedError(f"each of {self._tp_size} workers has a shard that SGLang chose")
         if not self._live:
             raise self._untold()
         tensors = Places(self._model).tensors

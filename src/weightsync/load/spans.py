@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -31,7 +30,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
-    """Pairs of neighbours, (name, id) each, that are not one tensor and whose spans of one storage overlap."""
+    """All pairs, (name, id) each, that are not one tensor and whose spans of one storage overlap."""
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         if tensor.numel() and tensor.layout == torch.strided:
@@ -40,9 +39,11 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[t
         if len(sharing) == 1:
             continue
         spans = sorted((_span(tensor), name, id(tensor)) for name, tensor in sharing)
-        for ((_, end), name, one), ((start, _), other_name, other) in itertools.pairwise(spans):
-            if start < end and one != other:
-                yield (name, one), (other_name, other)
+        reach: dict[int, tuple[str, int]] = {}  # of those that end behind the start of the one looked at: name and end
+        for (start, end), name, one in spans:
+            reach = {other: (before, to) for other, (before, to) in reach.items() if to > start}
+            yield from (((before, other), (name, one)) for other, (before, _) in reach.items() if other != one)
+            reach.setdefault(one, (name, end))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

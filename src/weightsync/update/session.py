@@ -86,6 +86,11 @@ class UpdateSession:
         self.resumed: Mapping[str, EngineReply] = {}
 
     @property
+    def is_paused(self) -> bool:
+        """Whether every engine has said that it paused: none is told to commit before."""
+        return self._paused
+
+    @property
     def paused_s(self) -> float:
         """How long no generation could start, by what engines have told so far."""
         return paused_s(self._phases)

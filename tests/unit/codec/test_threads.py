@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,31 @@ def test_an_error_comes_out_after_all_running_calls_ended() -> None:
         threads.map_all(work, range(20))
     assert running == []
     assert threads.map_all(lambda item: item, range(3)) == [0, 1, 2]
+
+
+def test_a_thread_that_can_not_be_started_leaves_no_call_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, refused, calls = threading.Event(), threading.Event(), []
+
+    class Full(ThreadPoolExecutor):
+        def submit(self, *args: Any, **options: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                refused.set()
+                raise RuntimeError("can't start new thread")
+            return super().submit(*args, **options)
+
+    def work(_: int) -> None:
+        assert refused.wait(10)
+        returned.wait(0.2)  # it does not come: nothing else tells
+        ended.set()
+
+    returned = threading.Event()
+    with Full(2) as pool:
+        monkeypatch.setattr(threads, "_pool", pool)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            threads.map_all(work, range(3))
+        assert ended.is_set()
+        returned.set()
 
 
 def test_a_forked_child_has_a_pool_of_its_own() -> None:

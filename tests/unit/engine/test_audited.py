@@ -56,6 +56,41 @@ def test_a_bit_that_nobody_published(trainer: Trainer) -> None:
     rig.serves(trainer.weights, 2)
 
 
+@pytest.mark.parametrize("by_itself", [False, True], ids=["asked", "behind a patch"])
+def test_other_tensors_than_those_that_were_loaded(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, by_itself: bool
+) -> None:
+    """They are found before anything is read."""
+    rig = Rig(2)
+    rig.load(trainer.pulled())
+
+    def assign() -> None:
+        others = {name: tensor.clone() for name, tensor in rig.modules[1].state_dict().items()}
+        rig.modules[1].load_state_dict(others, assign=True)
+
+    if by_itself:
+        real = rig.workers[1].audit
+
+        def audit_late(name: str) -> bool:
+            assign()
+            return real(name)
+
+        monkeypatch.setattr(rig.workers[1], "audit", audit_late)
+        trainer.step()
+        assert rig.load(trainer.pulled()).patched
+        wait_fenced(rig)
+    else:
+        assign()
+    reply = verified(rig)
+    assert reply.digests_equal is False
+    assert "an audit found" in str(reply.unhealthy)
+    with pytest.raises(NotServingError), rig.engine.generation(timeout_s=0.1):
+        pass
+    assert not rig.load(trainer.pulled()).patched
+    assert verified(rig).digests_equal
+    rig.serves(trainer.weights, trainer.number)
+
+
 def test_two_who_ask_at_once_are_both_told(trainer: Trainer) -> None:
     """Seen to fail where the second interrupted the first, as a version does."""
     rig = Rig(2)

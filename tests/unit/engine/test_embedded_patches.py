@@ -33,6 +33,7 @@ from weightsync.host.staged_version import StagedPatch, StagedVersion
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.testing.contracts import bytes_of
 from weightsync.types import (
+    AbortRequest,
     BeginRequest,
     CommitRequest,
     Deadline,
@@ -483,6 +484,26 @@ def test_no_session_begins_while_another_commits(trainer: Trainer) -> None:
     rig.serves(before, 1)
 
 
+def test_an_abort_within_a_commit_in_place_lifts_no_fence(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker has committed, and generations would be told the version before."""
+    rig = Rig(in_place=True)
+    rig.load(trainer.pulled())
+    trainer.step()
+    trainer.patch = None
+    real, fenced = rig.workers[0].commit, []
+
+    def commit(name: str) -> Any:
+        committed = real(name)
+        rig.engine.call(EngineOp.ABORT, AbortRequest(session=name, reason="too late"), timeout_s=LONG_S)
+        fenced.append(rig.engine._gate.fenced)
+        return committed
+
+    monkeypatch.setattr(rig.workers[0], "commit", commit)
+    rig.load(trainer.pulled())
+    assert fenced == [True]
+    rig.serves(trainer.weights, 2)
+
+
 # --- the audit ---
 
 
@@ -616,6 +637,36 @@ def test_a_begin_that_is_refused_does_not_end_an_audit(trainer: Trainer, monkeyp
         Session(rig, trainer.pulled(), "wrong", model_digest="wsd2:" + "0" * 32).begin()
     go.set()
     until(lambda: described(rig).unhealthy, "the audit")
+
+
+def test_a_patch_that_began_before_a_finding_lifts_no_fence(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its base was served and proved when it began."""
+    rig = Rig()
+    rig.load(trainer.pulled())
+    rig.modules[0].bf16.view(torch.int16)[0, 0] ^= 1
+    trainer.step(share=0.0)
+    reading, go = held_sums(monkeypatch)
+    rig.load(trainer.pulled())
+    assert reading.wait(LONG_S)
+    trainer.step(share=0.0)
+    session = Session(rig, trainer.pulled(), "next")
+    session.begin()
+    go.set()
+    until(lambda: rig.engine._gate.fenced, "the fence")
+    _, go = held_sums(monkeypatch)  # the audit behind the commit would fence again
+    try:
+        session.update()
+        session.stage()
+        session.pause()
+        with pytest.raises(VersionError, match="audit"):
+            session.commit()
+        with pytest.raises(NotServingError), rig.engine.generation(timeout_s=0.0):
+            pass
+    finally:
+        go.set()
+    monkeypatch.undo()
+    assert not rig.load(trainer.pulled()).patched
+    rig.serves(trainer.weights, 3)
 
 
 # --- generations ---

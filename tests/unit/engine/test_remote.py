@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from tests.standins.faults import FaultyLoader
+from tests.unit.host.fakes import Bench, begin, chunk, model
+from tests.unit.host.fakes import manifest as bench_manifest
+from tests.unit.host.fakes import weights as bench_weights
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.proof import prove
 from weightsync.engine.remote import RemoteWeightLoader
@@ -26,12 +29,23 @@ from weightsync.errors import (
     NotServingError,
     TransferAbortedError,
     UnsupportedError,
+    WeightSyncError,
 )
 from weightsync.load import remote as old_place
+from weightsync.load.module import ModuleWeightLoader
 from weightsync.testing.contracts import bytes_of as content
 from weightsync.testing.contracts import manifest_of
 from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
-from weightsync.types import EngineOp, EngineReply, EngineRequest, Full, HeldTensor, UpdateRequest, Version
+from weightsync.types import (
+    EngineOp,
+    EngineReply,
+    EngineRequest,
+    Full,
+    HeldTensor,
+    StageRequest,
+    UpdateRequest,
+    Version,
+)
 
 TOKEN = "a-token-for-tests-only"
 LONG_S = 20.0
@@ -285,6 +299,60 @@ def test_nobody_generates_there_while_live_weights_are_written(live_writer: Remo
     live_writer.client.abort("enough")
     with live_writer.engine.generation(timeout_s=0.05):
         pass
+
+
+class Restarting:
+    """An engine that is started anew behind the same address."""
+
+    engine_id = "restarting"
+
+    def __init__(self) -> None:
+        self.engine = EmbeddedEngine.of(ModuleWeightLoader(model()))
+
+    def restart(self) -> None:
+        self.engine.close()
+        self.engine = EmbeddedEngine.of(ModuleWeightLoader(model()))
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        return self.engine.call(op, request, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def restarting() -> Iterator[tuple[Restarting, Bench]]:
+    """It, and a worker that loads it: with v1 served, and v2 staged."""
+    there = Restarting()
+    client = RemoteWeightLoader(there, timeout_s=LONG_S)
+    bench = Bench(loader=client)
+    bench.sync(1)
+    bench.receiver.tensors = bench_weights(2)
+    bench.worker.begin(begin(2))
+    for seq in (0, 1):
+        bench.worker.update(chunk(seq))
+    bench.worker.stage(StageRequest(session="s", manifest=bench_manifest(2, seed=2)))
+    yield there, bench
+    bench.worker.close()
+    client.close()
+    there.engine.close()
+
+
+def test_an_engine_that_was_restarted_before_the_commit_is_not_called_serving(
+    restarting: tuple[Restarting, Bench],
+) -> None:
+    """The error is a typed one, not a missing answer: what it serves by now is asked."""
+    there, bench = restarting
+    there.restart()
+    with pytest.raises(WeightSyncError, match="not open"):
+        bench.worker.commit("s")
+    assert not bench.worker.describe().serving
+
+
+def test_a_pause_that_comes_too_late_has_committed_nothing(restarting: tuple[Restarting, Bench]) -> None:
+    there, bench = restarting
+    bench.loader._load.session._pause_timeout_s = 0.05
+    with there.engine.generation() as version, pytest.raises(DeadlineExceededError):
+        bench.worker.commit("s")
+    reply = bench.worker.describe()
+    assert (reply.serving, reply.version) == (True, version)
 
 
 # --- two at once ---

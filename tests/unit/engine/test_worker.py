@@ -267,6 +267,17 @@ def test_an_abort_waits_for_whoever_ends_the_session_already(how: str, monkeypat
     works_again(bench)
 
 
+def test_an_abort_that_overtakes_its_begin_keeps_it_from_beginning() -> None:
+    """Nobody would end that session, and every other one would wait for its deadline."""
+    bench = Bench()
+    bench.worker.abort("s", "its begin takes too long")
+    with pytest.raises(TransferAbortedError):
+        bench.worker.begin(begin(session="s"))
+    assert bench.worker.session is None
+    bench.sync(session="t")
+    assert bench.loader.serves(1)
+
+
 def test_an_abort_waits_for_a_load_that_is_running() -> None:
     """A loader is driven by one thread at a time; its live weights are judged after the load, not inside it."""
     bench = Bench()

@@ -186,6 +186,35 @@ def test_of_two_tensors_in_one_place_both_are_marked() -> None:
     assert set(plan.marked) == {"a", "b"}
 
 
+def test_of_many_tensors_all_that_are_in_one_place_are_marked() -> None:
+    """One that reaches over several others; most have a place of their own."""
+    model = Loaded()
+    own = model.own("big", 1300)
+    places = {"all": slice(0, 100), "head": slice(10, 20), "tail": slice(30, 40)}
+    places |= {f"own.{index}": slice(index, index + 1) for index in range(100, 1300)}
+    for name, at in places.items():
+        model.copies[name] = lambda _, tensor, at=at: own[at].copy_(tensor)  # type: ignore[misc]
+    tensors = {name: numbered(at.stop - at.start, start=0) for name, at in places.items()}
+    assert planned(model, tensors).marked.keys() == {"all", "head", "tail"}
+
+
+def test_an_empty_tensor_and_an_empty_part_are_no_reason_to_mark_anything() -> None:
+    """A rank may have none of a tensor's rows."""
+    model = Loaded()
+    for name, shape in (("p", (4, 6)), ("none", (0, 6))):
+        model.own(name, *shape)
+    model.copies = {
+        "p": lambda m, w: m.p.data.copy_(w),
+        "none": lambda m, w: m.none.data.copy_(w),
+        "elsewhere": lambda m, w: m.p.data[4:].copy_(w[2:]),
+    }
+    tensors = {"p": numbered(4, 6, start=0), "none": numbered(0, 6, start=0), "elsewhere": numbered(2, 6, start=0)}
+    plan = check(model, tensors)
+    assert plan.marked == {}
+    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    assert plan.uncovered([plan.coverage()], specs).keys() == {"elsewhere"}, "of which no element is live"
+
+
 def test_a_layer_that_has_more_than_it_is_given_is_marked() -> None:
     """A scale that some other code fills: what the layer computes with is not the checkpoint's tensor alone."""
     model = Loaded()

@@ -486,3 +486,44 @@ def test_values_keep_their_bits() -> None:
     list(loader.prepare_patch())
     loader.commit(V2)
     assert byte_array(module.w).tobytes() == byte_array(bits).tobytes()
+
+
+def test_a_thread_that_can_not_be_started_leaves_no_turn_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both turns of the change that is written end, or never begin, before it is undone."""
+    monkeypatch.setattr(patching, "_PIECE_ELEMENTS", 8)
+    monkeypatch.setattr(patching, "num_cores", lambda: 8)
+    module = Buffers(one=raw(100, dtype=torch.float32), two=raw(100, dtype=torch.float32, seed=1))
+    before = live_bytes(module)
+    loader, _ = prepared(module)
+    live = loader._patch
+    assert live is not None
+    assert len(live._turns) > 2
+    pool, take = live._pool, patching._take
+    assert pool is not None
+    refused, undoing, too_late = threading.Event(), threading.Event(), []
+    submit, submitted = pool.submit, []
+
+    def second_fails(*args: Any) -> Any:
+        submitted.append(submit(*args))
+        if len(submitted) == 2:
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        return submitted[-1]
+
+    def held(turn: Any, step: str) -> None:
+        if step == "undo":
+            undoing.set()
+        else:
+            assert refused.wait(10)
+            if undoing.wait(0.2):  # it does not come: nothing else tells
+                too_late.append(turn)
+        take(turn, step)
+
+    monkeypatch.setattr(pool, "submit", second_fails)
+    monkeypatch.setattr(patching, "_take", held)
+    with pytest.raises(LoadError, match="it was undone"):
+        loader.commit(V2)
+    assert undoing.is_set()
+    assert not too_late
+    assert loader.healthy
+    assert live_bytes(module) == before

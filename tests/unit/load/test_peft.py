@@ -12,7 +12,8 @@ from weightsync.errors import ConfigError, LoadError, ManifestMismatchError
 from weightsync.extract.peft import adapter_extractor
 from weightsync.load.peft import PeftAdapterLoader, PeftBaseLoader
 from weightsync.peft_model import adapter_tensors
-from weightsync.types import Manifest, Version
+from weightsync.testing.contracts import manifest_of as contract_manifest
+from weightsync.types import Full, Manifest, Version
 
 
 def manifest_of(model: Any) -> Manifest:
@@ -71,3 +72,21 @@ def test_the_base_is_the_one_without_adapters() -> None:
     assert all(torch.equal(tensor, want[name]) for name, tensor in found.items())
     step(here, 5)
     assert all(torch.equal(tensor, want[name]) for name, tensor in PeftAdapterLoader(here).base_tensors().items())
+
+
+def test_a_base_weight_of_other_strides_is_written_and_seen_to_be() -> None:
+    """It has no flat view."""
+    here = peft_model()
+    weight = next(module for name, module in here.named_modules() if name.endswith("q_proj.base_layer")).weight
+    weight.data = weight.data.t().contiguous().t()
+    loader = PeftBaseLoader(here, in_place=True)
+    for number in (1, 2):
+        base = PeftAdapterLoader(here).base_tensors()
+        new = {name: torch.full(tensor.shape, number, dtype=tensor.dtype) for name, tensor in base.items()}
+        before = [tensor._version for tensor in base.values()]
+        loader.begin(contract_manifest(new, number))
+        loader.load_weights(Full(name=name, tensor=tensor) for name, tensor in new.items())
+        loader.verify()
+        loader.commit(Version(run_id="contract", number=number))
+        assert all(torch.equal(tensor, new[name]) for name, tensor in base.items())
+        assert all(tensor._version > count for tensor, count in zip(base.values(), before, strict=True))

@@ -11,10 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.host.fakes import Bench, begin, chunk
+from tests.unit.host.fakes import manifest as bench_manifest
+from tests.unit.host.fakes import model as bench_model
+from tests.unit.host.fakes import weights as bench_weights
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError, WeightSyncError
 from weightsync.load.sglang import FUSED, SGLangWeightLoader, load_weights
 from weightsync.testing.contracts import bytes_of, manifest_of
-from weightsync.types import Full, Patch
+from weightsync.types import Full, Patch, StageRequest
 
 BF16 = torch.bfloat16
 
@@ -318,6 +322,30 @@ def test_a_worker_of_several_takes_whole_versions() -> None:
     loader = SGLangWeightLoader(Model(), tp_size=2)
     with pytest.raises(StateError, match="load it in full"):
         loader.begin_patch(manifest_of(weights(1), 2))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_worker_of_several_proves_nothing(tp_size: int) -> None:
+    """Its staging is not what will be live, and nobody reads that again."""
+
+    class Plain(nn.Sequential):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in weights:
+                self.get_parameter(name).data.copy_(tensor)
+
+    bench = Bench(loader=SGLangWeightLoader(Plain(*bench_model()), tp_size=tp_size))
+    for number in (1, 2):
+        bench.receiver.tensors = bench_weights(number)
+        bench.worker.begin(begin(number))
+        for seq in (0, 1):
+            bench.worker.update(chunk(seq))
+        reply = bench.worker.stage(StageRequest(session="s", manifest=bench_manifest(number, seed=number)))
+        bench.worker.commit("s")
+        proved = True if tp_size == 1 else None
+        assert (reply.digests_equal, bench.worker.describe().digests_equal) == (proved, proved)
+        assert bench.worker.verify().digests_equal is proved
+        if tp_size > 1:
+            assert "shard" in str(reply.unprovable)
 
 
 @pytest.mark.usefixtures("trusted")

@@ -32,6 +32,15 @@ def test_an_overlap_is_seen(what: str) -> None:
     ]
 
 
+def test_one_that_ends_behind_others_overlaps_them_all() -> None:
+    """One between them ends first: neighbours alone do not tell."""
+    flat = torch.zeros(100)
+    tensors = {"flat": flat, "head": flat[10:20], "w": flat[30:40], "apart": torch.zeros(3)}
+    assert [(one, two) for (one, _), (two, _) in overlapping(tensors.items())] == [("flat", "head"), ("flat", "w")]
+    twice = [("one", flat), ("same", flat), ("w", flat[99:])]
+    assert [{one, two} for (one, _), (two, _) in overlapping(twice)] == [{"one", "w"}]
+
+
 def test_what_is_apart_shares_nothing() -> None:
     whole = base()
     assert not share_storage([base(), base(), torch.zeros(0), torch.zeros(0), torch.tensor(1.0)])

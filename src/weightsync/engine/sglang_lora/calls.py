@@ -160,11 +160,10 @@ class SGLangFacts:
         self._manager = tokenizer_manager
         arguments = tokenizer_manager.server_args
         self._enabled = bool(arguments.enable_lora) and int(arguments.dp_size) == 1
-        loaded = tokenizer_manager.lora_registry.get_all_adapters()
-        self._pinned = {name for name, ref in loaded.items() if ref.pinned}
+        passing = len(self._loaded()) - len(self.names())
         slots = int(arguments.max_loras_per_batch) - 1 if self._enabled else 0
         most = arguments.max_loaded_loras
-        self.max_cpu_loras = slots if most is None else int(most) - (len(loaded) - len(self._pinned))
+        self.max_cpu_loras = slots if most is None else int(most) - passing
         self.max_loras = max(0, min(slots, self.max_cpu_loras))
         self.max_lora_rank = int(arguments.max_lora_rank or 0)
         self.updating = self._enabled
@@ -177,8 +176,8 @@ class SGLangFacts:
             )
 
     def names(self) -> set[str]:
-        """Of all adapters that take a slot for good."""
-        return set(self._pinned)
+        """Of all adapters that take a slot for good, as it is now."""
+        return {name for name, ref in self._loaded().items() if ref.pinned}
 
     def base_names(self) -> set[str]:
         """Under which it serves its base."""
@@ -195,12 +194,15 @@ class SGLangFacts:
         Raises:
             DeadlineExceededError: one goes on.
         """
-        registry = self._manager.lora_registry
-        held = registry.get_all_adapters().get(name)
-        counter = getattr(registry, "_counters", {}).get(getattr(held, "lora_id", None))
+        held = self._loaded().get(name)
+        counter = getattr(self._manager.lora_registry, "_counters", {}).get(getattr(held, "lora_id", None))
         while counter is not None and counter.value() > 0:
             deadline.check(f"end of the last answer by {name}")
             await asyncio.sleep(_LOOK_S)
+
+    def _loaded(self) -> dict[str, Any]:
+        """SGLang's references to all adapters, by name."""
+        return dict(self._manager.lora_registry.get_all_adapters())
 
 
 def _typed(said: bytes) -> WeightSyncError | None:

@@ -42,10 +42,11 @@ class CheckpointDigest:
         self._thread: threading.Thread | None = None
         self._found: dict[torch.dtype | None, str] = {}
         self._ended = False
+        self._is_whole = False  # whether all digests were found
 
     def equals(self, digest: str) -> bool | None:
-        """Whether the checkpoint has that digest in one of the dtypes; None: it can't be told (no files here, or
-        quantised ones).
+        """Whether the checkpoint has that digest in one of the dtypes; None: it can't be told (no files here, quantised
+        ones, or some that can't be read).
 
         Raises:
             BusyError: it is being read; ask again.
@@ -61,7 +62,7 @@ class CheckpointDigest:
                 return True
             if not self._ended:
                 raise BusyError("the base's checkpoint is being read for its digest: ask again")
-            return False if self._found else None
+            return False if self._is_whole else None
 
     def __str__(self) -> str:
         return f"the checkpoint {self._folder.name}"
@@ -73,6 +74,7 @@ class CheckpointDigest:
                     break
                 with self._lock:
                     self._found[dtype] = digest
+                    self._is_whole = len(self._found) == len(_CASTS)
         except Exception as error:
             _logger.warning("the digest of the checkpoint %s can't be computed: %s", self._folder, error)
         finally:

@@ -334,6 +334,18 @@ def test_the_base_has_a_place_of_each_batch_and_pinned_adapters_of_others_have_t
     run(body)
 
 
+def test_a_slot_that_comes_free_while_a_load_waits_is_seen() -> None:
+    """What is pinned is read anew at each look."""
+
+    async def body(there: SGLangClient, sglang: SGLang) -> None:
+        await there.serve(1)
+        for number in (2, 3):  # 3 takes the place of 2, which is unloaded first
+            status, told = await there.load(number)
+            assert status == 200, told
+
+    run(body, per_batch=3)
+
+
 def test_sglang_evicts_nobody_for_an_adapter_of_ours() -> None:
     """`--max-loaded-loras`: with all of them loaded SGLang would end the one that was used least lately."""
 

@@ -88,3 +88,19 @@ def test_one_cast_copy_is_there_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     cast = {name: t.float() if t.is_floating_point() else t for name, t in weights().items()}
     assert equals(there, digest(cast)) is True
     assert 1 <= max(most) <= 2
+
+
+def test_a_checkpoint_that_was_read_in_part_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digest in the trainer's dtype may be the one that is not known."""
+    real = lora_base._digest
+
+    def fails(folder: Path, dtype: torch.dtype | None) -> str | None:
+        if dtype is torch.float32:
+            raise MemoryError("no room for a copy")
+        return real(folder, dtype)
+
+    monkeypatch.setattr(lora_base, "_digest", fails)
+    there = checkpoint(tmp_path, weights())
+    wide = {name: t.float() if t.is_floating_point() else t for name, t in weights().items()}
+    assert equals(there, digest(wide)) is None
+    assert equals(there, digest(weights())) is True
