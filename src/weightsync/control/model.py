@@ -39,7 +39,14 @@ from weightsync.errors import NotPublishedError, StateError, SyncFailedError, Ve
 from weightsync.handles.fanout import in_thread
 from weightsync.observe import Recorder
 from weightsync.types import Deadline, Version
-from weightsync.types.control import InstanceStatus, RolloutServiceState, SyncRecord, ValidationResult, ValidationRun
+from weightsync.types.control import (
+    InstanceStatus,
+    RolloutServiceState,
+    SyncRecord,
+    ValidationResult,
+    ValidationRun,
+    plain_values,
+)
 
 _logger = logging.getLogger(__name__)
 _AGAIN_S = (1.0, 2.0, 4.0)
@@ -269,10 +276,10 @@ class ModelControl:
 
     def end_validate(self, result: Mapping[str, Any] | None) -> None:
         """The validation that was running has ended."""
+        values = None if result is None else plain_values(result)
         with self._changed:
             if self.state.validation is not None:
-                ended = ValidationResult(of=self.state.validation, result=None if result is None else dict(result))
-                self._last_validation = ended
+                self._last_validation = ValidationResult(of=self.state.validation, result=values)
             late, self._late = self._late, None
             actions = self._stepped(ValidationEnded())  # with its result: nobody sees the one without the other
         if late is not None:
