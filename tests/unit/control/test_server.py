@@ -98,7 +98,8 @@ def test_what_a_validation_of_this_process_says_is_said_in_json() -> None:
                 "none": None, "whole": -(1 << 63), "wordless": Wordless(), "long": ["x" * 2000]}  # fmt: skip
         served.controller.end_validate("actor", said)
         ended = served.client.status().models["actor"].last_validation
-        assert ended is not None and ended.result is not None
+        assert ended is not None
+        assert ended.result is not None
         assert len(str(ended.result.pop("long"))) == 1000
         assert ended.result == {
             "a": 1.0, "b": "{'c': 1}", "3": True, "big": str(1 << 70), "nan": "nan", "text": "\\ud800",

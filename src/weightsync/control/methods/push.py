@@ -28,8 +28,8 @@ class PushMethod(SyncMethod):
     """A `SyncMethod` over pushes. Thread-safe.
 
     A sync succeeds where the push's report says that every engine serves the version; engines that were left out make
-    it a failure, until `evict_failed` goes on without them: the push leaves them out by itself. One that the push serves
-    again is missed again when it is left out.
+    it a failure, until `evict_failed` goes on without them: the push leaves them out by itself. One that it serves
+    again is missed again.
 
     Args:
         pushes: by model: a `PushSync` of this process, a `RayWeightSync`, or `PushOrders` for ranks elsewhere.

@@ -99,8 +99,10 @@ def test_engines_that_were_left_out_are_a_failure_until_they_are_evicted() -> No
 
 def test_who_was_evicted_and_is_served_again_is_missed_again() -> None:
     """Seen red: it stayed evicted for ever, and the gates said "continue" while it answered with an old version."""
-    method = PushMethod({"actor": Said(*[report(n, engine_ids=("e0",), lost={"e1": "dead"}) for n in (3, 3)],
-                                       report(4), report(5, engine_ids=("e0",), lost={"e1": "dead again"}))})  # fmt: skip
+    lost, again = (
+        report(number, engine_ids=("e0",), lost={"e1": why}) for number, why in ((3, "dead"), (5, "dead again"))
+    )
+    method = PushMethod({"actor": Said(lost, lost, report(4), again)})
     with pytest.raises(SyncFailedError, match="e1: dead"):
         method.sync_weights("actor", v(3))
     assert method.evict_failed("actor") == ["e1"]
