@@ -28,7 +28,8 @@ from weightsync.control.methods.hosted import HostedMethod
 from weightsync.control.methods.select import method_of
 from weightsync.control.methods.tinker import TinkerServiceHolder
 from weightsync.control.methods.weaver import WeaverServiceHolder
-from weightsync.control.model import Lockable, ModelControl, Shared
+from weightsync.control.locks import Lockable
+from weightsync.control.model import ModelControl, Shared
 from weightsync.control.state import BatchReady, Policy, StartSync, Trained
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.handles.fanout import in_thread

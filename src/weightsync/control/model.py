@@ -8,10 +8,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from weightsync.config import WeightSyncConfig
 from weightsync.control.history import SyncHistory
+from weightsync.control.locks import Lockable, ModuleLocks
 from weightsync.control.method import SyncMethod
 from weightsync.control.state import (
     Action,
@@ -55,13 +56,6 @@ _MAX_DENIED = 8
 _MAX_ERROR = 4000
 
 
-class Lockable(Protocol):
-    """A dataloader or a trajectory pool, as the controller sees it. Both calls are idempotent and soon over."""
-
-    def lock(self, model_tag: str) -> None: ...
-    def unlock(self, model_tag: str) -> None: ...
-
-
 @dataclasses.dataclass(kw_only=True)
 class Shared:
     """What the models of one controller share.
@@ -98,9 +92,8 @@ class ModelControl:
         self._config = config
         self._shared = shared
         self._changed = threading.Condition()
-        self._applying = threading.Lock()
         self._trained = threading.Lock()
-        self._locked: frozenset[Lockable] = frozenset()
+        self._locks = ModuleLocks(tag, self._to_lock, shared.closed)
         self._timer: threading.Timer | None = None
         self._late: threading.Timer | None = None  # of the validation that runs
         self._retry_at_s: float | None = None  # monotonic
@@ -170,7 +163,10 @@ class ModelControl:
         self._told()
         if not self._shared.closed.is_set():
             for action in actions:
-                self._act(action)
+                try:
+                    self._act(action)
+                except Exception:  # the others are not to be lost with it
+                    _logger.exception("model %s: %s was not carried out", self.tag, action)
         return actions
 
     def sync_now(self) -> None:
@@ -219,17 +215,8 @@ class ModelControl:
         self.apply_locks()
 
     def apply_locks(self) -> None:
-        """Locks or unlocks the modules, as the state wants it now. Whoever comes last applies the last state."""
-        with self._applying:
-            for module in self._locked ^ self._to_lock():
-                lock = module not in self._locked
-                try:
-                    (module.lock if lock else module.unlock)(self.tag)
-                except Exception:  # one that may be locked is unlocked later, at the next change
-                    _logger.exception("model %s: %r can't be %s", self.tag, module, "locked" if lock else "unlocked")
-                    if not lock:
-                        continue
-                self._locked = self._locked | {module} if lock else self._locked - {module}
+        """Locks or unlocks the modules, as the state wants it now."""
+        self._locks.apply()
 
     def _to_lock(self) -> frozenset[Lockable]:
         """What the state wants locked."""
@@ -311,7 +298,10 @@ class ModelControl:
                 timer.daemon = True
                 with self._changed:  # one of a run that was taken over from may still count: it counts no more
                     self._timer, self._retry_at_s = timer, time.monotonic() + seconds
-                timer.start()
+                try:
+                    timer.start()
+                except RuntimeError:  # there is no thread to wait in; retries are counted
+                    self._retry(timer)
             case EvictFailed():
                 evicted: Sequence[str] = ()
                 try:
@@ -321,7 +311,9 @@ class ModelControl:
                 _logger.warning("model %s: evicted after retries: %s", self.tag, ", ".join(evicted) or "nobody")
             case GiveUp(run_id=run_id, version=number):
                 version = Version(run_id=run_id or "unnamed", number=number)
-                dark = self._num_answering(self._shared.method.instances()) == 0
+                dark = False
+                with contextlib.suppress(Exception):  # it is only asked for the message
+                    dark = self._num_answering(self._shared.method.instances()) == 0
                 _logger.error(
                     "model %s: %s is not served after all retries: %s (%s)", self.tag, version,
                     "nobody answers" if dark else "rollout goes on with what it serves", self._last_error,
@@ -334,7 +326,11 @@ class ModelControl:
                     if self.state.validation is not validation:  # it has been ended already
                         return
                     self._late = late
-                late.start()
+                try:
+                    late.start()
+                except RuntimeError as error:  # nobody would end one that is not ended
+                    self.end_validate({"error": f"it was not started: {error}"})
+                    return
                 if not self._tell(self._shared.on_validate, validation):
                     self.end_validate({"error": "on_validate failed"})
 
