@@ -116,7 +116,7 @@ class ValidationRun(Message, frozen=True, kw_only=True):
 
     Attributes:
         run_id, version: what is validated.
-        stands_for: the multiples of `validate_freq` that it is recorded for.
+        stands_for: the multiples of `validate_freq` that it is recorded for, at most the last 1000.
     """
 
     run_id: str | None
@@ -306,7 +306,7 @@ class ControllerStatus(Message, frozen=True, kw_only=True):
         sync_mode: by tag.
         instances: the pool, by name; empty where the method has none.
         barriers: sets that wait now.
-        syncs: the last ones, the newest first.
+        syncs: the last ones: those that run, then those that have ended, by their end; the newest first.
         now_s: the controller's clock, seconds since the epoch.
     """
 
