@@ -21,6 +21,7 @@ from weightsync._config_foreign import (
     short,
 )
 from weightsync.errors import ConfigError
+from weightsync.types.deadline import MAX_WAIT_S
 
 _MUST = {
     "advertise": "a host name, or in `serve` an http:// or https:// URL",
@@ -142,6 +143,8 @@ def _why(item: ErrorDetails, root: type[BaseModel], path: KeyPath) -> str:
             [choice.strip("'") for choice in choices],
         )
         return f"is not a choice;{hint} choices are {', '.join(choices)}"
+    if item["type"] == "less_than_equal" and item["ctx"]["le"] == MAX_WAIT_S:
+        return f"must be at most {MAX_WAIT_S:.0f} seconds, a week"
     return f"must be {must_be(key, fields[key].annotation)}"
 
 

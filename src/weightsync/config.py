@@ -18,6 +18,7 @@ from weightsync import _config_foreign as foreign
 from weightsync._config_problems import ContradictionError, config_error, problem_of, problems_of
 from weightsync._config_reads import asked, unread
 from weightsync.errors import ConfigError
+from weightsync.types.deadline import MAX_WAIT_S
 from weightsync.types.spec import check_config_id
 
 Strategy: TypeAlias = Literal["broadcast", "sglang", "cuda_ipc", "packed_cuda_ipc"]
@@ -30,6 +31,7 @@ FloatDtype: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 
 _BROADCASTS = ("broadcast", "sglang")  # strategies with a process group
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Wait: TypeAlias = Annotated[float, Field(gt=0, le=MAX_WAIT_S, allow_inf_nan=False)]
 _Text: TypeAlias = Annotated[str, Field(min_length=1)]
 _Url: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
 _PLACE = r"^(s3|gs|az|memory)://[^\s/]+/[^\s]+|^file:///[^\s]+"
@@ -214,17 +216,17 @@ class FleetConfig(_Section):
         default="each", description="how many services have staged a version before any commits it"
     )
     lease_s: _Seconds = Field(default=10.0, description="a service that is cut off answers no longer than this")
-    barrier_timeout_s: _Seconds = Field(default=600.0, description="how long the models of a set wait for each other")
-    prepare_timeout_s: _Seconds = Field(default=120.0, description="how long a service may take to fetch and stage")
-    commit_timeout_s: _Seconds = Field(default=30.0, description="how long it may take to pause and commit")
-    straggler_s: _Seconds = Field(default=2.0, description="with a quorum: how long the others may take then")
+    barrier_timeout_s: _Wait = Field(default=600.0, description="how long the models of a set wait for each other")
+    prepare_timeout_s: _Wait = Field(default=120.0, description="how long a service may take to fetch and stage")
+    commit_timeout_s: _Wait = Field(default=30.0, description="how long it may take to pause and commit")
+    straggler_s: _Wait = Field(default=2.0, description="with a quorum: how long the others may take then")
     retries_s: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = Field(
         default=(1.0, 2.0, 4.0), strict=False, description="seconds until each retry of a sync that failed"
     )
     after_failure: Literal["keep", "evict"] = Field(
         default="keep", description="after the last retry: keep the old version, or evict whoever failed"
     )
-    validate_timeout_s: _Seconds = Field(
+    validate_timeout_s: _Wait = Field(
         default=3600.0, description="a validation that nobody has ended after so long counts as ended"
     )
     host: _Text = Field(default="127.0.0.1", description="where the controller listens; beyond loopback with a token")

@@ -56,6 +56,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def main() -> None:
     """Entry point. Who reads its output may have gone (`| head`): it ends then as by SIGPIPE, without a word."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # names that the terminal's encoding can't say
     output = sys.stdout
     if output is None:  # it was closed before this began (`>&-`)
         app()

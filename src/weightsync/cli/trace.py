@@ -13,7 +13,14 @@ import msgspec
 import typer
 
 from weightsync.cli.shared import MAX_S, Token, Verify, plain, told
-from weightsync.errors import AuthError, ConfigError, DeadlineExceededError, EngineUnreachableError, WeightSyncError
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    DeadlineExceededError,
+    EngineUnreachableError,
+    StateError,
+    WeightSyncError,
+)
 
 if TYPE_CHECKING:
     from weightsync.clients.timeline import ClockOffset, TimelineClient
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
     from weightsync.types.timeline import Timeline
 
 _MOST_FACES = 1000
+_TOO_MANY = "it was not asked: a trace has at most {} processes; name fewer URLs, or some of them with --no-follow"
 _SILENT = (AuthError, ConfigError, DeadlineExceededError, EngineUnreachableError)
 """What does not say that something else answers there."""
 _NO_TIMELINE = (
@@ -167,8 +175,10 @@ class _Asker:
                     raise error
                 else:
                     missing[url] = error
-            asked = {url: token for url, token in named.items() if url not in tokens}
-            asked = dict(list(asked.items())[: max(0, _MOST_FACES - len(tokens))])
+            new = [(url, token) for url, token in named.items() if url not in tokens]
+            room = max(0, _MOST_FACES - len(tokens))
+            asked = dict(new[:room])
+            missing |= {url: StateError(_TOO_MANY.format(_MOST_FACES)) for url, _ in new[room:]}
             tokens = {**tokens, **asked}
         return found, missing
 

@@ -23,18 +23,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from weightsync.config import WeightSyncConfig
+from weightsync.control.locks import Lockable
 from weightsync.control.method import SyncMethod
 from weightsync.control.methods.hosted import HostedMethod
 from weightsync.control.methods.select import method_of
 from weightsync.control.methods.tinker import TinkerServiceHolder
 from weightsync.control.methods.weaver import WeaverServiceHolder
-from weightsync.control.model import Lockable, ModelControl, Shared
+from weightsync.control.model import ModelControl, Shared
 from weightsync.control.state import BatchReady, Policy, StartSync, Trained
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.handles.fanout import in_thread
 from weightsync.observe import LONG_RUN_BYTES, Recorder
 from weightsync.types import Version
-from weightsync.types.control import ControllerStatus, RolloutServiceState, ValidationRun, check_trained
+from weightsync.types.control import ControllerStatus, RolloutServiceState, SyncRecord, ValidationRun, check_trained
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.fleet import ModelVersion
 from weightsync.types.process import of_one_process
@@ -285,7 +286,7 @@ class WeightSyncController:
             sync_mode={tag: model.policy.mode for tag, model in self._models.items()},
             instances=instances,
             barriers=self.method.barriers(),
-            syncs=tuple(sorted(syncs, key=lambda record: -record.started_s)[:_NUM_SYNCS]),
+            syncs=tuple(sorted(syncs, key=_newest_first)[:_NUM_SYNCS]),
             now_s=time.time(),
         )
 
@@ -315,6 +316,12 @@ class WeightSyncController:
             return self._models[model_tag]
         except KeyError:
             raise InvalidRequestError(f"there is no model {model_tag!r} here: {', '.join(self._models)}") from None
+
+
+def _newest_first(record: SyncRecord) -> tuple[bool, float]:
+    """By its end: one that takes long would be gone before it is seen."""
+    running = record.outcome == "running"
+    return not running, -record.started_s if running else -(record.started_s + record.seconds)
 
 
 def _check_own(configs: Mapping[str, WeightSyncConfig], base: WeightSyncConfig, *, services: bool) -> None:

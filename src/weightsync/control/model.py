@@ -8,10 +8,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from weightsync.config import WeightSyncConfig
 from weightsync.control.history import SyncHistory
+from weightsync.control.locks import Lockable, ModuleLocks
 from weightsync.control.method import SyncMethod
 from weightsync.control.state import (
     Action,
@@ -39,20 +40,20 @@ from weightsync.errors import NotPublishedError, StateError, SyncFailedError, Ve
 from weightsync.handles.fanout import in_thread
 from weightsync.observe import Recorder
 from weightsync.types import Deadline, Version
-from weightsync.types.control import InstanceStatus, RolloutServiceState, SyncRecord, ValidationResult, ValidationRun
+from weightsync.types.control import (
+    InstanceStatus,
+    RolloutServiceState,
+    SyncRecord,
+    ValidationResult,
+    ValidationRun,
+    plain_values,
+)
 
 _logger = logging.getLogger(__name__)
 _AGAIN_S = (1.0, 2.0, 4.0)
 """When a version that its agent had not is tried again: a trainer may have told of it too early."""
 _MAX_DENIED = 8
 _MAX_ERROR = 4000
-
-
-class Lockable(Protocol):
-    """A dataloader or a trajectory pool, as the controller sees it. Both calls are idempotent and soon over."""
-
-    def lock(self, model_tag: str) -> None: ...
-    def unlock(self, model_tag: str) -> None: ...
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -91,9 +92,8 @@ class ModelControl:
         self._config = config
         self._shared = shared
         self._changed = threading.Condition()
-        self._applying = threading.Lock()
         self._trained = threading.Lock()
-        self._locked: frozenset[Lockable] = frozenset()
+        self._locks = ModuleLocks(tag, self._to_lock, shared.closed)
         self._timer: threading.Timer | None = None
         self._late: threading.Timer | None = None  # of the validation that runs
         self._retry_at_s: float | None = None  # monotonic
@@ -163,7 +163,10 @@ class ModelControl:
         self._told()
         if not self._shared.closed.is_set():
             for action in actions:
-                self._act(action)
+                try:
+                    self._act(action)
+                except Exception:  # the others are not to be lost with it
+                    _logger.exception("model %s: %s was not carried out", self.tag, action)
         return actions
 
     def sync_now(self) -> None:
@@ -212,17 +215,8 @@ class ModelControl:
         self.apply_locks()
 
     def apply_locks(self) -> None:
-        """Locks or unlocks the modules, as the state wants it now. Whoever comes last applies the last state."""
-        with self._applying:
-            for module in self._locked ^ self._to_lock():
-                lock = module not in self._locked
-                try:
-                    (module.lock if lock else module.unlock)(self.tag)
-                except Exception:  # one that may be locked is unlocked later, at the next change
-                    _logger.exception("model %s: %r can't be %s", self.tag, module, "locked" if lock else "unlocked")
-                    if not lock:
-                        continue
-                self._locked = self._locked | {module} if lock else self._locked - {module}
+        """Locks or unlocks the modules, as the state wants it now."""
+        self._locks.apply()
 
     def _to_lock(self) -> frozenset[Lockable]:
         """What the state wants locked."""
@@ -269,10 +263,10 @@ class ModelControl:
 
     def end_validate(self, result: Mapping[str, Any] | None) -> None:
         """The validation that was running has ended."""
+        values = None if result is None else plain_values(result)
         with self._changed:
             if self.state.validation is not None:
-                ended = ValidationResult(of=self.state.validation, result=None if result is None else dict(result))
-                self._last_validation = ended
+                self._last_validation = ValidationResult(of=self.state.validation, result=values)
             late, self._late = self._late, None
             actions = self._stepped(ValidationEnded())  # with its result: nobody sees the one without the other
         if late is not None:
@@ -304,7 +298,10 @@ class ModelControl:
                 timer.daemon = True
                 with self._changed:  # one of a run that was taken over from may still count: it counts no more
                     self._timer, self._retry_at_s = timer, time.monotonic() + seconds
-                timer.start()
+                try:
+                    timer.start()
+                except RuntimeError:  # there is no thread to wait in; retries are counted
+                    self._retry(timer)
             case EvictFailed():
                 evicted: Sequence[str] = ()
                 try:
@@ -314,7 +311,9 @@ class ModelControl:
                 _logger.warning("model %s: evicted after retries: %s", self.tag, ", ".join(evicted) or "nobody")
             case GiveUp(run_id=run_id, version=number):
                 version = Version(run_id=run_id or "unnamed", number=number)
-                dark = self._num_answering(self._shared.method.instances()) == 0
+                dark = False
+                with contextlib.suppress(Exception):  # it is only asked for the message
+                    dark = self._num_answering(self._shared.method.instances()) == 0
                 _logger.error(
                     "model %s: %s is not served after all retries: %s (%s)", self.tag, version,
                     "nobody answers" if dark else "rollout goes on with what it serves", self._last_error,
@@ -327,7 +326,11 @@ class ModelControl:
                     if self.state.validation is not validation:  # it has been ended already
                         return
                     self._late = late
-                late.start()
+                try:
+                    late.start()
+                except RuntimeError as error:  # nobody would end one that is not ended
+                    self.end_validate({"error": f"it was not started: {error}"})
+                    return
                 if not self._tell(self._shared.on_validate, validation):
                     self.end_validate({"error": "on_validate failed"})
 

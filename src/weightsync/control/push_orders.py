@@ -13,6 +13,7 @@ from weightsync.errors import (
     VersionError,
 )
 from weightsync.types import Deadline, SyncReport
+from weightsync.types.deadline import check_wait_s
 from weightsync.types.push_orders import PushOrder
 
 
@@ -32,11 +33,14 @@ class PushOrders:
     Args:
         take_s: within so long a rank has to take an order: at its next step.
         push_s: within so long from then on it has to report.
+
+    Raises:
+        InvalidRequestError: a time that nobody can wait.
     """
 
     def __init__(self, *, take_s: float, push_s: float) -> None:
-        self._take_s = take_s
-        self._push_s = push_s
+        self._take_s = check_wait_s("take_s", take_s)
+        self._push_s = check_wait_s("push_s", push_s)
         self._changed = threading.Condition()
         self._order: _Order | None = None
         self._run_id: str | None = None  # whose ranks push

@@ -17,6 +17,7 @@ AfterFailure: TypeAlias = Literal["keep", "evict"]
 Phase: TypeAlias = Literal["running", "need_sync", "syncing"]
 _MAX_WORKERS = 4096
 _MAX_REPLACED = 16
+_MAX_CROSSED = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -365,7 +366,8 @@ def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Acti
         return state, ()
     freq = policy.validate_freq
     reached = state.rollout_version // freq * freq if freq else 0
-    crossed = tuple(range(state.validated_to + freq, reached + 1, freq)) if freq else ()
+    since = max(state.validated_to, reached - _MAX_CROSSED * freq)
+    crossed = tuple(range(since + freq, reached + 1, freq)) if freq else ()
     asked = state.evaluate_at is not None and state.evaluate_at <= state.rollout_version
     if not crossed and not asked:
         return state, ()

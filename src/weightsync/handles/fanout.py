@@ -230,8 +230,10 @@ def _after_commit(replies: Mapping[str, EngineReply], errors: Mapping[str, Weigh
 
 def in_thread(function: Callable[[], _T], *, name: str) -> Future[_T]:
     """Runs `function` in a daemon thread of its own: a call that hangs never keeps the process from ending. Where no
-    thread can be started the future has failed: whoever starts several waits for those that did start."""
+    thread can be started the future has failed: whoever starts several waits for those that did start. It can't be
+    cancelled: whoever gives up a wait for it (asyncio does) ends the wait alone."""
     future: Future[_T] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -13,6 +15,35 @@ from weightsync.types.progress import TransferProgress
 
 _MAX_VERSION = 1 << 53
 _MAX_NAME = 512
+_MAX_TEXT = 1000
+PlainValue: TypeAlias = float | int | str | bool | None
+
+
+def plain_values(result: Mapping[Any, Any]) -> dict[str, PlainValue]:
+    """What JSON can say of a result: numbers of any library become numbers, what is no value becomes a text."""
+    return {_text(key): _plain(value) for key, value in result.items()}
+
+
+def _plain(value: Any) -> PlainValue:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int):
+        return int(value) if -(1 << 63) <= value < 1 << 63 else _text(value)[:_MAX_TEXT]
+    try:
+        number = float(value)
+    except Exception:  # it is of any library
+        return _text(value)[:_MAX_TEXT]
+    return number if math.isfinite(number) else str(number)
+
+
+def _text(value: Any) -> str:
+    try:
+        text = str(value)
+    except Exception:  # an int of too many digits; what has no words
+        return f"a {type(value).__name__}"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def check_trained(worker_name: str, run_id: str | None, version: int | None) -> None:
@@ -70,7 +101,7 @@ class TrainedRequest(ModelRequest, frozen=True, kw_only=True):
 class EndValidateRequest(ModelRequest, frozen=True, kw_only=True):
     """A validation has ended, with this result."""
 
-    result: dict[str, float | int | str | bool | None] | None = None
+    result: dict[str, PlainValue] | None = None
 
 
 class WaitVersionRequest(ModelRequest, frozen=True, kw_only=True):
@@ -85,7 +116,7 @@ class ValidationRun(Message, frozen=True, kw_only=True):
 
     Attributes:
         run_id, version: what is validated.
-        stands_for: the multiples of `validate_freq` that it is recorded for.
+        stands_for: the multiples of `validate_freq` that it is recorded for, at most the last 1000.
     """
 
     run_id: str | None
@@ -98,11 +129,11 @@ class ValidationResult(Message, frozen=True, kw_only=True):
 
     Attributes:
         of: which.
-        result: what `end_validate` was told.
+        result: what `end_validate` was told, by `plain_values`.
     """
 
     of: ValidationRun
-    result: dict[str, float | int | str | bool | None] | None = None
+    result: dict[str, PlainValue] | None = None
 
 
 class RolloutServiceState(Message, frozen=True, kw_only=True):
@@ -275,7 +306,7 @@ class ControllerStatus(Message, frozen=True, kw_only=True):
         sync_mode: by tag.
         instances: the pool, by name; empty where the method has none.
         barriers: sets that wait now.
-        syncs: the last ones, the newest first.
+        syncs: the last ones: those that run, then those that have ended, by their end; the newest first.
         now_s: the controller's clock, seconds since the epoch.
     """
 

@@ -97,6 +97,24 @@ def test_an_example_needs_no_configuration() -> None:
     assert "[required]" not in run("controller", "--help")[1]
 
 
+@pytest.mark.parametrize("out", [".", "..", "/", "a/.."])
+def test_an_export_needs_a_folder_with_a_name(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it was all fetched, and the end was a ValueError; or, of "..", it lay somewhere else."""
+    monkeypatch.chdir(tmp_path)
+    code, text = run("export", "http://127.0.0.1:9", out)
+    assert (code, f"{out} is no name of a new folder" in text) == (2, True), text
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminal_has_no_letters_for_is_spelled_out(encoding: str, tmp_path: Path) -> None:
+    """Seen red: a UnicodeEncodeError with a traceback, when all was done."""
+    words = [sys.executable, "-m", "weightsync", "keygen", "schl\u00fcssel-\u9375"]
+    env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"}
+    ended = subprocess.run(words, capture_output=True, timeout=60, check=False, cwd=tmp_path, env=env)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"-\\u9375.secret is the trainer's" in ended.stdout
+
+
 def test_python_runs_it_by_the_name_of_the_package() -> None:
     """Seen red without `weightsync/__main__.py`."""
     words = [sys.executable, "-m", "weightsync", "--version"]

@@ -101,6 +101,22 @@ def test_who_is_missing_is_named_and_the_file_has_the_others(tmp_path: Path) -> 
     assert set(events(out)) == {"service"}
 
 
+def test_who_is_too_many_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it was left out without a word, and the exit code said that everybody is in the file."""
+    monkeypatch.setattr("weightsync.cli.trace._MOST_FACES", 2)
+    out = tmp_path / "trace.json"
+    with (
+        face("service", "host-0", NOBODY) as first, face("service", "host-1") as second,
+        face("controller", "actor", first, second, NOBODY) as controller,
+    ):  # fmt: skip
+        code, text, _ = run(controller, "--out", out)
+    assert code == 1
+    for url in (second, NOBODY):
+        assert f"missing: {url}: StateError: it was not asked: a trace has at most 2 processes" in text
+    assert [each["url"] for each in json.loads(out.read_text())["otherData"]["unreachable"]] == [second, NOBODY]
+    assert set(events(out)) == {"controller", "service"}
+
+
 def test_nobody_answers(tmp_path: Path) -> None:
     code, _, error = run(NOBODY, "--out", tmp_path / "trace.json")
     assert code == 1

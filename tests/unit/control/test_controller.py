@@ -268,6 +268,94 @@ def test_a_module_or_a_callback_that_raises_locks_nobody_for_ever(made: Make) ->
     assert good.locked == bad.locked == set()
 
 
+def test_a_module_that_could_not_be_unlocked_is_tried_again(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: one error of `unlock`, and the pool was locked until the next batch, which never came."""
+    monkeypatch.setattr("weightsync.control.locks._AGAIN_S", (0.01, 0.02))
+    controller, _ = made()
+    pool, unlocked, tries = Module(), threading.Event(), iter(range(100))
+
+    def unlock(model_tag: str) -> None:
+        if next(tries) < 2:
+            raise RuntimeError("as told")
+        pool.locked.discard(model_tag)
+        unlocked.set()
+
+    pool.unlock = unlock  # type: ignore[method-assign]
+    controller.set_module_references(Module(), pool)
+    controller.trajectory_pool_notify_batch_ready("default")
+    assert pool.locked == {"default"}
+    controller.train_worker_notify_weight_update("w", "default", "r", 1)
+    assert unlocked.wait(LONG_S)
+    assert pool.locked == set()
+
+
+def _no_threads(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
+    """The next `num` threads can't be started."""
+    starts, left = threading.Thread.start, [None] * num
+
+    def start(thread: threading.Thread) -> None:
+        if left:
+            left.pop()
+            raise RuntimeError("can't start new thread")
+        starts(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.parametrize("num", [2, 50])
+def test_where_no_thread_can_be_started_a_model_waits_for_nothing(
+    made: Make, monkeypatch: pytest.MonkeyPatch, num: int
+) -> None:
+    """Seen red: the retry's timer was lost, and with it the model: it waited for a retry for ever."""
+    controller, method = made()
+    with monkeypatch.context() as patch:
+        _no_threads(patch, num)
+        controller.train_worker_notify_weight_update("w", "default", "r", 1, timeout_s=LONG_S)
+    state = controller.rollout_service_state("default")
+    assert (state.rollout_model_version, state.overdue) == ((1, False) if num == 2 else (0, True))
+    controller.train_worker_notify_weight_update("w", "default", "r", 2, timeout_s=LONG_S)
+    assert controller.rollout_service_state("default").rollout_model_version == 2
+    assert method.synced[-1] == ("default", "r/2")
+
+
+def test_a_validation_that_nothing_can_time_is_over(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: everything was locked for a validation that nobody had been told of."""
+    told: list[ValidationRun] = []
+    controller, method = made({"validate_freq": 1}, on_validate=lambda tag, validation: told.append(validation))
+    with monkeypatch.context() as patch:
+
+        def sync(tag: str, version: Version) -> int:
+            _no_threads(patch, 1)
+            return version.number
+
+        method.does = sync
+        controller.train_worker_notify_weight_update("w", "default", "r", 1, timeout_s=LONG_S)
+        until(lambda: controller.rollout_service_state("default").last_validation, "its end")
+    state = controller.rollout_service_state("default")
+    assert (state.waiting_for_validation, state.pool_locked, told) == (None, False, [])
+    assert "can't start new thread" in str(state.last_validation)
+
+
+def test_a_method_that_can_not_say_its_instances_loses_no_sync(made: Make) -> None:
+    """Seen red: of a version that came while another was tried nothing was heard any more."""
+    given_up: list[str] = []
+    controller, method = made(retries_s=(), on_give_up=lambda tag, version: given_up.append(str(version)))
+
+    def sync(tag: str, version: Version) -> int:
+        if version.number == 1:
+            controller.train_worker_notify_weight_update("w", "default", "r", 2, timeout_s=0.001)
+            raise RuntimeError("as told")
+        return version.number
+
+    def instances() -> tuple[Any, ...]:
+        raise RuntimeError("as told")
+
+    method.does, method.instances = sync, instances  # type: ignore[method-assign]
+    controller.train_worker_notify_weight_update("w", "default", "r", 1, timeout_s=0.001)
+    assert controller.wait_version("r", "default", 2, timeout_s=LONG_S)
+    assert given_up == ["r/1"]
+
+
 def test_a_sync_by_hand(made: Make) -> None:
     controller, method = made({"sync_mode": "batch-async", "staleness_threshold": 9})
     assert controller.sync_weight_to_rollout_service("default")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,6 +73,34 @@ def test_the_timeline_says_how_long_rollout_waited_for_a_step(make: Make, clock:
         controller.train_worker_notify_weight_update("w", "default", "r", number)
         assert waits(controller) == {"batch gate": (-5.0, 7.0, None), "trainer": (-5.0, 5.0, "w")}
     assert seen == [{"batch gate": (-5.0, 5.0, None), "trainer": (-5.0, 5.0, "w")}] * 2, "while it runs"
+
+
+def test_a_sync_that_takes_long_is_seen_when_it_has_ended(clock: Clock) -> None:
+    """Seen red: 20 others that began after it, and neither the status nor the metrics knew it."""
+    slow, hold, method = threading.Event(), threading.Event(), Method()
+    controller = WeightSyncController({"sync_mode": "fully-async"}, method, model_tags=("slow", "quick"))
+
+    def sync(tag: str, version: Version) -> int:
+        if tag == "slow":
+            slow.set()
+            assert hold.wait(20.0)
+        return version.number
+
+    method.does = sync
+    controller.train_worker_notify_weight_update("w", "slow", "r", 1)
+    assert slow.wait(20.0)
+    for number in range(1, 26):
+        clock.now += 1.0
+        controller.train_worker_notify_weight_update("w", "quick", "r", number)
+        assert controller.wait_version("r", "quick", number, timeout_s=20.0)
+    found = controller.status().syncs
+    assert (len(found), found[0].model_tag, found[0].outcome) == (20, "slow", "running")
+    assert [each.version for each in found[1:]] == list(range(25, 6, -1))
+    hold.set()
+    assert controller.wait_version("r", "slow", 1, timeout_s=20.0)
+    found = controller.status().syncs
+    assert (found[0].model_tag, found[0].outcome, found[0].seconds) == ("slow", "served", 25.0)
+    controller.close()
 
 
 def test_a_step_is_waited_for_since_rollout_is_locked(make: Make, clock: Clock) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.multiproc.pull_kit import wait_until
@@ -81,6 +82,33 @@ def test_a_step_over_http(served: Served) -> None:
     assert status["verifier"].train_model_version == 0
     assert client.end_validate("actor").waiting_for_validation is None
     assert client.sync_weight_to_rollout_service("actor")
+
+
+def test_what_a_validation_of_this_process_says_is_said_in_json() -> None:
+    """Seen red: the status, and each answer to a trainer, was an internal error until the next validation ended."""
+
+    class Wordless:
+        def __str__(self) -> str:
+            raise RuntimeError("as told")
+
+    served = Served(validate_freq=1)
+    try:
+        served.client.train_worker_notify_weight_update("w", "actor", "run", 1, wait_s=LONG_S)
+        said = {"a": np.float32(1), "b": {"c": 1}, 3: True, "big": 1 << 70, "nan": float("nan"), "text": "\ud800",
+                "none": None, "whole": -(1 << 63), "wordless": Wordless(), "long": ["x" * 2000]}  # fmt: skip
+        served.controller.end_validate("actor", said)
+        ended = served.client.status().models["actor"].last_validation
+        assert ended is not None
+        assert ended.result is not None
+        assert len(str(ended.result.pop("long"))) == 1000
+        assert ended.result == {
+            "a": 1.0, "b": "{'c': 1}", "3": True, "big": str(1 << 70), "nan": "nan", "text": "\\ud800",
+            "none": None, "whole": -(1 << 63), "wordless": "a Wordless",
+        }  # fmt: skip
+        state = served.client.train_worker_notify_weight_update("w", "actor", "run", 2, wait_s=LONG_S)
+        assert state.rollout_model_version == 2
+    finally:
+        served.close()
 
 
 def test_a_notification_waits_no_longer_than_it_was_told_to(served: Served) -> None:

@@ -416,3 +416,17 @@ TestAllInterleavings = AllInterleavings.TestCase
 def test_states_are_values() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ModelState().phase = "syncing"  # type: ignore[misc]
+
+
+def test_a_version_far_too_high_takes_no_memory() -> None:
+    """Seen red: each multiple up to it was written down, until there was no memory."""
+    machine = Machine(mode="fully-async", validate_freq=5)
+    machine.train(1)
+    (started,) = machine.synced(10**12 + 3)
+    assert isinstance(started, StartValidation)
+    assert started.validation.stands_for == tuple(range(10**12 - 999 * 5, 10**12 + 1, 5))
+    machine(ValidationEnded())
+    machine.train(10**12 + 5)
+    (started,) = machine.synced(10**12 + 5)
+    assert isinstance(started, StartValidation)
+    assert started.validation.stands_for == (10**12 + 5,)

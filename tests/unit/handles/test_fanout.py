@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -192,3 +193,20 @@ def test_a_call_that_can_t_be_started_has_failed(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(threading.Thread, "start", start)
     assert "new thread" in str(in_thread(lambda: None, name="t").exception(0))
+
+
+def test_a_wait_that_is_given_up_ends_no_call() -> None:
+    """As at the end of a server. Seen red: the thread ended in an InvalidStateError, with a traceback for each."""
+    go = threading.Event()
+    call = in_thread(lambda: go.wait(10.0), name="a-call")
+
+    async def give_up() -> None:
+        waiting = asyncio.wrap_future(call)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(give_up())
+    assert not call.cancelled()
+    go.set()
+    assert call.result(10.0) is True

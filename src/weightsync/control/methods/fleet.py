@@ -44,6 +44,7 @@ from weightsync.errors import (
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Deadline, Version
 from weightsync.types.control import BarrierStatus, InstanceStatus, SyncSpan
+from weightsync.types.deadline import check_wait_s
 from weightsync.types.fleet import CommitVersionsRequest, ModelVersion, PrepareReply, PrepareRequest, ReleaseRequest
 from weightsync.types.service import ServiceStatus
 
@@ -76,6 +77,7 @@ class FleetMethod(SyncMethod):
 
     Raises:
         ConfigError: a policy or a set that can't be.
+        InvalidRequestError: a time that nobody can wait.
     """
 
     asks_agents = True
@@ -101,10 +103,10 @@ class FleetMethod(SyncMethod):
         pool.know_sets(self.barrier.sets)
         self.agent_client = functools.partial(AgentClient, token=token, verify=verify)
         self._client = functools.lru_cache(maxsize=1024)(lambda url: RolloutClient(url, token=token, verify=verify))
-        self._barrier_timeout_s = barrier_timeout_s
-        self._prepare_timeout_s = prepare_timeout_s
-        self._commit_timeout_s = commit_timeout_s
-        self._straggler_s = straggler_s
+        self._barrier_timeout_s = check_wait_s("barrier_timeout_s", barrier_timeout_s)
+        self._prepare_timeout_s = check_wait_s("prepare_timeout_s", prepare_timeout_s)
+        self._commit_timeout_s = check_wait_s("commit_timeout_s", commit_timeout_s)
+        self._straggler_s = check_wait_s("straggler_s", straggler_s, may_be_0=True)
         self._hook = hook
         self._lock = threading.Condition()
         self._running: dict[tuple[str, ...], tuple[Set, Future[None]]] = {}

@@ -28,7 +28,8 @@ class PushMethod(SyncMethod):
     """A `SyncMethod` over pushes. Thread-safe.
 
     A sync succeeds where the push's report says that every engine serves the version; engines that were left out make
-    it a failure, until `evict_failed` goes on without them: the push leaves them out by itself.
+    it a failure, until `evict_failed` goes on without them: the push leaves them out by itself. One that it serves
+    again is missed again.
 
     Args:
         pushes: by model: a `PushSync` of this process, a `RayWeightSync`, or `PushOrders` for ranks elsewhere.
@@ -101,6 +102,8 @@ class PushMethod(SyncMethod):
             )
         if not report.engine_ids:
             raise NoEnginesError("the push reports a success on no engine", version=str(version))
+        for who in set(report.engine_ids) - set(report.lost):  # whom the push serves again is missed again
+            self.peers.readmit(model_tag, who)
         missed = sorted(self.peers.live(model_tag, report.lost))
         self.peers.note_failed(model_tag, missed)
         if missed and not self._allow_lost:

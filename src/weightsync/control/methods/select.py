@@ -17,6 +17,7 @@ from weightsync.control.methods.weaver import WeaverMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.push_orders import PushOrders
 from weightsync.errors import ConfigError
+from weightsync.types.deadline import MAX_WAIT_S
 
 _STOCK = ("vllm", "sglang")
 """Backends that have no `/update_weights` of their own."""
@@ -84,7 +85,7 @@ def method_of(
         case "mock":
             return MockMethod()
         case "push":
-            push_s = config.transfer.transfer_timeout_s + _REPORT_S
+            push_s = min(timeout_s, MAX_WAIT_S - _REPORT_S) + _REPORT_S
             return PushMethod({tag: PushOrders(take_s=fleet.prepare_timeout_s, push_s=push_s) for tag in models})
 
 

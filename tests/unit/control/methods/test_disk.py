@@ -252,6 +252,55 @@ def test_who_failed_can_be_evicted_and_come_back(place: Place) -> None:
         method.sync_weights("actor", v(1))
 
 
+def test_one_alone_that_was_evicted_takes_part_again_with_a_newer_version(place: Place) -> None:
+    """Seen red: a server that restarted for longer than the retries was evicted, and no later version was loaded."""
+    server = place.vllm()
+    method = place.method(server)
+    place.publish(1)
+    server.fail("/collective_rpc", "error", times=1)
+    with pytest.raises(SyncFailedError):
+        method.sync_weights("actor", v(1))
+    assert method.evict_failed("actor") == [server.url]
+    with pytest.raises(NoEnginesError, match="was evicted"):
+        method.sync_weights("actor", v(1))
+    place.publish(2)
+    server.fail("/openapi.json", "error", times=1)
+    with pytest.raises(NoEnginesError, match="was evicted"):  # it does not answer well yet
+        method.sync_weights("actor", v(2))
+    place.publish(3)
+    assert method.sync_weights("actor", v(3)) == 3
+    assert held(server) == weights(3)
+
+
+def test_one_of_several_that_was_evicted_comes_back_when_it_has_loaded(place: Place) -> None:
+    """It is tried behind the others, ever more seldom, and fails no sync. Seen red: it answered with what it had for
+    ever; and where it was gone, its probe failed each sync of the others.
+    """
+    good, other = place.vllm(), place.vllm()
+    method = place.method(good, other)
+    place.publish(1)
+    other.fail("/collective_rpc", "error", times=1)
+    with pytest.raises(SyncFailedError):
+        method.sync_weights("actor", v(1))
+    assert method.evict_failed("actor") == [other.url]
+    assert method.sync_weights("actor", v(1)) == 1
+    for number, tried in ((2, True), (2, False), (3, False), (4, True), (5, False), (6, False)):
+        if v(number) not in place.folder.versions("actor"):
+            place.publish(number)
+        other.fail("/openapi.json", "error")
+        assert method.sync_weights("actor", v(number)) == number
+        assert (not other._failures["/openapi.json"]) is tried, number
+        other._failures.clear()
+    assert held(other) == weights(0)
+    for number in (7, 8):
+        place.publish(number)
+        assert method.sync_weights("actor", v(number)) == number
+    assert held(good) == held(other) == weights(8)
+    other.fail("/collective_rpc", "error", times=1)
+    with pytest.raises(SyncFailedError):  # it takes part again
+        method.sync_weights("actor", v(8))
+
+
 def test_the_version_has_to_be_published(place: Place) -> None:
     (server,), router = place.sglang(1)
     method = place.method(router)

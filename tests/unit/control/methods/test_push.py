@@ -97,6 +97,20 @@ def test_engines_that_were_left_out_are_a_failure_until_they_are_evicted() -> No
     assert PushMethod({"actor": Said(lost)}, allow_lost=True).sync_weights("actor", v(3)) == 3
 
 
+def test_who_was_evicted_and_is_served_again_is_missed_again() -> None:
+    """Seen red: it stayed evicted for ever, and the gates said "continue" while it answered with an old version."""
+    lost, again = (
+        report(number, engine_ids=("e0",), lost={"e1": why}) for number, why in ((3, "dead"), (5, "dead again"))
+    )
+    method = PushMethod({"actor": Said(lost, lost, report(4), again)})
+    with pytest.raises(SyncFailedError, match="e1: dead"):
+        method.sync_weights("actor", v(3))
+    assert method.evict_failed("actor") == ["e1"]
+    assert [method.sync_weights("actor", v(number)) for number in (3, 4)] == [3, 4]
+    with pytest.raises(SyncFailedError, match="e1: dead again"):
+        method.sync_weights("actor", v(5))
+
+
 def test_what_a_push_raises_is_raised_and_its_causes_can_be_evicted() -> None:
     failed = SyncFailedError("commit failed", causes={"e1": EngineError("no", peer="e1")})
     method = PushMethod({"actor": Said(failed, report(3, lost={"e1": "shunned"}))})

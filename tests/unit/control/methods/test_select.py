@@ -19,6 +19,8 @@ from weightsync.control.methods.network import NetworkMethod
 from weightsync.control.methods.push import PushMethod
 from weightsync.control.methods.tinker import TinkerMethod
 from weightsync.control.methods.weaver import WeaverMethod
+from weightsync.control.pool import RolloutPool
+from weightsync.control.push_orders import PushOrders
 from weightsync.errors import ConfigError, InvalidRequestError
 
 SERVICE = {"model": "m", "base_url": "http://127.0.0.1:1", "model_tag": "actor"}
@@ -51,6 +53,12 @@ def test_the_method_that_is_named(named: dict[str, Any], kind: type, tmp_path: P
     [
         ({"sync_method": "disk", "sync_weight_path": "w"}, "inference_service.base_url"),
         ({"sync_method": "network", "sync_weight_path": "w", "inference_service": {"model_tag": "a"}}, "base_url"),
+        (
+            {"sync_method": "pull", "fleet": {"commit_timeout_s": 1e6}},
+            "fleet.commit_timeout_s = 1000000.0: must be at most 604800 seconds, a week",
+        ),
+        ({"sync_method": "pull", "fleet": {"barrier_timeout_s": 1e10}}, "fleet.barrier_timeout_s = .* a week"),
+        ({"sync_method": "push", "fleet": {"prepare_timeout_s": 1e6}}, "fleet.prepare_timeout_s = .* a week"),
         ({"sync_method": "pull", "fleet": {"models": ["a", "b"], "sets": [["a", "c"]]}}, "fleet.models has not: c"),
     ],
 )
@@ -59,6 +67,18 @@ def test_what_is_missing_is_said_before_anything_starts(config: dict[str, Any], 
         config = {**config, "sync_weight_path": str(tmp_path)}
     with pytest.raises(ConfigError, match=missing):
         build_controller({**config, "fleet": {"port": 0, **config.get("fleet", {})}})
+
+
+def test_methods_take_times_that_can_be_waited() -> None:
+    """Seen red: no sync ever committed, since no service takes such a message; or a timer overflowed."""
+    pool = RolloutPool(models=("actor",))
+    for name in ("barrier_timeout_s", "prepare_timeout_s", "commit_timeout_s", "straggler_s"):
+        with pytest.raises(InvalidRequestError, match=name):
+            FleetMethod(pool, **{name: 1e6})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="take_s"):
+        PushOrders(take_s=1e10, push_s=1.0)
+    with pytest.raises(InvalidRequestError, match="push_s"):
+        PushOrders(take_s=1.0, push_s=1e10)
 
 
 def test_a_weaver_service_is_held_by_the_documents_call() -> None:
