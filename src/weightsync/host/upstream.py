@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from weightsync.clients.agent import AgentClient
 from weightsync.clients.store import StoreClient
-from weightsync.errors import ConfigError, DeadlineExceededError, EngineUnreachableError, StateError
+from weightsync.errors import DeadlineExceededError, EngineUnreachableError, StateError
 from weightsync.host.agent_state import SHORTEST_S, Ask
 from weightsync.host.followed import FollowedRun
 from weightsync.types.transfer_messages import AgentVersion
@@ -135,8 +135,8 @@ class Upstream:
                 try:
                     line.client = line.client or self._connect(endpoint)
                     return ask
-                except ConfigError as error:
-                    self._run.not_heard(endpoint, str(error))
+                except Exception as error:  # no URL, no store client installed, a store that is away: it may come
+                    self._run.not_heard(endpoint, f"{type(error).__name__}: {error}")
             del self._lines[endpoint]
             self._interrupt(line)
             return None

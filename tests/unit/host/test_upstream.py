@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from tests.unit.host.service_kit import wait_until
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import StateError
+from weightsync.errors import StateError, StoreUnavailableError
 from weightsync.host.agent_state import WAIT_S
 from weightsync.host.followed import FollowedRun
 from weightsync.host.upstream import Upstream
@@ -125,6 +125,25 @@ def test_who_can_t_be_asked_is_told_why_and_keeps_no_other_out(agent: Agent, end
     with contextlib.closing(Kit(endpoint, agent.url, poll_s=None)) as kit:
         kit.has(agent.url, 1)
         wait_until(lambda: kit.run.errors.get(endpoint), "why")
+
+
+def test_a_source_whose_client_can_t_be_made_is_tried_again(agent: Agent) -> None:
+    """Seen red: its thread had ended, nobody asked it any more, and no error said so."""
+    failed: list[str] = []
+
+    def connect(endpoint: str) -> AgentClient:
+        if not failed:
+            failed.append(endpoint)
+            raise StoreUnavailableError("it is away")
+        return AgentClient(endpoint)
+
+    with contextlib.closing(Kit(poll_s=0.05)) as kit:
+        kit.upstream._connect = connect
+        with kit.changed:
+            kit.run.know(agent.url)
+            kit.upstream.look()
+        kit.has(agent.url, 1)
+        assert failed == [agent.url]
 
 
 def test_an_agent_of_another_model_is_no_agent(agent: Agent) -> None:
