@@ -288,7 +288,7 @@ class EngineGroup(ServedVersions):
         if _was_released(hold, error):
             with self._lock:
                 return engine.served  # nothing was paused or written
-        replies, _ = self._ask([engine])
+        replies, _, _ = self._ask([engine])
         reply = replies.get(engine.name)
         with self._lock:
             return self._known(reply) if reply is not None and reply.serving else None
