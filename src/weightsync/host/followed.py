@@ -79,9 +79,9 @@ class FollowedRun:
 
     # --- what it is told ---
 
-    def know(self, endpoint: str) -> None:
-        """That agent may be called; it is asked until it has named a version."""
-        self.agents.setdefault(endpoint, AgentState(self._poll_s))
+    def know(self, endpoint: str, *, lasting: bool = False) -> None:
+        """That agent may be called; it is asked until it has named a version. `lasting`: see `AgentState`."""
+        self.agents.setdefault(endpoint, AgentState(self._poll_s)).lasting |= lasting
 
     def wake(self, endpoint: str) -> None:
         """That agent is asked once, now."""
@@ -206,7 +206,7 @@ class FollowedRun:
         """The next request to an agent; None: there is no reason for one."""
         agent = self.agents[endpoint]
         self._forget(agent)
-        return agent.next_ask(self._clock())
+        return agent.next_ask(self._clock(), past=self._is_past(endpoint))
 
     def target(self, served: Served, answering: Served) -> Target | None:
         """What to pull next; None: nothing.
@@ -259,9 +259,10 @@ class FollowedRun:
 
     @property
     def errors(self) -> dict[str, str]:
-        """Why agents could not be asked, by endpoint; without those that could, and those in `ended`."""
-        ended = self.ended
-        return {who: agent.error for who, agent in self.agents.items() if agent.error is not None and who not in ended}
+        """Why agents could not be asked, by endpoint; without those that could, those in `ended`, and those whose run
+        another one took over from."""
+        less = {*self.ended, *filter(self._is_past, self.agents)}
+        return {who: agent.error for who, agent in self.agents.items() if agent.error is not None and who not in less}
 
     @property
     def ended(self) -> tuple[str, ...]:
@@ -281,6 +282,9 @@ class FollowedRun:
         return None
 
     # --- helpers ---
+
+    def _is_past(self, endpoint: str) -> bool:
+        return endpoint != self._current and self.agents[endpoint].is_past(self._runs_over)
 
     def _follow(self, run_id: str, endpoint: str) -> None:
         self.run_id, self._current = run_id, endpoint

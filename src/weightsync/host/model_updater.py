@@ -129,10 +129,10 @@ class ModelUpdater:
 
     # --- what it is told ---
 
-    def add_sender(self, endpoint: str) -> None:
-        """That agent may be called for this model."""
+    def add_sender(self, endpoint: str, *, lasting: bool = False) -> None:
+        """That agent may be called for this model. `lasting`: see `AgentState`."""
         with self._changed:
-            self._followed.know(endpoint)
+            self._followed.know(endpoint, lasting=lasting)
 
     def may_call(self, endpoint: str) -> bool:
         """Whether that agent was registered for this model."""
