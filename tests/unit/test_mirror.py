@@ -179,7 +179,6 @@ ELSEWHERE = {
     "host/delta_pull": "unit/host/test_delta_apply.py",
     "host/fleet_model": "multiproc/test_fleet.py",
     "host/model_updater": "unit/host/test_service.py",
-    "host/pulls": "unit/host/test_service.py",
     "host/progress": "multiproc/test_pull_slow.py",
     "host/settings": "unit/host/test_service.py",
     "host/staged_requests": "unit/engine/test_embedded_patches.py",
