@@ -124,7 +124,7 @@ class ModelUpdater:
             self._permit.close()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
-        if not self._thread.is_alive():  # else engines read the staging: it is unlinked when this process ends
+        if not self._thread.is_alive():  # else engines read the staging: that thread gives it back when it ends
             self._pulls.close()
 
     # --- what it is told ---
@@ -341,6 +341,10 @@ class ModelUpdater:
                 _logger.exception("model %s: engines could not be asked what they serve", self.model_id)
 
     def _keep_updating(self) -> None:
+        with contextlib.closing(self._pulls):  # `close` may not have waited for so long
+            self._update_on()
+
+    def _update_on(self) -> None:
         retry_s = _RETRY_S
         while True:
             target, count, errors = None, 0, {}
