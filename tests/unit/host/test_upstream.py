@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ from starlette.requests import Request
 
 from tests.unit.host.service_kit import wait_until
 from weightsync.clients.agent import AgentClient
+from weightsync.clients.store import StoreClient
 from weightsync.errors import StateError, StoreUnavailableError
 from weightsync.host.agent_state import WAIT_S
 from weightsync.host.followed import FollowedRun
 from weightsync.host.upstream import Upstream
 from weightsync.net.server import Api, ServerThread
 from weightsync.types import Version
+from weightsync.types.transfer_messages import AgentVersion
 
 
 class Agent:
@@ -166,6 +169,42 @@ def test_a_thread_that_can_t_be_started_is_told_and_tried_again(agent: Agent, mo
                     kit.upstream.look()
             kit.upstream.look()
         kit.has(agent.url, 1)
+
+
+def test_no_store_is_closed_under_the_lock() -> None:
+    """Seen red: that takes a call, and whoever asked for the model's status waited for it."""
+    place, told = "s3://bucket/run", queue.SimpleQueue[bool]()
+
+    class Store(StoreClient):
+        def __init__(self) -> None:
+            self._ended = threading.Event()
+
+        def get_version(self, *, after: Version | None = None, wait_s: float = 0.0, timeout_s: float) -> AgentVersion:
+            if after is not None:
+                self._ended.wait(wait_s)
+            return AgentVersion(model_id="m", run_id="run", version=1)
+
+        def close(self) -> None:
+            told.put(changed._is_owned())
+            self._ended.set()
+
+    def is_asked() -> bool:
+        return kit.newest(place) is not None and kit.upstream._lines[place].ends_s is not None
+
+    with contextlib.closing(Kit(poll_s=3600.0)) as kit:
+        changed: Any = kit.changed
+        kit.upstream._connect = lambda _: Store()
+        with kit.changed:
+            kit.run.know(place)
+            kit.upstream.look()
+        wait_until(is_asked, "a request waits")
+        with kit.changed:
+            kit.run.claim(Version(run_id="run", number=5), place, grace_s=None)
+            kit.upstream.look()
+        assert told.get(timeout=10.0) is False
+        wait_until(is_asked, "a request waits again")
+        kit.upstream.close()
+        assert told.get(timeout=10.0) is False
 
 
 def test_closing_ends_a_request_that_waits(agent: Agent) -> None:
