@@ -30,7 +30,6 @@ ELSEWHERE = {
     # Processes and commands: tested as a user runs them.
     "agent/deltas": "multiproc/test_pull_delta.py",
     "agent/delta_file": "multiproc/test_pull_kills.py",
-    "agent/main": "multiproc/test_agent_channel.py",
     "agent/metrics": "multiproc/test_offload_agent.py",
     "agent/proved": "multiproc/test_pull_delta.py",
     "cli/check": "multiproc/test_cli_serve.py",
@@ -72,10 +71,8 @@ ELSEWHERE = {
     "verbs/last_version": "unit/adapters/test_trl.py",
     "verbs/publishing": "multiproc/test_verbs.py",
     "verbs/pushing": "multiproc/test_verbs.py",
-    "verbs/serving": "multiproc/test_verbs.py",
     # Two sides of a socket or of a mapping: tested with the other side in a process of its own.
     "control/methods/pull": "multiproc/test_control_pull.py",
-    "host/agent_calls": "multiproc/test_pull_grants.py",
     "host/puller": "multiproc/test_pull_faults.py",
     "memory/mapped": "multiproc/test_push_ipc_faults.py",
     "transfer/shm": "multiproc/test_pull_faults.py",
@@ -182,7 +179,6 @@ ELSEWHERE = {
     "host/delta_pull": "unit/host/test_delta_apply.py",
     "host/fleet_model": "multiproc/test_fleet.py",
     "host/model_updater": "unit/host/test_service.py",
-    "host/pulls": "unit/host/test_service.py",
     "host/progress": "multiproc/test_pull_slow.py",
     "host/settings": "unit/host/test_service.py",
     "host/staged_requests": "unit/engine/test_embedded_patches.py",

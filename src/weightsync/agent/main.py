@@ -37,6 +37,7 @@ from weightsync.types.agent_messages import (
     Pong,
     PublishOrder,
     ResetOrder,
+    TransferDone,
 )
 from weightsync.types.layout import PublicationLayout
 
@@ -84,13 +85,14 @@ class _Outbox:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._events: queue.Queue[Event] = queue.Queue(_MAX_EVENTS)
+        self._events: queue.Queue[Event] = queue.Queue()
         self._next: bytes | None = None
 
     def put(self, event: Event) -> None:
-        with contextlib.suppress(queue.Full):  # a trainer that stands still must not hold up receivers
-            self._events.put_nowait(event)
-            os.eventfd_write(self.fd, 1)
+        if isinstance(event, TransferDone) and self._events.qsize() >= _MAX_EVENTS:
+            return  # a trainer that stands still; what became of its versions it is told, as many as it has ordered
+        self._events.put(event)
+        os.eventfd_write(self.fd, 1)
 
     def send(self, channel: HostChannel[Order]) -> bool:
         """Sends all; whether there is something left, which the trainer does not take now."""
@@ -177,7 +179,8 @@ def _end_with(trainer: int, closing: list[Callable[[], None]]) -> None:
     while _input(trainer):
         pass
     for close in closing:
-        threading.Thread(target=close, daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread can be had
+            threading.Thread(target=close, daemon=True).start()
     _end()
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import ssl
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import wait as wait_for
 from urllib.parse import urlsplit
@@ -47,7 +48,7 @@ from weightsync.types.transfer_messages import (
 )
 
 CALL_S = 10.0
-"""No call takes longer."""
+"""No call takes longer; a grant may, where one has taken longer before."""
 _ACKNOWLEDGE_S = 1.5
 _GIVE_UP_S = 1.0
 """How long telling agents may take, all of them together: within the `GRACE_S` of a puller."""
@@ -106,7 +107,10 @@ class Agents:
         self._clients: dict[str, AgentClient | StoreClient] = {}
         self._registered: set[str] = set()
         self._layouts = KnownLayouts()
+        self._patience_s: dict[str, float] = {}  # by endpoint: so long a grant may take
         self._lock = threading.Lock()
+        self._asking: AgentClient | StoreClient | None = None  # a grant, now
+        self._cancelled = False
         self.shelf = None if relay is None else RelayShelf(relay, receiver_id, self._connected)
         self.peer_bytes = 0
         self.how: list[str] = []
@@ -125,9 +129,11 @@ class Agents:
     def grant(
         self, endpoint: str, version: Version | None, deadline: Deadline, *, mode: str = "auto", base: DeltaBase | None
     ) -> TransferGrant:
-        """A grant; registers first where the agent does not know us (any more).
+        """A grant; registers first where the agent does not know us (any more). One that takes too long has twice the
+        time when it is asked for again: that of a model of very many tensors is long, and its link may be slow.
 
         Raises:
+            TransferAbortedError: see `cancel`.
             VersionError: it answered with another version, or a delta from another base, than was asked for.
             InvalidRequestError: it serves another model.
             EngineError: what it answered is not what it said: it was damaged on the way.
@@ -149,8 +155,7 @@ class Agents:
                 client.register(RegisterRequest(receiver_id=self._receiver_id), timeout_s=left)
                 self._registered.add(endpoint)
             try:
-                left = min(CALL_S, deadline.check("time to ask", peer=endpoint))
-                grant = client.request_transfer(request, layouts=self._layouts, timeout_s=left)
+                grant = self._request(client, endpoint, request, deadline)
             except NotRegisteredError:  # it was started again
                 self._registered.discard(endpoint)
                 if not again:
@@ -163,6 +168,33 @@ class Agents:
                 raise
             return grant
         raise AssertionError("unreachable")
+
+    def _request(
+        self, client: AgentClient | StoreClient, endpoint: str, request: TransferRequest, deadline: Deadline
+    ) -> TransferGrant:
+        left_s, patience_s = deadline.check("time to ask", peer=endpoint), self._patience_s.get(endpoint, CALL_S)
+        with self._lock:
+            if self._cancelled:
+                raise TransferAbortedError("this pull was cancelled", peer=endpoint)
+            self._asking = client
+        began_s = time.monotonic()
+        try:
+            grant = client.request_transfer(request, layouts=self._layouts, timeout_s=min(left_s, patience_s))
+        except DeadlineExceededError:
+            self._patience_s[endpoint] = 2 * patience_s
+            raise
+        finally:
+            with self._lock:
+                self._asking = None
+        self._patience_s[endpoint] = max(CALL_S, 2 * (time.monotonic() - began_s))
+        return grant
+
+    def cancel(self) -> None:
+        """No grant is asked for any more; one that an agent is asked for now is given up. From any thread."""
+        with self._lock:
+            self._cancelled, asking = True, self._asking
+        if isinstance(asking, AgentClient):  # closing a store's takes a call
+            asking.close()
 
     def _check_answer(self, endpoint: str, grant: TransferGrant, asked: TransferRequest) -> None:
         """A grant is of what was asked for. Nothing of it counts before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Container
 
 from weightsync.errors import NotPublishedError, WeightSyncError
 from weightsync.types import Version
@@ -113,6 +114,7 @@ class AgentState:
         claims: what is waited for.
         denied: the lowest version of a run that it has denied, and not passed.
         doubted: it did not have this one when its time was over; it is asked for it until `doubted_until_s`.
+        lasting: it is of the configuration: whatever becomes of its run, another trainer may come there.
     """
 
     def __init__(self, poll_s: float | None) -> None:
@@ -129,6 +131,7 @@ class AgentState:
         self.ended = False
         self.coming: Version | None = None
         self.broken = False
+        self.lasting = False
         self.claims: list[Claim] = []
         self.denied: Version | None = None
         self.doubted: Version | None = None
@@ -148,11 +151,17 @@ class AgentState:
         doubted = self.doubted is not None and self.doubted.run_id == run_id
         return doubted or any(claim.version.run_id == run_id for claim in self.claims)
 
-    def next_ask(self, now_s: float) -> Ask | None:
-        """The next request; None: there is no reason for one."""
+    def is_past(self, runs_over: Container[str]) -> bool:
+        """Whether it is gone with its run, one of those, and nobody waits for its word."""
+        gone = self.error is not None and self.newest is not None and self.newest.run_id in runs_over
+        return gone and not (self.lasting or self.claims or self.doubted)
+
+    def next_ask(self, now_s: float, *, past: bool = False) -> Ask | None:
+        """The next request; None: there is no reason for one. `past`: it is not asked for ever."""
         moments = [self.woken_s, *(claim.deniable_s for claim in self.claims)]
         waiting = [moment_s for moment_s in moments if self.asked_s < moment_s]
-        if not (waiting or self.claims or self.newest is None or self.doubted or self._poll_s is not None):
+        ever = self._poll_s is not None and not past
+        if not (waiting or self.claims or self.newest is None or self.doubted or ever):
             return None
         wait_s = OVERDUE_S if self.claims else WAIT_S
         if waiting:

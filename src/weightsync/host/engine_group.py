@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from weightsync.errors import (
@@ -180,8 +180,8 @@ class EngineGroup(ServedVersions):
                     loads.append(load)
                     run = functools.partial(self._run, load)
                     engine.load = running[engine.name] = in_thread(run, name=f"weightsync-load-{engine.name}")
-        if errors and hold is not None:
-            hold.failed("; ".join(errors.values()))
+        if hold is not None and (why := [*errors.values(), *_failures(running)]):
+            hold.failed("; ".join(why))
         self._given = list(running.values())
         # each ends by its own deadline, unless its handle has none
         reports, failed = collect(running, timeout_s=deadline.remaining_s + _LET_GO_S, late="it has not let go")
@@ -288,10 +288,16 @@ class EngineGroup(ServedVersions):
         if _was_released(hold, error):
             with self._lock:
                 return engine.served  # nothing was paused or written
-        replies, _ = self._ask([engine])
+        replies, _, _ = self._ask([engine])
         reply = replies.get(engine.name)
         with self._lock:
             return self._known(reply) if reply is not None and reply.serving else None
+
+
+def _failures(running: Mapping[str, Future[LoadReport]]) -> list[str]:
+    """Of loads that have failed so far: where no thread could be had, nobody else says so."""
+    errors = {who: load.exception() for who, load in running.items() if load.done()}
+    return [f"engine {who}: {error}" for who, error in errors.items() if error is not None]
 
 
 def _was_released(hold: PendingCommit | None, error: WeightSyncError) -> bool:

@@ -68,7 +68,7 @@ class FollowedRun:
         self._poll_s = poll_s
         self.agents: dict[str, AgentState] = {}
         self.run_id: str | None = None
-        self.is_anew = False
+        self.is_anew = self._anew_since = False  # at all; and since the last pull
         self.count = 0
         self._current: str | None = None
         self._pulled = -1
@@ -79,9 +79,9 @@ class FollowedRun:
 
     # --- what it is told ---
 
-    def know(self, endpoint: str) -> None:
-        """That agent may be called; it is asked until it has named a version."""
-        self.agents.setdefault(endpoint, AgentState(self._poll_s))
+    def know(self, endpoint: str, *, lasting: bool = False) -> None:
+        """That agent may be called; it is asked until it has named a version. `lasting`: see `AgentState`."""
+        self.agents.setdefault(endpoint, AgentState(self._poll_s)).lasting |= lasting
 
     def wake(self, endpoint: str) -> None:
         """That agent is asked once, now."""
@@ -117,13 +117,13 @@ class FollowedRun:
         if version.run_id != self.run_id:
             return
         self._current, self._pulled, self._loaded = endpoint, version.number, False
-        self._incarnation, self._adoption = incarnation, None
+        self._incarnation, self._adoption, self._anew_since = incarnation, None, False
         for agent in self.agents.values():
             agent.forget(self._clock(), version)
 
     def loaded(self) -> None:
         """Every engine serves what was pulled last."""
-        self._loaded, self.is_anew = True, False
+        self._loaded, self.is_anew = True, self._anew_since
 
     def adopted(self, adoption: Adoption, endpoint: str | None = None) -> None:
         """Engines serve it already; where nothing is followed yet, that run is, from this agent, or the first to name
@@ -164,10 +164,10 @@ class FollowedRun:
         if self._adoption is not None:
             self._judge_adoption(self._adoption, said)
         ours = newest is not None and newest.run_id == self.run_id
-        if ours and self._loaded and said.incarnation == self._incarnation:
-            self.is_anew = False
+        if ours and said.incarnation == self._incarnation:
+            self.is_anew, self._anew_since = self.is_anew and not self._loaded, False
         if newest is not None and ours and newest.number <= self._pulled and self._is_another_life(said):
-            self.is_anew = True  # though nobody claims anything
+            self.is_anew = self._anew_since = True  # though nobody claims anything
         unsure = self._adoption is not None and not self._adoption.sure and self._incarnation is None
         for claim in tuple(agent.claims):
             if not claim.checked and not unsure:
@@ -206,7 +206,7 @@ class FollowedRun:
         """The next request to an agent; None: there is no reason for one."""
         agent = self.agents[endpoint]
         self._forget(agent)
-        return agent.next_ask(self._clock())
+        return agent.next_ask(self._clock(), past=self._is_past(endpoint))
 
     def target(self, served: Served, answering: Served) -> Target | None:
         """What to pull next; None: nothing.
@@ -259,9 +259,10 @@ class FollowedRun:
 
     @property
     def errors(self) -> dict[str, str]:
-        """Why agents could not be asked, by endpoint; without those that could, and those in `ended`."""
-        ended = self.ended
-        return {who: agent.error for who, agent in self.agents.items() if agent.error is not None and who not in ended}
+        """Why agents could not be asked, by endpoint; without those that could, those in `ended`, and those whose run
+        another one took over from."""
+        less = {*self.ended, *filter(self._is_past, self.agents)}
+        return {who: agent.error for who, agent in self.agents.items() if agent.error is not None and who not in less}
 
     @property
     def ended(self) -> tuple[str, ...]:
@@ -281,6 +282,9 @@ class FollowedRun:
         return None
 
     # --- helpers ---
+
+    def _is_past(self, endpoint: str) -> bool:
+        return endpoint != self._current and self.agents[endpoint].is_past(self._runs_over)
 
     def _follow(self, run_id: str, endpoint: str) -> None:
         self.run_id, self._current = run_id, endpoint
@@ -309,7 +313,7 @@ class FollowedRun:
             del self._runs_over[next(iter(self._runs_over))]
         for each in self.agents.values():
             each.broken = False
-        self._pulled, self._loaded, self.is_anew = -1, True, False
+        self._pulled, self._loaded, self.is_anew, self._anew_since = -1, True, False, False
         self._incarnation, self._adoption = None, None
         self._follow(newest.run_id, endpoint)
         self._taken_over()
@@ -353,7 +357,7 @@ class FollowedRun:
         if self._is_another_life(said) and said.run_id in (None, claim.version.run_id):
             claim.error = VersionError(published_anew(claim.version, self._pulled), version=str(claim.version))
             _logger.warning("model %s: %s", self._model_id, claim.error)
-            self.is_anew = self.is_anew or ours
+            self.is_anew, self._anew_since = self.is_anew or ours, self._anew_since or ours
         else:
             claim.checked = True
 
@@ -365,7 +369,7 @@ class FollowedRun:
         if verdict is Verdict.ANEW:
             if not self.is_anew:
                 _logger.warning("model %s: the run of %s is published anew", self._model_id, adoption.version)
-            self._incarnation, self.is_anew = ANOTHER_INCARNATION, True
+            self._incarnation, self.is_anew, self._anew_since = ANOTHER_INCARNATION, True, True
         elif verdict is Verdict.OURS:
             self._incarnation, self._adoption = said.incarnation, None
             self._settle(said.incarnation)

@@ -124,15 +124,15 @@ class ModelUpdater:
             self._permit.close()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
-        if not self._thread.is_alive():  # else engines read the staging: it is unlinked when this process ends
+        if not self._thread.is_alive():  # else engines read the staging: that thread gives it back when it ends
             self._pulls.close()
 
     # --- what it is told ---
 
-    def add_sender(self, endpoint: str) -> None:
-        """That agent may be called for this model."""
+    def add_sender(self, endpoint: str, *, lasting: bool = False) -> None:
+        """That agent may be called for this model. `lasting`: see `AgentState`."""
         with self._changed:
-            self._followed.know(endpoint)
+            self._followed.know(endpoint, lasting=lasting)
 
     def may_call(self, endpoint: str) -> bool:
         """Whether that agent was registered for this model."""
@@ -341,6 +341,10 @@ class ModelUpdater:
                 _logger.exception("model %s: engines could not be asked what they serve", self.model_id)
 
     def _keep_updating(self) -> None:
+        with contextlib.closing(self._pulls):  # `close` may not have waited for so long
+            self._update_on()
+
+    def _update_on(self) -> None:
         retry_s = _RETRY_S
         while True:
             target, count, errors = None, 0, {}

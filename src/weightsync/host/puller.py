@@ -240,6 +240,7 @@ class Puller:
     def cancel(self) -> None:
         """Ends a pull under way soon, and every later one at once. From any thread; gives nothing back."""
         self._stop.set()
+        self._agents.cancel()
         self._cancel_reading()
 
     def _cancel_reading(self) -> None:

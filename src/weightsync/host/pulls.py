@@ -9,11 +9,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from typing import Any
 
 from weightsync.errors import WeightSyncError
-from weightsync.handles.fanout import in_thread
 from weightsync.host.agent_state import is_in
 from weightsync.host.puller import Puller
 from weightsync.host.relay import Relay
@@ -128,15 +126,21 @@ class Pulls:
         if puller is not None:
             puller.close()
 
-        def wait() -> None:
-            wait_for(holders)
+        missing, lock = set(range(len(holders))), threading.Lock()
+
+        def ended(number: int) -> None:
+            with lock:
+                missing.discard(number)
+                if missing:
+                    return
             pulled.release()
             left.close()
 
         _logger.warning(
             "model %s: an engine still reads %s: its memory is kept until then", self._model_id, pulled.version
         )
-        in_thread(wait, name="weightsync-let-go")
+        for number, holder in enumerate(holders):  # without a thread: where none can be had, one may hang in an engine
+            holder.add_done_callback(lambda _, number=number: ended(number))  # type: ignore[misc]
 
     def forget(self) -> None:
         """What is staged is wrong: nothing builds on it."""

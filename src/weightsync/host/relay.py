@@ -283,7 +283,8 @@ class RelayShelf:
                 if due:
                     self._dirty.discard(due[0])
                     return due[0]
-                left = [_TELL_EVERY_S - now_s + told_s[endpoint] for endpoint in idle if endpoint in told_s]
+                again = [endpoint for endpoint in idle if endpoint in told_s and self._kept[endpoint]]
+                left = [_TELL_EVERY_S - now_s + told_s[endpoint] for endpoint in again]
                 self._changed.wait(max(0.01, min(left, default=_TELL_EVERY_S)))
             return None
 

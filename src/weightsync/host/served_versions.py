@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -25,6 +26,21 @@ _UNSURE = "??"
 """The same, and nobody has vouched for it: no other will do."""
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """What an engine was asked once. Who asks while it is under way gets its answer too.
+
+    Attributes:
+        answer: what it says.
+        asked_s: since when, by `boot_s`.
+        num_loads: the engine's, then: what was asked before a load says nothing of after it.
+    """
+
+    answer: Future[EngineReply]
+    asked_s: float
+    num_loads: int
 
 
 class Engine:
@@ -56,7 +72,7 @@ class Engine:
         self.logged: str | None = None
         self.load: Future[LoadReport] | None = None
         self.num_loads = 0
-        self.asking: Future[EngineReply] | None = None
+        self.asking: Question | None = None
 
     @property
     def is_loading(self) -> bool:
@@ -139,7 +155,7 @@ class ServedVersions:
 
     def available(self) -> dict[str, bool]:
         """Whether each engine serves, as it says itself. Asks all at once."""
-        replies, _ = self._ask(self._engines)
+        replies, _, _ = self._ask(self._engines)
         return {engine.name: engine.name in replies and replies[engine.name].serving for engine in self._engines}
 
     def look(self) -> None:
@@ -197,13 +213,12 @@ class ServedVersions:
         """What those say that serve nothing as far as is known, and are not being loaded."""
         with self._lock:
             idle = {each: each.num_loads for each in self._engines if not each.served and not each.is_loading}
-            began_s = boot_s()
-        replies, _ = self._ask(list(idle))
+        replies, _, asked = self._ask(list(idle))
         with self._lock:
             return [
-                (engine, replies[engine.name], began_s)
+                (engine, replies[engine.name], asked[engine.name].asked_s)
                 for engine, num_loads in idle.items()
-                if engine.name in replies and engine.num_loads == num_loads
+                if engine.name in replies and engine.num_loads == num_loads == asked[engine.name].num_loads
             ]
 
     def _take_over(
@@ -251,19 +266,21 @@ class ServedVersions:
 
     def _look(self, engines: Sequence[Engine]) -> None:
         with self._lock:
-            begun, began_s = {engine: engine.num_loads for engine in engines}, boot_s()
-        replies, errors = self._ask(engines)
+            begun = {engine: engine.num_loads for engine in engines}
+        replies, errors, asked = self._ask(engines)
         for engine in engines:
-            reply, error = replies.get(engine.name), errors.get(engine.name)
+            reply, error, question = replies.get(engine.name), errors.get(engine.name), asked[engine.name]
             with self._lock:
                 if begun[engine] != engine.num_loads or begun[engine] % 2:
                     continue  # it is, or was, loaded meanwhile: that says more
+                if question.num_loads != engine.num_loads and question.answer.done():
+                    continue  # it was asked before its last load; where there is no answer yet, it is silent still
                 before, was_silent = engine.served, engine.silence is not None
                 engine.unreachable, engine.silence = reply is None, None if error is None else words(error)
                 if reply is not None:  # who paused it is not our business
                     engine.served = self._known(reply)
                     if engine.served is not None:  # else its lease was lent for something that it has not
-                        engine.seen_s = began_s
+                        engine.seen_s = question.asked_s
                 now = engine.served
             if now != before:
                 said = None if reply is None else reply.version
@@ -281,16 +298,21 @@ class ServedVersions:
         proved = self._proved[reply.version]
         return reply.version if None in (proved, reply.model_digest) or proved == reply.model_digest else None
 
-    def _ask(self, engines: Sequence[Engine]) -> tuple[dict[str, EngineReply], dict[str, WeightSyncError]]:
-        """What each engine says of itself, and why others say nothing."""
-        calls: dict[str, Future[EngineReply]] = {}
+    def _ask(
+        self, engines: Sequence[Engine]
+    ) -> tuple[dict[str, EngineReply], dict[str, WeightSyncError], dict[str, Question]]:
+        """What each engine says of itself, why others say nothing, and the question that this answers."""
+        asked: dict[str, Question] = {}
         with self._lock:
+            asked_s = boot_s()
             for each in engines:
-                if each.asking is None or each.asking.done():  # one that never answers is asked once
+                if each.asking is None or each.asking.answer.done():  # one that never answers is asked once
                     describe = functools.partial(each.update.describe, timeout_s=_ASK_S)
-                    each.asking = in_thread(describe, name=f"weightsync-ask-{each.name}")
-                calls[each.name] = each.asking
-        return collect(calls, timeout_s=_ASK_S + _MARGIN_S)
+                    answer = in_thread(describe, name=f"weightsync-ask-{each.name}")
+                    each.asking = Question(answer=answer, asked_s=asked_s, num_loads=each.num_loads)
+                asked[each.name] = each.asking
+        calls = {name: question.answer for name, question in asked.items()}
+        return *collect(calls, timeout_s=_ASK_S + _MARGIN_S), asked
 
 
 def words(error: WeightSyncError) -> str:

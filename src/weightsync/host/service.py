@@ -115,7 +115,7 @@ class RolloutService:
         }
         for model in self._models.values():
             for sender in self._senders:
-                model.add_sender(sender)
+                model.add_sender(sender, lasting=True)
         unleased = [
             engine.engine_id
             for model in engines.values()

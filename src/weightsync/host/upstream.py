@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from weightsync.clients.agent import AgentClient
 from weightsync.clients.store import StoreClient
-from weightsync.errors import ConfigError, DeadlineExceededError, EngineUnreachableError, StateError
+from weightsync.errors import DeadlineExceededError, EngineUnreachableError, StateError
+from weightsync.handles.fanout import in_thread
 from weightsync.host.agent_state import SHORTEST_S, Ask
 from weightsync.host.followed import FollowedRun
 from weightsync.types.transfer_messages import AgentVersion
@@ -35,6 +36,11 @@ class _Line:
     client: AgentClient | StoreClient | None = None
     asked_s: float = 0.0
     ends_s: float | None = None
+
+    def interrupt(self) -> AgentClient | StoreClient | None:
+        """Its client, to be closed: that ends the request under way, whose answer does not count."""
+        client, self.client, self.ends_s = self.client, None, None
+        return client
 
 
 class Upstream:
@@ -82,16 +88,22 @@ class Upstream:
             if line is None:
                 self._start(endpoint)
             elif line.ends_s is not None and max(ask.at_s, self._clock()) + ask.wait_s < line.ends_s - SHORTEST_S:
-                self._interrupt(line)
+                client = line.interrupt()
+                if isinstance(client, StoreClient):  # closing it takes a call, and this is under the lock
+                    in_thread(client.close, name=f"weightsync-let-go-{self._model_id}")
+                elif client is not None:
+                    client.close()
         self._changed.notify_all()
 
     def close(self) -> None:
         """Ends the requests under way, and the threads soon. Idempotent."""
         with self._changed:
             self._closed = True
-            for line in self._lines.values():
-                self._interrupt(line)
+            clients = [line.interrupt() for line in self._lines.values()]
             self._changed.notify_all()
+        for client in clients:
+            if client is not None:
+                client.close()
 
     def _start(self, endpoint: str) -> None:
         line = self._lines[endpoint] = _Line()
@@ -101,12 +113,6 @@ class Upstream:
         except RuntimeError as error:
             del self._lines[endpoint]
             raise StateError(f"{endpoint} can't be asked what it has: {error}") from error
-
-    @staticmethod
-    def _interrupt(line: _Line) -> None:
-        if line.client is not None:
-            line.client.close()
-        line.client = line.ends_s = None
 
     def _ask_on(self, endpoint: str, line: _Line) -> None:
         while (ask := self._next(endpoint, line)) is not None:
@@ -135,11 +141,13 @@ class Upstream:
                 try:
                     line.client = line.client or self._connect(endpoint)
                     return ask
-                except ConfigError as error:
-                    self._run.not_heard(endpoint, str(error))
+                except Exception as error:  # no URL, no store client installed, a store that is away: it may come
+                    self._run.not_heard(endpoint, f"{type(error).__name__}: {error}")
             del self._lines[endpoint]
-            self._interrupt(line)
-            return None
+            client = line.interrupt()
+        if client is not None:
+            client.close()
+        return None
 
     def _turn(self, endpoint: str, line: _Line, ask: Ask) -> None:
         client, why, gone = line.client, "", False

@@ -20,7 +20,7 @@ from typing import Any
 from weightsync.clients.store import client_at
 from weightsync.config import WeightSyncConfig
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import AuthError, ConfigError, UnsupportedError
+from weightsync.errors import AuthError, ConfigError, MissingDependencyError, UnsupportedError
 from weightsync.handles.fanout import in_thread
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
@@ -87,6 +87,7 @@ def serve(
             port is taken.
         AuthError: a source or an engine refuses its token.
         EngineUnreachableError: nobody answers at an engine's URL that does not say what it is.
+        MissingDependencyError: what reads a source's store is not installed.
     """
     check_options(serve, options, RolloutConfig)
     settings = loaded(config).for_method("pull")
@@ -256,6 +257,7 @@ def _ask(
     Raises:
         AuthError: one refuses the token.
         ConfigError: one has another model, or is no agent.
+        MissingDependencyError: what reads that store is not installed.
     """
     asked = [
         in_thread(functools.partial(_model_at, url, token, verify, trust_key), name="weightsync-ask-source")
@@ -263,7 +265,7 @@ def _ask(
     ]
     for url, each in zip(urls, asked, strict=True):
         error = each.exception()
-        if isinstance(error, AuthError | ConfigError):
+        if isinstance(error, AuthError | ConfigError | MissingDependencyError):
             raise error
         if isinstance(error, UnsupportedError):  # one of our own faces, and no agent's
             raise ConfigError(

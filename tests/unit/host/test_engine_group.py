@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -90,6 +93,24 @@ def test_a_version_that_its_fleet_passes_over_is_no_failure() -> None:
     dead.dead = True
     assert group_of(dead, metrics=metrics).load(staged(), Deadline(LONG_S)).errors
     assert f"{failed} 1.0" in metrics.render().decode(), "what fails is counted"
+
+
+def test_an_engine_that_can_have_no_thread_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: the others waited for it until the deadline."""
+
+    def thread(function: Callable[[], Any], *, name: str) -> Future[Any]:
+        if name != "weightsync-load-two":
+            return in_thread(function, name=name)
+        failed: Future[Any] = Future()
+        failed.set_exception(RuntimeError("can't start new thread"))
+        return failed
+
+    monkeypatch.setattr(engine_group, "in_thread", thread)
+    changed = threading.Condition()
+    group = group_of(Engine("one"), Engine("two"), permit=CommitGate(changed, changed.notify_all))
+    errors = group.load(staged(), Deadline(2.0)).errors
+    assert errors.keys() == {"one", "two"}
+    assert "TransferAbortedError: it was not committed: engine two: can't start new thread" in errors["one"]
 
 
 def test_a_dead_engine_is_told_by_what_it_said_last() -> None:

@@ -351,6 +351,29 @@ def test_an_agent_that_answered_before_is_said_to_be_gone() -> None:
     assert model.run.errors == {ONE: "the trainer's agent is gone, or cut off: nobody there", TWO: "nobody there"}
 
 
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_trainer_that_is_gone_is_past_when_another_run_took_over(lasting: bool) -> None:
+    """Seen red: its error stood in the status for ever, and a thread asked the dead port. Of one that the configuration
+    names it may: another trainer may come there."""
+    model = following(ONE, poll_s=5.0)
+    model.run.know(ONE, lasting=lasting)
+    model.run.know(TWO)
+    model.hears(None, ONE)
+    assert set(model.run.errors) == {ONE}, "nobody took over yet"
+    model.claims(0, "next", at=TWO)
+    model.hears(says(0, "next"), TWO)
+    assert set(model.run.errors) == ({ONE} if lasting else set())
+    assert (model.run.next_ask(ONE) is None) == (not lasting)
+    for _ in range(2):
+        model.run.wake(ONE)
+        model.hears(None, ONE, in_s=1.0)
+        assert (model.run.next_ask(ONE) is None) == (not lasting), "once, where it was woken"
+    model.claims(1, "next", at=ONE)
+    assert set(model.run.errors) == {ONE}, "somebody waits for its word"
+    model.hears(says(1, "next"), ONE, in_s=1.0)
+    assert model.run.errors == {}
+
+
 def test_a_store_that_is_away_is_no_trainer_that_is_gone() -> None:
     """Seen red: whoever runs the trainer was told to start it again."""
     model = following("s3://bucket/run", poll_s=5.0)
@@ -458,6 +481,18 @@ def test_another_life_is_no_success_below_what_was_brought_and_is_pulled_above_i
     model.hears(says(6, life="two"), in_s=1.0)
     assert model.run.is_anew, "engines serve the life before until they are loaded"
     model.run.loaded()
+    assert not model.run.is_anew
+
+
+def test_another_life_that_is_noticed_during_a_load_is_not_forgotten_with_it() -> None:
+    """Seen red: its engines counted as serving what its trainer publishes."""
+    model = following(ONE, number=5, poll_s=5.0)
+    model.hears(says(7, life="two"), in_s=1.0)
+    model.run.pulled(ONE, v(7), "two")
+    model.hears(says(5, life="three"), in_s=1.0)
+    model.run.loaded()
+    assert model.run.is_anew
+    model.hears(says(7, life="two"), in_s=1.0)
     assert not model.run.is_anew
 
 

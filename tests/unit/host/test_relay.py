@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from weightsync.clients.agent import AgentClient
 from weightsync.errors import ConfigError, StateError, WeightSyncError
 from weightsync.host.agent_calls import Agents
 from weightsync.host.puller import Puller
-from weightsync.host.relay import Relay, relay_of
+from weightsync.host.relay import Relay, RelayShelf, relay_of
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import MappedSegment, Segment
@@ -258,6 +259,27 @@ def test_what_a_peer_has_that_may_not_be_asked_comes_from_the_agent(
         first.pull(0).release()
         named(one, 1)
         assert second.pull(0, seconds=10).received_from == {"agent": SIZE}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_shelf_with_nothing_left_waits(kept: bool) -> None:
+    """Seen red: it woke a hundred times a second."""
+    connect: Any = None
+    shelf, told, waited_s = RelayShelf(connect, "r", connect), "http://one:1", []
+
+    class Changed(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited_s.append(timeout)
+            shelf._closed = True
+            return True
+
+    shelf._changed = Changed()
+    share: Any = None
+    shelf._kept[told] = {"content": share} if kept else {}
+    told_s = time.monotonic() - (8.0 if kept else 60.0)
+    assert shelf._next({told: told_s}) is None
+    (left_s,) = waited_s
+    assert (0.0 < left_s <= 2.0) if kept else left_s == 10.0
 
 
 def test_what_can_not_be_withdrawn_is_not_written_at_the_second_try(one: Trainer) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from weightsync.control.controller import WeightSyncController
@@ -13,6 +18,8 @@ from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import EngineUnreachableError, NotServingError
+from weightsync.handles.fanout import collect, in_thread
+from weightsync.host import served_versions
 from weightsync.host.engine_group import EngineGroup
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
@@ -32,11 +39,16 @@ class Handle:
         self.engine_id = name
         self.version: Version | None = V1
         self.dead = False
+        self.called, self.holds = threading.Event(), threading.Event()
+        self.holds.set()
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         if self.dead:
             raise EngineUnreachableError("as told", peer=self.engine_id)
-        return EngineReply(engine_id=self.engine_id, world_size=1, serving=True, version=self.version)
+        reply = EngineReply(engine_id=self.engine_id, world_size=1, serving=True, version=self.version)
+        self.called.set()
+        self.holds.wait(LONG_S)
+        return reply
 
     def close(self) -> None: ...
 
@@ -66,6 +78,38 @@ def test_an_engine_that_has_something_else_was_not_seen_to_serve() -> None:
     group.look()
     assert group.gone().keys() == {"two"}
     assert "as told" in group.gone()["two"]
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_an_answer_is_as_old_as_its_question(monkeypatch: pytest.MonkeyPatch, loaded: bool) -> None:
+    """Seen red: what an engine had said before it was started again stood for what it serves since, and it answered
+    with what it was started with."""
+    one = Handle("one")
+    one.holds.clear()
+    group = EngineGroup(
+        [one], "m", pause_timeout_s=1.0, recorder=Recorder("t"), metrics=Metrics(), changed=lambda: None
+    )
+    group._proved[V1] = None
+    asking = in_thread(group.available, name="ask")
+    assert one.called.wait(LONG_S)
+    restarted_s = boot_s()
+    with group._lock:  # the question is noted by now
+        group._engines[0].num_loads += 2 if loaded else 0
+
+    def waits(calls: Mapping[str, Future[EngineReply]], *, timeout_s: float) -> Any:
+        if threading.current_thread() is threading.main_thread():  # who looks has asked by now
+            one.holds.set()
+        return collect(calls, timeout_s=timeout_s)
+
+    monkeypatch.setattr(served_versions, "collect", waits)
+    group.look()
+    assert asking.result(LONG_S) == {"one": True}
+    assert group.served() == {"one": None if loaded else V1}
+    assert group.seen_s() < restarted_s
+    if not loaded:
+        assert group.seen_s() > 0.0
+    group.look()
+    assert group.seen_s() > restarted_s
 
 
 def test_before_the_first_version_engines_answer_with_what_they_were_started_with(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from weightsync.errors import (
     VersionError,
 )
 from weightsync.handles.fanout import in_thread
+from weightsync.host import model_updater
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
@@ -324,6 +325,26 @@ def test_a_load_that_can_t_be_started_leaves_no_other_alone(world: World, monkey
     assert [str(version) for version in world.held] == ["r1/2"]
     hold.set()
     wait_until(lambda: world.serves("a", "r1/2") and world.serves("b", "r1/2"), "both are loaded")
+
+
+def test_a_service_that_is_closed_during_a_long_load_gives_its_memory_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: it was kept until the process ended."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a")
+    hold = world.engines["a"].holds[EngineOp.UPDATE_WEIGHTS] = threading.Event()
+    staging, closed = world.service._models[MODEL]._pulls._staging, threading.Event()
+    monkeypatch.setattr(staging, "close", closed.set)
+    monkeypatch.setattr(model_updater, "_CLOSE_S", 0.05)
+    world.engines["a"].calls.clear()
+    world.agents[OLD].number = 2
+    world.notify(OLD, "r1", 2, wait_s=None)
+    wait_until(lambda: EngineOp.UPDATE_WEIGHTS in world.engines["a"].calls, "it is loaded")
+    world.service.close()
+    assert not closed.is_set(), "its engine reads it"
+    hold.set()
+    assert closed.wait(10.0)
 
 
 def test_an_engine_that_never_lets_go_holds_nobody(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ from starlette.requests import Request
 
 from tests.unit.host.service_kit import wait_until
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import StateError
+from weightsync.clients.store import StoreClient
+from weightsync.errors import StateError, StoreUnavailableError
 from weightsync.host.agent_state import WAIT_S
 from weightsync.host.followed import FollowedRun
 from weightsync.host.upstream import Upstream
 from weightsync.net.server import Api, ServerThread
 from weightsync.types import Version
+from weightsync.types.transfer_messages import AgentVersion
 
 
 class Agent:
@@ -127,6 +130,25 @@ def test_who_can_t_be_asked_is_told_why_and_keeps_no_other_out(agent: Agent, end
         wait_until(lambda: kit.run.errors.get(endpoint), "why")
 
 
+def test_a_source_whose_client_can_t_be_made_is_tried_again(agent: Agent) -> None:
+    """Seen red: its thread had ended, nobody asked it any more, and no error said so."""
+    failed: list[str] = []
+
+    def connect(endpoint: str) -> AgentClient:
+        if not failed:
+            failed.append(endpoint)
+            raise StoreUnavailableError("it is away")
+        return AgentClient(endpoint)
+
+    with contextlib.closing(Kit(poll_s=0.05)) as kit:
+        kit.upstream._connect = connect
+        with kit.changed:
+            kit.run.know(agent.url)
+            kit.upstream.look()
+        kit.has(agent.url, 1)
+        assert failed == [agent.url]
+
+
 def test_an_agent_of_another_model_is_no_agent(agent: Agent) -> None:
     agent.model_id = "other"
     with contextlib.closing(Kit(agent.url, poll_s=None)) as kit:
@@ -147,6 +169,42 @@ def test_a_thread_that_can_t_be_started_is_told_and_tried_again(agent: Agent, mo
                     kit.upstream.look()
             kit.upstream.look()
         kit.has(agent.url, 1)
+
+
+def test_no_store_is_closed_under_the_lock() -> None:
+    """Seen red: that takes a call, and whoever asked for the model's status waited for it."""
+    place, told = "s3://bucket/run", queue.SimpleQueue[bool]()
+
+    class Store(StoreClient):
+        def __init__(self) -> None:
+            self._ended = threading.Event()
+
+        def get_version(self, *, after: Version | None = None, wait_s: float = 0.0, timeout_s: float) -> AgentVersion:
+            if after is not None:
+                self._ended.wait(wait_s)
+            return AgentVersion(model_id="m", run_id="run", version=1)
+
+        def close(self) -> None:
+            told.put(changed._is_owned())
+            self._ended.set()
+
+    def is_asked() -> bool:
+        return kit.newest(place) is not None and kit.upstream._lines[place].ends_s is not None
+
+    with contextlib.closing(Kit(poll_s=3600.0)) as kit:
+        changed: Any = kit.changed
+        kit.upstream._connect = lambda _: Store()
+        with kit.changed:
+            kit.run.know(place)
+            kit.upstream.look()
+        wait_until(is_asked, "a request waits")
+        with kit.changed:
+            kit.run.claim(Version(run_id="run", number=5), place, grace_s=None)
+            kit.upstream.look()
+        assert told.get(timeout=10.0) is False
+        wait_until(is_asked, "a request waits again")
+        kit.upstream.close()
+        assert told.get(timeout=10.0) is False
 
 
 def test_closing_ends_a_request_that_waits(agent: Agent) -> None:

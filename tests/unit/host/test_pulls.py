@@ -1,0 +1,39 @@
+"""Pulls: when a version's memory is given back."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightsync.host.pulls import Pulls
+from weightsync.host.settings import RolloutConfig
+from weightsync.observe import Recorder
+
+
+def test_memory_is_given_back_when_the_last_engine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: where no thread could be had to wait for them, it was kept for ever."""
+
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    holders: list[Future[Any]] = [Future(), Future(), Future()]
+    told: list[str] = []
+    pulls = Pulls(
+        "m", RolloutConfig(), recorder=Recorder("t"), may_call=lambda _: False, holders=lambda: holders,
+        patch_limit=lambda: 0.0,
+    )  # fmt: skip
+    monkeypatch.setattr(pulls._staging, "close", lambda: told.append("closed"))
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    pulled: Any = SimpleNamespace(version="r/1", release=lambda: told.append("released"))
+    holders[1].set_result(None)
+    pulls._give_back(pulled)
+    holders[0].set_exception(RuntimeError("its load failed"))
+    assert told == []
+    holders[2].set_result(None)
+    assert told == ["released", "closed"]
+    pulls.close()
+    assert told == ["released", "closed"], "what is pulled next goes elsewhere"
