@@ -27,6 +27,7 @@ ELSEWHERE = {
     "adapters/compat/weight_manager": "documents/test_document_3.py",
     # What a pool knows of one: tested by what the pool says.
     "control/instance": "unit/control/test_pool.py",
+    "control/locks": "unit/control/test_controller.py",
     # Processes and commands: tested as a user runs them.
     "agent/deltas": "multiproc/test_pull_delta.py",
     "agent/delta_file": "multiproc/test_pull_kills.py",
