@@ -28,7 +28,7 @@ from tests.multiproc.pull_kit import wait_until
 from tests.multiproc.spine import build, shard
 from tests.standins.processes import run_ranks
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import ExtractError, StateError, VersionError
+from weightsync.errors import ExtractError, StateError, VersionError, WeightSyncError
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.extract.placements import shard_box
@@ -337,6 +337,17 @@ class Gathering(Failing):
 
     def _can_shard(self, tensor: torch.Tensor) -> bool:
         return False
+
+
+@pytest.mark.parametrize("size", [16, 1024], ids=["small", "large"])
+def test_memory_that_was_freed_since_the_first_step_is_not_published(size: int) -> None:
+    """Seen red: what lay behind it was published, and proved."""
+    model = nn.Linear(size, size, bias=False)
+    with WeightManager("m") as manager:
+        assert manager.offload(model, 1).published
+        model.weight.untyped_storage().resize_(2 * size * size)
+        with pytest.raises(WeightSyncError, match="memory ends before"):
+            manager.offload(model, 2)
 
 
 def test_a_gathered_copy_has_the_time_that_its_size_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +436,16 @@ def test_a_controller_that_has_not_heard_of_a_version_does_not_serve_it(monkeypa
     ):
         publisher.step()
         assert list(publisher.wait_served(_LONG_S)) == [controller.url]
+
+
+def test_what_a_wait_has_found_is_never_nothing() -> None:
+    """Seen red: an error without words was taken for "it is served"; a run that serves nothing yet has number -1."""
+    waits: list[Future[str | None]] = [Future() for _ in range(3)]
+    waits[0].set_exception(MemoryError())
+    waits[1].set_result("it is behind")
+    waits[2].set_result(None)
+    assert [notifier._outcome(wait) for wait in waits] == ["MemoryError", "it is behind", None]
+    assert notifier._version("b", -1) is None
 
 
 def test_a_wait_that_can_not_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

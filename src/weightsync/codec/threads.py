@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from weightsync.types.process import num_cores
@@ -39,10 +39,11 @@ def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[R
     work = list(items)
     if len(work) <= 1 or num_cores() == 1:
         return [function(item) for item in work]
-    pool, futures = _shared_pool(), []
+    pool, futures = _shared_pool(), list[Future[Result]]()
     try:
         for item in work:
-            futures.append(pool.submit(function, item))
+            futures.append(Future())  # before: one that is queued by a `submit` that raises can be cancelled
+            pool.submit(_run, futures[-1], function, item)
         return [future.result() for future in futures]
     except BaseException:
         for future in futures:
@@ -51,6 +52,15 @@ def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[R
             if not future.cancelled():
                 future.exception()  # what they borrow must not be in use when we return
         raise
+
+
+def _run(future: Future[Result], function: Callable[[Item], Result], item: Item) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(item))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def batches(sizes: Sequence[int], most_bytes: int, *, most_items: int | None = None) -> Iterator[slice]:

@@ -108,7 +108,7 @@ class ProcessWorker:
         self._reaping = threading.Lock()  # of two that wait for a process one would not learn how it ended
         self._ids = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {0: Future()}
-        self._closing = False
+        self._closing = self._reaped = False
         self._dead: str | None = None
         ready = self._waiting[0]
         threading.Thread(target=self._listen, name=f"weightsync-{track}", daemon=True).start()
@@ -220,19 +220,20 @@ class ProcessWorker:
     def _died(self) -> None:
         """Its engine refuses before anybody is told."""
         with self._reaping:
-            if self._dead is not None:
-                return  # whoever was first has told all that waited
+            if self._reaped:
+                return  # whoever was first tells all that wait
+            self._reaped = True
             self._process.join(2)
             why = f"{self._track} (pid {self._process.pid}) died, exit code {self._process.exitcode}"
-            try:
-                if not self._closing:
-                    self._on_death(why)
-            finally:
-                with self._lock:
-                    self._dead = why
-                    waiting, self._waiting = self._waiting, {}
-                for future in waiting.values():
-                    future.set_exception(EngineUnreachableError(why, peer=self._track))
+        try:
+            if not self._closing:
+                self._on_death(why)
+        finally:
+            with self._lock:
+                self._dead = why
+                waiting, self._waiting = self._waiting, {}
+            for future in waiting.values():
+                future.set_exception(EngineUnreachableError(why, peer=self._track))
 
 
 def _serve(

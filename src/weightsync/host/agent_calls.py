@@ -48,6 +48,7 @@ from weightsync.types.transfer_messages import (
 )
 
 CALL_S = 10.0
+_MAX_PATIENCE_S = 60.0  # of one grant: between two of them another agent may take over
 """No call takes longer; a grant may, where one has taken longer before."""
 _ACKNOWLEDGE_S = 1.5
 _GIVE_UP_S = 1.0

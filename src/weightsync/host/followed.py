@@ -68,12 +68,13 @@ class FollowedRun:
         self._poll_s = poll_s
         self.agents: dict[str, AgentState] = {}
         self.run_id: str | None = None
-        self.is_anew = self._anew_since = False  # at all; and since the last pull
+        self.is_anew = self._anew_since = False  # at all; and by another life than that of the last pull
         self.count = 0
         self._current: str | None = None
         self._pulled = -1
         self._loaded = True
         self._incarnation: str | None = None
+        self._heard: str | None = None  # the life of the followed run that answered last
         self._adoption: Adoption | None = None
         self._runs_over: dict[str, str] = {}
 
@@ -117,7 +118,8 @@ class FollowedRun:
         if version.run_id != self.run_id:
             return
         self._current, self._pulled, self._loaded = endpoint, version.number, False
-        self._incarnation, self._adoption, self._anew_since = incarnation, None, False
+        self._incarnation, self._adoption = incarnation, None
+        self._anew_since = self._anew_since and incarnation not in (None, self._heard)
         for agent in self.agents.values():
             agent.forget(self._clock(), version)
 
@@ -164,6 +166,8 @@ class FollowedRun:
         if self._adoption is not None:
             self._judge_adoption(self._adoption, said)
         ours = newest is not None and newest.run_id == self.run_id
+        if ours:
+            self._heard = said.incarnation
         if ours and said.incarnation == self._incarnation:
             self.is_anew, self._anew_since = self.is_anew and not self._loaded, False
         if newest is not None and ours and newest.number <= self._pulled and self._is_another_life(said):

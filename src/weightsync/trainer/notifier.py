@@ -131,8 +131,7 @@ class Notifier:
         def outcome(seconds: float) -> Mapping[str, str] | None:
             if wait_for(waits.values(), timeout=seconds).not_done:
                 return None
-            found = {url: str(wait.exception() or wait.result() or "") for url, wait in waits.items()}
-            return {url: why for url, why in found.items() if why}
+            return {url: why for url, wait in waits.items() if (why := _outcome(wait)) is not None}
 
         return outcome
 
@@ -197,7 +196,15 @@ class _Told:
 
     def wait_served(self, version: Version, deadline: Deadline) -> str | None:
         """Why it does not serve that version; None where it does."""
-        why, pause_s = None, _PAUSE_S
+        why = self._waited(version, deadline)
+        if why is not None:
+            with self._changed:
+                self._behind = True  # it is looked at from now on
+                self._changed.notify_all()
+        return why
+
+    def _waited(self, version: Version, deadline: Deadline) -> str | None:
+        why, pause_s, self.served = None, _PAUSE_S, None  # what was seen before says nothing of now
         while not deadline.expired and not self._closed:
             try:
                 if self._serves(version, min(_ROUND_S, max(0.1, deadline.remaining_s))):
@@ -411,7 +418,7 @@ def _failures_of(instances: Sequence[InstanceStatus], last_error: str | None, *,
 
 
 def _version(run_id: str | None, number: int | None) -> Version | None:
-    return None if run_id is None or number is None else Version(run_id=run_id, number=number)
+    return None if run_id is None or number is None or number < 0 else Version(run_id=run_id, number=number)
 
 
 def _includes(served: Version | None, version: Version | None) -> bool:
@@ -419,6 +426,11 @@ def _includes(served: Version | None, version: Version | None) -> bool:
     if served is None or version is None:
         return False
     return served.run_id == version.run_id and served.number >= version.number
+
+
+def _outcome(wait: Future[str | None]) -> str | None:
+    error = wait.exception()
+    return wait.result() if error is None else str(error) or type(error).__name__
 
 
 def _of(who: str, why: str) -> str:

@@ -124,14 +124,11 @@ class SegmentWriter:
         target = self._target(name, box)
         if tuple(target.shape) != tuple(tensor.shape):
             raise InvalidRequestError(f"{tuple(tensor.shape)} does not fit {tuple(target.shape)}", parameter=name)
+        _check_memory(name, tensor)
         if tensor.is_cuda:
             self._copy_from_cuda(target, tensor)
         elif tensor.dtype == target.dtype and tensor.is_contiguous() and target.is_contiguous():
             assert self._flat is not None
-            if (tensor.storage_offset() + tensor.numel()) * tensor.itemsize > tensor.untyped_storage().nbytes():
-                raise InvalidRequestError(
-                    "the tensor's memory ends before it does: its storage was freed, or shrunk", parameter=name
-                )
             self._queued.append((tensor, target.data_ptr() - self._flat.data_ptr()))
             self._queued_bytes += target.nbytes
             if self._queued_bytes > _MAX_QUEUED_BYTES:  # what was made for this copy alone must not pile up
@@ -216,6 +213,7 @@ class SegmentWriter:
             if tensor.is_cuda or nbytes > _SMALL_BYTES:
                 copied_bytes += self.write(*place, tensor)
                 continue
+            _check_memory(place[0], tensor)
             small[0].append(target)
             small[1].append(tensor)
             small_bytes += nbytes
@@ -314,3 +312,14 @@ def write_header(memory: memoryview, layout: Layout, stamp: Version | None, mode
     """Writes a segment's header: with the version that lies there, or, while it is written, with none."""
     header = layout.header(stamp, model_id)
     memory[: len(header)] = header
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raises InvalidRequestError where a tensor lies in one piece, and its storage was freed or shrunk: what is there
+    by now is not published."""
+    if not tensor.numel() or not tensor.is_contiguous():
+        return
+    if (tensor.storage_offset() + tensor.numel()) * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise InvalidRequestError(
+            "the tensor's memory ends before it does: its storage was freed, or shrunk", parameter=name
+        )

@@ -7,7 +7,7 @@ Why not torch's `copy_`: its threads meet at a barrier after every tensor, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,16 @@ class Copier:
         if len(batches) > 1:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(min(num_cores(), _MAX_THREADS), thread_name_prefix="weightsync-share")
-            list(self._pool.map(function, batches))
+            calls: list[Future[None]] = []
+            try:
+                for batch in batches:
+                    calls.append(self._pool.submit(function, batch))
+                for call in calls:
+                    call.result()
+            except BaseException:  # what is queued, or runs, must not write later
+                pool, self._pool = self._pool, None
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
         elif batches:
             function(batches[0])
 

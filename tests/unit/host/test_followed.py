@@ -484,12 +484,16 @@ def test_another_life_is_no_success_below_what_was_brought_and_is_pulled_above_i
     assert not model.run.is_anew
 
 
-def test_another_life_that_is_noticed_during_a_load_is_not_forgotten_with_it() -> None:
+@pytest.mark.parametrize("during", ["the pull", "the load"])
+def test_another_life_that_is_noticed_during_a_load_is_not_forgotten_with_it(during: str) -> None:
     """Seen red: its engines counted as serving what its trainer publishes."""
     model = following(ONE, number=5, poll_s=5.0)
     model.hears(says(7, life="two"), in_s=1.0)
-    model.run.pulled(ONE, v(7), "two")
+    if during == "the load":
+        model.run.pulled(ONE, v(7), "two")
     model.hears(says(5, life="three"), in_s=1.0)
+    if during == "the pull":
+        model.run.pulled(ONE, v(7), "two")
     model.run.loaded()
     assert model.run.is_anew
     model.hears(says(7, life="two"), in_s=1.0)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,23 +41,6 @@ _PROBE_S = 10.0
 _SUMS_S = 60.0
 _RESUME_S = 10.0
 _GRACE_S = 6.0  # how much longer than its deadline a call may take to say so, and to undo its pause
-_MAX_LEFT_OUT = 8  # versions between two tries of one that was evicted
-
-_logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class _Evicted:
-    """One that was evicted: the version that was asked for last, and for how many newer ones it is not tried."""
-
-    last: Version | None
-    num_failed: int = 0
-    left_out: int = 0
-
-    def newer(self, version: Version) -> bool:
-        """Whether that one has not been asked for since."""
-        last = self.last
-        return last is None or last.run_id != version.run_id or last.number < version.number
 
 
 class DiskMethod(SyncMethod):
@@ -69,9 +50,8 @@ class DiskMethod(SyncMethod):
     SGLang server; a vLLM server in development mode. A sync succeeds where every engine has loaded the version and
     says so; where there are several of one kind, their checksums of live weights have to be the same. Engines that
     fail are named in the error, with the state that each was left in; the others go on with the new version. One that
-    was evicted is not asked to load that version any more; a router that it belongs to has to be told by whoever runs
-    it. It is tried with newer ones, when the others have loaded them, ever more seldom: it takes part again when it has
-    loaded one. Where everybody was evicted, whoever answers takes part again with the next version.
+    was evicted is not asked to load any more; a router that it belongs to has to be told by whoever runs it. Where
+    everybody was evicted, whoever answers takes part again with the next version.
 
     Args:
         folder: where trainers publish.
@@ -122,7 +102,7 @@ class DiskMethod(SyncMethod):
         self._known: dict[str, Capabilities] = {}
         self._engines: dict[str, DiskEngine[Any]] = {}
         self._asked: dict[str, Version] = {}  # by model: what was asked for last
-        self._evicted: dict[tuple[str, str], _Evicted] = {}  # by model and URL
+        self._evicted: dict[tuple[str, str], Version | None] = {}  # by model and URL: what was asked for last
         self.peers = Peers()
 
     def initialize(self) -> None:
@@ -134,7 +114,7 @@ class DiskMethod(SyncMethod):
             WeightSyncError: one does not answer.
         """
         for tag in self._urls:
-            for url in self._members(tag, Deadline(_PROBE_S * len(self._urls[tag])))[0]:
+            for url in self._members(tag, Deadline(_PROBE_S * len(self._urls[tag]))):
                 self._engine(url)
 
     def sync_weights(self, model_tag: str, version: Version) -> int:
@@ -148,8 +128,8 @@ class DiskMethod(SyncMethod):
                 Where one can't be met, or lacks something, nothing was changed anywhere.
         """
         deadline = Deadline(_PROBE_S * len(self._urls.get(model_tag, ())))
-        members, evicted = self._members(model_tag, deadline, version)
-        self._asked[model_tag] = asked = version
+        members = self._members(model_tag, deadline, version)
+        self._asked[model_tag] = version
         version = self._resolved(model_tag, version)
         with self._folder.held(model_tag, version) as folder:
             path = self._engine_root / folder.relative_to(self._folder.root)
@@ -158,8 +138,6 @@ class DiskMethod(SyncMethod):
             if errors:
                 raise self._told(model_tag, version, members, errors, "nothing was changed")
             self._load(engines, path, version, errors)
-            if not errors:
-                self._try_again(model_tag, asked, evicted, path, version)
         self.peers.note_failed(model_tag)
         if errors:
             served = sorted(set(members) - set(errors))
@@ -172,7 +150,7 @@ class DiskMethod(SyncMethod):
         """See `SyncMethod.evict_failed`; and `DiskMethod` for when they take part again."""
         failed = super().evict_failed(model_tag)
         for url in failed:
-            self._evicted[model_tag, url] = _Evicted(self._asked.get(model_tag))
+            self._evicted[model_tag, url] = self._asked.get(model_tag)
         return failed
 
     def close(self) -> None:
@@ -184,12 +162,9 @@ class DiskMethod(SyncMethod):
 
     # --- who loads ---
 
-    def _members(
-        self, model_tag: str, deadline: Deadline, version: Version | None = None
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The engines of a model now, less those that were evicted, and these. Where nobody else is left, those that
-        answer take part again for a newer version.
-        """
+    def _members(self, model_tag: str, deadline: Deadline, version: Version | None = None) -> tuple[str, ...]:
+        """The engines of a model now, less those that were evicted. Where nobody else is left, those that answer take
+        part again for a newer version."""
         urls = self._urls.get(model_tag)
         if urls is None:
             raise InvalidRequestError(f"no engine of model {model_tag!r} is known: {', '.join(self._urls)}")
@@ -210,37 +185,12 @@ class DiskMethod(SyncMethod):
             members = self.peers.live(model_tag, dict.fromkeys(found))
         if not members:
             raise NoEnginesError(f"every engine of model {model_tag!r} was evicted")
-        return members, tuple(url for url in dict.fromkeys(found) if url not in members)
+        return members
 
     def _is_newer(self, model_tag: str, url: str, version: Version) -> bool:
-        """Whether that version was not asked for since that engine was evicted."""
-        evicted = self._evicted.get((model_tag, url))
-        return evicted is not None and evicted.newer(version)
-
-    def _try_again(self, model_tag: str, asked: Version, evicted: Sequence[str], path: Path, version: Version) -> None:
-        """Those that were evicted, when the others serve what was asked for: nobody waits for them in a pause, and the
-        sync has not failed where they do.
-        """
-        due: dict[str, _Evicted] = {}
-        for url in evicted:
-            if self._is_newer(model_tag, url, asked):
-                each = self._evicted[model_tag, url]
-                each.last = asked
-                if not each.left_out:
-                    due[url] = each
-                each.left_out = max(0, each.left_out - 1)
-        errors: dict[str, WeightSyncError] = {}
-        engines = _each({url: functools.partial(self._engine, url) for url in due}, _PROBE_S, errors)
-        self._load(engines, path, version, errors)
-        for url, each in due.items():
-            if url in errors:
-                each.num_failed += 1
-                each.left_out = min(_MAX_LEFT_OUT, 2**each.num_failed) - 1
-                _logger.warning("%s, which was evicted, has not loaded %s: %s", url, version, errors[url])
-            else:
-                self.peers.readmit(model_tag, url)
-                _logger.info("%s, which was evicted, has loaded %s and takes part again", url, version)
-        self._forget(errors)
+        """Whether that version was not asked for when that engine was evicted."""
+        last = self._evicted.get((model_tag, url))
+        return last is None or last.run_id != version.run_id or last.number < version.number
 
     def _capabilities(self, url: str) -> Capabilities:
         with self._lock:
@@ -353,22 +303,18 @@ class DiskMethod(SyncMethod):
         state_left: str,
     ) -> SyncFailedError:
         self.peers.note_failed(model_tag, errors)
-        self._forget(errors)
+        with self._lock:
+            for url in errors:  # it is met anew: what it can may have changed
+                self._known.pop(url, None)
+            left = [self._engines.pop(url) for url in errors if url in self._engines]
+        for engine in left:
+            engine.close()
         return SyncFailedError(
             f"{len(errors)} of {len(members)} engines did not load it: {', '.join(sorted(errors))}",
             causes=errors,
             version=str(version),
             state_left=state_left,
         )
-
-    def _forget(self, urls: Collection[str]) -> None:
-        """They are met anew: what they can may have changed."""
-        with self._lock:
-            for url in urls:
-                self._known.pop(url, None)
-            left = [self._engines.pop(url) for url in urls if url in self._engines]
-        for engine in left:
-            engine.close()
 
 
 def _unequal(
