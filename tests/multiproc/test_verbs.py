@@ -448,6 +448,26 @@ def test_what_a_wait_has_found_is_never_nothing() -> None:
     assert notifier._version("b", -1) is None
 
 
+def test_who_could_not_be_waited_for_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it was named until the next version, though it serves the newest."""
+
+    def gone(self: Any, version: Version, wait_s: float) -> bool:
+        raise EngineUnreachableError("gone")
+
+    monkeypatch.setattr(notifier, "_LOOK_S", 0.5)
+    with (
+        weightsync.serve({"actor": build(99, dtype=torch.bfloat16)}, token=TOKEN, port=0) as service,
+        weightsync.publish(build(5), "actor", to=service.url, token=TOKEN, port=0, last_wait_s=0) as publisher,
+    ):
+        publisher.step()
+        assert publisher.wait_served(_LONG_S) == {}
+        (told,) = publisher._notifier._hosts
+        wait_until(lambda: not told._behind, "it was seen to serve it", _LONG_S)
+        monkeypatch.setattr(notifier._Told, "_serves", gone)
+        assert publisher.wait_served(_LONG_S) == {service.url: "gone"}
+        wait_until(lambda: publisher.not_serving == {}, "it was looked at again", _LONG_S)
+
+
 def test_a_wait_that_can_not_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: RuntimeError on rank 0, and the others waited for it."""
     start = threading.Thread.start

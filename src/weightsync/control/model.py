@@ -388,7 +388,11 @@ class ModelControl:
                 return
         timer = threading.Timer(_AGAIN_S[tries], self._claim_again, [goal])
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # no thread: it was no try
+            with self._changed:
+                self._denied[key] = tries
 
     def _claim_again(self, goal: StartSync) -> None:
         with self._changed:

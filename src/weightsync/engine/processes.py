@@ -222,9 +222,9 @@ class ProcessWorker:
         with self._reaping:
             if self._reaped:
                 return  # whoever was first tells all that wait
-            self._reaped = True
             self._process.join(2)
             why = f"{self._track} (pid {self._process.pid}) died, exit code {self._process.exitcode}"
+            self._reaped = True
         try:
             if not self._closing:
                 self._on_death(why)

@@ -48,8 +48,8 @@ from weightsync.types.transfer_messages import (
 )
 
 CALL_S = 10.0
-_MAX_PATIENCE_S = 60.0  # of one grant: between two of them another agent may take over
 """No call takes longer; a grant may, where one has taken longer before."""
+_MAX_PATIENCE_S = 60.0  # of one grant: between two of them another agent may take over
 _ACKNOWLEDGE_S = 1.5
 _GIVE_UP_S = 1.0
 """How long telling agents may take, all of them together: within the `GRACE_S` of a puller."""
@@ -182,12 +182,13 @@ class Agents:
         try:
             grant = client.request_transfer(request, layouts=self._layouts, timeout_s=min(left_s, patience_s))
         except DeadlineExceededError:
-            self._patience_s[endpoint] = 2 * patience_s
+            if left_s >= patience_s:  # it had all of it
+                self._patience_s[endpoint] = min(2 * patience_s, _MAX_PATIENCE_S)
             raise
         finally:
             with self._lock:
                 self._asking = None
-        self._patience_s[endpoint] = max(CALL_S, 2 * (time.monotonic() - began_s))
+        self._patience_s[endpoint] = min(max(CALL_S, 2 * (time.monotonic() - began_s)), _MAX_PATIENCE_S)
         return grant
 
     def cancel(self) -> None:

@@ -285,13 +285,17 @@ class EngineGroup(ServedVersions):
 
     def _left_with(self, engine: Engine, error: WeightSyncError, hold: PendingCommit) -> Version | None:
         """What an engine of a fleet serves after its load has failed: a fleet would leave it out for not knowing."""
+        failed_s = boot_s()
         if _was_released(hold, error):
             with self._lock:
                 return engine.served  # nothing was paused or written
-        replies, _, _ = self._ask([engine])
-        reply = replies.get(engine.name)
-        with self._lock:
-            return self._known(reply) if reply is not None and reply.serving else None
+        for _ in range(2):  # who joins a question of before is told of before
+            replies, _, asked = self._ask([engine])
+            if asked[engine.name].asked_s >= failed_s:
+                reply = replies.get(engine.name)
+                with self._lock:
+                    return self._known(reply) if reply is not None and reply.serving else None
+        return None
 
 
 def _failures(running: Mapping[str, Future[LoadReport]]) -> list[str]:

@@ -123,8 +123,7 @@ class Puller:
         self.recorder = recorder or Recorder(f"puller/{receiver_id}", max_bytes=LONG_RUN_BYTES)
         self._source_of: dict[str, int] = {}
         self._may_call = may_call or (lambda _: False)
-        self._staging = staging or Staging()
-        self._own_staging = staging is None
+        self._staging, self._own_staging = staging or Staging(), staging is None
         self._agents = Agents(
             receiver_id=receiver_id,
             model_id=model_id,
@@ -183,6 +182,8 @@ class Puller:
             return self._pull(deadline, at_least, progress, retrying or (lambda _: None), granted or (lambda _: None))
         finally:
             self._pulling.release()
+            if self._stop.is_set() and self._own_staging:  # `close` may not have waited for so long
+                self._staging.close()
 
     def _pull(
         self,

@@ -199,7 +199,7 @@ class _Told:
         why = self._waited(version, deadline)
         if why is not None:
             with self._changed:
-                self._behind = True  # it is looked at from now on
+                self._behind, self._waited_for = True, None  # what was seen before is over; it is looked at
                 self._changed.notify_all()
         return why
 
@@ -241,7 +241,9 @@ class _Told:
             wait_s = _RETRY_S if failed is not None else _LOOK_S if self._behind else None
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._closed or self._newest not in (self._done, failed),  # noqa: B023
+                    lambda: (
+                        self._closed or self._newest not in (self._done, failed) or (wait_s is None and self._behind)  # noqa: B023
+                    ),
                     wait_s,
                 )
                 newest = self._newest

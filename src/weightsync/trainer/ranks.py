@@ -73,8 +73,8 @@ class TrainingRanks:
             raise self._lost(str(error)) from error
         except TimeoutError as error:
             raise self._lost(f"no answer within {self._timeout_s:g} s") from error
-        except BaseException:
-            if self._thread.closed.is_set():  # by a signal, say: nobody pairs with that call any more
+        except BaseException as error:
+            if not isinstance(error, Exception) or self._thread.closed.is_set():  # nobody pairs with that call any more
                 self._lost("it was interrupted inside an agreement")
             raise
 

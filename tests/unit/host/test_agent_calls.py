@@ -13,7 +13,7 @@ import pytest
 from weightsync.errors import DeadlineExceededError, TransferAbortedError
 from weightsync.handles.fanout import in_thread
 from weightsync.host import agent_calls
-from weightsync.host.agent_calls import CALL_S, Agents
+from weightsync.host.agent_calls import _MAX_PATIENCE_S, CALL_S, Agents
 from weightsync.types import Deadline
 
 SLOW, LONG_S = "http://slow:1", 10.0
@@ -58,12 +58,15 @@ def test_a_grant_that_takes_long_is_given_longer(agents: Agents, monkeypatch: py
     for needs_s in (3.5 * CALL_S, 0.1, 0.1):
         slow.needs_s = needs_s
         assert str(agents.grant(SLOW, None, Deadline(1000.0), base=None)) == "a grant"
-    assert slow.given_s == [CALL_S, 2 * CALL_S, 4 * CALL_S, 7 * CALL_S, CALL_S]
+    assert slow.given_s == [CALL_S, 2 * CALL_S, 4 * CALL_S, _MAX_PATIENCE_S, CALL_S], "twice what the last one took"
     slow.needs_s = 1000.0
-    for left_s in (1000.0, 1000.0, 5.0):
+    slow.given_s.clear()
+    for left_s in (1000.0, 1000.0, 5.0, 1000.0, 1000.0, 1000.0):
         with pytest.raises(DeadlineExceededError):
             agents.grant(SLOW, None, Deadline(left_s), base=None)
-    assert slow.given_s[-1] == 5.0, "never longer than the pull may take"
+    assert slow.given_s[2] == 5.0, "never longer than the pull may take"
+    assert slow.given_s[3] == 4 * CALL_S, "and what it had no time for is no reason for more"
+    assert slow.given_s[4:] == [_MAX_PATIENCE_S] * 2, "in between, another agent may take over"
 
 
 def test_a_grant_that_is_waited_for_is_given_up_when_its_pull_is_cancelled(agents: Agents) -> None:
