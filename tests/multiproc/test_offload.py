@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -352,18 +351,20 @@ def test_memory_that_was_freed_since_the_first_step_is_not_published() -> None:
 
 def test_a_gathered_copy_has_the_time_that_its_size_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: a model that takes longer than ranks wait for each other was never published."""
+    given_s: list[float] = []
 
-    class Slow(Gathering):
-        def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            time.sleep(0.3)
-            return super()._gather(tensor, dtype)
+    class Seen(offload_steps.LockstepExtraction):
+        def __init__(self, *args: Any, deadline: Deadline, **options: Any) -> None:
+            given_s.append(deadline.timeout_s)
+            super().__init__(*args, deadline=deadline, **options)
 
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])  # 240 bytes
+    monkeypatch.setattr(offload_steps, "LockstepExtraction", Seen)
     monkeypatch.setattr(offload_steps, "_GATHER_BYTES_S", 10.0)
     with WeightManager("m", timeout_s=1.0, guard_s=0.5) as manager:
-        report = manager.offload(Slow(model, chunk_bytes=None), 1)
+        report = manager.offload(Gathering(model, chunk_bytes=None), 1)
         assert (report.path, report.published) == ("gather", True)
-        assert report.seconds > 1.5
+    assert given_s == [1.0 + 24.0]
 
 
 def _one_rank_fails(rank: int, world_size: int) -> dict[int, tuple[str, str | None, bool]]:
