@@ -10,20 +10,23 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 
-from weightsync.control.state import (
+from weightsync.control.events import (
     Action,
+    BatchDropped,
     BatchReady,
     Event,
     EvictFailed,
     GiveUp,
-    Mode,
-    ModelState,
-    Policy,
     RetryDue,
     Synced,
     SyncFailed,
     Trained,
     ValidationEnded,
+)
+from weightsync.control.state import (
+    Mode,
+    ModelState,
+    Policy,
     dataloader_locked,
     pool_locked,
     services_blocked,
@@ -117,6 +120,8 @@ def _explore(policy: Policy, drawing: Drawing) -> None:
 def _events(state: ModelState) -> Iterator[tuple[str, Event]]:
     if state.num_pending < _MAX_PENDING:
         yield "batch ready", BatchReady()
+    if state.num_pending:
+        yield "batch dropped", BatchDropped(num=1)
     if state.train_version < _MAX_VERSION:
         yield "trained", Trained(worker="w", run_id=state.run_id or "first")
     if state.run_id == "first":

@@ -43,6 +43,7 @@ READ_WITH: dict[str, tuple[str, ...]] = {
     "fleet.retries_s": METHODS,
     "fleet.after_failure": METHODS,
     "fleet.validate_timeout_s": METHODS,
+    "fleet.step_timeout_s": METHODS,
     "fleet.host": METHODS,
     "fleet.port": METHODS,
     "publish": ("pull",),

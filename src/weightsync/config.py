@@ -229,6 +229,7 @@ class FleetConfig(_Section):
     validate_timeout_s: _Wait = Field(
         default=3600.0, description="a validation that nobody has ended after so long counts as ended"
     )
+    step_timeout_s: _Wait = Field(default=3600.0, description="a step that rollout has waited for so long is dropped")
     host: _Text = Field(default="127.0.0.1", description="where the controller listens; beyond loopback with a token")
     port: int = Field(default=8700, ge=0, le=65535, description="its port; 0: the system's choice")
 

@@ -184,7 +184,10 @@ def _gate(controller: WeightSyncController) -> Any:
 
 
 def _policy(controller: WeightSyncController) -> Any:
-    return [each.policy for each in controller._models.values()], controller._shared.validate_timeout_s
+    return [each.policy for each in controller._models.values()], (
+        controller._shared.validate_timeout_s,
+        controller._shared.step_timeout_s,
+    )
 
 
 def _state(controller: WeightSyncController) -> Any:
@@ -250,6 +253,7 @@ SEEN: dict[str, Seen] = {
     "fleet.retries_s": POLICY,
     "fleet.after_failure": POLICY,
     "fleet.validate_timeout_s": POLICY,
+    "fleet.step_timeout_s": POLICY,
     "fleet.host": listens,
     "fleet.port": listens,
     "publish": manager,

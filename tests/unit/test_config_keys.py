@@ -98,6 +98,7 @@ VALUES: dict[str, Any] = {
     "fleet.retries_s": [0.5],
     "fleet.after_failure": "evict",
     "fleet.validate_timeout_s": 15.0,
+    "fleet.step_timeout_s": 16.0,
     "fleet.host": "127.0.0.2",
     "fleet.port": "{port}",
     "publish.to": ["{url}"],

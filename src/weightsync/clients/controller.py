@@ -11,6 +11,7 @@ from weightsync.errors import DeadlineExceededError, InvalidRequestError, Weight
 from weightsync.net.client import JsonClient
 from weightsync.types import Deadline, SyncReport
 from weightsync.types.control import (
+    BatchDroppedRequest,
     ControllerStatus,
     EndValidateRequest,
     GateReply,
@@ -54,6 +55,17 @@ class ControllerClient(JsonClient):
         message = ModelRequest(model_tag=model_tag)
         return self.call(
             "POST", "/trajectory_pool_notify_batch_ready", RolloutServiceState, message=message, timeout_s=timeout_s
+        )
+
+    def trajectory_pool_notify_batch_dropped(
+        self, model_tag: str, num_batches: int | None = None, *, timeout_s: float = 10.0
+    ) -> RolloutServiceState:
+        """Steps of so many batches that were told of give no version; None: of all whose step has not ended. What a
+        trainer says that starts again, and one whose step has published nothing.
+        """
+        message = BatchDroppedRequest(model_tag=model_tag, num_batches=num_batches)
+        return self.call(
+            "POST", "/trajectory_pool_notify_batch_dropped", RolloutServiceState, message=message, timeout_s=timeout_s
         )
 
     def train_worker_notify_weight_update(
@@ -134,10 +146,10 @@ class ControllerClient(JsonClient):
 
     def end_validate(
         self, model_tag: str, result: dict[str, float | int | str | bool | None] | None = None, *,
-        timeout_s: float = 10.0,
+        version: int | None = None, timeout_s: float = 10.0,
     ) -> RolloutServiceState:  # fmt: skip
-        """The validation that was running has ended, with this result."""
-        message = EndValidateRequest(model_tag=model_tag, result=result)
+        """The validation that was running has ended, with this result; with a `version`, one of another goes on."""
+        message = EndValidateRequest(model_tag=model_tag, result=result, version=version)
         return self.call("POST", "/end_validate", RolloutServiceState, message=message, timeout_s=timeout_s)
 
     def heartbeat(self, request: HeartbeatRequest, *, timeout_s: float = 5.0) -> HeartbeatReply:

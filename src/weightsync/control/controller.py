@@ -23,6 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from weightsync.config import WeightSyncConfig
+from weightsync.control.events import (
+    BatchDropped,
+    BatchReady,
+    StartSync,
+    Trained,
+)
 from weightsync.control.locks import Lockable
 from weightsync.control.method import SyncMethod
 from weightsync.control.methods.hosted import HostedMethod
@@ -30,12 +36,21 @@ from weightsync.control.methods.select import method_of
 from weightsync.control.methods.tinker import TinkerServiceHolder
 from weightsync.control.methods.weaver import WeaverServiceHolder
 from weightsync.control.model import ModelControl, Shared
-from weightsync.control.state import BatchReady, Policy, StartSync, Trained
+from weightsync.control.state import (
+    Policy,
+)
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.handles.fanout import in_thread
 from weightsync.observe import LONG_RUN_BYTES, Recorder
 from weightsync.types import Version
-from weightsync.types.control import ControllerStatus, RolloutServiceState, SyncRecord, ValidationRun, check_trained
+from weightsync.types.control import (
+    ControllerStatus,
+    RolloutServiceState,
+    SyncRecord,
+    ValidationRun,
+    check_dropped,
+    check_trained,
+)
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.fleet import ModelVersion
 from weightsync.types.process import of_one_process
@@ -68,6 +83,7 @@ class WeightSyncController:
         retries_s: seconds until each retry of a sync that failed; as the next two, of `fleet` where not given.
         after_failure: "keep" the old version after the last retry, or "evict" whoever failed and try once more.
         validate_timeout_s: a validation that nobody has ended after so long counts as ended; its result is an error.
+        step_timeout_s: a training step that rollout has waited for so long counts as one that gives no version.
         on_validate: told to start a validation; `end_validate` is due when it has ended. Where not given, whoever reads
             `RolloutServiceState.waiting_for_validation` does it.
         on_give_up: told that rollout goes on with an old version.
@@ -87,6 +103,7 @@ class WeightSyncController:
         retries_s: tuple[float, ...] | None = None,
         after_failure: Literal["keep", "evict"] | None = None,
         validate_timeout_s: float | None = None,
+        step_timeout_s: float | None = None,
         on_validate: Callable[[str, ValidationRun], None] | None = None,
         on_give_up: Callable[[str, Version], None] | None = None,
         recorder: Recorder | None = None,
@@ -102,6 +119,9 @@ class WeightSyncController:
             validate_timeout_s=check_wait_s(
                 "validate_timeout_s",
                 base.fleet.validate_timeout_s if validate_timeout_s is None else validate_timeout_s,
+            ),
+            step_timeout_s=check_wait_s(
+                "step_timeout_s", base.fleet.step_timeout_s if step_timeout_s is None else step_timeout_s
             ),
             on_validate=on_validate,
             on_give_up=on_give_up,
@@ -197,6 +217,20 @@ class WeightSyncController:
         """A batch is ready: a training step starts with it, which may have to end in a sync."""
         self._model(model_tag).feed(BatchReady())
 
+    def trajectory_pool_notify_batch_dropped(self, model_tag: str, num_batches: int | None = None) -> None:
+        """Steps of batches that were told of give no version: a step that published nothing, a batch that was told of
+        twice, a trainer that died. Nobody waits for them any more.
+
+        Args:
+            model_tag: which model's.
+            num_batches: how many; None: all whose step has not ended, as a trainer says that starts again.
+
+        Raises:
+            InvalidRequestError: there is no such model, or no such number.
+        """
+        check_dropped(num_batches)
+        self._model(model_tag).feed(BatchDropped(num=num_batches))
+
     def train_worker_notify_weight_update(
         self,
         worker_name: str,
@@ -260,11 +294,13 @@ class WeightSyncController:
         """Who waits for this model looks whether it still has to: a `given_up` was set."""
         self._model(model_tag).look_again()
 
-    def end_validate(self, model_tag: str, result: Mapping[str, Any] | None = None) -> None:
+    def end_validate(
+        self, model_tag: str, result: Mapping[str, Any] | None = None, *, version: int | None = None
+    ) -> None:
         """The validation that was running has ended; `result` is what `RolloutServiceState.last_validation` says then.
-        Idempotent.
+        With a `version`, one of another version goes on. Idempotent.
         """
-        self._model(model_tag).end_validate(result)
+        self._model(model_tag).end_validate(result, version)
 
     # --- the gate of whoever takes batches ---
 

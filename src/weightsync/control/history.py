@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from weightsync.control.state import Action, StartSync
+from weightsync.control.events import (
+    Action,
+    StartSync,
+)
 from weightsync.types.control import SyncRecord, SyncSpan
 
 _NUM_RECORDS = 50

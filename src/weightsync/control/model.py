@@ -11,16 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weightsync.config import WeightSyncConfig
-from weightsync.control.history import SyncHistory
-from weightsync.control.locks import Lockable, ModuleLocks
-from weightsync.control.method import SyncMethod
-from weightsync.control.state import (
+from weightsync.control.alarm import Alarm
+from weightsync.control.events import (
     Action,
+    BatchDropped,
     Event,
     EvictFailed,
     GiveUp,
-    ModelState,
-    Policy,
     RetryAfter,
     RetryDue,
     StartSync,
@@ -29,6 +26,14 @@ from weightsync.control.state import (
     SyncFailed,
     Trained,
     ValidationEnded,
+)
+from weightsync.control.history import SyncHistory
+from weightsync.control.locks import Lockable, ModuleLocks
+from weightsync.control.method import SyncMethod
+from weightsync.control.state import (
+    ModelState,
+    Policy,
+    awaits_step,
     begin,
     dataloader_locked,
     held_up,
@@ -61,7 +66,7 @@ class Shared:
     """What the models of one controller share.
 
     Attributes:
-        method, recorder, validate_timeout_s, on_validate, on_give_up: see `WeightSyncController`.
+        method, recorder, validate_timeout_s, step_timeout_s, on_validate, on_give_up: see `WeightSyncController`.
         dataloader: what is locked while a validation runs.
         trajectory_pool: what is locked then, and while rollout is.
         listeners: told of each change of a model.
@@ -71,6 +76,7 @@ class Shared:
     method: SyncMethod
     recorder: Recorder
     validate_timeout_s: float
+    step_timeout_s: float
     on_validate: Callable[[str, ValidationRun], None] | None
     on_give_up: Callable[[str, Version], None] | None
     dataloader: Lockable | None = None
@@ -94,8 +100,8 @@ class ModelControl:
         self._changed = threading.Condition()
         self._trained = threading.Lock()
         self._locks = ModuleLocks(tag, self._to_lock, shared.closed)
-        self._timer: threading.Timer | None = None
-        self._late: threading.Timer | None = None  # of the validation that runs
+        self._retry, self._late, self._step_late = Alarm(), Alarm(), Alarm()
+        self._awaited: tuple[object, ...] | None = None  # the step that is waited for alone
         self._retry_at_s: float | None = None  # monotonic
         self._last_error: str | None = None
         self._last_validation: ValidationResult | None = None
@@ -207,6 +213,16 @@ class ModelControl:
         blocked, failed = self.blocked, self.state.num_failed > 0
         awaited = blocked and self.state.phase == "need_sync" and not failed
         self._history.note_waits({"batch gate": blocked, "retry": failed, "trainer": awaited})
+        state = self.state
+        waits = awaits_step(state, self.policy) and not self._shared.closed.is_set()
+        step = (state.run_id, state.train_version, state.due) if waits else None
+        if step != self._awaited:
+            self._awaited = step
+            if step is None:
+                self._step_late.cancel()
+            else:
+                with contextlib.suppress(RuntimeError):  # there is no thread: who waits is not timed
+                    self._step_late.set(self._shared.step_timeout_s, lambda: self._step_lost(step))
 
     def _told(self) -> None:
         """The state has changed."""
@@ -261,16 +277,17 @@ class ModelControl:
         """See `RolloutServiceState`."""
         return None if self._shared.method.pool is None else sum(each.may_answer(self.tag) for each in instances)
 
-    def end_validate(self, result: Mapping[str, Any] | None) -> None:
-        """The validation that was running has ended."""
+    def end_validate(self, result: Mapping[str, Any] | None, version: int | None = None) -> None:
+        """The validation that was running has ended: of that version, where one is named."""
         values = None if result is None else plain_values(result)
         with self._changed:
-            if self.state.validation is not None:
-                self._last_validation = ValidationResult(of=self.state.validation, result=values)
-            late, self._late = self._late, None
+            running = self.state.validation
+            if running is not None and version not in (None, running.version):
+                return
+            if running is not None:
+                self._last_validation = ValidationResult(of=running, result=values)
+            self._late.cancel()
             actions = self._stepped(ValidationEnded())  # with its result: nobody sees the one without the other
-        if late is not None:
-            late.cancel()
         self._started(actions)
 
     def records(self) -> list[SyncRecord]:
@@ -281,11 +298,9 @@ class ModelControl:
     def close(self) -> None:
         """Ends the timers, wakes whoever waits, and unlocks the modules."""
         with self._changed:
-            timers, self._timer, self._late = (self._timer, self._late), None, None
             self._changed.notify_all()
-        for timer in timers:
-            if timer is not None:
-                timer.cancel()
+        for alarm in (self._retry, self._late, self._step_late):
+            alarm.cancel()
         self._told()
 
     def _act(self, action: Action) -> None:
@@ -294,14 +309,12 @@ class ModelControl:
                 running = in_thread(lambda: self._sync(action), name=f"weightsync-sync-{self.tag}")
                 running.add_done_callback(lambda done: self._lost(action, done.exception()))
             case RetryAfter(seconds=seconds):
-                timer = threading.Timer(seconds, lambda: self._retry(timer))
-                timer.daemon = True
-                with self._changed:  # one of a run that was taken over from may still count: it counts no more
-                    self._timer, self._retry_at_s = timer, time.monotonic() + seconds
+                with self._changed:
+                    self._retry_at_s = time.monotonic() + seconds
                 try:
-                    timer.start()
+                    self._retry.set(seconds, self._retry_now)  # in place of one of a run that was taken over from
                 except RuntimeError:  # there is no thread to wait in; retries are counted
-                    self._retry(timer)
+                    self._retry_now()
             case EvictFailed():
                 evicted: Sequence[str] = ()
                 try:
@@ -320,14 +333,11 @@ class ModelControl:
                 )  # fmt: skip
                 self._tell(self._shared.on_give_up, version)
             case StartValidation(validation=validation):
-                late = threading.Timer(self._shared.validate_timeout_s, self._too_late, [validation])
-                late.daemon = True
-                with self._changed:
-                    if self.state.validation is not validation:  # it has been ended already
-                        return
-                    self._late = late
                 try:
-                    late.start()
+                    with self._changed:
+                        if self.state.validation is not validation:  # it has been ended already
+                            return
+                        self._late.set(self._shared.validate_timeout_s, lambda: self._too_late(validation))
                 except RuntimeError as error:  # nobody would end one that is not ended
                     self.end_validate({"error": f"it was not started: {error}"})
                     return
@@ -410,6 +420,17 @@ class ModelControl:
         _logger.error("model %s: nobody called end_validate for %s in time", self.tag, validation)
         self.end_validate({"error": f"not ended within {self._shared.validate_timeout_s:g} s"})
 
+    def _step_lost(self, step: tuple[object, ...]) -> None:
+        """The trainer gives nothing: rollout does not wait for one that is gone."""
+        timeout_s = self._shared.step_timeout_s
+        with self._changed:
+            if self._awaited != step or self._shared.closed.is_set():
+                return
+            self._last_error = f"no version of a batch's step within {timeout_s:g} s: it counts as dropped"
+            actions = self._stepped(BatchDropped())
+        _logger.error("model %s: %s; rollout goes on", self.tag, self._last_error)
+        self._started(actions)
+
     def _lost(self, goal: StartSync, error: BaseException | None) -> None:
         """A sync that could not even be started, or told of: it has failed like any other."""
         if error is None:
@@ -422,10 +443,8 @@ class ModelControl:
             self._history.forget()
         self.feed(SyncFailed())
 
-    def _retry(self, timer: threading.Timer) -> None:
+    def _retry_now(self) -> None:
         with self._changed:
-            if self._timer is not timer:
-                return
-            self._timer = self._retry_at_s = None
+            self._retry_at_s = None
         if not self._shared.closed.is_set():
             self.feed(RetryDue())

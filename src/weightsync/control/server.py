@@ -34,6 +34,7 @@ from weightsync.observe import now_s
 from weightsync.observe.metrics import CONTENT_TYPE
 from weightsync.types import PhaseRecord, SyncReport
 from weightsync.types.control import (
+    BatchDroppedRequest,
     ControllerStatus,
     EndValidateRequest,
     GateReply,
@@ -90,6 +91,7 @@ class ControllerServer:
             "weightsync controller",
             _post("/check_rollout_service_status", ModelRequest, self._check),
             _post("/trajectory_pool_notify_batch_ready", ModelRequest, self._batch_ready),
+            _post("/trajectory_pool_notify_batch_dropped", BatchDroppedRequest, self._batch_dropped),
             _post("/train_worker_notify_weight_update", TrainedRequest, self._trained),
             _post("/notify_version", NotifyRequest, self._notified),
             _post("/wait_version", WaitVersionRequest, self._wait_version),
@@ -185,6 +187,12 @@ class ControllerServer:
         await asyncio.to_thread(self._controller.trajectory_pool_notify_batch_ready, asked.model_tag)
         return self._controller.rollout_service_state(asked.model_tag)
 
+    async def _batch_dropped(self, _: Request, asked: BatchDroppedRequest) -> RolloutServiceState:
+        await asyncio.to_thread(
+            self._controller.trajectory_pool_notify_batch_dropped, asked.model_tag, asked.num_batches
+        )
+        return self._controller.rollout_service_state(asked.model_tag)
+
     async def _trained(self, request: Request, asked: TrainedRequest) -> RolloutServiceState:
         if self._controller.method.asks_agents and asked.run_id is None and asked.version is not None:
             asked = await self._with_run(request, asked)
@@ -259,7 +267,7 @@ class ControllerServer:
         return done
 
     async def _end_validate(self, _: Request, asked: EndValidateRequest) -> RolloutServiceState:
-        await asyncio.to_thread(self._controller.end_validate, asked.model_tag, asked.result)
+        await asyncio.to_thread(self._controller.end_validate, asked.model_tag, asked.result, version=asked.version)
         return self._controller.rollout_service_state(asked.model_tag)
 
     async def _next_push(self, request: Request, asked: NextPushRequest) -> NextPushReply:

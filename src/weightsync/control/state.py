@@ -9,6 +9,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, TypeAlias
 
+from weightsync.control.events import (
+    Action,
+    BatchDropped,
+    BatchReady,
+    Event,
+    EvictFailed,
+    GiveUp,
+    RetryAfter,
+    RetryDue,
+    StartSync,
+    StartValidation,
+    Synced,
+    SyncFailed,
+    Trained,
+    ValidationEnded,
+)
 from weightsync.errors import ConfigError, StateError, VersionError
 from weightsync.types.control import ValidationRun
 
@@ -53,14 +69,6 @@ class Policy:
     def bound(self) -> int | None:
         """The staleness that rollout never goes on at; None where there is none."""
         return {"sync": 1, "batch-async": self.staleness_threshold, "fully-async": None}[self.mode]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StartSync:
-    """Sync now; tell `Synced` or `SyncFailed`."""
-
-    run_id: str | None
-    version: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,100 +125,6 @@ class ModelState:
         return self.train_version - self.rollout_version
 
 
-# --- events ---
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchReady:
-    """The trajectory pool has a batch: a training step starts with it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A training worker has new weights.
-
-    Attributes:
-        worker: its name.
-        run_id: the trainer's run; None: the one that is known.
-        version: number of the weights; None: the worker's next one.
-        evaluate: they are to be synced and validated, whatever the mode and `validate_freq` say.
-        learnt: nobody has trained them now: it is what the rollout side serves. It takes over from no run.
-        claimed: the method asks an agent for them, which may not have them: see `SyncFailed.absent`.
-    """
-
-    worker: str
-    run_id: str | None = None
-    version: int | None = None
-    evaluate: bool = False
-    learnt: bool = False
-    claimed: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Synced:
-    """A sync has committed. `version` is what it committed, as the method says: maybe newer than was asked for."""
-
-    version: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SyncFailed:
-    """A sync has failed.
-
-    Attributes:
-        absent: since the agent says that it has no such version.
-        newest: what it has of that run instead, or is about to have; None: it names another run, or `absent` is False.
-    """
-
-    absent: bool = False
-    newest: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RetryDue:
-    """The time until the next retry is over."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ValidationEnded:
-    """The validation that was running has ended, well or not."""
-
-
-Event: TypeAlias = BatchReady | Trained | Synced | SyncFailed | RetryDue | ValidationEnded
-
-# --- actions ---
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RetryAfter:
-    """Tell `RetryDue` after so many seconds."""
-
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvictFailed:
-    """Take whoever failed the last sync out of the pool; a `StartSync` comes with it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GiveUp:
-    """Operators should know: rollout goes on with an old version."""
-
-    run_id: str | None
-    version: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StartValidation:
-    """Validate now; `ValidationEnded` when it has ended."""
-
-    validation: ValidationRun
-
-
-Action: TypeAlias = StartSync | RetryAfter | EvictFailed | GiveUp | StartValidation
-
-
 # --- what follows from a state ---
 
 
@@ -228,6 +142,12 @@ def pool_locked(state: ModelState, policy: Policy) -> bool:
 def dataloader_locked(state: ModelState) -> bool:
     """Whether the dataloader has to wait: for a validation alone. What it hands out during a sync waits at the pool."""
     return state.validation is not None
+
+
+def awaits_step(state: ModelState, policy: Policy) -> bool:
+    """Whether rollout waits for a training step alone: nothing but a version of it, or word that there is none, ends
+    that wait."""
+    return services_blocked(state, policy) and state.due is not None and state.train_version < state.due
 
 
 def held_up(state: ModelState) -> bool:
@@ -249,6 +169,8 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
     match event:
         case BatchReady():
             return _batch_ready(state, policy)
+        case BatchDropped(num=num):
+            return _batch_dropped(state, num), ()
         case Trained():
             return _trained(state, event, policy)
         case Synced(version=version):
@@ -268,6 +190,14 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
 def _batch_ready(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     more = dataclasses.replace(state, num_pending=state.num_pending + 1, sure_pending=state.sure_pending + 1)
     return _with_due(more, policy), ()
+
+
+def _batch_dropped(state: ModelState, num: int | None) -> ModelState:
+    left, sure = (0 if num is None else max(0, each - num) for each in (state.num_pending, state.sure_pending))
+    state = dataclasses.replace(state, num_pending=left, sure_pending=sure)
+    if state.phase == "need_sync" and state.due is not None and state.train_version + left < state.due:
+        return dataclasses.replace(state, phase="running", due=None)
+    return state
 
 
 def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:

@@ -42,6 +42,7 @@ async def _train(options: SimpleNamespace, token: str) -> None:
     loop = TrainLoop(model, text, size, rank=options.seed)
     controller = ControllerClient(options.controller, token=token)
     gate = AsyncControllerClient(options.controller, token=token)
+    controller.trajectory_pool_notify_batch_dropped(options.model_id)  # of a trainer that died in its step
     with publish(model, options.model_id, to=options.controller, token=token, port=0, last_wait_s=0) as publisher:
         for version in range(1, options.steps + 1):
             waited_s = time.monotonic()

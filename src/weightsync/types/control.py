@@ -58,6 +58,16 @@ def check_trained(worker_name: str, run_id: str | None, version: int | None) -> 
         raise InvalidRequestError(f"worker_name and run_id have 1 to {_MAX_NAME} characters")
 
 
+def check_dropped(num_batches: int | None) -> None:
+    """How many batches may be dropped.
+
+    Raises:
+        InvalidRequestError: no such number.
+    """
+    if num_batches is not None and not (type(num_batches) is int and num_batches >= 1):
+        raise InvalidRequestError(f"num_batches is a whole number from 1 on, not {num_batches!r}; leave it out for all")
+
+
 class ModelRequest(Message, frozen=True, kw_only=True):
     """A call for one model.
 
@@ -98,10 +108,21 @@ class TrainedRequest(ModelRequest, frozen=True, kw_only=True):
         check_trained(self.worker_name, self.run_id, self.version)
 
 
+class BatchDroppedRequest(ModelRequest, frozen=True, kw_only=True):
+    """Steps of so many batches give no version; None: of all whose step has not ended."""
+
+    num_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dropped(self.num_batches)
+
+
 class EndValidateRequest(ModelRequest, frozen=True, kw_only=True):
-    """A validation has ended, with this result."""
+    """A validation has ended, with this result; of that version, where one is named."""
 
     result: dict[str, PlainValue] | None = None
+    version: int | None = None
 
 
 class WaitVersionRequest(ModelRequest, frozen=True, kw_only=True):
@@ -318,5 +339,5 @@ class ControllerStatus(Message, frozen=True, kw_only=True):
     now_s: float = 0.0
 
 
-learn(ModelRequest, TrainedRequest, EndValidateRequest, WaitVersionRequest)
+learn(ModelRequest, BatchDroppedRequest, TrainedRequest, EndValidateRequest, WaitVersionRequest)
 learn(RolloutServiceState, GateReply, SyncReply, ControllerStatus)

@@ -472,12 +472,90 @@ def test_a_validation_that_nobody_ends_does_not_hold_rollout_for_ever() -> None:
         controller.close()
 
 
+def _waiting(seconds: float) -> list[threading.Thread]:
+    """Timers that were set to so many seconds."""
+    return [each for each in threading.enumerate() if getattr(each, "interval", None) == seconds]
+
+
+def test_a_step_that_gives_nothing_does_not_hold_rollout_for_ever(made: Make) -> None:
+    """Its trainer says so, or is gone. Seen red: rollout was blocked for good, and a trainer that came back too."""
+    controller, _ = made()
+    controller.trajectory_pool_notify_batch_ready("default")
+    waiter = in_thread(lambda: controller.await_rollout_service("default", timeout_s=LONG_S), name="waits")
+    controller.trajectory_pool_notify_batch_dropped("default")
+    assert waiter.result(LONG_S) == "continue"
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(InvalidRequestError, match="num_batches is a whole number from 1 on"):
+            controller.trajectory_pool_notify_batch_dropped("default", wrong)  # type: ignore[arg-type]
+
+    hasty, _ = made(step_timeout_s=0.05)
+    pool = Module()
+    hasty.set_module_references(Module(), pool)
+    hasty.trajectory_pool_notify_batch_ready("default")
+    assert hasty.await_rollout_service("default", timeout_s=LONG_S) == "continue"
+    until(lambda: not pool.locked, "it is unlocked, by the timer's thread")
+    assert "no version of a batch's step within 0.05 s" in str(hasty.rollout_service_state("default").last_error)
+    hasty.train_worker_notify_weight_update("w", "default", "r", 1)  # the step was late
+    state = hasty.rollout_service_state("default")
+    assert (state.rollout_model_version, state.last_error, state.blocked) == (1, None, False)
+
+
+def test_a_step_that_has_ended_leaves_no_timer(made: Make) -> None:
+    """Nor does one that is dropped, that waits for a validation, or whose controller is closed."""
+    seconds = 4321.5
+    controller, _ = made({"validate_freq": 2}, step_timeout_s=seconds)
+    controller.trajectory_pool_notify_batch_ready("default")
+    (first,) = _waiting(seconds)
+    controller.trajectory_pool_notify_batch_ready("default")
+    assert _waiting(seconds) == [first], "a batch that is told of meanwhile gives no more time"
+    controller.trajectory_pool_notify_batch_dropped("default")
+    until(lambda: not _waiting(seconds), "dropped")
+    for number in (1, 2):
+        controller.trajectory_pool_notify_batch_ready("default")
+        assert len(_waiting(seconds)) == 1
+        controller.train_worker_notify_weight_update("w", "default", "r", number)
+        until(lambda: not _waiting(seconds), "its version is there")
+    controller.trajectory_pool_notify_batch_ready("default")
+    assert not _waiting(seconds), "the dataloader is locked by a validation: no step can end"
+    controller.end_validate("default")
+    until(lambda: len(_waiting(seconds)) == 1, "the validation has ended")
+    controller.close()
+    until(lambda: not _waiting(seconds), "closed")
+
+
+def test_a_timer_that_woke_as_the_version_came_drops_no_other_step(made: Make) -> None:
+    controller, _ = made()
+    controller.trajectory_pool_notify_batch_ready("default")
+    model = controller._models["default"]
+    first = model._awaited
+    assert first is not None
+    controller.train_worker_notify_weight_update("w", "default", "r", 1)
+    controller.trajectory_pool_notify_batch_ready("default")
+    model._step_lost(first)
+    assert (controller.check_rollout_service_status("default"), model.state.num_pending) == ("block", 1)
+
+
+def test_a_late_word_of_another_validation_ends_none(made: Make) -> None:
+    """Seen red: who validated version 1, and was too late, ended the validation of version 2."""
+    controller, _ = made({"validate_freq": 1})
+    controller.train_worker_notify_weight_update("w", "default", "r", 1)
+    controller.end_validate("default", {"reward": 1.0}, version=1)
+    controller.train_worker_notify_weight_update("w", "default", "r", 2)
+    controller.end_validate("default", {"reward": 1.0}, version=1)
+    state = controller.rollout_service_state("default")
+    assert state.waiting_for_validation == ValidationRun(run_id="r", version=2, stands_for=(2,))
+    controller.end_validate("default", {"reward": 2.0}, version=2)
+    ended = controller.rollout_service_state("default").last_validation
+    assert ended is not None
+    assert (ended.of.version, ended.result) == (2, {"reward": 2.0})
+
+
 def test_a_validation_that_was_ended_leaves_no_timer() -> None:
     """Seen to fail: each one kept a thread for an hour."""
     told, seconds = threading.Event(), 1234.5
 
     def waiting() -> list[threading.Thread]:
-        return [each for each in threading.enumerate() if getattr(each, "interval", None) == seconds]
+        return _waiting(seconds)
 
     for ends in ("end_validate", "close"):
         told.clear()

@@ -84,6 +84,24 @@ def test_a_step_over_http(served: Served) -> None:
     assert client.sync_weight_to_rollout_service("actor")
 
 
+def test_a_step_that_gives_nothing_is_told_over_http(served: Served) -> None:
+    client = served.client
+    client.trajectory_pool_notify_batch_ready("actor")
+    assert client.trajectory_pool_notify_batch_ready("actor").blocked
+    assert client.trajectory_pool_notify_batch_dropped("actor", 1).blocked
+    assert not client.trajectory_pool_notify_batch_dropped("actor").blocked
+    with pytest.raises(InvalidRequestError, match="num_batches"):
+        client.trajectory_pool_notify_batch_dropped("actor", 0)
+
+
+def test_an_end_of_another_validation_is_none(served: Served) -> None:
+    client = served.client
+    client.train_worker_notify_weight_update("w", "actor", "run", 1, wait_s=LONG_S)
+    client.train_worker_notify_weight_update("w", "actor", "run", 2, wait_s=LONG_S)
+    assert client.end_validate("actor", version=1).waiting_for_validation is not None
+    assert client.end_validate("actor", version=2).waiting_for_validation is None
+
+
 def test_what_a_validation_of_this_process_says_is_said_in_json() -> None:
     """Seen red: the status, and each answer to a trainer, was an internal error until the next validation ended."""
 

@@ -10,14 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weightsync.control.state import (
+from weightsync.control.events import (
     Action,
+    BatchDropped,
     BatchReady,
     Event,
     EvictFailed,
     GiveUp,
-    ModelState,
-    Policy,
     RetryAfter,
     RetryDue,
     StartSync,
@@ -26,6 +25,11 @@ from weightsync.control.state import (
     SyncFailed,
     Trained,
     ValidationEnded,
+)
+from weightsync.control.state import (
+    ModelState,
+    Policy,
+    awaits_step,
     pool_locked,
     services_blocked,
     step,
@@ -187,6 +191,60 @@ def test_a_trainer_that_died_in_its_first_step_says_so_by_its_version() -> None:
     assert not machine.locked
 
 
+def test_nobody_waits_for_a_step_that_gives_no_version() -> None:
+    """Seen red: a step that published nothing, or a trainer that died in one, kept rollout blocked for good."""
+    machine = Machine()
+    machine(BatchReady())
+    assert awaits_step(machine.state, machine.policy)
+    assert machine(BatchDropped(num=1)) == ()
+    assert (machine.blocked, machine.locked, machine.state.num_pending) == (False, False, 0)
+    assert machine.steps(3) == [("block", "sync", number) for number in (1, 2, 3)], "as if nothing had been"
+
+
+def test_the_step_that_is_due_is_waited_for_while_batches_enough_are_left() -> None:
+    machine = Machine(mode="batch-async")
+    for _ in range(3):
+        machine(BatchReady())
+    machine(BatchDropped(num=1))
+    assert machine.blocked, "version 2 is still to come"
+    machine(BatchDropped(num=1))
+    assert not machine.blocked
+    machine(BatchReady())
+    assert machine.blocked
+    machine(BatchDropped())
+    assert (machine.blocked, machine.state.num_pending) == (False, 0)
+    machine(BatchDropped(num=5))
+    assert machine.steps(2) == [("go", "-", 0), ("block", "sync", 2)]
+
+
+def test_a_batch_that_is_dropped_ends_no_sync_and_no_retry() -> None:
+    machine = Machine(retries_s=(1.0,))
+    machine(BatchReady())
+    machine.train(1)
+    machine(BatchDropped())
+    assert (machine.state.phase, machine.blocked, awaits_step(machine.state, machine.policy)) == (
+        "syncing",
+        True,
+        False,
+    )
+    machine(SyncFailed())
+    machine(BatchDropped())
+    assert (machine.state.phase, machine.blocked) == ("need_sync", True)
+    assert machine(RetryDue()) == (StartSync(run_id="r", version=1),)
+
+
+def test_a_dropped_batch_drops_what_was_only_announced_too() -> None:
+    """Two counts: what is known for certain comes back when an agent denies what was announced."""
+    machine = Machine()
+    machine(BatchReady())
+    machine(Trained(worker="w", run_id="r", version=1, claimed=True))
+    assert (machine.state.num_pending, machine.state.sure_pending) == (0, 1)
+    machine(BatchDropped(num=1))
+    assert (machine.state.num_pending, machine.state.sure_pending) == (0, 0)
+    machine(SyncFailed(absent=True, newest=0))
+    assert not machine.blocked
+
+
 @pytest.mark.parametrize("ends", [Synced(version=7), SyncFailed()], ids=str)
 def test_the_end_of_an_old_runs_sync_says_nothing_of_the_new_run(ends: Event) -> None:
     machine = Machine()
@@ -333,6 +391,11 @@ class AllInterleavings(RuleBasedStateMachine):
         self.version += 1
         for index in range(workers):
             self.feed(Trained(worker=f"w{index}", run_id=f"run-{self.run}", version=self.version))
+
+    @rule(num=st.integers(1, 3), all_of_them=st.booleans())
+    def steps_give_no_version(self, num: int, all_of_them: bool) -> None:
+        self.batches = 0 if all_of_them else max(0, self.batches - num)
+        self.feed(BatchDropped(num=None if all_of_them else num))
 
     @rule(version=st.integers(0, 3))
     def the_trainer_starts_again(self, version: int) -> None:

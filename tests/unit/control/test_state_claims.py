@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.control.test_state import Machine
-from weightsync.control.state import BatchReady, GiveUp, RetryAfter, RetryDue, StartSync, Synced, SyncFailed, Trained
+from weightsync.control.events import (
+    BatchReady,
+    GiveUp,
+    RetryAfter,
+    RetryDue,
+    StartSync,
+    Synced,
+    SyncFailed,
+    Trained,
+)
 from weightsync.errors import VersionError
 
 

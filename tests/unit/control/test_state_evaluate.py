@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from tests.unit.control.test_state import AllInterleavings, Machine
-from weightsync.control.state import (
+from weightsync.control.events import (
     BatchReady,
     Event,
     GiveUp,
