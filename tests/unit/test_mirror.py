@@ -26,6 +26,7 @@ ELSEWHERE = {
     "adapters/compat/dataflow": "documents/test_document_3.py",
     "adapters/compat/weight_manager": "documents/test_document_3.py",
     # What a pool knows of one: tested by what the pool says.
+    "control/admission": "unit/control/test_pool.py",
     "control/events": "unit/control/test_state.py",
     "control/instance": "unit/control/test_pool.py",
     "control/locks": "unit/control/test_controller.py",

@@ -45,6 +45,10 @@ class Instance:
         served: dict[str, Version | None] = dict.fromkeys(self.beat.lacks)
         return served | {each.model_id: each.of for each in self.beat.serves}
 
+    def has_said_more_than(self, beat: HeartbeatRequest) -> bool:
+        """Whether this heartbeat was sent before the last one that was heard of the same process."""
+        return self.beat.incarnation == beat.incarnation and 0 < beat.number < self.beat.number
+
     def as_member(self) -> Member:
         beat = self.beat
         return Member(

@@ -9,6 +9,7 @@ is later than there. Nobody comes in while a version is on its way: it would mis
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from weightsync.control.admission import Admission
 from weightsync.control.goals import FleetGoals
 from weightsync.control.instance import Instance, Member
 from weightsync.control.learning import Learning
@@ -66,6 +68,8 @@ class RolloutPool:
         self._digests: dict[str, tuple[Version, str]] = {}  # of what is current, as instances that take part say
         self._syncs: list[dict[str, ModelVersion]] = []  # what each sync that runs brings; empty: nobody knows
         self._learning = Learning(self._goals, clock() + lease_s, lambda versions: self.on_learnt(versions))
+        self._admission = Admission(self._goals, self._learning, self._syncs)
+        self._left_for_good: collections.deque[tuple[str, str]] = collections.deque(maxlen=_MAX_INSTANCES)
         self._listeners: list[Callable[[], None]] = []
         self.on_learnt: Callable[[tuple[ModelVersion, ...]], None] = lambda versions: None
         self.on_members: Callable[[], object] = lambda: None  # see `SyncMethod.attach`
@@ -76,7 +80,8 @@ class RolloutPool:
         """An instance is there; whether it may answer. One that leaves is forgotten: no sync waits for it.
 
         Raises:
-            StateError: another process has its name, and a lease; or it has a model that nobody here knows.
+            StateError: another process has its name, and a lease; it has a model that nobody here knows; or a later
+                word of the same process was heard before. Nothing is lent.
         """
         if beat.leaving:
             return self._left(beat)
@@ -90,6 +95,12 @@ class RolloutPool:
         with self._changed:
             now = self._swept()
             known = self._instances.get(beat.instance_id)
+            left = (beat.instance_id, beat.incarnation) in self._left_for_good
+            if left or (known is not None and known.has_said_more_than(beat)):
+                raise StateError(
+                    f"a later heartbeat of instance {beat.instance_id!r} was heard before this one",
+                    state_left="nothing was changed",
+                )
             if known is not None and known.beat.incarnation != beat.incarnation:
                 if now < known.lease_end_s:  # also one that was evicted, and may not know
                     raise StateError(
@@ -118,10 +129,11 @@ class RolloutPool:
                 self.on_members()  # less is there than was told of
             if not known.takes_part and beat.whole:
                 self._goals.returns(known.serves())
-            if not known.takes_part and self._held_up(known, now) is not None:
+            if not known.takes_part and self._admission.held_up(known, now) is not None:
                 self._goals.offer(beat.instance_id, known.serves(), (*beat.staged, *beat.serves), now)
             if self._learning.learn_more(beat, heard, answers=known.takes_part) and known.takes_part:
-                self._leave(known, f"it serves {self._ahead(known)}", shown=False)  # it has no part in that sync
+                ahead = self._admission.ahead(known)  # it has no part in that sync
+                self._leave(known, f"it serves {ahead}", shown=False)
             reply = self._answer(known, now)
             if known.takes_part:
                 self._note_digests(known)
@@ -132,6 +144,7 @@ class RolloutPool:
 
     def _left(self, beat: HeartbeatRequest) -> HeartbeatReply:
         with self._changed:
+            self._left_for_good.append((beat.instance_id, beat.incarnation))
             known = self._instances.get(beat.instance_id)
             if known is not None and known.beat.incarnation == beat.incarnation:  # else it is a newer process
                 del self._instances[beat.instance_id]
@@ -141,8 +154,8 @@ class RolloutPool:
         return HeartbeatReply(state="evicted", lease_s=0.0, every_s=self.lease_s, why="it leaves")
 
     def _answer(self, known: Instance, now: float) -> HeartbeatReply:
-        ahead, models = self._ahead(known) if known.takes_part else None, known.serves().keys()
-        behind = self._behind(known) or ahead
+        ahead, models = self._admission.ahead(known) if known.takes_part else None, known.serves().keys()
+        behind = self._admission.behind(known) or ahead
         if known.beat.leased:
             known.let_in = None
         elif known.takes_part and (ahead or (behind and known.let_in not in (None, known.serves()))):
@@ -158,7 +171,7 @@ class RolloutPool:
         known.doubted = False
         if known.state == "evicted":
             known.state = "joining"
-        if known.state == "joining" and self._held_up(known, now) is None:
+        if known.state == "joining" and self._admission.held_up(known, now) is None:
             self._come_in(known)
         if known.takes_part:
             admitted, known.fresh = known.fresh or not (known.beat.whole or self._syncs), False
@@ -180,29 +193,10 @@ class RolloutPool:
             why=self._why(known, now) or "it joins",
         )  # fmt: skip
 
-    def _held_up(self, known: Instance, now: float) -> str | None:
-        """Why it may not come in; None: it serves what is current, and no sync is on its way to something else."""
-        served = known.serves()
-        if (behind := self._behind(known)) is not None:
-            return behind
-        if known.beat.gone and not any(served.values()):  # though nobody has decided for anything yet
-            return "it serves nothing"
-        if (ahead := self._ahead(known)) is not None:
-            return f"{ahead}, which is older: it comes in when the fleet has come so far, by a sync"
-        if now < self._learning.until_s:
-            return "the controller has just started, and waits to hear what its instances serve"
-        if self._goals.apart(served):
-            return "it serves other numbers of models that belong together"
-        for goals in self._syncs:
-            mine = [each for tag, each in goals.items() if tag in served]
-            if not goals or any(self._goals.current.get(each.model_id) != each for each in mine):
-                return "it waits until a sync has ended"
-        return None
-
     def _why(self, known: Instance, now: float) -> str | None:
         """Why it takes no part, or is about to."""
         silent_s = now - known.heard_s
-        held = self._held_up(known, now) if known.state == "joining" else None
+        held = self._admission.held_up(known, now) if known.state == "joining" else None
         silent = f"not heard for {silent_s:.1f} s" if silent_s > self._late_s else None
         left = f"it was left out: {known.why}" if held and known.why else known.why
         return "; ".join(filter(None, (silent, held, left))) or None
@@ -210,7 +204,8 @@ class RolloutPool:
     def _let_in(self, now: float) -> None:
         """Who was heard not long ago, and may come in by now. Its next heartbeat is lent a lease."""
         for each in self._instances.values():
-            if each.state == "joining" and now - each.heard_s < self.lease_s / 2 and self._held_up(each, now) is None:
+            heard = each.state == "joining" and now - each.heard_s < self.lease_s / 2
+            if heard and self._admission.held_up(each, now) is None:
                 self._come_in(each)
                 each.lease_end_s = now + self.lease_s
 
@@ -219,28 +214,6 @@ class RolloutPool:
         self._goals.came_in(known.serves())
         self.on_members()
         _logger.info("instance %s takes part", known.beat.instance_id)
-
-    def _behind(self, known: Instance) -> str | None:
-        """Why it may not answer with what it serves; None: it may."""
-        exact = True
-        for tag, served in known.serves().items():
-            current = self._goals.current.get(tag)
-            exact = exact and current is not None and served == current.of
-            if current is not None and (served is None or served != current.of):
-                newer = served is not None and served.run_id == current.run_id and served.number > current.version
-                if not newer:
-                    return f"{served or 'nothing'} of {tag}, and the fleet is to serve {current.of}"
-        return None if known.beat.whole or exact else "part of a set"
-
-    def _ahead(self, known: Instance) -> str | None:
-        """What it serves that nobody has decided for; None: nothing."""
-        for tag, served in known.serves().items():
-            current = self._goals.current.get(tag)
-            if served is None or current is None or served.run_id != current.run_id:
-                continue
-            if served.number > current.version:
-                return f"{served} of {tag}, and the fleet is to serve {current.of}"
-        return None
 
     # --- what a sync asks ---
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import uuid
@@ -85,6 +86,7 @@ class FleetMember:
         self._config = config
         self._lease = lease
         self._incarnation = uuid.uuid4().hex
+        self._numbers = itertools.count(1)
         torn = lease.torn
         lease.revoke()  # what is there was lent to another life, for weights that may be gone with it
         self._client = ControllerClient(
@@ -321,6 +323,7 @@ class FleetMember:
             instance_id=self._config.service_id,
             incarnation=self._incarnation,
             url=self._url,
+            number=next(self._numbers),
             serves=tuple(serves),
             lacks=tuple(lacks),
             staged=tuple(waits),

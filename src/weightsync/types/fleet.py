@@ -79,6 +79,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
         instance_id: its name in the pool.
         incarnation: of this process: another one of the same name begins anew.
         url: where the controller calls it.
+        number: rises with each heartbeat of a process, from 1 on: one may be delivered late. 0: it is not said.
         serves: what it serves of each of its models, with whom it pulls it from.
         lacks: models of it that serve nothing of ours.
         staged: what every engine of a model has staged, and waits with.
@@ -97,6 +98,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     instance_id: str
     incarnation: str
     url: str
+    number: int = 0
     leased: bool = True
     serves: tuple[ModelVersion, ...] = ()
     lacks: tuple[str, ...] = ()

@@ -33,6 +33,34 @@ def test_an_instance_comes_in_is_late_and_is_left_out() -> None:
     assert pool.heartbeat(beat()).admitted
 
 
+def test_a_heartbeat_that_was_delivered_late_counts_for_nothing() -> None:
+    """Seen red: it was taken for the newest, and who served version 2 was taken for one that serves version 1."""
+    pool, clock = made()
+    pool.decided([at(2)])
+    pool.heartbeat(beat("a", at(1), number=1))
+    assert pool.heartbeat(beat("a", at(2), number=3)).state == "live"
+    clock.now += 1.0
+    with pytest.raises(StateError, match="a later heartbeat of instance 'a' was heard before"):
+        pool.heartbeat(beat("a", at(1), number=2))
+    (status,) = pool.status({})
+    assert (status.models["m"], status.state, status.heartbeat_age_s) == ("r/2", "live", 1.0)
+    assert pool.heartbeat(beat("a", at(2), number=4)).lease_s == LEASE_S
+    assert pool.heartbeat(beat("a", at(2))).lease_s == LEASE_S, "one of an older release says no number"
+    clock.now += LEASE_S
+    assert pool.heartbeat(beat("a", at(2), incarnation="2", number=1)).state == "live", "another process begins anew"
+
+
+def test_a_heartbeat_that_comes_behind_the_last_word_brings_nobody_back() -> None:
+    """Seen red: the pool took an instance for live, for a lease, whose process had ended."""
+    pool, _ = made()
+    pool.heartbeat(beat("a", number=1))
+    pool.heartbeat(beat("a", number=3, leaving=True))
+    with pytest.raises(StateError, match="a later heartbeat"):
+        pool.heartbeat(beat("a", number=2))
+    assert states(pool) == {}
+    assert pool.heartbeat(beat("a", incarnation="2", number=1)).admitted
+
+
 def test_at_the_very_end_of_a_lease_it_is_over() -> None:
     pool, clock = made()
     pool.heartbeat(beat())
