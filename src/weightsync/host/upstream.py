@@ -131,20 +131,28 @@ class Upstream:
 
     def _next(self, endpoint: str, line: _Line) -> Ask | None:
         """The next request, when its time has come; None: this thread ends."""
-        with self._changed:
-            while not self._closed and (ask := self._run.next_ask(endpoint)) is not None:
-                if (left_s := ask.at_s - self._clock()) > 0:
-                    self._changed.wait(left_s)
-                    continue
-                line.asked_s = self._clock()
-                line.ends_s = line.asked_s + ask.wait_s if ask.wait_s else None
-                try:
-                    line.client = line.client or self._connect(endpoint)
+        made: AgentClient | StoreClient | None = None
+        while True:
+            with self._changed:
+                line.client, made = line.client or made, None
+                while not self._closed and (ask := self._run.next_ask(endpoint)) is not None:
+                    if (left_s := ask.at_s - self._clock()) > 0:
+                        self._changed.wait(left_s)
+                        continue
+                    if line.client is None:
+                        break  # to make one takes a call where it is a store's
+                    line.asked_s = self._clock()
+                    line.ends_s = line.asked_s + ask.wait_s if ask.wait_s else None
                     return ask
-                except Exception as error:  # no URL, no store client installed, a store that is away: it may come
+                else:
+                    del self._lines[endpoint]
+                    client = line.interrupt()
+                    break
+            try:
+                made = self._connect(endpoint)
+            except Exception as error:  # no URL, no store client installed, a store that is away: it may come
+                with self._changed:
                     self._run.not_heard(endpoint, f"{type(error).__name__}: {error}")
-            del self._lines[endpoint]
-            client = line.interrupt()
         if client is not None:
             client.close()
         return None

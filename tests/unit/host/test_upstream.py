@@ -24,6 +24,8 @@ from weightsync.net.server import Api, ServerThread
 from weightsync.types import Version
 from weightsync.types.transfer_messages import AgentVersion
 
+LONG_S = 30.0
+
 
 class Agent:
     """An address where an agent answers: at once where it has something else than the caller, else when it has.
@@ -93,6 +95,50 @@ def test_one_request_waits_at_the_agent_and_brings_what_is_new(agent: Agent) -> 
             agent.number = number
             kit.has(agent.url, number)
         assert kit.run.errors == {}
+
+
+def test_who_connects_holds_no_lock() -> None:
+    """Seen red: while a client of a store that is away was made, everybody waited who looked at the model."""
+    begun, go = threading.Event(), threading.Event()
+
+    def connect(_: str) -> Any:
+        begun.set()
+        assert go.wait(LONG_S)
+        raise StoreUnavailableError("it is away")
+
+    with contextlib.closing(Kit(poll_s=3600.0)) as kit:
+        kit.upstream._connect = connect
+        with kit.changed:
+            kit.run.know("s3://bucket/run")
+            kit.upstream.look()
+        assert begun.wait(LONG_S)
+        assert kit.changed.acquire(timeout=LONG_S)
+        kit.changed.release()
+        go.set()
+        wait_until(lambda: "it is away" in str(kit.run.errors), "it is told")
+
+
+def test_a_client_that_was_made_as_all_was_closed_is_closed() -> None:
+    begun, go, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Client:
+        def close(self) -> None:
+            closed.set()
+
+    def connect(_: str) -> Any:
+        begun.set()
+        assert go.wait(LONG_S)
+        return Client()
+
+    kit = Kit(poll_s=3600.0)
+    kit.upstream._connect = connect
+    with kit.changed:
+        kit.run.know("s3://bucket/run")
+        kit.upstream.look()
+    assert begun.wait(LONG_S)
+    kit.close()
+    go.set()
+    assert closed.wait(LONG_S)
 
 
 def test_a_claim_ends_the_request_that_waits_and_asks_at_once(agent: Agent) -> None:
