@@ -74,7 +74,7 @@ def must_be(key: str, annotation: object) -> str:
         text = _MUST[key]
     elif bool in (annotation, *get_args(annotation)):
         text = "true or false"
-    elif annotation is float:
+    elif annotation is float or any(get_args(each)[:1] == (float,) for each in get_args(annotation)):  # with its bounds
         text = "a finite number of seconds above 0"
     elif get_origin(annotation) is Mapping or _is_section(annotation):
         text = "a mapping of keys to values"

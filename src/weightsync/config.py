@@ -229,7 +229,9 @@ class FleetConfig(_Section):
     validate_timeout_s: _Wait = Field(
         default=3600.0, description="a validation that nobody has ended after so long counts as ended"
     )
-    step_timeout_s: _Wait = Field(default=3600.0, description="a step that rollout has waited for so long is dropped")
+    step_timeout_s: _Wait | None = Field(
+        default=3600.0, description="steps that rollout has waited for so long are dropped; null: never"
+    )
     host: _Text = Field(default="127.0.0.1", description="where the controller listens; beyond loopback with a token")
     port: int = Field(default=8700, ge=0, le=65535, description="its port; 0: the system's choice")
 
@@ -238,9 +240,7 @@ class PublishConfig(_Section):
     """Of `weightsync.publish`: where the trainer's agents listen, and whom they tell."""
 
     to: tuple[_Url, ...] = Field(
-        default=(),
-        strict=False,
-        description="URLs of rollout services that are told, or of a controller; none: nobody",
+        default=(), strict=False, description="URLs of rollout services that are told, or of a controller; none: nobody"
     )
     host: _Text | None = Field(
         default=None,

@@ -60,8 +60,8 @@ class ControllerClient(JsonClient):
     def trajectory_pool_notify_batch_dropped(
         self, model_tag: str, num_batches: int | None = None, *, timeout_s: float = 10.0
     ) -> RolloutServiceState:
-        """Steps of so many batches that were told of give no version; None: of all whose step has not ended. What a
-        trainer says that starts again, and one whose step has published nothing.
+        """Steps of so many batches that were told of give no version; None: of all whose step has not ended. See
+        `WeightSyncController.trajectory_pool_notify_batch_dropped`.
         """
         message = BatchDroppedRequest(model_tag=model_tag, num_batches=num_batches)
         return self.call(
@@ -148,7 +148,7 @@ class ControllerClient(JsonClient):
         self, model_tag: str, result: dict[str, float | int | str | bool | None] | None = None, *,
         version: int | None = None, timeout_s: float = 10.0,
     ) -> RolloutServiceState:  # fmt: skip
-        """The validation that was running has ended, with this result; with a `version`, one of another goes on."""
+        """The validation that was running has ended, with this result; see `WeightSyncController.end_validate`."""
         message = EndValidateRequest(model_tag=model_tag, result=result, version=version)
         return self.call("POST", "/end_validate", RolloutServiceState, message=message, timeout_s=timeout_s)
 
@@ -156,7 +156,8 @@ class ControllerClient(JsonClient):
         """A rollout service is there; whether it may answer.
 
         Raises:
-            StateError: the controller has no pool, or another process has taken this instance's name.
+            StateError: the controller has no pool, another process has taken this instance's name, or a later word of
+                this process was heard before.
         """
         return self.call("POST", "/heartbeat", HeartbeatReply, message=request, timeout_s=timeout_s)
 

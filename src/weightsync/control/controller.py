@@ -83,7 +83,8 @@ class WeightSyncController:
         retries_s: seconds until each retry of a sync that failed; as the next two, of `fleet` where not given.
         after_failure: "keep" the old version after the last retry, or "evict" whoever failed and try once more.
         validate_timeout_s: a validation that nobody has ended after so long counts as ended; its result is an error.
-        step_timeout_s: a training step that rollout has waited for so long counts as one that gives no version.
+        step_timeout_s: when rollout has waited for so long for a training step, all batches count as dropped; as
+            `validate_timeout_s` of `fleet` where not given, which also has None: never.
         on_validate: told to start a validation; `end_validate` is due when it has ended. Where not given, whoever reads
             `RolloutServiceState.waiting_for_validation` does it.
         on_give_up: told that rollout goes on with an old version.
@@ -120,9 +121,9 @@ class WeightSyncController:
                 "validate_timeout_s",
                 base.fleet.validate_timeout_s if validate_timeout_s is None else validate_timeout_s,
             ),
-            step_timeout_s=check_wait_s(
-                "step_timeout_s", base.fleet.step_timeout_s if step_timeout_s is None else step_timeout_s
-            ),
+            step_timeout_s=base.fleet.step_timeout_s
+            if step_timeout_s is None
+            else check_wait_s("step_timeout_s", step_timeout_s),
             on_validate=on_validate,
             on_give_up=on_give_up,
         )
@@ -219,11 +220,13 @@ class WeightSyncController:
 
     def trajectory_pool_notify_batch_dropped(self, model_tag: str, num_batches: int | None = None) -> None:
         """Steps of batches that were told of give no version: a step that published nothing, a batch that was told of
-        twice, a trainer that died. Nobody waits for them any more.
+        twice, a trainer that died. Nobody waits for them any more. Not for a number that the trainer skips: a version
+        ends all steps up to its own.
 
         Args:
             model_tag: which model's.
-            num_batches: how many; None: all whose step has not ended, as a trainer says that starts again.
+            num_batches: how many; None: all whose step has not ended, as one rank of a trainer says that starts again,
+                before any batch that it will train is told of.
 
         Raises:
             InvalidRequestError: there is no such model, or no such number.
@@ -298,9 +301,9 @@ class WeightSyncController:
         self, model_tag: str, result: Mapping[str, Any] | None = None, *, version: int | None = None
     ) -> None:
         """The validation that was running has ended; `result` is what `RolloutServiceState.last_validation` says then.
-        With a `version`, one of another version goes on. Idempotent.
+        With a `version`, a validation of another number goes on. Idempotent.
         """
-        self._model(model_tag).end_validate(result, version)
+        self._model(model_tag).end_validate(result, version=version)
 
     # --- the gate of whoever takes batches ---
 

@@ -17,8 +17,8 @@ class BatchReady:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchDropped:
-    """Steps that were to start with batches give no version: nobody waits for one any more. `num`: how many, the last
-    ones; None: of all batches whose step has not ended.
+    """Steps of batches give no version: nobody waits for one any more. `num`: how many; None: of all batches whose step
+    has not ended.
     """
 
     num: int | None = None

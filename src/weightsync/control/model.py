@@ -12,6 +12,7 @@ from typing import Any
 
 from weightsync.config import WeightSyncConfig
 from weightsync.control.alarm import Alarm
+from weightsync.control.denials import Denials
 from weightsync.control.events import (
     Action,
     BatchDropped,
@@ -55,9 +56,6 @@ from weightsync.types.control import (
 )
 
 _logger = logging.getLogger(__name__)
-_AGAIN_S = (1.0, 2.0, 4.0)
-"""When a version that its agent had not is tried again: a trainer may have told of it too early."""
-_MAX_DENIED = 8
 _MAX_ERROR = 4000
 
 
@@ -76,7 +74,7 @@ class Shared:
     method: SyncMethod
     recorder: Recorder
     validate_timeout_s: float
-    step_timeout_s: float
+    step_timeout_s: float | None
     on_validate: Callable[[str, ValidationRun], None] | None
     on_give_up: Callable[[str, Version], None] | None
     dataloader: Lockable | None = None
@@ -104,9 +102,10 @@ class ModelControl:
         self._awaited: tuple[object, ...] | None = None  # the step that is waited for alone
         self._retry_at_s: float | None = None  # monotonic
         self._last_error: str | None = None
+        self._lost_step: str | None = None
         self._last_validation: ValidationResult | None = None
         self._history = SyncHistory(tag, lambda: shared.method.spans(tag))
-        self._denied: dict[tuple[str | None, int], int] = {}  # how often each was tried again
+        self._denials = Denials()
 
     @property
     def blocked(self) -> bool:
@@ -159,6 +158,8 @@ class ModelControl:
             if self._shared.closed.is_set() and not isinstance(event, Synced | SyncFailed | ValidationEnded):
                 raise StateError("this controller is closed")
             self.state, actions = step(self.state, event, self.policy)
+            if isinstance(event, Trained | BatchDropped):
+                self._lost_step = None
             if isinstance(event, Trained) and actions:
                 self._history.step_ended(actions[-1], event.worker)
             self._mark()
@@ -211,18 +212,22 @@ class ModelControl:
     def _mark(self) -> None:
         """Under the lock: who is waited for in this state."""
         blocked, failed = self.blocked, self.state.num_failed > 0
-        awaited = blocked and self.state.phase == "need_sync" and not failed
-        self._history.note_waits({"batch gate": blocked, "retry": failed, "trainer": awaited})
-        state = self.state
-        waits = awaits_step(state, self.policy) and not self._shared.closed.is_set()
-        step = (state.run_id, state.train_version, state.due) if waits else None
-        if step != self._awaited:
-            self._awaited = step
-            if step is None:
-                self._step_late.cancel()
-            else:
-                with contextlib.suppress(RuntimeError):  # there is no thread: who waits is not timed
-                    self._step_late.set(self._shared.step_timeout_s, lambda: self._step_lost(step))
+        waits = blocked and self.state.phase == "need_sync" and not failed
+        self._history.note_waits({"batch gate": blocked, "retry": failed, "trainer": waits})
+        state, awaited = self.state, None
+        timeout_s = None if self._shared.closed.is_set() else self._shared.step_timeout_s
+        if timeout_s is not None and awaits_step(state, self.policy):
+            awaited = (state.run_id, state.train_version, state.due)
+        if awaited == self._awaited:
+            return
+        self._awaited = awaited
+        if awaited is None or timeout_s is None:
+            self._step_late.cancel()
+            return
+        try:
+            self._step_late.set(timeout_s, lambda: self._step_lost(awaited))
+        except RuntimeError:  # there is no thread to wait in: it is tried again at the next event
+            self._awaited = None
 
     def _told(self) -> None:
         """The state has changed."""
@@ -249,7 +254,7 @@ class ModelControl:
         """What users see of it; `instances` are the method's, None where they are not to be counted."""
         service = self._config.inference_service
         with self._changed:
-            state, error, retry_at_s = self.state, self._last_error, self._retry_at_s
+            state, error, retry_at_s, lost_step = self.state, self._last_error, self._retry_at_s, self._lost_step
         return RolloutServiceState(
             state=state.phase,
             run_id=state.run_id,
@@ -265,6 +270,7 @@ class ModelControl:
             retry_in_s=None if retry_at_s is None or not state.num_failed else max(0.0, retry_at_s - time.monotonic()),
             overdue=state.overdue,
             last_error=error,
+            lost_step=lost_step,
             num_answering=None if instances is None else self._num_answering(instances),
             model_name=service.model or "",
             weight_type=service.weight_type,
@@ -277,12 +283,14 @@ class ModelControl:
         """See `RolloutServiceState`."""
         return None if self._shared.method.pool is None else sum(each.may_answer(self.tag) for each in instances)
 
-    def end_validate(self, result: Mapping[str, Any] | None, version: int | None = None) -> None:
-        """The validation that was running has ended: of that version, where one is named."""
+    def end_validate(
+        self, result: Mapping[str, Any] | None, *, version: int | None = None, of: ValidationRun | None = None
+    ) -> None:
+        """The validation that was running has ended: of that version, or that very one, where one is named."""
         values = None if result is None else plain_values(result)
         with self._changed:
             running = self.state.validation
-            if running is not None and version not in (None, running.version):
+            if running is not None and not (version in (None, running.version) and of in (None, running)):
                 return
             if running is not None:
                 self._last_validation = ValidationResult(of=running, result=values)
@@ -335,14 +343,14 @@ class ModelControl:
             case StartValidation(validation=validation):
                 try:
                     with self._changed:
-                        if self.state.validation is not validation:  # it has been ended already
-                            return
+                        if self.state.validation is not validation or self._shared.closed.is_set():
+                            return  # it has been ended already
                         self._late.set(self._shared.validate_timeout_s, lambda: self._too_late(validation))
                 except RuntimeError as error:  # nobody would end one that is not ended
-                    self.end_validate({"error": f"it was not started: {error}"})
+                    self.end_validate({"error": f"it was not started: {error}"}, of=validation)
                     return
                 if not self._tell(self._shared.on_validate, validation):
-                    self.end_validate({"error": "on_validate failed"})
+                    self.end_validate({"error": "on_validate failed"}, of=validation)
 
     def _tell(self, callback: Callable[[str, Any], None] | None, what: Any) -> bool:
         """Calls it, where there is one; whether nothing failed."""
@@ -381,28 +389,18 @@ class ModelControl:
             self._try_again_later(goal)
 
     def _try_again_later(self, goal: StartSync) -> None:
-        """One that its agent had not; of many the lowest numbers, which a trainer comes to first."""
-        key = (goal.run_id, goal.version)
+        """One that its agent had not."""
         with self._changed:
-            current = (self.state.run_id, self.state.rollout_version)
-            self._denied = {
-                each: tries for each, tries in self._denied.items() if each[0] == current[0] and each[1] > current[1]
-            }
-            tries = self._denied.get(key, 0)
-            if tries >= len(_AGAIN_S) or self._shared.closed.is_set():
-                return
-            self._denied[key] = tries + 1
-            while len(self._denied) > _MAX_DENIED:
-                del self._denied[max(self._denied, key=lambda each: each[1])]
-            if key not in self._denied:
-                return
-        timer = threading.Timer(_AGAIN_S[tries], self._claim_again, [goal])
+            after_s = self._denials.again_after_s(goal, self.state.run_id, self.state.rollout_version)
+        if after_s is None or self._shared.closed.is_set():
+            return
+        timer = threading.Timer(after_s, self._claim_again, [goal])
         timer.daemon = True
         try:
             timer.start()
-        except RuntimeError:  # no thread: it was no try
+        except RuntimeError:  # no thread
             with self._changed:
-                self._denied[key] = tries
+                self._denials.was_no_try(goal)
 
     def _claim_again(self, goal: StartSync) -> None:
         with self._changed:
@@ -418,17 +416,19 @@ class ModelControl:
             if self.state.validation is not validation or self._shared.closed.is_set():
                 return
         _logger.error("model %s: nobody called end_validate for %s in time", self.tag, validation)
-        self.end_validate({"error": f"not ended within {self._shared.validate_timeout_s:g} s"})
+        self.end_validate({"error": f"not ended within {self._shared.validate_timeout_s:g} s"}, of=validation)
 
-    def _step_lost(self, step: tuple[object, ...]) -> None:
+    def _step_lost(self, awaited: tuple[object, ...]) -> None:
         """The trainer gives nothing: rollout does not wait for one that is gone."""
-        timeout_s = self._shared.step_timeout_s
         with self._changed:
-            if self._awaited != step or self._shared.closed.is_set():
+            if self._awaited is not awaited or self._shared.closed.is_set():
                 return
-            self._last_error = f"no version of a batch's step within {timeout_s:g} s: it counts as dropped"
-            actions = self._stepped(BatchDropped())
-        _logger.error("model %s: %s; rollout goes on", self.tag, self._last_error)
+            why = f"no version came within {self._shared.step_timeout_s:g} s, and no step is waited for any more"
+            self.state, actions = step(self.state, BatchDropped(), self.policy)
+            self._lost_step = why
+            self._mark()
+            self._changed.notify_all()
+        _logger.error("model %s: %s: its trainer is gone, or slow; rollout goes on", self.tag, why)
         self._started(actions)
 
     def _lost(self, goal: StartSync, error: BaseException | None) -> None:

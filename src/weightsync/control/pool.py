@@ -9,7 +9,6 @@ is later than there. Nobody comes in while a version is on its way: it would mis
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import threading
@@ -69,7 +68,7 @@ class RolloutPool:
         self._syncs: list[dict[str, ModelVersion]] = []  # what each sync that runs brings; empty: nobody knows
         self._learning = Learning(self._goals, clock() + lease_s, lambda versions: self.on_learnt(versions))
         self._admission = Admission(self._goals, self._learning, self._syncs)
-        self._left_for_good: collections.deque[tuple[str, str]] = collections.deque(maxlen=_MAX_INSTANCES)
+        self._left_for_good: dict[tuple[str, str], None] = {}  # the oldest first
         self._listeners: list[Callable[[], None]] = []
         self.on_learnt: Callable[[tuple[ModelVersion, ...]], None] = lambda versions: None
         self.on_members: Callable[[], object] = lambda: None  # see `SyncMethod.attach`
@@ -144,7 +143,9 @@ class RolloutPool:
 
     def _left(self, beat: HeartbeatRequest) -> HeartbeatReply:
         with self._changed:
-            self._left_for_good.append((beat.instance_id, beat.incarnation))
+            self._left_for_good[beat.instance_id, beat.incarnation] = None
+            if len(self._left_for_good) > _MAX_INSTANCES:
+                del self._left_for_good[next(iter(self._left_for_good))]
             known = self._instances.get(beat.instance_id)
             if known is not None and known.beat.incarnation == beat.incarnation:  # else it is a newer process
                 del self._instances[beat.instance_id]

@@ -118,7 +118,7 @@ class BatchDroppedRequest(ModelRequest, frozen=True, kw_only=True):
         check_dropped(self.num_batches)
 
 
-class EndValidateRequest(ModelRequest, frozen=True, kw_only=True):
+class EndValidateRequest(ModelRequest, frozen=True, kw_only=True, omit_defaults=True):
     """A validation has ended, with this result; of that version, where one is named."""
 
     result: dict[str, PlainValue] | None = None
@@ -174,6 +174,8 @@ class RolloutServiceState(Message, frozen=True, kw_only=True):
         retry_in_s: seconds until the next try, where one is scheduled.
         overdue: the retries have ended; rollout goes on with its old version.
         last_error: of the last sync, while it matters.
+        lost_step: no version came for `fleet.step_timeout_s`, and rollout waits for no step; None: since then the
+            trainer has told of something.
         num_answering: instances that may answer with this model; None: the method has no fleet, and nobody counts.
         model_name, weight_type, weight_path, backend, base_url: the inference service, as configured.
     """
@@ -192,6 +194,7 @@ class RolloutServiceState(Message, frozen=True, kw_only=True):
     retry_in_s: float | None = None
     overdue: bool = False
     last_error: str | None = None
+    lost_step: str | None = None
     num_answering: int | None = None
     model_name: str = ""
     weight_type: str = ""

@@ -493,11 +493,34 @@ def test_a_step_that_gives_nothing_does_not_hold_rollout_for_ever(made: Make) ->
     hasty.set_module_references(Module(), pool)
     hasty.trajectory_pool_notify_batch_ready("default")
     assert hasty.await_rollout_service("default", timeout_s=LONG_S) == "continue"
-    until(lambda: not pool.locked, "it is unlocked, by the timer's thread")
-    assert "no version of a batch's step within 0.05 s" in str(hasty.rollout_service_state("default").last_error)
+    until(lambda: pool.calls == ["lock", "unlock"], "it is unlocked, by the timer's thread")
+    state = hasty.rollout_service_state("default")
+    assert "no version came within 0.05 s" in str(state.lost_step)
+    assert state.last_error is None, "no sync has failed"
     hasty.train_worker_notify_weight_update("w", "default", "r", 1)  # the step was late
     state = hasty.rollout_service_state("default")
-    assert (state.rollout_model_version, state.last_error, state.blocked) == (1, None, False)
+    assert (state.rollout_model_version, state.lost_step, state.blocked) == (1, None, False)
+
+
+def test_a_step_is_never_dropped_where_the_configuration_says_so(made: Make) -> None:
+    controller, _ = made({"fleet": {"step_timeout_s": None}})
+    before = threading.active_count()
+    controller.trajectory_pool_notify_batch_ready("default")
+    assert (controller.check_rollout_service_status("default"), threading.active_count()) == ("block", before)
+
+
+def test_a_step_for_which_no_thread_could_wait_is_timed_at_the_next_word(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: it was never timed, and rollout stayed blocked for good."""
+    seconds = 4322.5
+    controller, _ = made(step_timeout_s=seconds)
+    with monkeypatch.context() as patch:
+        _no_threads(patch, 1)
+        controller.trajectory_pool_notify_batch_ready("default")
+    assert not _waiting(seconds)
+    controller.trajectory_pool_notify_batch_ready("default")
+    assert len(_waiting(seconds)) == 1
 
 
 def test_a_step_that_has_ended_leaves_no_timer(made: Make) -> None:
@@ -533,6 +556,13 @@ def test_a_timer_that_woke_as_the_version_came_drops_no_other_step(made: Make) -
     controller.trajectory_pool_notify_batch_ready("default")
     model._step_lost(first)
     assert (controller.check_rollout_service_status("default"), model.state.num_pending) == ("block", 1)
+    second = model._awaited
+    assert second is not None
+    controller.trajectory_pool_notify_batch_dropped("default")
+    controller.trajectory_pool_notify_batch_ready("default")
+    assert model._awaited == second, "the same step, told of anew"
+    model._step_lost(second)
+    assert (controller.check_rollout_service_status("default"), model.state.num_pending) == ("block", 1)
 
 
 def test_a_late_word_of_another_validation_ends_none(made: Make) -> None:
@@ -548,6 +578,31 @@ def test_a_late_word_of_another_validation_ends_none(made: Make) -> None:
     ended = controller.rollout_service_state("default").last_validation
     assert ended is not None
     assert (ended.of.version, ended.result) == (2, {"reward": 2.0})
+
+
+def test_a_callback_that_fails_late_ends_no_other_validation() -> None:
+    """Seen red: it had ended its own, and the next one ended with its error."""
+    begun: list[ValidationRun] = []
+    go = threading.Event()
+
+    def validates(tag: str, validation: ValidationRun) -> None:
+        begun.append(validation)
+        if len(begun) == 1:
+            controller.end_validate(tag, {"reward": 1.0})
+            assert go.wait(LONG_S)
+            raise RuntimeError("as told")
+
+    controller = WeightSyncController({"validate_freq": 1}, Method(), on_validate=validates)
+    controller.train_worker_notify_weight_update("w", "default", "r", 1)
+    until(lambda: begun, "version 1 is validated")
+    until(lambda: controller.rollout_service_state("default").waiting_for_validation is None, "its end")
+    controller.train_worker_notify_weight_update("w", "default", "r", 2)
+    until(lambda: len(begun) == 2, "version 2 is validated")
+    go.set()
+    name = "weightsync-sync-default"
+    until(lambda: name not in [each.name for each in threading.enumerate()], "it has failed")
+    assert controller.rollout_service_state("default").waiting_for_validation == begun[1]
+    controller.close()
 
 
 def test_a_validation_that_was_ended_leaves_no_timer() -> None:

@@ -452,6 +452,8 @@ class AllInterleavings(RuleBasedStateMachine):
             return
         step_under_way = state.due is not None and state.train_version + self.batches >= state.due
         assert state.syncing or self.retry or self.validating or step_under_way, state
+        if not (state.syncing or self.retry or self.validating):
+            assert awaits_step(state, policy), "a timer runs"
 
     @invariant()
     def versions_rise_within_a_run(self) -> None:

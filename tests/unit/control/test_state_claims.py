@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.control.test_state import Machine
 from weightsync.control.events import (
+    BatchDropped,
     BatchReady,
     GiveUp,
     RetryAfter,
@@ -80,7 +81,8 @@ def test_an_evaluation_and_multiples_of_what_is_not_there() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.sampled_from(["batch", "step", "lie", "end"]), max_size=40), st.sampled_from(["sync", "batch-async"])
+    st.lists(st.sampled_from(["batch", "step", "lie", "drop", "end"]), max_size=40),
+    st.sampled_from(["sync", "batch-async"]),
 )
 def test_lies_leave_no_trace_in_what_is_due(steps: list[str], mode: str) -> None:
     """Beside a machine that hears no lies: as soon as each lie was denied both are the same."""
@@ -95,6 +97,10 @@ def test_lies_leave_no_trace_in_what_is_due(steps: list[str], mode: str) -> None
             batches, version = batches - 1, version + 1
             for machine in (honest, lied_to):
                 claim(machine, version)
+        elif what == "drop":
+            batches = max(0, batches - 1)
+            for machine in (honest, lied_to):
+                machine(BatchDropped(num=1))
         elif what == "lie" and version:
             claim(lied_to, 1000 + version, worker="liar")
         for machine in (honest, lied_to):

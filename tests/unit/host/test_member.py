@@ -272,6 +272,25 @@ def test_one_that_ends_says_so_when_it_answers_no_more(made: Member) -> None:
     assert len(heard) == 1
 
 
+def test_its_heartbeats_are_numbered(made: Member) -> None:
+    """Its last word has the highest number."""
+    beats: list[tuple[int, bool]] = []
+    real = made.pool.heartbeat
+
+    def heartbeat(beat: HeartbeatRequest) -> HeartbeatReply:
+        beats.append((beat.number, beat.leaving))
+        return real(beat)
+
+    made.pool.heartbeat = heartbeat  # type: ignore[method-assign]
+    made.live()
+    until(lambda: len(beats) >= 3, "it is heard")
+    made.member.close()
+    numbers = [number for number, _ in beats]
+    assert numbers == sorted(set(numbers))
+    assert numbers[0] >= 1
+    assert beats[-1][1], "its last word"
+
+
 def test_one_that_ends_waits_for_no_controller(made: Member) -> None:
     made.live()
     made.server.close()

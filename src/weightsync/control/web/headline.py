@@ -141,6 +141,8 @@ def _of_model(
         yield Fact(level="busy", text=f"Syncing {tag} to version {version}", detail=detail)
     elif model.state == "need_sync" and model.blocked:
         yield Fact(level="busy", text=f"{tag}: rollout waits for the end of a training step, and its sync")
+    if model.lost_step is not None:
+        yield Fact(level="wrong", text=f"{tag}: no step gives a version, {_goes_on(model)}", detail=model.lost_step)
     if model.waiting_for_validation is not None:
         yield Fact(level="busy", text=f"{tag}: version {model.waiting_for_validation.version} is being validated")
 

@@ -92,6 +92,13 @@ def said(now: ControllerStatus) -> list[str]:
                 "ok: Rollout serves actor 12",
             ],
         ),
+        (
+            status(models={"actor": model(12, 12, lost_step="no version came within 60 s")}, instances=(), syncs=()),
+            [
+                "wrong: actor: no step gives a version, rollout goes on with 12 (no version came within 60 s)",
+                "ok: Rollout serves actor 12",
+            ],
+        ),
         (statuses.dark(), [
             "wrong: actor: nobody answers",
             "wrong: actor: version 14 could not be synced, nobody answers (cut)",
