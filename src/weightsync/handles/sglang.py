@@ -32,6 +32,7 @@ from weightsync.errors import (
     StateError,
     TransferAbortedError,
     UnsupportedError,
+    WeightSyncError,
 )
 from weightsync.handles.releases import since
 from weightsync.handles.sglang_api import SGLangApi, SGLangRouter
@@ -177,6 +178,13 @@ class SGLangEngine(SteppedEngine):
             self._paused_by, self._checksum = request.session, None
             self._before = self._look(deadline).weight_version
             self._api.pause(self._pause_mode, timeout_s=min(request.timeout_s, deadline.check("answer")))
+            try:
+                self._session.turns(request.session)
+            except WeightSyncError:  # the resume of its abort may have come before this pause
+                if self._paused_by in (None, request.session) and self._before != LOADING:
+                    self._api.resume(timeout_s=deadline.check("answer"))
+                    self._paused_by = None
+                raise
             self._name(LOADING, deadline)
             self._way.open(self._open_request, deadline)
 

@@ -233,6 +233,7 @@ class VllmEngine(SteppedEngine):
         with self._log.phase("pause"):
             try:
                 self._api.pause(self._pause_mode, clear_cache=self._clear, timeout_s=patience_s)
+                self._session.turns(request.session)  # else the resume of its abort may have come before this pause
             except WeightSyncError as error:
                 with contextlib.suppress(WeightSyncError):
                     patience = Deadline(max(1.0, deadline.remaining_s))

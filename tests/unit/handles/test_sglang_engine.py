@@ -28,7 +28,7 @@ from weightsync.transfer.base import WeightTransferStrategy
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
 from weightsync.transfer.registry import strategy_named
 from weightsync.transfer.sglang import SGLangTransferStrategy
-from weightsync.types import BroadcastWeightUpdateRequest, Deadline, DescribeRequest, EngineOp, Version
+from weightsync.types import AbortRequest, BroadcastWeightUpdateRequest, Deadline, DescribeRequest, EngineOp, Version
 
 PATH = (
     "/pause_generation", "/update_weight_version", "/begin_weight_update", "/update_weights_from_distributed",
@@ -221,6 +221,22 @@ def test_a_pause_that_a_dead_trainer_left_ends_where_the_weights_are_whole(serve
     with contextlib.closing(Trainer(server.url)) as heir:
         heir.push.initialize()
         assert server.paused is None
+
+
+def test_a_pause_that_comes_behind_the_resume_of_its_abort_is_ended(server: SGLangServer, trainer: Trainer) -> None:
+    """Seen red: SGLang was told to go on before it stood still, and stayed paused, under the name of a load."""
+    engine, pause = trainer.engine, trainer.engine._api.pause
+
+    def late_pause(*args: Any, **options: Any) -> None:
+        engine.call(EngineOp.ABORT, AbortRequest(session=str(engine._paused_by), reason="enough"), timeout_s=5)
+        pause(*args, **options)
+
+    engine._api.pause = late_pause  # type: ignore[method-assign]
+    with pytest.raises(SyncFailedError, match="was aborted"):
+        trainer.sync(1)
+    assert state(server) == (None, "default", False)
+    engine._api.pause = pause  # type: ignore[method-assign]
+    assert trainer.sync(2) == 2
 
 
 def test_a_server_that_was_started_again_is_joined_again(server: SGLangServer, trainer: Trainer) -> None:

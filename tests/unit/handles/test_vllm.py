@@ -579,6 +579,46 @@ def test_the_next_pause_waits_for_the_end_of_an_earlier_one(monkeypatch: pytest.
     handle.call(EngineOp.COMMIT, CommitRequest(session="t"), timeout_s=5)
 
 
+def test_a_pause_that_comes_behind_the_resume_of_its_abort_is_ended() -> None:
+    """Seen red: the abort had told vLLM to go on before it stood still, and it stayed paused for good."""
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s", paused=False)
+    pause = api.pause
+
+    def late_pause(*args: Any, **options: Any) -> None:
+        handle.call(EngineOp.ABORT, AbortRequest(session="s", reason="enough"), timeout_s=5)
+        assert api.resumed.is_set()
+        pause(*args, **options)
+
+    api.pause = late_pause  # type: ignore[method-assign]
+    with pytest.raises(TransferAbortedError, match="was aborted"):
+        handle.call(EngineOp.PAUSE, PauseRequest(session="s", timeout_s=1.0, lease_s=5.0), timeout_s=5)
+    assert not api.paused
+    api.pause = pause  # type: ignore[method-assign]
+    begun(handle, "t")
+    assert api.paused
+
+
+def test_a_late_pause_of_who_was_superseded_is_left_to_who_took_over() -> None:
+    """It may be the other one's pause by then."""
+    api = Engine()
+    old = joined(api, "old")
+    begun(old, "s1", paused=False)
+    pause = api.pause
+
+    def late_pause(*args: Any, **options: Any) -> None:
+        api.pause = pause  # type: ignore[method-assign]
+        old.call(EngineOp.ABORT, AbortRequest(session="s1", reason="enough"), timeout_s=5)
+        begun(joined(api, "new"), "s2")
+        pause(*args, **options)
+
+    api.pause = late_pause  # type: ignore[method-assign]
+    with pytest.raises(TransferAbortedError, match="was aborted"):
+        old.call(EngineOp.PAUSE, PauseRequest(session="s1", timeout_s=1.0, lease_s=5.0), timeout_s=5)
+    assert api.paused
+
+
 def test_a_pause_that_can_not_wait_for_the_end_of_an_earlier_one_is_its_own_abort_s_to_end() -> None:
     """Its trainer was told that it is paused, perhaps."""
     api = Engine()
