@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from typing import Any
@@ -25,8 +25,9 @@ class SGLangWorkers:
 
     def __init__(self, number: int = 1) -> None:
         self.number = number
-        spawn = multiprocessing.get_context("spawn")
-        self._processes = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(number)]
+        self._processes = [_process() for _ in range(number)]
+        self._last: list[Future[Any]] = []
+        self._all(_start, None)  # else the first join waits for what they import
 
     def join(self, body: Mapping[str, Any]) -> None:
         """As `/init_weights_update_group` tells; returns when all have joined.
@@ -34,6 +35,10 @@ class SGLangWorkers:
         Raises:
             RuntimeError: somebody did not come.
         """
+        for rank, busy in enumerate(self._last):
+            if not busy.done():  # it waits for a trainer that has given up: who joins next would wait with it
+                _end(self._processes[rank])
+                self._processes[rank] = _process()
         self._all(_join, dict(body))
 
     def leave(self, group_name: str) -> None:
@@ -55,16 +60,28 @@ class SGLangWorkers:
     def close(self) -> None:
         """Ends the processes, whatever they wait for. Idempotent."""
         for each in self._processes:
-            for process in list((each._processes or {}).values()):
-                process.kill()
-            each.shutdown(cancel_futures=True)
+            _end(each)
 
     def _all(self, call: Any, argument: Any) -> list[Any]:
         try:
-            futures = [each.submit(call, argument, rank) for rank, each in enumerate(self._processes)]
-            return [future.result(_CALL_TIMEOUT_S) for future in futures]
+            self._last = [each.submit(call, argument, rank) for rank, each in enumerate(self._processes)]
+            return [future.result(_CALL_TIMEOUT_S) for future in self._last]
         except (BrokenProcessPool, TimeoutError) as error:
             raise RuntimeError("a worker died, or hangs") from error
+
+
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _end(one: ProcessPoolExecutor) -> None:
+    for process in list((one._processes or {}).values()):
+        process.kill()
+    one.shutdown(cancel_futures=True)
+
+
+def _start(_: None, tp_rank: int) -> None:
+    pass
 
 
 def parts(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
