@@ -34,7 +34,6 @@ from weightsync.control.method import SyncMethod
 from weightsync.control.state import (
     ModelState,
     Policy,
-    awaits_step,
     begin,
     dataloader_locked,
     held_up,
@@ -42,6 +41,7 @@ from weightsync.control.state import (
     services_blocked,
     step,
 )
+from weightsync.control.step_watch import Awaited, StepWatch
 from weightsync.errors import NotPublishedError, StateError, SyncFailedError, VersionError, as_weightsync_error
 from weightsync.handles.fanout import in_thread
 from weightsync.observe import Recorder
@@ -98,11 +98,10 @@ class ModelControl:
         self._changed = threading.Condition()
         self._trained = threading.Lock()
         self._locks = ModuleLocks(tag, self._to_lock, shared.closed)
-        self._retry, self._late, self._step_late = Alarm(), Alarm(), Alarm()
-        self._awaited: tuple[object, ...] | None = None  # the step that is waited for alone
+        self._retry, self._late = Alarm(), Alarm()
+        self._step = StepWatch(shared.step_timeout_s, self._step_lost)
         self._retry_at_s: float | None = None  # monotonic
         self._last_error: str | None = None
-        self._lost_step: str | None = None
         self._last_validation: ValidationResult | None = None
         self._history = SyncHistory(tag, lambda: shared.method.spans(tag))
         self._denials = Denials()
@@ -159,7 +158,7 @@ class ModelControl:
                 raise StateError("this controller is closed")
             self.state, actions = step(self.state, event, self.policy)
             if isinstance(event, Trained | BatchDropped):
-                self._lost_step = None
+                self._step.lost = None
             if isinstance(event, Trained) and actions:
                 self._history.step_ended(actions[-1], event.worker)
             self._mark()
@@ -214,20 +213,8 @@ class ModelControl:
         blocked, failed = self.blocked, self.state.num_failed > 0
         waits = blocked and self.state.phase == "need_sync" and not failed
         self._history.note_waits({"batch gate": blocked, "retry": failed, "trainer": waits})
-        state, awaited = self.state, None
-        timeout_s = None if self._shared.closed.is_set() else self._shared.step_timeout_s
-        if timeout_s is not None and awaits_step(state, self.policy):
-            awaited = (state.run_id, state.train_version, state.due)
-        if awaited == self._awaited:
-            return
-        self._awaited = awaited
-        if awaited is None or timeout_s is None:
-            self._step_late.cancel()
-            return
-        try:
-            self._step_late.set(timeout_s, lambda: self._step_lost(awaited))
-        except RuntimeError:  # there is no thread to wait in: it is tried again at the next event
-            self._awaited = None
+        if not self._shared.closed.is_set():
+            self._step.look(self.state, self.policy)
 
     def _told(self) -> None:
         """The state has changed."""
@@ -254,7 +241,8 @@ class ModelControl:
         """What users see of it; `instances` are the method's, None where they are not to be counted."""
         service = self._config.inference_service
         with self._changed:
-            state, error, retry_at_s, lost_step = self.state, self._last_error, self._retry_at_s, self._lost_step
+            state, error, retry_at_s = self.state, self._last_error, self._retry_at_s
+            lost_step, step_waited_s = self._step.lost, self._step.waited_s
         return RolloutServiceState(
             state=state.phase,
             run_id=state.run_id,
@@ -271,6 +259,7 @@ class ModelControl:
             overdue=state.overdue,
             last_error=error,
             lost_step=lost_step,
+            step_waited_s=step_waited_s,
             num_answering=None if instances is None else self._num_answering(instances),
             model_name=service.model or "",
             weight_type=service.weight_type,
@@ -307,7 +296,8 @@ class ModelControl:
         """Ends the timers, wakes whoever waits, and unlocks the modules."""
         with self._changed:
             self._changed.notify_all()
-        for alarm in (self._retry, self._late, self._step_late):
+            self._step.close()
+        for alarm in (self._retry, self._late):
             alarm.cancel()
         self._told()
 
@@ -418,14 +408,13 @@ class ModelControl:
         _logger.error("model %s: nobody called end_validate for %s in time", self.tag, validation)
         self.end_validate({"error": f"not ended within {self._shared.validate_timeout_s:g} s"}, of=validation)
 
-    def _step_lost(self, awaited: tuple[object, ...]) -> None:
+    def _step_lost(self, awaited: Awaited) -> None:
         """The trainer gives nothing: rollout does not wait for one that is gone."""
         with self._changed:
-            if self._awaited is not awaited or self._shared.closed.is_set():
+            if self._step.awaited is not awaited or self._shared.closed.is_set():
                 return
-            why = f"no version came within {self._shared.step_timeout_s:g} s, and no step is waited for any more"
             self.state, actions = step(self.state, BatchDropped(), self.policy)
-            self._lost_step = why
+            why = self._step.lose()
             self._mark()
             self._changed.notify_all()
         _logger.error("model %s: %s: its trainer is gone, or slow; rollout goes on", self.tag, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import socket
 import struct
@@ -94,7 +95,9 @@ def listening(host: str, port: int, *, backlog: int = 2048) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         where = f"{host}:{port}" if port else host
-        raise ConfigError(f"can't listen on {where}: {error}; choose another port or host") from error
+        taken = getattr(error, "errno", None) == errno.EADDRINUSE
+        also = "end what listens there (of an earlier start?), or " if taken else ""
+        raise ConfigError(f"can't listen on {where}: {error}; {also}choose another port or host") from error
     return listener
 
 

@@ -174,6 +174,7 @@ class RolloutServiceState(Message, frozen=True, kw_only=True):
         retry_in_s: seconds until the next try, where one is scheduled.
         overdue: the retries have ended; rollout goes on with its old version.
         last_error: of the last sync, while it matters.
+        step_waited_s: for how long rollout has waited for a training step; None: it waits for none.
         lost_step: no version came for `fleet.step_timeout_s`, and rollout waits for no step; None: since then the
             trainer has told of something.
         num_answering: instances that may answer with this model; None: the method has no fleet, and nobody counts.
@@ -194,6 +195,7 @@ class RolloutServiceState(Message, frozen=True, kw_only=True):
     retry_in_s: float | None = None
     overdue: bool = False
     last_error: str | None = None
+    step_waited_s: float | None = None
     lost_step: str | None = None
     num_answering: int | None = None
     model_name: str = ""

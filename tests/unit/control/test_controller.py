@@ -550,17 +550,17 @@ def test_a_timer_that_woke_as_the_version_came_drops_no_other_step(made: Make) -
     controller, _ = made()
     controller.trajectory_pool_notify_batch_ready("default")
     model = controller._models["default"]
-    first = model._awaited
+    first = model._step.awaited
     assert first is not None
     controller.train_worker_notify_weight_update("w", "default", "r", 1)
     controller.trajectory_pool_notify_batch_ready("default")
     model._step_lost(first)
     assert (controller.check_rollout_service_status("default"), model.state.num_pending) == ("block", 1)
-    second = model._awaited
+    second = model._step.awaited
     assert second is not None
     controller.trajectory_pool_notify_batch_dropped("default")
     controller.trajectory_pool_notify_batch_ready("default")
-    assert model._awaited == second, "the same step, told of anew"
+    assert model._step.awaited == second, "the same step, told of anew"
     model._step_lost(second)
     assert (controller.check_rollout_service_status("default"), model.state.num_pending) == ("block", 1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from weightsync.errors import ConfigError
@@ -47,6 +49,11 @@ def test_a_name_that_leads_to_loopback_or_nowhere_leads_nobody_here(
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: name)
     assert name_leads_here() is leads
+
+
+def test_a_port_that_is_taken_is_said_with_what_may_hold_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError, match="of an earlier start"):
+        listening("127.0.0.1", server.getsockname()[1])
 
 
 def test_where_nobody_can_listen_is_said_without_a_port_that_nobody_named() -> None:

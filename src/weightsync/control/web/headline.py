@@ -24,6 +24,7 @@ _LEVELS: tuple[Level, ...] = ("wrong", "busy", "ok")
 _STATES = ("evicted", "suspect", "joining", "live")
 _NAMED = 3
 _DETAIL_CHARS = 300
+_LONG_STEP_S = 60.0
 _OLD_S = 2.0
 """What was heard longer ago is said with its age."""
 
@@ -111,7 +112,7 @@ def _of_silence(status: ControllerStatus) -> Iterator[Fact]:
     """Models that no instance of the fleet may answer with."""
     for tag, model in status.models.items():
         mine = [each for each in status.instances if tag in each.models]
-        comes = any(each.state == "joining" and not each.gone for each in mine)
+        comes = any(each.state == "joining" and not each.gone and not each.failed for each in mine)
         if model.num_answering == 0:
             is_new = not mine and model.run_id is None
             yield Fact(level="busy" if comes or is_new else "wrong", text=f"{tag}: nobody answers")
@@ -140,11 +141,20 @@ def _of_model(
         detail = "; ".join(filter(None, (so_far, _slowest(tag, instances))))
         yield Fact(level="busy", text=f"Syncing {tag} to version {version}", detail=detail)
     elif model.state == "need_sync" and model.blocked:
-        yield Fact(level="busy", text=f"{tag}: rollout waits for the end of a training step, and its sync")
+        text = f"{tag}: rollout waits for the end of a training step, and its sync"
+        yield Fact(level="busy", text=text, detail=_so_long(model.step_waited_s))
     if model.lost_step is not None:
         yield Fact(level="wrong", text=f"{tag}: no step gives a version, {_goes_on(model)}", detail=model.lost_step)
     if model.waiting_for_validation is not None:
         yield Fact(level="busy", text=f"{tag}: version {model.waiting_for_validation.version} is being validated")
+
+
+def _so_long(waited_s: float | None) -> str:
+    """Since when a step is waited for, and where that is long, what to do."""
+    if waited_s is None:
+        return ""
+    hint = "; where its trainer has died, the next one says so: trajectory_pool_notify_batch_dropped"
+    return f"for {seconds_text(waited_s)}{hint if waited_s > _LONG_STEP_S else ''}"
 
 
 def _slowest(tag: str, instances: Sequence[InstanceStatus]) -> str:

@@ -93,6 +93,31 @@ def said(now: ControllerStatus) -> list[str]:
             ],
         ),
         (
+            status(models={"actor": model(12, 12, state="need_sync", blocked=True, step_waited_s=20.0)},
+                   instances=(), syncs=()),
+            [
+                "busy: actor: rollout waits for the end of a training step, and its sync (for 20 s)",
+                "ok: Rollout serves actor 12",
+            ],
+        ),
+        (
+            status(models={"actor": model(12, 12, state="need_sync", blocked=True, step_waited_s=362.0)},
+                   instances=(), syncs=()),
+            [
+                "busy: actor: rollout waits for the end of a training step, and its sync (for 6 min 2 s; where its "
+                "trainer has died, the next one says so: trajectory_pool_notify_batch_dropped)",
+                "ok: Rollout serves actor 12",
+            ],
+        ),
+        (
+            status(models={"actor": model(14, 12, num_answering=0)},
+                   instances=(instance("a", 12, state="joining", why="nobody has run/12 any more", failed=True),)),
+            [
+                "wrong: actor: nobody answers",
+                "busy: 1 of 1 instances is joining: a (nobody has run/12 any more)",
+            ],
+        ),
+        (
             status(models={"actor": model(12, 12, lost_step="no version came within 60 s")}, instances=(), syncs=()),
             [
                 "wrong: actor: no step gives a version, rollout goes on with 12 (no version came within 60 s)",
