@@ -40,9 +40,11 @@ def test_it_counts_from_the_batch_and_a_second_one_gives_no_more_time() -> None:
     watched = Watched()
     assert watched.watch.waited_s is None
     watched.batch()
+    timer = watched.watch._alarm._timer
     watched.now_s += 5.0
     watched.batch()
     assert watched.watch.waited_s == 5.0
+    assert watched.watch._alarm._timer is timer
     watched.machine.train(1)
     watched.look()
     assert watched.watch.waited_s is None
