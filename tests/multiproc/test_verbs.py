@@ -584,6 +584,9 @@ def test_an_instance_that_only_joins_has_not_failed() -> None:
     fails = InstanceStatus(instance_id="b", url="http://h", state="live", why="m: e: it has no room", failed=True)
     assert notifier._failures_of((joins, fails), None, all_of_them=False) == {"b": "m: e: it has no room"}
     assert list(notifier._failures_of((joins, fails), None, all_of_them=True)) == ["a", "b"]
+    sync = "SyncFailedError: 1 of 2 instances failed: b: LoadError: m: e: it has no room"
+    assert list(notifier._failures_of((joins, fails), sync, all_of_them=False)) == ["b"], "seen red: it was said twice"
+    assert list(notifier._failures_of((joins, fails), "NoEnginesError: cut", all_of_them=False)) == ["", "b"]
 
 
 # --- the command ---

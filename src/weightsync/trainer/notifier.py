@@ -411,12 +411,14 @@ class _Told:
 
 
 def _failures_of(instances: Sequence[InstanceStatus], last_error: str | None, *, all_of_them: bool) -> dict[str, str]:
-    """What has failed in a fleet; nothing has of an instance that only joins, or is late."""
-    failures = {} if last_error is None else {"": last_error}
-    for each in instances:
-        if each.why is not None and (each.failed or all_of_them):
-            failures[each.instance_id] = each.why
-    return failures
+    """What has failed in a fleet; nothing has of an instance that only joins, or is late. A sync that failed for what
+    an instance says itself is not said beside it."""
+    failures = {
+        each.instance_id: each.why for each in instances if each.why is not None and (each.failed or all_of_them)
+    }
+    if last_error is None or any(why.rsplit("Error: ", 1)[-1] in last_error for why in failures.values()):
+        return failures
+    return {"": last_error, **failures}
 
 
 def _version(run_id: str | None, number: int | None) -> Version | None:
