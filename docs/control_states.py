@@ -23,15 +23,7 @@ from weightsync.control.events import (
     Trained,
     ValidationEnded,
 )
-from weightsync.control.state import (
-    Mode,
-    ModelState,
-    Policy,
-    dataloader_locked,
-    pool_locked,
-    services_blocked,
-    step,
-)
+from weightsync.control.state import Mode, ModelState, Policy, dataloader_locked, pool_locked, services_blocked, step
 
 _MAX_VERSION = 5
 _MAX_PENDING = 2

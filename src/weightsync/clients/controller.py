@@ -22,13 +22,7 @@ from weightsync.types.control import (
     WaitVersionRequest,
 )
 from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest
-from weightsync.types.push_orders import (
-    NextPushReply,
-    NextPushRequest,
-    PushDoneReply,
-    PushDoneRequest,
-    PushOrder,
-)
+from weightsync.types.push_orders import NextPushReply, NextPushRequest, PushDoneReply, PushDoneRequest, PushOrder
 from weightsync.types.service import NotifyRequest
 
 RUNS = "a weightsync controller"

@@ -23,12 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from weightsync.config import WeightSyncConfig
-from weightsync.control.events import (
-    BatchDropped,
-    BatchReady,
-    StartSync,
-    Trained,
-)
+from weightsync.control.events import BatchDropped, BatchReady, StartSync, Trained
 from weightsync.control.locks import Lockable
 from weightsync.control.method import SyncMethod
 from weightsync.control.methods.hosted import HostedMethod
@@ -36,9 +31,7 @@ from weightsync.control.methods.select import method_of
 from weightsync.control.methods.tinker import TinkerServiceHolder
 from weightsync.control.methods.weaver import WeaverServiceHolder
 from weightsync.control.model import ModelControl, Shared
-from weightsync.control.state import (
-    Policy,
-)
+from weightsync.control.state import Policy
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.handles.fanout import in_thread
 from weightsync.observe import LONG_RUN_BYTES, Recorder

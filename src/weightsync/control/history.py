@@ -7,10 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from weightsync.control.events import (
-    Action,
-    StartSync,
-)
+from weightsync.control.events import Action, StartSync
 from weightsync.types.control import SyncRecord, SyncSpan
 
 _NUM_RECORDS = 50

@@ -12,18 +12,10 @@ from tests.unit.control.test_controller import LONG_S, Method, until
 from tests.unit.control.test_state import Machine
 from weightsync.control import controller as controller_module
 from weightsync.control.controller import WeightSyncController
-from weightsync.control.events import (
-    RetryDue,
-    StartSync,
-    SyncFailed,
-    Trained,
-)
+from weightsync.control.events import RetryDue, StartSync, SyncFailed, Trained
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
-from weightsync.control.state import (
-    _MAX_REPLACED,
-    _MAX_WORKERS,
-)
+from weightsync.control.state import _MAX_REPLACED, _MAX_WORKERS
 from weightsync.errors import StateError, VersionError
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Version

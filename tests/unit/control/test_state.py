@@ -26,14 +26,7 @@ from weightsync.control.events import (
     Trained,
     ValidationEnded,
 )
-from weightsync.control.state import (
-    ModelState,
-    Policy,
-    awaits_step,
-    pool_locked,
-    services_blocked,
-    step,
-)
+from weightsync.control.state import ModelState, Policy, awaits_step, pool_locked, services_blocked, step
 from weightsync.errors import ConfigError, VersionError
 from weightsync.types.control import ValidationRun
 

@@ -7,13 +7,7 @@ import socket
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.net.routes import (
-    address_towards,
-    interface_towards,
-    listening,
-    name_leads_here,
-    own_address_towards,
-)
+from weightsync.net.routes import address_towards, interface_towards, listening, name_leads_here, own_address_towards
 
 
 def test_loopback_needs_no_address_and_an_unknown_machine_is_an_error() -> None:

@@ -10,13 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from weightsync.types.control import (
-    BarrierStatus,
-    ControllerStatus,
-    InstanceStatus,
-    RolloutServiceState,
-    SyncRecord,
-)
+from weightsync.types.control import BarrierStatus, ControllerStatus, InstanceStatus, RolloutServiceState, SyncRecord
 
 Level = Literal["wrong", "busy", "ok"]
 
