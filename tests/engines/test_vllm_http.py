@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.engines.vllm_faults import arm, armed
 from tests.engines.vllm_support import (
@@ -24,6 +25,7 @@ from tests.engines.vllm_support import (
 )
 from tests.engines.vllm_trainers import LAST_CHUNK, Trainers
 from tests.multiproc.pull_kit import wait_until
+from weightsync.cli import app
 from weightsync.handles.by_url import engine_at
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.types import AbortRequest, DescribeRequest, EngineOp, EngineReply
@@ -87,8 +89,8 @@ def test_the_oracle_over_http(trainers: Trainers, vllm_server: Server, serves: S
 def test_changes_are_pushed_into_layers_that_are_packed(
     trainers: Trainers, vllm_server: Server, serves: Serves, oracle: Oracle, tmp_path: Path
 ) -> None:
-    """Though live weights can't be proved; where the CPU packs none, they are. Seen to fail: each version went out in
-    full, as none was proved.
+    """Though live weights can't be proved; where the CPU packs none, they are. A check between two of them changes
+    nothing. Seen to fail: each version went out in full, as none was proved; behind a check the next one did.
     """
     setup = {"changes": True}
     first = trainers.good(1, setup=setup)
@@ -105,6 +107,12 @@ def test_changes_are_pushed_into_layers_that_are_packed(
             assert distance(vllm_server.logprobs(), oracle.logprobs(nudged)) <= SAME
         else:
             serves(1)
+    words = ["check", "--model", str(nudged), "--engine", f"vllm+{vllm_server.url}", "--anyway"]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 0, told.output
+    assert describe(vllm_server).accepts == ("full", "patch"), "a check leaves no trace"
+    said = trainers.good(1, setup=setup, few=True)
+    assert (said["num_deltas"], said["why_full"]) == (1, None), said
     idle(vllm_server)
 
 

@@ -167,7 +167,7 @@ def test_what_is_too_large_goes_out_in_full_within_the_same_sync(start: Any, ran
     setup.sync(1, ALL)
     seen = [setup.sync(version, names) for version, names in ((2, ALL), (3, FEW), (4, FEW))]
     assert [said["deltas"] for said in seen] == [0, 0, 1]
-    assert "the changes have over" in seen[0]["why"]
+    assert "more than 50 % of the model" in seen[0]["why"]
     assert "too large" in seen[1]["why"]
 
 

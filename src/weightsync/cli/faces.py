@@ -24,6 +24,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.handles.by_url import engine_at, or_another_part, read_engine_url
+from weightsync.handles.two_kinds import TwoKinds
 from weightsync.net.client import JsonClient
 from weightsync.net.messages import decode
 from weightsync.observe import now_s
@@ -238,7 +239,9 @@ def engine_facts(handle: EngineHandle, reply: EngineReply) -> Iterator[Fact]:
         )
     kind = type(handle).__name__.removesuffix("Engine").replace("Http", "engine server")
     takes = "whole tensors and patches" if "patch" in reply.accepts else "whole tensors"
-    takes += "" if reply.artifacts == ("model",) else f" of {' and '.join(reply.artifacts)}"
+    if "lora" in reply.artifacts:  # a server is not asked for its options, and its handle says both of any
+        started = " where it was started with LoRA" if isinstance(handle, TwoKinds) else ""
+        takes += f", and adapters{started}" if "model" in reply.artifacts else " of adapters"
     serves = f"serves {reply.version or 'no version yet'}" + ("" if reply.serving else ", paused or refusing")
     workers = f"{reply.world_size} worker{'s' * (reply.world_size != 1)}"
     yield Fact(level="ok" if reply.serving else "busy", text=f"{kind}, {workers}, takes {takes}, {serves}")

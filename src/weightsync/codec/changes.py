@@ -108,21 +108,20 @@ class ChangesCodec(Codec):
                 "whole tensors alone are taken by %s: while it is there, every version goes out in full, and the copy "
                 "that a push of deltas keeps is for nothing", ", ".join(for_ever),
             )  # fmt: skip
+        if for_ever:
+            return f"whole tensors alone are taken by {', '.join(for_ever)}"
         if whole:
-            return f"whole tensors alone are taken by {', '.join(whole)}"
+            return _not_as_pushed(kept, {who: replies[who] for who in whole})
         if not _can_be_patched(kept, manifest):
             return "the model has other tensors than before, or one that no position of 4 bytes reaches"
         if self._full_sync_interval and manifest.version.number % self._full_sync_interval == 0:
             return f"{manifest.version.number} is a multiple of full_sync_interval {self._full_sync_interval}"
         if self._num_resting:
             self._num_resting -= 1
-            return f"a change before was too large; {self._num_resting} more go out in full"
-        for who, reply in replies.items():
-            if reply.unhealthy is not None or not reply.serving:
-                return f"{who} does not serve: {reply.unhealthy or 'half-loaded, or paused'}"
-            if (reply.version, reply.model_digest) != (kept.version, kept.model_digest):
-                return f"{who} serves {reply.version or 'nothing that was synced'}, not {kept.version} as it was pushed"
-        return None
+            number = self._num_resting
+            more = f"the next {number} go out in full too" if number > 1 else "the next one goes out in full too"
+            return f"a change before was too large; {more if number else 'a change is tried again with the next one'}"
+        return _not_as_pushed(kept, replies)
 
     def claim(self, owner: object) -> None:
         other = None if self._owner is None else self._owner()
@@ -140,9 +139,8 @@ class ChangesCodec(Codec):
             kept = self._is_now
             if kept is None or (kept.version, kept.model_digest) != (base.version, base.model_digest):
                 raise InvalidRequestError(f"the bytes kept are not those of {base.version}")
-            most_bytes = int(self._largest * kept.total_bytes)
             self._is_now, self._sends_changes = None, True
-            return _ChangesEncoder(self._kept, most_bytes)
+            return _ChangesEncoder(self._kept, kept.total_bytes, largest=self._largest)
         self._is_now, self._sends_changes = None, False
         self._kept, kept_before = {}, self._kept
         return _KeepingEncoder(self._kept, kept_before, on_device=self._keep_on == "device")
@@ -196,9 +194,13 @@ class _KeepingEncoder(Encoder):
 class _ChangesEncoder(Encoder):
     """Compares with what is kept, writes that, and hands out what differs."""
 
-    def __init__(self, kept: Mapping[str, torch.Tensor], most_bytes: int) -> None:
+    def __init__(self, kept: Mapping[str, torch.Tensor], total_bytes: int, *, largest: float) -> None:
         self._kept = kept
-        self._most_bytes = most_bytes
+        self._most_bytes = int(largest * total_bytes)
+        self._too_large = (
+            f"what changed takes over {self._most_bytes} bytes with its positions, more than {100 * largest:g} % of "
+            "the model"
+        )
         self._seen: set[str] = set()
 
     def encode(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
@@ -215,7 +217,7 @@ class _ChangesEncoder(Encoder):
                 if name in self._seen or name not in self._kept:
                     raise InvalidRequestError("the stream has this tensor twice, or anew", parameter=name)
                 self._seen.add(name)
-                room = _Room((self._most_bytes - total) // (_POSITION_BYTES + tensor.element_size()), self._most_bytes)
+                room = _Room((self._most_bytes - total) // (_POSITION_BYTES + tensor.element_size()), self._too_large)
                 positions, values = _exchange(self._kept[name], tensor.detach(), room)
                 if not len(positions):
                     continue
@@ -237,10 +239,10 @@ class _ChangesEncoder(Encoder):
 class _Room:
     """How many changes may still come; from all threads that look for them."""
 
-    def __init__(self, num_elements: int, most_bytes: int) -> None:
+    def __init__(self, num_elements: int, too_large: str) -> None:
         self._lock = threading.Lock()
         self._left = num_elements
-        self._most_bytes = most_bytes
+        self._too_large = too_large
 
     def take(self, number: int) -> None:
         """So many were found.
@@ -251,16 +253,23 @@ class _Room:
         with self._lock:
             self._left -= number
             if self._left < 0:
-                raise DeltaTooLargeError(
-                    f"the changes have over {self._most_bytes} bytes, which is all that `largest` lets through",
-                    state_left="this version goes out in full",
-                )
+                raise DeltaTooLargeError(self._too_large, state_left="this version goes out in full")
 
 
 def _chunk_of(gathered: dict[str, torch.Tensor]) -> WeightChunk:
     chunk = WeightChunk(names=tuple(gathered), tensors=tuple(gathered.values()))
     gathered.clear()
     return chunk
+
+
+def _not_as_pushed(kept: Manifest, replies: Mapping[str, EngineReply]) -> str | None:
+    """Why what an engine serves is no base, in words, of the first of which that holds; None where all is as kept."""
+    for who, reply in replies.items():
+        if reply.unhealthy is not None or not reply.serving:
+            return f"{who} does not serve: {reply.unhealthy or 'half-loaded, or paused'}"
+        if (reply.version, reply.model_digest) != (kept.version, kept.model_digest):
+            return f"{who} serves {reply.version or 'nothing that was synced'}, not {kept.version} as it was pushed"
+    return None
 
 
 def _can_be_patched(kept: Manifest, manifest: Manifest) -> bool:

@@ -41,6 +41,7 @@ write all of them takes no longer: an element at a time was 2.2 memcpys of the m
 at 1 %; a copy of all is one, and reading it again another."""
 _POSITION_BYTES = 4
 _MOST_ELEMENTS = 1 << 32  # that a patch's positions reach
+_OF_THE_LAST_LOAD = ("_specs", "_staging", "_plan", "_planned", "_covered", "_base", "proved")
 
 
 class PlannedLoader(PatchingLoader[ShardPatch]):
@@ -65,6 +66,7 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
         self._plan: LivePlan | None = None  # of the manifest's tensors, as they were traced
         self._planned: frozenset[tuple[str, str, tuple[int, ...]]] = frozenset()
         self._base: Version | None = None  # what the staging holds, where that is what is served
+        self._before: dict[str, Any] | None = None  # `_OF_THE_LAST_LOAD`, while no byte of the open bracket came
         self._undo_to: Version | None = None
         self._comes_whole = False  # what the open patch is made of
         self._room_bytes = 0  # that such a one may have yet
@@ -216,7 +218,24 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
         if followed:
             self._load_layers(patch.marked)
 
-    # --- the bracket of a whole version, where the one before it is here ---
+    # --- the bracket of a whole version ---
+
+    def _remember(self) -> None:
+        """A bracket of whole tensors begins. Until a byte comes, what was loaded last can be patched yet."""
+        kept = _OF_THE_LAST_LOAD if self._base is not None else ()
+        self._before = {name: getattr(self, name) for name in kept}
+
+    def _stage(self, updates: Iterable[Update]) -> None:
+        self._before = None
+        stage(updates, self._specs, self._staging, self._loaded)
+
+    def _leave_no_trace(self) -> None:
+        """A bracket is aborted: where no byte came, e.g. in a check, all is as it was before."""
+        before, self._before = self._before, None
+        if before is not None and self._manifest is not None:
+            vars(self).update(before)
+
+    # --- the same, where the version before it is here ---
 
     def _begin_change(self, manifest: Manifest) -> bool:
         """Opens a bracket of whole tensors, of which what differs is written; False, and nothing done: it can't be."""
@@ -237,7 +256,7 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
         for update in updates:
             patch = self._patch
             if patch is None:
-                stage((update,), self._specs, self._staging, self._loaded)
+                self._stage((update,))
                 continue
             tensor, base = whole_tensor(update, self._specs, self._loaded), self._staging[update.name]
             found = difference(update.name, base, tensor)

@@ -32,7 +32,6 @@ from weightsync.load.whole import (
     check_open,
     check_verified,
     lent,
-    stage,
     staging_for,
 )
 from weightsync.plan.boxes import whole_box
@@ -262,6 +261,7 @@ class SGLangWeightLoader(PlannedLoader):
         """
         self._check(manifest)
         self.settle()
+        self._remember()
         self._specs = manifest.by_name()
         if self._tp_size == 1:
             self._trace(manifest)
@@ -275,7 +275,7 @@ class SGLangWeightLoader(PlannedLoader):
         if self._patch is not None:
             self._add(self._patch, updates)
         else:
-            stage(updates, self._specs, self._staging, self._loaded)
+            self._stage(updates)
 
     def verify(self) -> None:
         check_open(self._manifest)
@@ -347,6 +347,7 @@ class SGLangWeightLoader(PlannedLoader):
         self._healthy = True
 
     def abort(self, reason: str) -> None:
+        self._leave_no_trace()
         self._manifest = None
         self._verified = False
         self._drop_patch()

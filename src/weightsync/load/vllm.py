@@ -102,6 +102,7 @@ class VLLMWeightLoader(PlannedLoader):
         self.settle()
         if self._begin_change(manifest):
             return
+        self._remember()
         self._specs = manifest.by_name()
         if not self.writes_live:
             self._trace(manifest)
@@ -225,6 +226,7 @@ class VLLMWeightLoader(PlannedLoader):
 
     def abort(self, reason: str) -> None:
         """See the base class. Where a reload is open vLLM's layers get their tensors back, with mixed content."""
+        self._leave_no_trace()
         self._manifest = None
         self._drop_patch()
         if self._reload is not None:

@@ -96,7 +96,11 @@ class JoinedEngines:
             why = "; ".join(f"{who}: {error}" for who, error in lost.items())
             silent = all(isinstance(error, EngineUnreachableError | DeadlineExceededError) for error in lost.values())
             what = "was asked" if lost and not errors else "answers" if silent else "can take part"
-            raise NoEnginesError(f"no engine {what}: {why or 'none is known'}", **_retry_after(min, left_out))
+            raise NoEnginesError(
+                f"no engine {what}: {why or 'none is known'}",
+                state_left="nothing was changed: an engine that still runs serves what it did; the next call asks anew",
+                **_retry_after(min, left_out),
+            )
         if lost and require_all:
             raise SyncFailedError(
                 f"{', '.join(sorted(lost))} can't take part: check address and token, or go on without "

@@ -59,6 +59,7 @@ class SyncReport:
             by_deltas=self.num_deltas > 0, seconds=self.seconds, paused_s=self.paused_s,
             unproved_by=None if self.digests_equal else self.unprovable,
         )  # fmt: skip
+        line += " (report.unprovable says why)" if self.unprovable and not self.digests_equal else ""
         line += f", without {', '.join(self.lost)}" if self.lost else ""
         return line + (f"; all of it: {self.full_because}" if self.full_because else "")
 

@@ -19,7 +19,9 @@ from tests.unit.control.statuses import StatusServer
 from tests.unit.handles.sglang_kit import write_checkpoint
 from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.cli import faces
+from weightsync.cli.faces import engine_facts
 from weightsync.engine.server import EngineServer
+from weightsync.handles.two_kinds import VllmServerEngine
 from weightsync.handles.vllm_messages import VllmState
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import Api, ServerThread
@@ -190,6 +192,8 @@ VERSION = Version(run_id="run", number=3)
     ("facts", "code", "says"),
     [
         ({"serving": True, "version": VERSION}, 0, "engine server, 2 workers, takes whole tensors, serves run/3"),
+        ({"serving": True, "artifacts": ("lora",)}, 0, "takes whole tensors of adapters, serves no"),
+        ({"serving": True, "artifacts": ("lora", "model")}, 0, "takes whole tensors, and adapters, serves no"),
         ({"serving": False, "version": None}, 0, "serves no version yet, paused or refusing"),
         ({"serving": False, "version": None, "unhealthy": "an audit found other bytes"}, 1, "an audit found other"),
     ],
@@ -204,6 +208,15 @@ def test_an_engine(facts: dict[str, Any], code: int, says: str) -> None:
             assert says in text
     finally:
         server.close()
+
+
+def test_a_vllm_server_is_not_said_to_take_adapters_whatever_its_options() -> None:
+    """Seen red: "takes whole tensors of model and lora", of one without --enable-lora too."""
+    handle = VllmServerEngine("http://127.0.0.1:9")
+    reply = EngineReply(engine_id=handle.engine_id, serving=True, version=VERSION, artifacts=("model", "lora"))
+    (fact,) = engine_facts(handle, reply)
+    handle.close()
+    assert "takes whole tensors, and adapters where it was started with LoRA, serves run/3" in fact.text
 
 
 class Resumed(VllmStandIn):

@@ -241,6 +241,26 @@ def test_too_large_a_change_is_refused_and_then_rested() -> None:
     assert rests(everything) == 1
 
 
+def test_what_was_too_large_is_said_in_a_users_words() -> None:
+    """Seen red: `largest`, which a user of push() never wrote, and "0 more go out in full" of the last one."""
+    codec, weights, base = a_codec()
+    said = []
+    for _ in range(2):
+        weights["a"] = weights["a"] + 1
+        encoder = codec.encoder(codec.base_for(serving(base), manifest(weights, 2)))
+        with pytest.raises(DeltaTooLargeError) as caught:
+            list(encoder.encode(chunks(weights)))
+        many = f"over {base.total_bytes // 2} bytes with its positions, more than 50 % of the model"
+        assert caught.value.message == f"what changed takes {many}"
+        codec.ended(None, caught.value)
+        base = pushed(codec, weights)
+        while codec.base_for(serving(base), manifest(weights, 2)) is None:
+            said.append(codec.why_full)
+    last = "a change is tried again with the next one"
+    then = [last, "the next 2 go out in full too", "the next one goes out in full too", last]
+    assert said == [f"a change before was too large; {each}" for each in then]
+
+
 @pytest.mark.parametrize("arguments", [
     {"largest": 0}, {"largest": 1.5}, {"largest": "0.5"}, {"largest": True},
     {"full_sync_interval": -1}, {"full_sync_interval": True}, {"keep_on": "disk"},
@@ -264,9 +284,11 @@ def test_each_push_has_a_codec_of_its_own() -> None:
 
 
 def test_engines_that_never_take_changes_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """But none that was started a moment ago: a vLLM says what it takes when it has been given its first version."""
+    """But none that was started a moment ago: a vLLM says what it takes when it has been given its first version. Seen
+    red: of one that was started again "whole tensors alone are taken by f" was said."""
     codec, weights, base = a_codec()
     assert codec.base_for(serving(base, accepts=("full",), version=None), manifest(weights, 2)) is None
+    assert codec.why_full == "f serves nothing that was synced, not run/1 as it was pushed"
     assert "for nothing" not in caplog.text
     for number in (2, 3):
         assert codec.base_for(serving(base, accepts=("full",)), manifest(weights, number)) is None

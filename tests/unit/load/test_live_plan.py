@@ -226,13 +226,22 @@ def test_a_layer_that_has_more_than_it_is_given_is_marked() -> None:
     assert planned(model, tensors, unloaded=["scale"]).marked == {}, "vLLM's maps of experts, e.g."
 
 
-def test_what_must_not_be_written_one_by_one_is_marked() -> None:
+@pytest.mark.parametrize(
+    ("name", "why", "said"),
+    [
+        ("p", "as told", "layer_p.weight: as told"),
+        ("layer_p.weight", "as told", "as told"),
+        ("p", "layer_p keeps memory in handler", "layer_p keeps memory in handler"),
+    ],
+)
+def test_what_must_not_be_written_one_by_one_is_marked(name: str, why: str, said: str) -> None:
+    """Seen red: a doctor named the tensor three times, "lm_head.weight (1): lm_head.weight: lm_head keeps memory"."""
     model = Loaded()
     model.own("p", 4, 6)
     model.copies = {"p": lambda m, w: m.p.data.copy_(w)}
-    spec = spec_of("p", numbered(4, 6, start=0))
-    plan = trace(model, model.load_weights, [spec], names={}, doubts={"layer_p.weight": "as told"})
-    assert plan.marked == {"p": "layer_p.weight: as told"}
+    spec = spec_of(name, numbered(4, 6, start=0))
+    plan = trace(model, model.load_weights, [spec], names={name: "p"}, doubts={"layer_p.weight": why})
+    assert plan.marked == {name: said}
 
 
 def test_a_loader_that_swallows_what_it_is_told_and_one_that_skips_are_found() -> None:

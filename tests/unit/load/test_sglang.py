@@ -307,6 +307,19 @@ def test_a_patch_enters_fused_tied_and_padded_parameters_and_is_taken_back() -> 
     assert content(model) == before
 
 
+@pytest.mark.usefixtures("trusted")
+def test_a_bracket_that_ends_before_a_byte_came_leaves_no_trace() -> None:
+    """As that of a check. Seen red: the next patch had no base."""
+    model, new = Model(), weights(1)
+    loader = SGLangWeightLoader(model)
+    sync(loader, new, 1)
+    told = loader.layers()
+    loader.begin(manifest_of(weights(2), 2))
+    loader.abort("nothing but a check")
+    assert (loader.proved, loader.layers()) == (True, told)
+    patched(loader, new, "attn.k_proj.weight", 7.0, 3)
+
+
 def test_a_layer_that_may_compute_with_something_else_takes_whole_versions() -> None:
     model = Model()
     model.attn.o_proj.quant_method = object()  # type: ignore[assignment]

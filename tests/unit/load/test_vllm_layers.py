@@ -204,6 +204,20 @@ def test_a_patch_reloads_the_layers_that_changed_and_writes_what_is_live(packed:
     assert packed.reload.reloaded[3:] == [["blocks.0.attn.qk", "blocks.1.attn.qk"]]
 
 
+@pytest.mark.parametrize("layout", ["the same", "another"])
+def test_a_bracket_that_ends_before_a_byte_came_leaves_no_trace(packed: Packed, layout: str) -> None:
+    """As that of `weightsync check`. Seen red: what was loaded before it could not be patched any more, and its layers
+    were not told."""
+    told, whole = packed.loader.layers(), packed.whole
+    packed.whole = whole if layout == "the same" else {**whole, "1.norm": torch.zeros(8)}
+    packed.loader.begin(packed.manifest())
+    packed.loader.abort("nothing but a check")
+    packed.whole = whole
+    assert (packed.loader.takes_patch, packed.loader.layers()) == (True, told)
+    packed.patched({"1.k": (3, 7.0), "1.norm": (2, 8.0)})
+    assert packed.serves()
+
+
 def test_it_is_taken_back_and_the_next_one_builds_on_what_was(packed: Packed) -> None:
     before = packed.whole
     packed.patched({"1.k": (3, 7.0), "0.norm": (2, 8.0)})

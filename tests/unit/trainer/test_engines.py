@@ -65,6 +65,19 @@ def test_an_engine_that_hung_is_not_asked_and_the_error_says_so(hung: HttpEngine
     assert told.retry_after_s == then.retry_after_s
 
 
+def test_where_nobody_answers_the_error_says_what_holds() -> None:
+    """Seen red: nothing, for which a push puts "the next sync goes on with those that answer"."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        gone = HttpEngine(f"http://127.0.0.1:{unused.getsockname()[1]}", engine_id="gone")
+    error = failed(joined(gone))
+    gone.close()
+    assert isinstance(error, NoEnginesError)
+    assert error.state_left == (
+        "nothing was changed: an engine that still runs serves what it did; the next call asks anew"
+    )
+
+
 def test_so_does_the_error_where_all_engines_have_to_take_part(hung: HttpEngine) -> None:
     engines = joined(ScriptedEngine("answers"), hung)
     assert failed(engines, require_all=True).retry_after_s is None
