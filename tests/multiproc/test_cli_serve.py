@@ -153,7 +153,7 @@ def test_check_names_what_differs(engine: str, checkpoint: Path) -> None:
     code, text = invoke("check", "--model", checkpoint, "--engine", engine)
     assert (code, "closest that it has is '0.weight'" in text, text.count("name_map")) == (1, True, 1)
     assert "6 tensors differ: 1.weighty: " in text, "three of the trainer's, and three of the engine's"
-    assert text.index("0.weight: the manifest lacks it") < text.index("1.weight: the manifest lacks it")
+    assert text.index("0.weight: the trainer does not send it") < text.index("1.weight: the trainer does not send it")
     save_file({f"x.{number}": torch.zeros(1) for number in range(20)}, checkpoint / "model.safetensors")
     code, text = invoke("check", "--model", checkpoint, "--engine", engine)
     assert (code, "23 tensors differ: x.0: " in text, "and 13 more" in text) == (1, True, True)
@@ -163,7 +163,7 @@ def test_check_names_what_differs(engine: str, checkpoint: Path) -> None:
     assert (code, "(5,)" in text, "(3,)" in text) == (1, True, True)
     save_file({"0.weight": state["0.weight"]}, checkpoint / "model.safetensors")
     code, text = invoke("check", "--model", checkpoint, "--engine", engine)
-    assert (code, "lacks 2 of the model's tensors: 1.bias, 1.weight" in text) == (1, True)
+    assert (code, "does not send 2 of the model's tensors: 1.bias, 1.weight" in text) == (1, True)
 
 
 def test_what_check_refuses(engine: str, checkpoint: Path, tmp_path: Path) -> None:

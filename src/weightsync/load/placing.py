@@ -159,7 +159,9 @@ class Placing:
             elif (why := _misfit(spec, tensor)) is not None:
                 differences.add(spec.name, why, hint=_CAST if spec.dtype != dtype_name(tensor.dtype) else "")
             placed[spec.name] = tensor
-        differences.add_missing((name for name, tensor in live.items() if id(tensor) not in taken), hint=_BUFFERS)
+        missing = {name: id(tensor) for name, tensor in live.items() if id(tensor) not in taken}
+        buffers = set(map(id, self._module.buffers())) if missing else set()
+        differences.add_missing(missing, hint="" if buffers.isdisjoint(missing.values()) else _BUFFERS)
         differences.refuse(lambda: self._own_names(manifest))
         return placed
 

@@ -20,6 +20,14 @@ MAX_TOLD = 10
 TIED = "tied weights travel once: leave one out, e.g. name_map=lambda name: None if name == 'lm_head.weight' else name"
 
 
+SENDS_ONCE = (
+    "a model whose embeddings are tied sends them once: push model.state_dict(), which has both names, or start the "
+    "engine with tied ones (tie_word_embeddings)"
+)
+OUTPUT_LAYER = "lm_head.weight"
+"""How the name of what is often tied to the embeddings ends."""
+
+
 class Differences:
     """What of a manifest does not fit an engine's model, gathered before a byte moves, and said all at once."""
 
@@ -54,9 +62,12 @@ class Differences:
 
     def add_missing(self, names: Iterable[str], *, hint: str = "") -> None:
         """The model's tensors that the manifest has not."""
-        for name in sorted(names):
+        missing = sorted(names)
+        if not self._strange and all(name.endswith(OUTPUT_LAYER) for name in missing):
+            hint = SENDS_ONCE
+        for name in missing:
             self._num_missing += 1
-            self.add(name, "the manifest lacks it", hint=hint)
+            self.add(name, "the trainer does not send it", hint=hint)
 
     def refuse(self, names: Callable[[], Collection[str]] = tuple) -> None:
         """Returns where there was none.
@@ -73,7 +84,7 @@ class Differences:
             what = f"{len(self._strange)} tensors differ: {prefix} on the trainer's side"
             raise ManifestMismatchError(what, parameter=self._strange[0])
         if self._num_missing == self._count:
-            what = f"the manifest lacks {self._count} of the model's tensors: " + ", ".join(
+            what = f"the trainer does not send {self._count} of the model's tensors: " + ", ".join(
                 name for name, _ in self._told
             )
         elif self._count == 1:
