@@ -153,11 +153,11 @@ def test_check_names_what_differs(engine: str, checkpoint: Path) -> None:
     code, text = invoke("check", "--model", checkpoint, "--engine", engine)
     assert (code, "closest that it has is '0.weight'" in text, text.count("name_map")) == (1, True, 1)
     assert "6 tensors differ: 1.weighty: " in text, "three of the trainer's, and three of the engine's"
-    assert text.index("0.weight: the trainer does not send it") < text.index("1.weight: the trainer does not send it")
+    assert "; 0.weight, 1.bias, 1.weight: the trainer does not send them" in text
     save_file({f"x.{number}": torch.zeros(1) for number in range(20)}, checkpoint / "model.safetensors")
     code, text = invoke("check", "--model", checkpoint, "--engine", engine)
-    assert (code, "23 tensors differ: x.0: " in text, "and 13 more" in text) == (1, True, True)
-    assert text.count("no such tensor") == 10
+    assert (code, "23 tensors differ: x.0, x.1, x.10 and 17 more: " in text) == (1, True)
+    assert text.count("no such tensor") == 1
     save_file({**state, "1.bias": torch.zeros(5)}, checkpoint / "model.safetensors")
     code, text = invoke("check", "--model", checkpoint, "--engine", engine)
     assert (code, "(5,)" in text, "(3,)" in text) == (1, True, True)

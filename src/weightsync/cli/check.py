@@ -67,10 +67,10 @@ def check(
     """Asks an engine whether a model's names, shapes and dtypes are its own; nothing moves, and it goes on serving.
 
     The engine is shown what a trainer would send, as at the beginning of a sync, and answers before a byte moves. What
-    differs is counted, and the first ten tensors are named, with the closest names that it has. A checkpoint's names
-    are those that a trainer sends without a name_map. Of an adapter it is also asked whether it takes adapters, and
-    one of this rank and base. An engine whose trainer has not ended in order, or that a host has loaded (weightsync
-    serve), is left alone: --anyway asks it between two syncs.
+    differs is counted; each reason stands once, with its first three tensors, and with the closest name that it has. A
+    checkpoint's names are those that a trainer sends without a name_map. Of an adapter it is also asked whether it
+    takes adapters, and one of this rank and base. An engine whose trainer has not ended in order, or that a host has
+    loaded (weightsync serve), is left alone: --anyway asks it between two syncs.
 
     Exit codes: 0: it would take them. 1: it would not, does not answer, or is left alone. 2: a wrong option or token,
     or no such file.

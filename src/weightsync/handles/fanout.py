@@ -104,7 +104,7 @@ class EngineFanout:
         replies, errors = self._all_settled(EngineOp.COMMIT, request, timeout_s)
         if errors:
             raise SyncFailedError(
-                f"commit failed on {sorted(errors)}",
+                f"commit failed on {', '.join(sorted(errors))}",
                 causes=errors,
                 state_left=_after_commit(replies, errors),
             )

@@ -285,7 +285,9 @@ def _misfit(spec: TensorSpec, tensor: torch.Tensor) -> str | None:
     """Why a tensor of the manifest can't be loaded there; None where it can."""
     if spec.box is not None:
         return "a part of a tensor can't be loaded here"
-    if spec.dtype != dtype_name(tensor.dtype) or spec.shape != tensor.shape:
-        has = spec_of(spec.name, tensor)
-        return f"the trainer sends {spec.dtype} {spec.shape}, the engine's model has {has.dtype} {has.shape}"
-    return None
+    if spec.dtype == dtype_name(tensor.dtype) and spec.shape == tensor.shape:
+        return None
+    has = spec_of(spec.name, tensor)
+    if spec.shape == has.shape:
+        return f"the trainer sends {spec.dtype}, the engine's model has {has.dtype}"
+    return f"the trainer sends {spec.dtype} {spec.shape}, the engine's model has {has.dtype} {has.shape}"
