@@ -31,7 +31,7 @@ SECRET = "a-token-for-tests-only"
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": SECRET}
 
 
-def invoke(*words: str | Path, **env: str) -> tuple[int, str]:
+def invoke(*words: str | float | Path, **env: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(word) for word in words], env={**ENV, **env})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
@@ -184,6 +184,16 @@ def test_what_check_refuses(engine: str, checkpoint: Path, tmp_path: Path) -> No
     assert (code, "this is no safetensors file" in text) == (2, True)
     code, text = invoke("check", "--model", checkpoint, "--engine", engine, WEIGHTSYNC_TOKEN="another-token-for-tests")
     assert (code, "AuthError" in text) == (2, True)
+
+
+def test_check_waits_as_long_as_it_is_told(checkpoint: Path) -> None:
+    """Seen red: it had no such option."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code, text = invoke("check", "--model", checkpoint, "--engine", url, "--timeout-s", 0.2)
+    assert (code, "did not answer /weightsync/v1/describe within 0.2 s" in text) == (1, True), text
 
 
 def test_check_leaves_an_engine_alone_that_has_a_trainer(

@@ -205,7 +205,7 @@ class JsonClient:
                 raise TransferAbortedError("this client was closed", peer=self.peer) from error
             if isinstance(error, TimeoutError) or deadline.expired:
                 raise DeadlineExceededError(
-                    f"{self.url} did not answer {path} within {deadline.timeout_s:g} s", peer=self.peer
+                    f"{self.url} did not answer {path} within {deadline.said}", peer=self.peer
                 ) from error
             broke = isinstance(error, OSError | http.client.HTTPException)
             what = f"the connection to {self.url} broke during" if broke else f"{self.url} could not be asked for"
