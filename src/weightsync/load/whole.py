@@ -90,7 +90,7 @@ class Differences:
             what = f"{len(self._strange)} tensors differ: {prefix} on the trainer's side"
             raise ManifestMismatchError(what, parameter=self._strange[0])
         if self._num_missing == self._count:
-            (missing,) = self._told.values()
+            missing = list(itertools.chain.from_iterable(self._told.values()))
             what = f"the trainer does not send {self._count} of the model's tensors: {_listed(missing)}"
         elif self._count == 1:
             what = next(iter(self._told))
