@@ -63,10 +63,14 @@ class WeightSyncError(Exception):
         return found if isinstance(found, int | float) else None
 
     def __str__(self) -> str:
+        return self._in_words()
+
+    def _in_words(self, *, peer: str | None = None) -> str:
+        """The text, less what whoever names `peer` before it has said."""
         facts = [f"{key}={value}" for key in _FIELDS if (value := getattr(self, key)) is not None]
         url = str(self.peer)
-        if "://" in url and re.search(re.escape(url) + r"(?![\w.:-]*\w)", self.message):  # and none that is longer
-            facts.remove(f"peer={url}")  # a URL need not be read twice
+        if self.peer is not None and (url == peer or ("://" in url and _has_url(self.message, url))):
+            facts.remove(f"peer={url}")  # it need not be read twice
         facts += [f"{key}={_shown(value)}" for key, value in self.details.items()]
         return _visible(f"{self.message} [{', '.join(facts)}]" if facts else self.message)
 
@@ -328,11 +332,15 @@ class SyncFailedError(WeightSyncError):
         """Whether every cause follows from something else."""
         return bool(self.causes) and all(is_consequence(error) for error in self.causes.values())
 
-    def __str__(self) -> str:
+    def _in_words(self, *, peer: str | None = None) -> str:
         head = {key: getattr(self, key) for key in _FIELDS if getattr(self, key) is not None}
         facts = ", ".join(f"{key}={value}" for key, value in head.items())
         told = {peer: error for peer, error in self.causes.items() if str(error) not in self.message}
-        causes = "; ".join(f"{peer}: {type(error).__name__}: {error}" for peer, error in told.items())
+        causes = "; ".join(
+            ("" if self.message.endswith(f" failed on {who}") else f"{who}: ")
+            + f"{type(error).__name__}: {error._in_words(peer=who)}"
+            for who, error in told.items()
+        )
         return _visible(f"{self.message}{f' [{facts}]' if facts else ''}{f' ({causes})' if causes else ''}")
 
 
@@ -401,6 +409,11 @@ def _jsonable(value: Any, depth: int = 0) -> Any:
 def _text(value: object) -> str:
     """As UTF-8 can say it: names of files come with lone surrogates in them."""
     return str(value).encode("utf-8", "replace").decode("utf-8")
+
+
+def _has_url(text: str, url: str) -> bool:
+    """Whether the text names it, and not one that is longer."""
+    return re.search(re.escape(url) + r"(?![\w.:-]*\w)", text) is not None
 
 
 def _visible(text: str) -> str:

@@ -353,7 +353,7 @@ def _surgery_extra(model: Any) -> None:
     [
         (_surgery_shape, "(7, 12)"),
         (_surgery_dtype, "bfloat16"),
-        (_surgery_missing, "lacks 2"),
+        (_surgery_missing, "does not send 2"),
         (_surgery_extra, "no such tensor"),
     ],
 )

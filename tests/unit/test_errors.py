@@ -20,6 +20,7 @@ from weightsync.errors import (
     EngineUnreachableError,
     GroupJoinError,
     LoadError,
+    ManifestMismatchError,
     SyncFailedError,
     TransferAbortedError,
     TransferError,
@@ -236,6 +237,21 @@ def test_a_url_is_not_read_twice() -> None:
     assert str(EngineError(other, peer=url)) == f"{other} [peer={url}]", "seen red: these are others"
     assert str(EngineError(f"{url}: refused", peer=url)) == f"{url}: refused"
     assert str(error_from_dict({"message": "x", "peer": 5})) == "x [peer=5]", "seen red with a TypeError"
+
+
+def test_a_cause_does_not_name_its_engine_again() -> None:
+    """Seen red: one engine's address stood three times in a line."""
+    url = "http://host:1"
+    misfit = ManifestMismatchError("1 differs", peer=url, parameter="w")
+    error = SyncFailedError(f"begin failed on {url}", causes={url: misfit})
+    for each in (error, error_from_dict(error.to_dict())):
+        assert str(each) == f"begin failed on {url} (ManifestMismatchError: 1 differs [parameter=w])"
+    two = SyncFailedError(f"begin failed on {url}, e", causes={url: misfit, "e": LoadError("bad", peer="f")})
+    assert str(two) == (
+        f"begin failed on {url}, e ({url}: ManifestMismatchError: 1 differs [parameter=w]; e: LoadError: bad [peer=f])"
+    )
+    outer = SyncFailedError("failed", causes={"e": error})
+    assert str(outer) == f"failed (e: SyncFailedError: {error})"
 
 
 def test_what_is_typed_stays_what_it_is() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightsync.cli.inspect import header_of
-from weightsync.cli.shared import Token, Verify, told
+from weightsync.cli.shared import MAX_S, Token, Verify, told
 from weightsync.errors import (
     ConfigError,
     EngineError,
@@ -25,8 +25,6 @@ from weightsync.errors import (
 
 if TYPE_CHECKING:
     from weightsync.types import Adapter, EngineHandle, TensorSpec
-
-_ANSWER_S = 30.0
 
 
 def check(
@@ -63,14 +61,15 @@ def check(
             "aborted, and the next one joins anew.",
         ),
     ] = False,
+    timeout_s: Annotated[float, typer.Option(min=0.1, max=MAX_S, help="Seconds that it has to answer.")] = 30.0,
 ) -> None:
     """Asks an engine whether a model's names, shapes and dtypes are its own; nothing moves, and it goes on serving.
 
     The engine is shown what a trainer would send, as at the beginning of a sync, and answers before a byte moves. What
-    differs is counted, and the first ten tensors are named, with the closest names that it has. A checkpoint's names
-    are those that a trainer sends without a name_map. Of an adapter it is also asked whether it takes adapters, and
-    one of this rank and base. An engine whose trainer has not ended in order, or that a host has loaded (weightsync
-    serve), is left alone: --anyway asks it between two syncs.
+    differs is counted; each reason stands once, with its first three tensors, and with the closest name that it has. A
+    checkpoint's names are those that a trainer sends without a name_map. Of an adapter it is also asked whether it
+    takes adapters, and one of this rank and base. An engine whose trainer has not ended in order, or that a host has
+    loaded (weightsync serve), is left alone: --anyway asks it between two syncs.
 
     Exit codes: 0: it would take them. 1: it would not, does not answer, or is left alone. 2: a wrong option or token,
     or no such file.
@@ -82,20 +81,20 @@ def check(
         from weightsync.handles.by_url import engine_at
         from weightsync.handles.sglang import SGLangEngine
 
-        specs, adapter = _specs(model, token=token, verify=verify or True, dtype=dtype)
+        specs, adapter = _specs(model, token=token, verify=verify or True, dtype=dtype, timeout_s=timeout_s)
         try:
-            handle = engine_at(engine, token=token, verify=verify or True)
+            handle = engine_at(engine, token=token, verify=verify or True, timeout_s=timeout_s)
         except ConfigError:
-            refuse_a_service(engine, token=token, verify=verify or True, timeout_s=_ANSWER_S)
+            refuse_a_service(engine, token=token, verify=verify or True, timeout_s=timeout_s)
             raise
         try:
             if isinstance(handle, SGLangEngine):
                 raise ConfigError(
                     f"{handle.engine_id} is SGLang, which names no tensor before it loads: it can be asked nothing"
                 )
-            _ask(handle, specs, adapter, model_id, anyway=anyway)
+            _ask(handle, specs, adapter, model_id, anyway=anyway, timeout_s=timeout_s)
             if adapter is not None:
-                _check_slots(handle, model_id, staleness)
+                _check_slots(handle, model_id, staleness, timeout_s=timeout_s)
         except (ManifestMismatchError, WrongArtifactError, WrongBaseError, EngineError) as error:
             error.peer = error.peer or handle.engine_id
             raise
@@ -107,7 +106,7 @@ def check(
 
 
 def _specs(
-    model: str, *, token: str | None, verify: bool | str, dtype: str | None
+    model: str, *, token: str | None, verify: bool | str, dtype: str | None, timeout_s: float
 ) -> tuple[Sequence[TensorSpec], Adapter | None]:
     """What a trainer of that model would send, and of an adapter its configuration.
 
@@ -119,7 +118,7 @@ def _specs(
         from weightsync.clients.agent import AgentClient
 
         with contextlib.closing(AgentClient(model, token=token, verify=verify)) as client:
-            manifest = client.manifest(timeout_s=_ANSWER_S).publication.manifest
+            manifest = client.manifest(timeout_s=timeout_s).publication.manifest
         return manifest.tensors, manifest.adapter
     from weightsync.types import TensorSpec
     from weightsync.types.dtypes import CASTABLE, target_dtype
@@ -168,7 +167,13 @@ def _headers(path: Path) -> list[TensorSpec]:
 
 
 def _ask(
-    handle: EngineHandle, specs: Sequence[TensorSpec], adapter: Adapter | None, model_id: str, *, anyway: bool
+    handle: EngineHandle,
+    specs: Sequence[TensorSpec],
+    adapter: Adapter | None,
+    model_id: str,
+    *,
+    anyway: bool,
+    timeout_s: float,
 ) -> None:
     """Opens a session and aborts it.
 
@@ -191,7 +196,7 @@ def _ask(
     from weightsync.types.engine import CHECK_RUN
     from weightsync.update.artifacts import check_takes
 
-    told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=_ANSWER_S)
+    told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
     if told_of.run_id is not None and not told_of.run_id.startswith(CHECK_RUN) and not anyway:
         raise StateError(
             f"{handle.engine_id} has weights of {told_of.run_id}, and whoever brought them, its trainer or a host that "
@@ -212,17 +217,17 @@ def _ask(
     sizes = {handle.engine_id: told_of.world_size}
     info, _ = PackedCudaIpcTransferStrategy().create_init_info(sizes)
     requests = init_requests(info, sizes, run_id=run_id, model_id=model_id, artifact=manifest.artifact)
-    begin = BeginRequest(session=session, manifest=manifest, deadline_s=_ANSWER_S)
-    handle.call(EngineOp.INIT, requests[handle.engine_id], timeout_s=_ANSWER_S)
+    begin = BeginRequest(session=session, manifest=manifest, deadline_s=timeout_s)
+    handle.call(EngineOp.INIT, requests[handle.engine_id], timeout_s=timeout_s)
     try:
-        handle.call(EngineOp.BEGIN, begin, timeout_s=_ANSWER_S)
+        handle.call(EngineOp.BEGIN, begin, timeout_s=timeout_s)
     finally:
         for name in (session, info.group_name):
             request = AbortRequest(session=name, reason="nothing but a check")
-            handle.call(EngineOp.ABORT, request, timeout_s=_ANSWER_S)
+            handle.call(EngineOp.ABORT, request, timeout_s=timeout_s)
 
 
-def _check_slots(handle: EngineHandle, model_id: str, staleness: int) -> None:
+def _check_slots(handle: EngineHandle, model_id: str, staleness: int, *, timeout_s: float) -> None:
     """Whether a vLLM has room for the versions of an adapter that are under way at once.
 
     Raises:
@@ -232,7 +237,7 @@ def _check_slots(handle: EngineHandle, model_id: str, staleness: int) -> None:
 
     if not isinstance(handle, TwoKinds):
         return
-    slots = handle.adapters(timeout_s=_ANSWER_S)
+    slots = handle.adapters(timeout_s=timeout_s)
     others = slots.others + sum(each.model_id != model_id for each in slots.adapters)
     needed, free = max(2, staleness + 1), slots.max_loras - others
     if free < needed:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from weightsync.cli.shared import Token, Verify, plain, told
+from weightsync.cli.shared import Token, Verify, in_words, plain, told
 from weightsync.errors import AuthError, ConfigError, UnsupportedError, WeightSyncError
 from weightsync.memory import folder
 from weightsync.types.process import num_cores
@@ -60,7 +60,10 @@ class Finding:
 def doctor(
     engine: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[URL]...", help="Engines: vllm+http://..., or http://..., which is asked what it is."),
+        typer.Argument(
+            metavar="[URL]...",
+            help="Engines: vllm+http://..., sglang+http://..., or http://..., which is asked what it is.",
+        ),
     ] = None,
     token: Token = None,
     model_gb: Annotated[
@@ -235,7 +238,7 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
             ):
                 yield _note(url, "it is a rollout service, and no engine", instead)
                 continue
-            said = _wrong(url, f"{type(error).__name__}: {error}")
+            said = _wrong(url, in_words(error))
             yield dataclasses.replace(said, is_token=isinstance(error, AuthError))
             with contextlib.suppress(WeightSyncError):
                 yield from _lacks(url, token=token, verify=verify)

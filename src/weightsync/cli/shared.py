@@ -119,7 +119,7 @@ def told() -> Iterator[None]:
     try:
         yield
     except WeightSyncError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(in_words(error), file=sys.stderr)
         raise typer.Exit(2 if is_the_users(error) else 1) from None
     except ImportError as error:
         print(f"this command needs torch: pip install 'weightsync[torch]' ({error})", file=sys.stderr)
@@ -129,6 +129,16 @@ def told() -> Iterator[None]:
             raise typer.Exit(BROKEN_PIPE) from None
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def in_words(error: Exception) -> str:
+    """An error as a line; of a token that is refused, how a command is given one."""
+    if isinstance(error, AuthError):
+        message, ours = error.message, f"--token or the variable {TOKEN_VARIABLE}"
+        error.message = message.replace(f"token= or {TOKEN_VARIABLE}", ours)
+        if TOKEN_VARIABLE not in message:
+            error.message += f"; give it by {ours}"
+    return f"{type(error).__name__}: {error}"
 
 
 def reader_has_gone(error: Exception) -> bool:

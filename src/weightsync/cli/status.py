@@ -16,6 +16,7 @@ from weightsync.cli.shared import (
     MAX_S,
     Token,
     Verify,
+    in_words,
     is_the_users,
     plain,
     reader_has_gone,
@@ -88,7 +89,7 @@ def _told() -> Iterator[None]:
     except (WeightSyncError, OSError) as error:
         if reader_has_gone(error):
             raise typer.Exit(BROKEN_PIPE) from None
-        print(plain(f"{type(error).__name__}: {error}"), file=sys.stderr)
+        print(plain(in_words(error)), file=sys.stderr)
         given = is_the_users(error) or isinstance(error, OSError)
         raise typer.Exit(_REFUSED if given else _NO_ANSWER) from None
 

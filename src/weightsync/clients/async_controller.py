@@ -82,7 +82,7 @@ class AsyncControllerClient:
                     status, body = await self._exchange(path, content, deadline)
             except TimeoutError as late:
                 raise DeadlineExceededError(
-                    f"{self.url} did not answer {path} within {deadline.timeout_s:g} s", peer=self.url
+                    f"{self.url} did not answer {path} within {deadline.said}", peer=self.url
                 ) from late
         if status != 200:
             raise told_error(body, peer=self.url) or EngineError(
@@ -122,9 +122,7 @@ def typed_errors(url: str, deadline: Deadline) -> Iterator[None]:
         ) from None
     except Exception as error:  # a host that can't be looked up, a client that was closed, no thread, no memory, ...
         if isinstance(error, httpx.TimeoutException) or (isinstance(error, httpx.HTTPError) and deadline.expired):
-            raise DeadlineExceededError(
-                f"{url} did not answer the gate within {deadline.timeout_s:g} s", peer=url
-            ) from error
+            raise DeadlineExceededError(f"{url} did not answer the gate within {deadline.said}", peer=url) from error
         broke = isinstance(error, httpx.HTTPError)
         what = f"the connection to {url} broke during" if broke else f"{url} could not be asked for"
         raise EngineUnreachableError(f"{what} the gate: {type(error).__name__}: {error}", peer=url) from error

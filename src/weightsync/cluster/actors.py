@@ -25,7 +25,7 @@ from weightsync.errors import (
     error_from_dict,
 )
 from weightsync.memory import reclaim_dead
-from weightsync.types import Deadline
+from weightsync.types import Deadline, in_seconds
 
 ASKS, URGENT = "asks", "urgent"
 """Concurrency groups: the user's methods, and what never waits for them."""
@@ -213,7 +213,7 @@ class ActorHandle:
             return ray.get(ref, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise DeadlineExceededError(
-                f"{self.name} did not answer {what} within {timeout_s:g} s", peer=self.name
+                f"{self.name} did not answer {what} within {in_seconds(timeout_s)}", peer=self.name
             ) from error
         except ray.exceptions.RayTaskError as error:  # our actors answer with typed errors and raise nothing
             raise UnsupportedError(f"{self.name} can't answer {what}: {words_of(error)}", peer=self.name) from error

@@ -21,7 +21,7 @@ from weightsync.errors import (
 )
 from weightsync.load.base import WeightLoader
 from weightsync.observe import Recorder
-from weightsync.types import EngineReply, Manifest
+from weightsync.types import EngineReply, Manifest, in_seconds
 from weightsync.types.deadline import MAX_WAIT_S
 
 
@@ -114,7 +114,7 @@ class AuditedWorker(abc.ABC):
             reading.result(timeout_s)
         except TimeoutError as error:
             raise DeadlineExceededError(
-                f"live weights were not read within {timeout_s:g} s",
+                f"live weights were not read within {in_seconds(timeout_s)}",
                 version=str(served.version),
                 state_left="it goes on",
             ) from error

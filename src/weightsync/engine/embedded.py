@@ -444,7 +444,5 @@ class EmbeddedEngine:
             first = min(errors, key=is_consequence)
             raise as_weightsync_error(first, EngineError, "a worker failed", peer=self._engine_id) from first
         if late := [index for index, call in enumerate(calls) if not call.done()]:
-            raise DeadlineExceededError(
-                f"workers {late} did not answer within {deadline.timeout_s:g} s", peer=self._engine_id
-            )
+            raise DeadlineExceededError(f"workers {late} did not answer within {deadline.said}", peer=self._engine_id)
         return [call.result() for call in calls]

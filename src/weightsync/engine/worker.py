@@ -401,7 +401,7 @@ class EngineWorker(AuditedWorker):
             return session
 
     def _expire(self, session: Session) -> None:
-        why = f"the session did not end within {session.deadline.timeout_s:g} s: the trainer is gone or too slow"
+        why = f"the session did not end within {session.deadline.said}: the trainer is gone or too slow"
         self._fail(session, DeadlineExceededError(why, version=str(session.manifest.version), state_left="aborted"))
 
     def _end(self, session: Session, error: WeightSyncError) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import socket
+import ssl
 from typing import Literal, TypeAlias, get_args
 
 from weightsync.errors import (
@@ -102,6 +104,8 @@ def engine_at(
         kind = kind_at(said, token=token, verify=verify, need=need, timeout_s=timeout_s)
     except EngineUnreachableError as error:
         if said.kind is None:
+            if isinstance(error.__cause__, socket.gaierror | ssl.SSLError):
+                raise  # no kind of engine in the URL would help
             error.message += f" It can't be asked what it is: start it, or write {' or '.join(_named(said.url))}"
             raise
         if must_answer:

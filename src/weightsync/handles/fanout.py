@@ -35,6 +35,7 @@ from weightsync.types import (
     ResumeRequest,
     StageRequest,
     UpdateRequest,
+    in_seconds,
 )
 
 _T = TypeVar("_T")
@@ -104,7 +105,7 @@ class EngineFanout:
         replies, errors = self._all_settled(EngineOp.COMMIT, request, timeout_s)
         if errors:
             raise SyncFailedError(
-                f"commit failed on {sorted(errors)}",
+                f"commit failed on {', '.join(sorted(errors))}",
                 causes=errors,
                 state_left=_after_commit(replies, errors),
             )
@@ -129,7 +130,7 @@ class EngineFanout:
         except TimeoutError:
             silent = [engine_id for engine_id, call in calls.items() if not call.done()]
             raise DeadlineExceededError(
-                f"no answer to {op} from {', '.join(silent)} within {timeout_s:g} s", peer=", ".join(silent)
+                f"no answer to {op} from {', '.join(silent)} within {in_seconds(timeout_s)}", peer=", ".join(silent)
             ) from None
 
     def _whole(
@@ -151,7 +152,7 @@ class EngineFanout:
         def expire() -> None:
             with lock:
                 for who in set(calls) - set(replies) - set(errors):
-                    errors[who] = DeadlineExceededError(f"no answer to {op} within {timeout_s:g} s", peer=who)
+                    errors[who] = DeadlineExceededError(f"no answer to {op} within {in_seconds(timeout_s)}", peer=who)
             fail()
 
         def settle(engine_id: str, call: Future[EngineReply]) -> None:
@@ -280,7 +281,7 @@ def collect(
     errors: dict[str, WeightSyncError] = {}
     for peer, call in calls.items():
         if not call.done():
-            errors[peer] = DeadlineExceededError(f"{late} within {timeout_s:g} s", peer=peer)
+            errors[peer] = DeadlineExceededError(f"{late} within {in_seconds(timeout_s)}", peer=peer)
         elif (error := call.exception()) is not None:
             errors[peer] = _typed(error, peer)
         else:

@@ -23,7 +23,7 @@ from weightsync.handles.releases import since
 from weightsync.handles.vllm_messages import BACKEND, error_in_text
 from weightsync.net.client import JsonClient
 from weightsync.net.messages import encode
-from weightsync.types import Deadline
+from weightsync.types import Deadline, in_seconds
 from weightsync.types.fleet import LEASE_PATH
 
 _T = TypeVar("_T")
@@ -221,7 +221,7 @@ class OfflineVllmApi:
             if call.done():  # vLLM's own
                 raise error_of(str(error), f"{what} failed", peer=self.name) from error
             raise DeadlineExceededError(
-                f"{self.name} did not return from {what} within {timeout_s:g} s", peer=self.name
+                f"{self.name} did not return from {what} within {in_seconds(timeout_s)}", peer=self.name
             ) from None
         except AttributeError as error:
             raise UnsupportedError(

@@ -159,7 +159,9 @@ class Placing:
             elif (why := _misfit(spec, tensor)) is not None:
                 differences.add(spec.name, why, hint=_CAST if spec.dtype != dtype_name(tensor.dtype) else "")
             placed[spec.name] = tensor
-        differences.add_missing((name for name, tensor in live.items() if id(tensor) not in taken), hint=_BUFFERS)
+        missing = {name: id(tensor) for name, tensor in live.items() if id(tensor) not in taken}
+        buffers = set(map(id, self._module.buffers())) if missing else set()
+        differences.add_missing(missing, hint="" if buffers.isdisjoint(missing.values()) else _BUFFERS)
         differences.refuse(lambda: self._own_names(manifest))
         return placed
 
@@ -283,7 +285,9 @@ def _misfit(spec: TensorSpec, tensor: torch.Tensor) -> str | None:
     """Why a tensor of the manifest can't be loaded there; None where it can."""
     if spec.box is not None:
         return "a part of a tensor can't be loaded here"
-    if spec.dtype != dtype_name(tensor.dtype) or spec.shape != tensor.shape:
-        has = spec_of(spec.name, tensor)
-        return f"the trainer sends {spec.dtype} {spec.shape}, the engine's model has {has.dtype} {has.shape}"
-    return None
+    if spec.dtype == dtype_name(tensor.dtype) and spec.shape == tensor.shape:
+        return None
+    has = spec_of(spec.name, tensor)
+    if spec.shape == has.shape:
+        return f"the trainer sends {spec.dtype}, the engine's model has {has.dtype}"
+    return f"the trainer sends {spec.dtype} {spec.shape}, the engine's model has {has.dtype} {has.shape}"

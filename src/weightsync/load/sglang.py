@@ -26,6 +26,8 @@ from weightsync.load.live_plan import LivePiece, LivePlan, held, places
 from weightsync.load.planned import PlannedLoader
 from weightsync.load.vllm_trust import doubts
 from weightsync.load.whole import (
+    OUTPUT_LAYER,
+    SENDS_ONCE,
     TIED,
     check_closed,
     check_complete,
@@ -188,7 +190,8 @@ class Places:
         specs = [taken.get((id(tensor), part)) for part in range(len(parts))]
         if not specs or None in specs:
             lacks = name if not any(specs) else ".".join((*path[:-2], parts[specs.index(None)], path[-1]))
-            raise ManifestMismatchError(f"the manifest lacks {lacks} of the model's tensors", parameter=lacks)
+            hint = f"; {SENDS_ONCE}" if lacks.endswith(OUTPUT_LAYER) else ""
+            raise ManifestMismatchError(f"the trainer does not send {lacks}{hint}", parameter=lacks)
         if self._whole and sum(spec.shape[0] for spec in specs if spec is not None) != tensor.shape[0]:
             first = specs[0]
             assert first is not None

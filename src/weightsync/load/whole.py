@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,48 +15,64 @@ from weightsync.tensors import torch_dtype
 from weightsync.types import Full, Manifest, TensorSpec, Update, Version, dtype_name
 
 MAX_TOLD = 10
-"""Of a manifest that does not fit, so many tensors are named; all are counted."""
+"""Of a manifest that does not fit, so many reasons are told; all tensors are counted."""
+
+_MAX_NAMED = 3
+"""Of one reason's tensors."""
 
 TIED = "tied weights travel once: leave one out, e.g. name_map=lambda name: None if name == 'lm_head.weight' else name"
+
+
+SENDS_ONCE = (
+    "a model whose embeddings are tied sends them once: push model.state_dict(), which has both names, or start the "
+    "engine with tied ones (tie_word_embeddings)"
+)
+OUTPUT_LAYER = "lm_head.weight"
+"""How the name of what is often tied to the embeddings ends."""
 
 
 class Differences:
     """What of a manifest does not fit an engine's model, gathered before a byte moves, and said all at once."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[str, str]] = []
+        self._told: dict[str, list[str]] = {}
         self._hints: dict[str, None] = {}
+        self._first: str | None = None
         self._count = 0
         self._num_missing = 0
         self._strange: list[str] = []
         self._known: Collection[str] = ()
 
-    def add(self, name: str, why: str | Callable[[], str], *, hint: str = "") -> None:
+    def add(self, name: str, why: str, *, hint: str = "") -> None:
         """One tensor.
 
         Args:
             name: the manifest's.
-            why: it does not fit; a function where that takes time to find out, which few tensors are worth.
+            why: it does not fit; said once, with the names of all that have it.
             hint: what to do about it; said once, however many have it.
         """
         self._count += 1
-        if len(self._told) < MAX_TOLD:
-            self._told.append((name, why if isinstance(why, str) else why()))
+        self._first = name if self._first is None else self._first
+        if why in self._told or len(self._told) < MAX_TOLD:
+            self._told.setdefault(why, []).append(name)
             self._hints |= {hint: None} if hint else {}
 
     def add_strange(self, name: str, known: Collection[str]) -> None:
         """One that is none of the model's names, which are `known`."""
         self._strange.append(name)
         self._known = known
-        self.add(
-            name, lambda: no_such_tensor(name, known), hint="name_map= on the trainer's side gives tensors other names"
-        )
+        compared = known if len(self._strange) <= MAX_TOLD else ()  # it takes time, which few tensors are worth
+        self.add(name, no_such_tensor(name, compared), hint="name_map= on the trainer's side gives tensors other names")
 
     def add_missing(self, names: Iterable[str], *, hint: str = "") -> None:
         """The model's tensors that the manifest has not."""
-        for name in sorted(names):
+        missing = sorted(names)
+        if not self._strange and all(name.endswith(OUTPUT_LAYER) for name in missing):
+            hint = SENDS_ONCE
+        why = f"the trainer does not send {'it' if len(missing) == 1 else 'them'}"
+        for name in missing:
             self._num_missing += 1
-            self.add(name, "the manifest lacks it", hint=hint)
+            self.add(name, why, hint=hint)
 
     def refuse(self, names: Callable[[], Collection[str]] = tuple) -> None:
         """Returns where there was none.
@@ -65,24 +81,26 @@ class Differences:
             names: all of the manifest's, where they are to be the model's own; asked for where they are needed.
 
         Raises:
-            ManifestMismatchError: names the first ten, and says how many there are; `parameter` is the first.
+            ManifestMismatchError: says each reason, how many tensors have it, and the first three; `parameter` is the
+                first.
         """
-        if not self._told:
+        if self._first is None:
             return
         if (prefix := self._prefix(names())) is not None:
             what = f"{len(self._strange)} tensors differ: {prefix} on the trainer's side"
             raise ManifestMismatchError(what, parameter=self._strange[0])
         if self._num_missing == self._count:
-            what = f"the manifest lacks {self._count} of the model's tensors: " + ", ".join(
-                name for name, _ in self._told
-            )
+            missing = list(itertools.chain.from_iterable(self._told.values()))
+            what = f"the trainer does not send {self._count} of the model's tensors: {_listed(missing)}"
         elif self._count == 1:
-            what = self._told[0][1]
+            what = next(iter(self._told))
         else:
-            what = f"{self._count} tensors differ: " + "; ".join(f"{name}: {why}" for name, why in self._told)
-        more = self._count - len(self._told)
-        what += f" and {more} more" if more else ""
-        raise ManifestMismatchError("; ".join([what, *self._hints]), parameter=self._told[0][0])
+            what = f"{self._count} tensors differ: " + "; ".join(
+                f"{_listed(those)}: {why}" for why, those in self._told.items()
+            )
+        more = self._count - sum(map(len, self._told.values()))
+        what += f"; and {more} more" if more else ""
+        raise ManifestMismatchError("; ".join([what, *self._hints]), parameter=self._first)
 
     def _prefix(self, names: Collection[str]) -> str | None:
         """Where the remedy makes all names the model's: with something before the strange ones, or without it."""
@@ -99,6 +117,11 @@ class Differences:
         if before and names and all(before + name in known for name in names):
             return f"the engine's names are these with {before!r} before: name_map=lambda name: {before!r} + name"
         return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_of(tensor: torch.Tensor, spec: TensorSpec) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ from weightsync.types import Deadline
 
 _T = TypeVar("_T")
 _NO_HEADERS: Mapping[str, str] = {}
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
+"""What OpenSSL calls an answer in plain text."""
 _PART_BYTES = 1 << 20
 
 
@@ -172,7 +175,7 @@ class JsonClient:
                     ready = stack.enter_context(self._tls.wrap_socket(plain, server_hostname=self._host))
             except OSError as error:
                 raise EngineUnreachableError(
-                    f"can't connect to {self.url}: {error}; does {self._runs} run there?", peer=self.peer
+                    f"can't connect to {self.url}: {self._why(error)}", peer=self.peer
                 ) from error
             with self._lock:
                 if self._closed:
@@ -183,6 +186,13 @@ class JsonClient:
             finally:
                 with self._lock:
                     self._open.discard(ready)
+
+    def _why(self, error: OSError) -> str:
+        if isinstance(error, socket.gaierror):
+            return f"the name {self._host!r} is not known here ({error})"
+        if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+            return f"what answers there speaks no TLS: write {self.url.replace('https', 'http', 1)}"
+        return f"{error}; does {self._runs} run there?"
 
     @contextlib.contextmanager
     def _typed(self, deadline: Deadline, path: str) -> Iterator[None]:
@@ -195,7 +205,7 @@ class JsonClient:
                 raise TransferAbortedError("this client was closed", peer=self.peer) from error
             if isinstance(error, TimeoutError) or deadline.expired:
                 raise DeadlineExceededError(
-                    f"{self.url} did not answer {path} within {deadline.timeout_s:g} s", peer=self.peer
+                    f"{self.url} did not answer {path} within {deadline.said}", peer=self.peer
                 ) from error
             broke = isinstance(error, OSError | http.client.HTTPException)
             what = f"the connection to {self.url} broke during" if broke else f"{self.url} could not be asked for"

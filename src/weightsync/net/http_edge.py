@@ -31,7 +31,8 @@ def checked_url(url: str, *, whose: str) -> str:
             "URL is not shown here)"
         )
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{whose} URL starts with http:// or https://, not {url!r}")
+        hint = "" if not url or "://" in url else f": write http://{url}"
+        raise ConfigError(f"{whose} URL starts with http:// or https://, not {url!r}{hint}")
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""

@@ -222,7 +222,7 @@ class _Told:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, min(pause_s, deadline.remaining_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return why or f"it does not serve it within {round(deadline.timeout_s, 1):g} s{self._because()}"
+        return why or f"it does not serve it within {deadline.said}{self._because()}"
 
     def close(self) -> None:
         with self._changed:

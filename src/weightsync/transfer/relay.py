@@ -146,7 +146,7 @@ class RelaySource:
             elif reading.deadline.expired:
                 swarm.fail(
                     DeadlineExceededError(
-                        f"not every block came within {reading.deadline.timeout_s:g} s", peer=self.source.endpoint
+                        f"not every block came within {reading.deadline.said}", peer=self.source.endpoint
                     )
                 )
             else:

@@ -75,7 +75,7 @@ class StoreSource:
         for stream in streams:
             stream.join(deadline.remaining_s + 1.0)
         if any(stream.is_alive() for stream in streams):
-            failed.append(DeadlineExceededError(f"{self.blob.key} did not come within {deadline.timeout_s:g} s"))
+            failed.append(DeadlineExceededError(f"{self.blob.key} did not come within {deadline.said}"))
             for stream in streams:
                 stream.join()  # its call has the store's own deadline, and it writes into the caller's memory
         if failed:

@@ -316,7 +316,7 @@ def wait_in_kernel(connection: socket.socket, timeout_s: float) -> None:
 
 
 def _late(deadline: Deadline) -> str:
-    return f"not every block came within {deadline.timeout_s:g} s"
+    return f"not every block came within {deadline.said}"
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

@@ -4,6 +4,7 @@ from weightsync.types.adapter import Adapter as Adapter
 from weightsync.types.adapter import Base as Base
 from weightsync.types.chunk import WeightChunk as WeightChunk
 from weightsync.types.deadline import Deadline as Deadline
+from weightsync.types.deadline import in_seconds as in_seconds
 from weightsync.types.dtypes import dtype_name as dtype_name
 from weightsync.types.dtypes import itemsize_bytes as itemsize_bytes
 from weightsync.types.dtypes import target_dtype as target_dtype

@@ -28,6 +28,11 @@ def check_wait_s(name: str, seconds: float, *, may_be_0: bool = False) -> float:
     return seconds
 
 
+def in_seconds(seconds: float) -> str:
+    """A time for a message, without the digits that nobody measured: what is left of a deadline has many."""
+    return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
 class Deadline:
     """A moment after which an operation has failed.
 
@@ -47,6 +52,11 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     @property
+    def said(self) -> str:
+        """The time that it had, for a message."""
+        return in_seconds(self.timeout_s)
+
+    @property
     def expired(self) -> bool:
         """Whether nothing is left."""
         return self.remaining_s == 0.0
@@ -59,5 +69,5 @@ class Deadline:
         """
         left = self.remaining_s
         if left <= 0:
-            raise DeadlineExceededError(f"no {waiting_for} within {self.timeout_s:g} s", **facts)  # type: ignore[arg-type]
+            raise DeadlineExceededError(f"no {waiting_for} within {self.said}", **facts)  # type: ignore[arg-type]
         return left

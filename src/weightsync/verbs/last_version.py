@@ -50,11 +50,7 @@ class LastVersion:
             try:
                 self._manager.wait_published(self._version.number, timeout_s=self._some_of(seconds))
             except DeadlineExceededError:
-                return (
-                    {_AGENT: f"not proved within {round(self._deadline.timeout_s, 1):g} s"}
-                    if self._deadline.expired
-                    else None
-                )
+                return {_AGENT: f"not proved within {self._deadline.said}"} if self._deadline.expired else None
             except StateError as error:
                 return {_AGENT: error.message}
             self._first = Deadline(min(_FIRST_S, self._deadline.remaining_s))
@@ -68,7 +64,7 @@ class LastVersion:
         if behind == () or (behind is None and self._first.expired):
             return {}
         if self._deadline.expired:
-            return dict.fromkeys(behind or (), f"not fetched within {round(self._deadline.timeout_s, 1):g} s")
+            return dict.fromkeys(behind or (), f"not fetched within {self._deadline.said}")
         return None
 
     def _some_of(self, seconds: float) -> float:

@@ -133,3 +133,11 @@ def test_a_wrong_token_is_2_as_of_every_command() -> None:
     with contextlib.closing(server):
         code, text = doctor(server.start())
     assert (code, "AuthError" in text) == (2, True)
+    assert "--token or the variable WEIGHTSYNC_TOKEN" in text, "seen red: token=, which is no option"
+    assert "token=" not in text
+
+
+def test_the_help_names_every_engine() -> None:
+    """Seen red: of SGLang's there was no word."""
+    result = CliRunner().invoke(app, ["doctor", "--help"], env={"COLUMNS": "400", "NO_COLOR": "1"})
+    assert "sglang+http://..." in result.output

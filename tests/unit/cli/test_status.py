@@ -168,6 +168,12 @@ def test_no_controller_is_3_and_a_wrong_call_is_2(tmp_path: Path) -> None:
         assert code == 3, error
 
 
+def test_a_place_without_a_scheme_is_told_what_to_write() -> None:
+    """Seen red: it was told how a URL begins."""
+    code, _, error = run("127.0.0.1:18100")
+    assert (code, error.strip().endswith("not '127.0.0.1:18100': write http://127.0.0.1:18100")) == (2, True), error
+
+
 def test_tokens(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
@@ -176,6 +182,7 @@ def test_tokens(tmp_path: Path) -> None:
         assert (code, text) == (2, "")
         assert "AuthError" in error
         assert TOKEN not in error
+        assert "; give it by --token or the variable WEIGHTSYNC_TOKEN" in error, "seen red: how was not said"
         assert run(server.url, "--token", "another-token-that-is-wrong")[0] == 2
         assert run(server.url, "--token-file", str(file))[0] == 0
         assert run(server.url, WEIGHTSYNC_TOKEN=TOKEN)[0] == 0

@@ -102,6 +102,7 @@ def test_a_wrong_token_is_the_users(served: tuple[nn.Linear, str]) -> None:
     """Seen red with the code 3, as of an engine that nobody can tell of."""
     code, text = invoke(served[1], "--token", "another-token-for-tests")
     assert (code, text.startswith("AuthError: ")) == (2, True), text
+    assert text.count("--token or the variable WEIGHTSYNC_TOKEN") == 1, "seen red: token=, which is no option"
 
 
 @pytest.mark.parametrize("scheme", ["http", "vllm+http", "sglang+http", "weightsync+http"])

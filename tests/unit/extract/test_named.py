@@ -48,6 +48,14 @@ def test_names_lose_what_wrappers_put_into_them_and_tied_tensors_come_once() -> 
     assert [spec.name for spec in NamedTensorsExtractor(iter(pairs)).metadata()] == ["a.w"]
 
 
+def test_a_state_dict_gives_tied_weights_under_both_names() -> None:
+    """As the advice for an engine whose output layer is its own says."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight  # type: ignore[assignment]
+    specs = NamedTensorsExtractor(model.state_dict()).metadata()
+    assert [spec.name for spec in specs] == ["0.weight", "1.weight"]
+
+
 def test_later_changes_of_the_weights_are_seen_and_later_tensors_are_not() -> None:
     model = nn.Linear(2, 2)
     extractor = NamedTensorsExtractor(model.named_parameters(), name_map=lambda name: None if name == "bias" else name)

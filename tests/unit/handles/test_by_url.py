@@ -136,3 +136,28 @@ def test_an_engine_that_is_not_there_yet() -> None:
     assert isinstance(handle, VllmEngine)
     assert handle.engine_id == url
     handle.close()
+
+
+@pytest.mark.parametrize("kind", ["", "vllm+", "weightsync+"])
+def test_https_where_no_tls_is_spoken_is_told_the_cure(ours: str, kind: str) -> None:
+    """Seen red: OpenSSL's WRONG_VERSION_NUMBER, and the advice to write vllm+https://."""
+    secure = ours.replace("http", "https")
+    with pytest.raises(EngineUnreachableError) as caught:
+        engine_at(f"{kind}{secure}")
+    assert str(caught.value) == f"can't connect to {secure}: what answers there speaks no TLS: write {ours}"
+
+
+@pytest.mark.parametrize("kind", ["", "vllm+"])
+def test_a_name_that_is_not_known_is_told_as_such(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it was asked whether an engine runs there, and advised to write vllm+http://."""
+
+    def unknown(*_: object, **__: object) -> object:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    with pytest.raises(EngineUnreachableError) as caught:
+        engine_at(f"{kind}http://nowhere.example:1")
+    assert "the name 'nowhere.example' is not known here (" in str(caught.value)
+    assert not any(words in str(caught.value) for words in ("run there", "sglang", "start it"))
+    if kind:
+        engine_at(f"{kind}http://nowhere.example:1", must_answer=False).close()  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ def manifest_of(model: Any) -> Manifest:
     [
         ({"rank": 16}, "rank 16, here it has 8"),
         ({"use_rslora": True}, "scaling"),
-        ({"target_modules": ["q_proj"]}, "lacks"),
+        ({"target_modules": ["q_proj"]}, "does not send 24"),
         ({"modules_to_save": ["norm"]}, "no such tensor"),
     ],
 )

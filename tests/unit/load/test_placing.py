@@ -136,3 +136,24 @@ def test_nothing_is_kept_alive() -> None:
     gone = weakref.ref(module[1].weight)
     module[1].weight = nn.Parameter(torch.zeros(4, 4))
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("left_out", "hint"),
+    [
+        ("2.running_mean", "named_parameters() has no buffers"),
+        ("2.weight", None),
+        ("1.lm_head.weight", "sends them once: push model.state_dict()"),
+    ],
+)
+def test_what_is_missing_is_said_in_words_that_fit(left_out: str, hint: str | None) -> None:
+    """Seen red: the advice for buffers came with every missing parameter, and none where the output layer was."""
+    module = model()
+    module[1].lm_head = nn.Linear(4, 5, bias=False)
+    specs = tuple(spec for spec in manifest_of(module).tensors if spec.name != left_out)
+    manifest = Manifest(version=Version(run_id="r", number=1), model_id="m", tensors=specs)
+    with pytest.raises(ManifestMismatchError) as caught:
+        placing_of(module).place(manifest, swapped=False)
+    said, _, advice = caught.value.message.partition("; ")
+    assert said == f"the trainer does not send 1 of the model's tensors: {left_out}"
+    assert advice == "" if hint is None else hint in advice

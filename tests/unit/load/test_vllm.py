@@ -77,7 +77,7 @@ def test_a_whole_checkpoint_is_taken() -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "words"),
     [
-        ("model.norm.weight", None, r"lacks 1 of the model's tensors: model.norm.weight \["),
+        ("model.norm.weight", None, r"the trainer does not send 1 of the model's tensors: model.norm.weight \["),
         ("model.layers.0.self_attn.q_proj.bias", torch.zeros(8).bfloat16(), "no such tensor"),
         ("model.norm.weight", torch.zeros(9).bfloat16(), r"the engine's model has \(8,\)"),
         ("model.norm.weight", torch.zeros(8), "would convert"),
@@ -108,7 +108,7 @@ def test_all_that_differs_is_said_at_once() -> None:
         "model.layers.0.input_layernorm.weight: the trainer sends float32, vLLM serves this model as bfloat16",
         "model.norm.weight: the trainer sends (9,), the engine's model has (8,)",
         "head.weight: the engine's model has no such tensor",
-        "lm_head.weight: the manifest lacks it",
+        "lm_head.weight: the trainer does not send it",
     ):
         assert words in text
     assert text.count("name_map=") == text.count("send bfloat16 (dtype=") == 1

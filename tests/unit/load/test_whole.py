@@ -73,3 +73,29 @@ def test_a_prefix_explains_no_shape() -> None:
     differences.add("b", "the trainer sends (2,), the engine's model has (3,)")
     with pytest.raises(ManifestMismatchError, match="has no such tensor"):
         differences.refuse()
+
+
+def test_a_reason_is_said_once_with_the_first_names_and_a_count() -> None:
+    """Seen red: the same sentence for each of ten tensors, in a line of 1,600 characters."""
+    differences, known = Differences(), [f"layers.{index}.k.weight" for index in range(25)]
+    for name in known:
+        differences.add(name, "the trainer sends float32, the engine's model has bfloat16", hint="send bfloat16")
+    differences.add("norm", "the trainer sends (2,), the engine's model has (3,)")
+    differences.add_missing(["a", "b"])
+    with pytest.raises(ManifestMismatchError) as caught:
+        differences.refuse()
+    assert caught.value.message == (
+        "28 tensors differ: layers.0.k.weight, layers.1.k.weight, layers.2.k.weight and 22 more: the trainer sends "
+        "float32, the engine's model has bfloat16; norm: the trainer sends (2,), the engine's model has (3,); a, b: "
+        "the trainer does not send them; send bfloat16"
+    )
+    assert caught.value.parameter == "layers.0.k.weight"
+
+
+def test_of_many_reasons_ten_are_said() -> None:
+    differences = Differences()
+    for index in range(12):
+        differences.add(f"{index}", f"reason {index}")
+    with pytest.raises(ManifestMismatchError, match=r"12 tensors differ: .*; 9: reason 9; and 2 more ") as caught:
+        differences.refuse()
+    assert caught.value.parameter == "0"

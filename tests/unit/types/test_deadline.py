@@ -27,3 +27,15 @@ def test_a_deadline_that_has_passed(timeout_s: float) -> None:
     assert Deadline(timeout_s).expired
     with pytest.raises(DeadlineExceededError):
         Deadline(timeout_s).check("anything")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (29.9745, "30 s"), (9.97544, "10 s"), (9.94, "9.9 s"), (2.5, "2.5 s"), (0.9999, "1 s"), (0.1234, "0.12 s"),
+        (300, "300 s"), (604800.0, "604800 s"),
+    ],
+)  # fmt: skip
+def test_a_time_is_said_without_digits_that_nobody_measured(seconds: float, said: str) -> None:
+    """Seen red: "did not answer within 29.9745 s"."""
+    assert Deadline(seconds).said == said

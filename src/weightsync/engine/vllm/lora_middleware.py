@@ -70,7 +70,7 @@ from weightsync.handles.lora_messages import (
 from weightsync.memory import PrivateFolder
 from weightsync.net.messages import decode, encode
 from weightsync.net.origin import host_names
-from weightsync.types import Deadline
+from weightsync.types import Deadline, in_seconds
 
 EXPECTED_VARIABLE = "WEIGHTSYNC_ADAPTERS"
 """Models, by commas, whose requests are refused (503) before they have an adapter, e.g. after a restart: vLLM itself
@@ -283,7 +283,9 @@ class LoraMiddleware:
         done, _ = await asyncio.wait({loading}, timeout=deadline.remaining_s)
         if not done:
             self._table.drop(order.session)
-            raise DeadlineExceededError(f"{inside.engine} did not load {held.name} within {order.deadline_s:g} s")
+            raise DeadlineExceededError(
+                f"{inside.engine} did not load {held.name} within {in_seconds(order.deadline_s)}"
+            )
         loading.result()
 
     async def _load_now(self, held: Held, inside: Inside, facts: VllmFacts) -> None:
