@@ -25,11 +25,12 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.host import model_updater
+from weightsync.host.fleet_model import FleetModel
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
 from weightsync.net.places import Places
-from weightsync.types import EngineOp
+from weightsync.types import EngineOp, Version
 
 __all__ = ["world"]
 
@@ -194,6 +195,39 @@ def test_an_agent_that_is_gone_gives_way_to_one_that_has_the_run(world: World) -
     world.agents[NEW].number = 2
     assert world.notify(OLD, "r1", 2).version == 2
     assert world.senders_of_pulls[-1] == NEW
+
+
+def test_a_fleet_hears_soon_that_nobody_has_a_version_any_more(world: World, tmp_path: Path) -> None:
+    """Its trainer has died after engines could not load it. Seen red: it was pulled for `pull_timeout_s` from a port at
+    which nobody answered, and the fleet waited."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("not up yet")
+    lease = ServingLease(str(tmp_path / "lease"))
+    world.serve("a", controller="http://127.0.0.1:9", lease=lease, pull_timeout_s=600.0)
+    model = world.service._models[MODEL]
+    assert isinstance(model, FleetModel)
+    world.engines["a"].dead, world.agents[OLD].raises = True, None
+    version = Version(run_id="r1", number=1)
+    model.prepare(version, OLD)
+    wait_until(lambda: "a" in world.status.errors, "it could not be loaded")
+    world.agents[OLD].raises = EngineUnreachableError("gone")
+    world.engines["a"].dead = False
+    claim = model.prepare(version, OLD)
+    wait_until(lambda: OLD in world.status.sender_errors, "it was asked")
+    assert model.prepared(claim) is None, "it may come back"
+    world.skip(world.service.config.patience_s)
+
+    def denied() -> bool:
+        try:
+            return model.prepared(claim) is not None
+        except NotPublishedError as error:
+            return "does not answer, and nobody has r1/1 any more" in str(error)
+
+    wait_until(denied, "it is told")
+    wait_until(lambda: "nobody has r1/1 any more" in world.status.errors.get("pull", ""), "the pull has ended")
+    world.agents[OLD].raises = None
+    model.prepare(version, OLD)
+    wait_until(lambda: model.permit.staged == version, "it has come back")
 
 
 def test_a_false_number_delays_no_true_one(world: World) -> None:
