@@ -418,7 +418,7 @@ class ModelUpdater:
                 self._followed.pulled(target.endpoint, pulled.version, pulled.incarnation)
             loading_s = now_s()
             self._note(
-                state="loading", retrying=None, num_pulled=self._status.num_pulled + 1, pull_s=loading_s - began_s,
+                state="loading", retrying=None, fetched=str(pulled.version), num_pulled=self._status.num_pulled + 1, pull_s=loading_s - began_s,
                 transport=pulled.transport, num_deltas=pulled.num_deltas, received_bytes=pulled.received_bytes,
                 total_bytes=pulled.manifest.total_bytes, received_from=dict(pulled.received_from),
                 because=pulled.because,
