@@ -31,7 +31,7 @@ from weightsync.host.pulls import Pulls
 from weightsync.host.relay import Relay
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
-from weightsync.host.sync_report import kind_of, tell_served
+from weightsync.host.sync_report import came, kind_of, tell_served
 from weightsync.host.upstream import Upstream
 from weightsync.observe import Metrics, Recorder, now_s
 from weightsync.types import Deadline, EngineHandle, Version
@@ -330,6 +330,9 @@ class ModelUpdater:
                     return
             try:
                 self.engines.look()
+                with self._changed:
+                    if (errors := self.engines.standing(self._status.errors)) != self._status.errors:
+                        self._note(errors=errors)
             except Exception:  # a bug: this thread must outlive it
                 _logger.exception("model %s: engines could not be asked what they serve", self.model_id)
 
@@ -418,10 +421,8 @@ class ModelUpdater:
                 self._followed.pulled(target.endpoint, pulled.version, pulled.incarnation)
             loading_s = now_s()
             self._note(
-                state="loading", retrying=None, fetched=str(pulled.version), num_pulled=self._status.num_pulled + 1, pull_s=loading_s - began_s,
-                transport=pulled.transport, num_deltas=pulled.num_deltas, received_bytes=pulled.received_bytes,
-                total_bytes=pulled.manifest.total_bytes, received_from=dict(pulled.received_from),
-                because=pulled.because,
+                state="loading", retrying=None, num_pulled=self._status.num_pulled + 1, pull_s=loading_s - began_s,
+                **came(pulled),
             )  # fmt: skip
             loaded = self.engines.load(pulled, Deadline(self._config.load_timeout_s))
         if not loaded.errors:
@@ -435,7 +436,7 @@ class ModelUpdater:
         with self._changed:
             self._followed.loaded()
         version, done_s = pulled.version, now_s()
-        pull_s, load_s = loading_s - began_s, done_s - loading_s
+        pull_s, load_s = loading_s - began_s, max(0.0, done_s - loading_s - loaded.held_s)
         tell_served(self.model_id, self._metrics, pulled, loaded, pull_s=pull_s, load_s=load_s)
         if self._on_served is not None:
             try:
