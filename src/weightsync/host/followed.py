@@ -246,6 +246,10 @@ class FollowedRun:
         now_s, patience_s = self._clock(), self._patience_s
         return nobody_has(wanted, self.agents, since_s=since_s, now_s=now_s, patience_s=patience_s)
 
+    def is_over(self, wanted: Target | None) -> bool:
+        """Whether its trainer has ended in order, and nobody else has it."""
+        return wanted is not None and self.agents[wanted.endpoint].ended and bool(self.nobody_has(wanted, since_s=0.0))
+
     def is_sure_of(self, version: Version) -> bool:
         """Whether what is served under that name may be a success: nobody vouches for what was taken over before an
         agent, or a controller, has said so."""

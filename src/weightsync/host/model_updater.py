@@ -41,8 +41,8 @@ from weightsync.types.service import ModelStatus
 LOOK_EVERY_S = 5.0
 _RETRY_S = 0.5
 _LONGEST_RETRY_S = 10.0
-_LOST_S = 60.0
-"""From one try to the next of what nobody has any more, where no agent says something new."""
+_OVER_S = 60.0
+"""From one try to the next where the trainer has ended in order, and no agent says something new."""
 _CLOSE_S = 15.0
 CLOCK = time.monotonic
 
@@ -302,9 +302,6 @@ class ModelUpdater:
         with self._changed:
             return self._followed.target(self.engines.served(), self.engines.answering())
 
-    def _is_lost(self, target: Target | None) -> bool:
-        return target is not None and self._followed.nobody_has(target, since_s=0.0) is not None
-
     def _at_least(self, target: Target, tried_s: float) -> Version:
         """What a pull for a target has to bring by now; `tried_s`: it has failed since then; 0: not yet.
 
@@ -368,13 +365,13 @@ class ModelUpdater:
                 self._num_failed += bool(errors)
                 self._note(state="waiting" if errors else "idle", errors=errors, retrying=None)
                 if errors:  # the failed ones are tried again, by and by, or when there is something else to do
-                    lost = self._is_lost(target)
+                    over = self._followed.is_over(target)
                     self._changed.wait_for(
                         lambda: (
                             self._closed or self._followed.count > count or self._target() != target  # noqa: B023
-                            or (lost and not self._is_lost(target))  # noqa: B023
+                            or (over and not self._followed.is_over(target))  # noqa: B023
                         ),
-                        _LOST_S if lost else retry_s,
+                        _OVER_S if over else retry_s,
                     )  # fmt: skip
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S) if errors else _RETRY_S
 
