@@ -24,6 +24,7 @@ from weightsync.config import WeightSyncConfig
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import AuthError, ConfigError, MissingDependencyError, UnsupportedError, WeightSyncError
 from weightsync.handles.fanout import in_thread
+from weightsync.host.member import TOKEN_HINT
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
@@ -291,7 +292,9 @@ def _ask_controller(url: str, models: Sequence[str], *, token: str | None, verif
             status = client.call("GET", "/status", dict[str, Any], timeout_s=_ASK_S)
         except UnsupportedError as error:  # one of our own faces
             raise ConfigError(f"{url} is no controller: {error.message}") from error
-        except (AuthError, ConfigError):
+        except AuthError as error:
+            raise AuthError(f"the controller at {url} lends no lease: {error.message}{TOKEN_HINT}", peer=url) from error
+        except ConfigError:
             raise
         except WeightSyncError:  # the first heartbeat says so
             return
