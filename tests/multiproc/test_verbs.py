@@ -6,6 +6,7 @@ Everything is a process of its own, and what may die is killed: the host, the en
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import re
@@ -351,15 +352,17 @@ def test_a_wrong_port_in_to_and_a_wrong_token_of_a_controller_are_told_by_their_
     to = f"http://127.0.0.1:{free_port()}"
     with weightsync.publish(build(5), "actor", to=to, token=TOKEN, port=0):
         assert "does a weightsync rollout service or controller run there" in caplog.text
-    settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": 0}})
+    port, said = free_port(), "it was sent --token, the variable WEIGHTSYNC_TOKEN"
+    settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": port}})
     served = {"actor": build(99, dtype=torch.bfloat16)}
-    with (
-        build_controller(settings, token=TOKEN) as controller,
-        weightsync.serve(
-            served, token=f"not-{TOKEN}", port=0, controller=controller.url, lease=str(tmp_path / "lease")
-        ),
-    ):
-        wait_until(lambda: "it was sent --token, the variable WEIGHTSYNC_TOKEN" in caplog.text, "it is said", _LONG_S)
+    begin = functools.partial(
+        weightsync.serve, served, token=f"not-{TOKEN}", port=0, controller=f"http://127.0.0.1:{port}",
+        lease=str(tmp_path / "lease"),
+    )  # fmt: skip
+    with begin(), build_controller(settings, token=TOKEN):
+        wait_until(lambda: said in caplog.text, "it is said", _LONG_S)
+    with build_controller(settings, token=TOKEN), pytest.raises(AuthError, match=said):
+        begin()
 
 
 def test_a_controller_in_place_of_hosts_is_told_and_its_fleet_has_the_last_version(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ ELSEWHERE = {
     "trainer/agent_process": "multiproc/test_offload_agent.py",
     "trainer/agent_run": "multiproc/test_agent_channel.py",
     "trainer/checks": "multiproc/test_offload.py",
-    "trainer/notifier": "multiproc/test_verbs.py",
     # Adapters in vLLM: the middleware's parts by its own test, the rest in a real server.
     "engine/vllm/adapter_table": "unit/engine/vllm/test_lora_middleware.py",
     "engine/vllm/answers": "unit/engine/vllm/test_version_middleware.py",

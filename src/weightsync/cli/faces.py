@@ -134,7 +134,7 @@ class Face:
             )
             for name, model in service.models.items()
         )  # fmt: skip
-        heads = ("model", "served", "from", "state", "engines", "last version")
+        heads = ("model", "served", "pulls from", "state", "engines", "last version")
         return Seen(facts=worst_first(found), tables=(table("Models", heads, rows),), raw=service)
 
     def _ask_agent(self, timeout_s: float) -> Seen:

@@ -182,13 +182,15 @@ def _watch(running: Service, stop: threading.Event) -> None:
     while not stop.wait(_LOOK_S):
         seen = running.status()
         lacks = None if seen.lease is None else seen.lease.why_none
-        troubles.setdefault("", _Trouble()).look("engines answer nobody", lacks or "")
+        troubles.setdefault("", _Trouble()).look("engines answer nobody", lacks or "", over="engines answer again")
         for model_id, status in seen.models.items():
             now = f"{status.run_id}/{status.version}" if status.version is not None and status.state == "idle" else ""
             if now and served.get(model_id) != now:
                 served[model_id] = now
                 print(f"{model_id} serves {now}: {_how(status, told)}", flush=True)
-            troubles.setdefault(model_id, _Trouble()).look(model_id, _trouble(status))
+            troubles.setdefault(model_id, _Trouble()).look(
+                model_id, _trouble(status), over=f"{model_id}: it came right"
+            )
             if time.monotonic() - last_s > _PROGRESS_S and (line := running.progress(model_id)) is not None:
                 last_s = time.monotonic()
                 print(f"{model_id}: {line}", flush=True)
@@ -206,10 +208,12 @@ class _Trouble:
         self._since_s: float | None = None
         self._next_s = _FIRST_S
 
-    def look(self, whose: str, trouble: str) -> None:
-        """What is wrong now; empty: nothing is."""
+    def look(self, whose: str, trouble: str, *, over: str = "") -> None:
+        """What is wrong now; empty: nothing is, and `over` is said where it was said before."""
         now_s = self._clock()
         if not trouble:
+            if over and self._next_s > _FIRST_S:
+                print(over, flush=True)
             self._since_s, self._next_s = None, _FIRST_S
             return
         self._since_s = now_s if self._since_s is None else self._since_s

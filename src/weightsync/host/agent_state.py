@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 
 from weightsync.errors import NotPublishedError, WeightSyncError
 from weightsync.types import Version
@@ -22,6 +22,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 _MAX_CLAIMS = 256
 """Of one agent; another agent's never give way to them."""
 _DOUBT_S = 120.0
+_GONE = "the trainer's agent is gone, or cut off"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,10 @@ class Target:
 
     version: Version
     endpoint: str
+
+    def gave_way(self, now: Target) -> bool:
+        """Whether another run, or another agent, took its place."""
+        return (now.endpoint, now.version.run_id) != (self.endpoint, self.version.run_id)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +114,7 @@ class AgentState:
         why: what it said last.
         error: why it could not be asked last; None: it could.
         ended: it has said last that its trainer has closed it: that it answers no more is no failure.
+        gone_s: since when and until when, as far as is known, nobody answers there; None: somebody does, or may.
         coming: what it is about to have, as it has said last.
         broken: a pull from it has failed, and none succeeded since.
         claims: what is waited for.
@@ -129,6 +135,7 @@ class AgentState:
         self.why = "it was not asked yet"
         self.error: str | None = None
         self.ended = False
+        self.gone_s: tuple[float, float] | None = None
         self.coming: Version | None = None
         self.broken = False
         self.lasting = False
@@ -141,6 +148,19 @@ class AgentState:
     def struggles(self) -> bool:
         """Whether others come first."""
         return self.broken or self.error is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its trainer has closed it in order, and nobody waits for what it has never had."""
+        lacks = any(not is_in(claim.version, self.newest) for claim in self.claims)
+        return self.ended and self.error is not None and not lacks
+
+    def is_lost(self, since_s: float, now_s: float, patience_s: float) -> bool:
+        """Whether it was looked for since then, and is not going to answer: its trainer has closed it, or nobody has
+        answered there for so long since then."""
+        if self.gone_s is None or self.gone_s[1] < since_s:
+            return False
+        return self.ended or now_s - max(self.gone_s[0], since_s) >= patience_s
 
     def has(self, run_id: str | None) -> bool:
         """Whether it has named that run last."""
@@ -177,6 +197,7 @@ class AgentState:
         """It was asked at `asked_s`, and names that version, or none yet."""
         before, self.newest = self.newest, newest or self.newest
         self.asked_s, self.error, self.why = max(asked_s, self.asked_s), None, f"it has {newest or 'nothing yet'}"
+        self.gone_s = None
         self.not_before_s = asked_s + SHORTEST_S
         if newest is not None and newest != before:
             goes_on = before is None or (newest.run_id == before.run_id and newest.number > before.number)
@@ -187,6 +208,19 @@ class AgentState:
             self.pause(now_s)
         elif asked.wait_s:
             self.pause_s = 0.0
+
+    def unheard(self, why: str, now_s: float, *, gone: bool, late: bool) -> str:
+        """It could not be asked, see `FollowedRun.not_heard`. Why, in words for an operator."""
+        self.ended = self.ended and gone
+        self.gone_s = ((self.gone_s or (now_s,))[0], now_s) if gone and not late else None
+        if self.ended:
+            return "its trainer has ended"
+        return f"{_GONE}: {why}" if gone and self.newest is not None else why
+
+    def is_news(self, why: str) -> bool:
+        """Whether that differs from its error in more than details."""
+        kinds = {said.removeprefix(f"{_GONE}: ").partition(":")[0] for said in (self.error, why) if said is not None}
+        return self.error is None or len(kinds) > 1
 
     def pause(self, now_s: float, *, longest: bool = False) -> None:
         """It has said nothing new, or nothing: the pause before the next request grows, up to `poll_s`."""
@@ -234,3 +268,23 @@ class AgentState:
 def is_in(version: Version, newest: Version | None) -> bool:
     """Whether who has `newest` needs that version no more."""
     return newest is not None and version.run_id == newest.run_id and version.number <= newest.number
+
+
+def nobody_has(
+    wanted: Target, agents: Mapping[str, AgentState], *, since_s: float, now_s: float, patience_s: float
+) -> NotPublishedError | None:
+    """That this agent is lost, see `AgentState.is_lost`, and no other one has that version; None: some may."""
+    lost = {who: each.is_lost(since_s, now_s, patience_s) for who, each in agents.items()}
+    others = any(not lost[who] and is_in(wanted.version, each.newest) for who, each in agents.items())
+    if others or not lost[wanted.endpoint]:
+        return None
+    agent = agents[wanted.endpoint]
+    what, why = ("has ended", "") if agent.ended else ("does not answer", f" ({agent.why})")
+    return NotPublishedError(
+        f"the trainer at {wanted.endpoint} {what}, and nobody has {wanted.version} any more: start a trainer{why}"
+    )
+
+
+def lowest(served: Iterable[Version | None], run_id: str) -> int:
+    """The lowest number of that run that one of them is; -1 where one is none of it, or there are none."""
+    return min((each.number if each is not None and each.run_id == run_id else -1 for each in served), default=-1)

@@ -10,12 +10,14 @@ A service that is in no fleet has no gate, and its engines wait for nobody.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from weightsync.errors import DeadlineExceededError, TransferAbortedError
 from weightsync.host.agent_state import is_in
 from weightsync.types import Deadline, Version
 
+CLOCK = time.monotonic
 _ENDS = "the service ends"
 
 
@@ -131,12 +133,15 @@ class PendingCommit:
         version: which.
         why: why it is aborted; None: it is not.
         passed: whether some engine commits it, or has.
+        held_s: for so long all had staged it before one passed.
     """
 
     def __init__(self, permit: CommitGate, version: Version, num_engines: int) -> None:
         self.version = version
         self.why: str | None = None
         self.passed = False
+        self.held_s = 0.0
+        self._complete_s: float | None = None
         self._permit = permit
         self._changed, self._tell = permit._changed, permit._tell
         self._num_missing = num_engines
@@ -155,6 +160,8 @@ class PendingCommit:
         """
         with self._changed:
             self._num_missing -= 1
+            if self._num_missing <= 0:
+                self._complete_s = CLOCK()
             self._tell()
             while self.why is not None or not self._permit.allows(self.version):
                 if self.why is not None:
@@ -166,6 +173,8 @@ class PendingCommit:
                         "it is staged, and nobody said that it may be committed",
                         version=str(self.version), state_left="serving as before",
                     )  # fmt: skip
+            if not self.passed and self._complete_s is not None:
+                self.held_s = CLOCK() - self._complete_s
             self.passed = True
 
     def failed(self, why: str) -> None:

@@ -50,6 +50,7 @@ class GroupReport:
         checksums: engines' own, of their live weights, by engine; of those that have one.
         full_because: why engines were given all of it, though deltas brought it, by engine.
         canaries: what engines answered to the trainer's canary, by engine; of those that were asked one.
+        held_s: for so long all had staged it, and in a fleet it might not be committed yet.
         written: how many elements engines have written in place, those alone that did not write all of them.
     """
 
@@ -64,6 +65,7 @@ class GroupReport:
     full_because: dict[str, str] = dataclasses.field(default_factory=dict)
     canaries: dict[str, CanaryReading] = dataclasses.field(default_factory=dict)
     written: int = 0
+    held_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,6 +200,7 @@ class EngineGroup(ServedVersions):
             bytes_are_wrong=any(isinstance(error, DigestMismatchError) for error in failed.values()),
             paused_s=max((report.paused_s for report in reports.values()), default=0.0),
             num_chunks=max((report.num_chunks for report in reports.values()), default=0),
+            held_s=0.0 if hold is None else hold.held_s,
             unprovable=self.unprovable(),
             num_patched=sum(report.patched for report in reports.values()),
             checksums=self._sums(staged.version),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsync.errors import StateError
-from weightsync.host.agent_state import Claim, is_in
+from weightsync.host.agent_state import Claim, Target, is_in
 from weightsync.host.commit_gate import CommitGate
 from weightsync.host.model_updater import ModelUpdater
 from weightsync.host.sync_report import late
@@ -35,6 +35,7 @@ class FleetModel(ModelUpdater):
         """What every engine has staged, or serves, of that claim's run, from its version on; None: not yet.
 
         Raises:
+            NotPublishedError: its agent has ended, or does not answer for `patience_s`, and nobody else has it.
             WeightSyncError: see `settled`.
         """
         version = claim.version
@@ -42,6 +43,10 @@ class FleetModel(ModelUpdater):
             staged = self.permit.staged
             if is_in(version, staged):
                 return staged
+            here = self._pulls.moving or (claim.checked and self.serves(version))
+            lost = self._followed.nobody_has(Target(version=version, endpoint=claim.endpoint), since_s=claim.began_s)
+            if lost is not None and not here and claim.error is None:
+                raise lost
             return self.served if self.settled(claim) else None
 
     def is_there(self, claim: Claim) -> bool:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from weightsync.errors import NotPublishedError, TransferAbortedError, VersionError
 from weightsync.host.adoption import ANOTHER_INCARNATION, Adoption, Verdict, published_anew
-from weightsync.host.agent_state import OVERDUE_S, TURNS, AgentState, Ask, Claim, Target, is_in
+from weightsync.host.agent_state import OVERDUE_S, TURNS, AgentState, Ask, Claim, Target, is_in, lowest, nobody_has
 from weightsync.objects.urls import is_store_url
 from weightsync.types import Version
 from weightsync.types.transfer_messages import AgentVersion
@@ -23,7 +23,6 @@ _MAX_RUNS_OVER = 1000
 _MAX_OTHERS = 8
 
 _logger = logging.getLogger(__name__)
-_GONE = "the trainer's agent is gone, or cut off"
 Served = Mapping[str, Version | None]
 """What each engine serves; None: nothing, or it does not say."""
 
@@ -180,20 +179,19 @@ class FollowedRun:
                 self._judge(agent, claim, said, newest, before, asked_s)
         self._forget(agent)
 
-    def not_heard(self, endpoint: str, why: str, *, gone: bool = False) -> None:
+    def not_heard(self, endpoint: str, why: str, *, gone: bool = False, late: bool = False) -> None:
         """An agent could not be asked, or its answer can't be taken.
 
         Args:
             endpoint, why: whose, and why.
             gone: nobody answers there, as where a trainer has ended.
+            late: but it may be slow.
         """
         agent = self.agents[endpoint]
-        agent.ended = agent.ended and gone
-        if gone and agent.newest is not None and not is_store_url(endpoint):
-            why = f"{_GONE}: {why}"
+        why = agent.unheard(why, self._clock(), gone=gone and not is_store_url(endpoint), late=late)
         if agent.error is None and agent.ended:
             _logger.info("model %s: the trainer at %s has ended", self._model_id, endpoint)
-        elif agent.error is None or _kind(agent.error) != _kind(why):
+        elif agent.is_news(why):
             _logger.warning("model %s: %s does not say what it has: %s", self._model_id, endpoint, why)
         agent.error = agent.why = why
         agent.coming = None
@@ -222,7 +220,7 @@ class FollowedRun:
         if self.run_id is None:
             return None
         # what those need that are there; and where they need nothing, what the others would
-        for low in (_lowest(answering.values(), self.run_id), _lowest(served.values(), self.run_id)):
+        for low in (lowest(answering.values(), self.run_id), lowest(served.values(), self.run_id)):
             if (found := self._best(low)) is not None:
                 return found
         return None
@@ -242,6 +240,15 @@ class FollowedRun:
         if claim.error is not None:
             raise claim.error.with_traceback(None)
         self._check_run(claim.version)
+
+    def nobody_has(self, wanted: Target, *, since_s: float) -> NotPublishedError | None:
+        """See there; what can't come any more was waited for since then."""
+        now_s, patience_s = self._clock(), self._patience_s
+        return nobody_has(wanted, self.agents, since_s=since_s, now_s=now_s, patience_s=patience_s)
+
+    def is_over(self, wanted: Target | None) -> bool:
+        """Whether its trainer has ended in order, and nobody else has it."""
+        return wanted is not None and self.agents[wanted.endpoint].ended and bool(self.nobody_has(wanted, since_s=0.0))
 
     def is_sure_of(self, version: Version) -> bool:
         """Whether what is served under that name may be a success: nobody vouches for what was taken over before an
@@ -263,15 +270,17 @@ class FollowedRun:
 
     @property
     def errors(self) -> dict[str, str]:
-        """Why agents could not be asked, by endpoint; without those that could, those in `ended`, and those whose run
-        another one took over from."""
-        less = {*self.ended, *filter(self._is_past, self.agents)}
+        """Why agents could not be asked, by endpoint; without those that could, those that have ended in order, and
+        those whose run another one took over from."""
+        less = {who for who, agent in self.agents.items() if agent.has_ended or self._is_past(who)}
         return {who: agent.error for who, agent in self.agents.items() if agent.error is not None and who not in less}
 
     @property
     def ended(self) -> tuple[str, ...]:
-        """Agents whose trainers have closed them in order, and from whom nobody waits for anything."""
-        return tuple(who for who, agent in self.agents.items() if agent.ended and agent.error and not agent.claims)
+        """Agents whose trainers have closed them in order; none beside one that is pulled from and answers."""
+        if self._current is not None and self.agents[self._current].error is None:
+            return ()
+        return tuple(who for who, agent in self.agents.items() if agent.has_ended)
 
     @property
     def doubts(self) -> str | None:
@@ -439,11 +448,3 @@ class FollowedRun:
         others.sort(key=lambda other: (not other[0].has(self.run_id), -other[0].asked_s, other[1]))
         for agent, _ in others[:_MAX_OTHERS]:
             agent.woken_s = self._clock()
-
-
-def _lowest(served: Iterable[Version | None], run_id: str) -> int:
-    return min((each.number if each is not None and each.run_id == run_id else -1 for each in served), default=-1)
-
-
-def _kind(why: str) -> str:
-    return why.removeprefix(f"{_GONE}: ").partition(":")[0]

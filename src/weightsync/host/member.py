@@ -44,6 +44,7 @@ from weightsync.types.fleet import (
 )
 from weightsync.types.service import LeaseStatus
 
+TOKEN_HINT = "; it was sent --token, the variable WEIGHTSYNC_TOKEN, or RolloutConfig(controller_token=)"
 _FIRST_EVERY_S = 0.5
 _HEARTBEAT_S = 5.0
 _LEAVE_S = 1.0
@@ -263,9 +264,9 @@ class FleetMember:
             except Exception as error:  # whatever it is: the lease runs out by itself
                 before, hint = self._unheard, ""
                 if isinstance(error, AuthError):
-                    hint = "; it was sent --token, the variable WEIGHTSYNC_TOKEN, or RolloutConfig(controller_token=)"
+                    hint = TOKEN_HINT
                 self._unheard = f"the controller at {self._client.url} lends no lease: {error}{hint}"
-                if before is None and not self._stop.is_set():
+                if (before is None or hint not in before) and not self._stop.is_set():
                     _logger.warning("%s", self._unheard)
             if self._rest(every_s):
                 break

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -26,11 +26,12 @@ from weightsync.host.agent_state import Claim, Target, is_in
 from weightsync.host.commit_gate import CommitGate
 from weightsync.host.engine_group import EngineGroup, GroupReport
 from weightsync.host.followed import FollowedRun
+from weightsync.host.listeners import Listeners
 from weightsync.host.pulls import Pulls
 from weightsync.host.relay import Relay
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
-from weightsync.host.sync_report import kind_of, tell_served
+from weightsync.host.sync_report import came, kind_of, tell_served
 from weightsync.host.upstream import Upstream
 from weightsync.observe import Metrics, Recorder, now_s
 from weightsync.types import Deadline, EngineHandle, Version
@@ -40,6 +41,8 @@ from weightsync.types.service import ModelStatus
 LOOK_EVERY_S = 5.0
 _RETRY_S = 0.5
 _LONGEST_RETRY_S = 10.0
+_OVER_S = 60.0
+"""From one try to the next where the trainer has ended in order, and no agent says something new."""
 _CLOSE_S = 15.0
 CLOCK = time.monotonic
 
@@ -60,6 +63,7 @@ class ModelUpdater:
 
     Attributes:
         engines: of this model.
+        listening: see `Listeners`.
 
     Raises:
         NoEnginesError: there are none.
@@ -83,12 +87,13 @@ class ModelUpdater:
         self._metrics = metrics
         self._on_served = on_served
         self._changed = threading.Condition()
+        listeners = Listeners(self._changed)
+        self._tell_listeners, self.listening = listeners.tell, listeners.listening
         self._permit = None if config.controller is None else CommitGate(self._changed, self._tell_listeners)
         self.engines = EngineGroup(
             engines, model_id, pause_timeout_s=config.pause_timeout_s, recorder=recorder, metrics=metrics,
             changed=self._tell_listeners, permit=self._permit, leased=config.lease is not None,
         )  # fmt: skip
-        self._listeners: set[Callable[[], None]] = set()
         self._followed = FollowedRun(
             model_id, clock=CLOCK, settle=self.engines.settle, taken_over=self._taken_over,
             patience_s=config.patience_s, timeout_s=config.pull_timeout_s, poll_s=config.poll_s,
@@ -230,17 +235,6 @@ class ModelUpdater:
         with self._changed:  # while it says "loading", on_served was not told yet
             return self.engines.serve(version) and self._status.state != "loading"
 
-    @contextlib.contextmanager
-    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Calls `listener` after every change, from any thread, while the body runs. It has to be quick."""
-        with self._changed:
-            self._listeners.add(listener)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._listeners.discard(listener)
-
     # --- what it says ---
 
     def status(self) -> ModelStatus:
@@ -297,13 +291,6 @@ class ModelUpdater:
         why = "; ".join(f"{who}: {why}" for who, why in self._status.errors.items()) or "its load failed"
         return SyncFailedError(why, causes={}, version=str(version), state_left=state_left)
 
-    def _tell_listeners(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-            listeners = tuple(self._listeners)
-        for listener in listeners:
-            listener()
-
     def _note(self, **changes: object) -> None:
         with self._changed:
             if changes.get("state", self._status.state) != self._status.state:
@@ -315,16 +302,19 @@ class ModelUpdater:
         with self._changed:
             return self._followed.target(self.engines.served(), self.engines.answering())
 
-    def _at_least(self, target: Target) -> Version:
-        """What a pull for a target has to bring by now.
+    def _at_least(self, target: Target, tried_s: float) -> Version:
+        """What a pull for a target has to bring by now; `tried_s`: it has failed since then; 0: not yet.
 
         Raises:
+            NotPublishedError: nobody has it any more.
             TransferAbortedError: another run or another agent took its place; or this service is closing.
         """
         with self._changed:
             now = self._target()
-            if self._closed or now is None or _gave_way(target, now):
+            if self._closed or now is None or target.gave_way(now):
                 raise TransferAbortedError("another agent, or another run, took its place, or the service is closing")
+            if tried_s and (lost := self._followed.nobody_has(now, since_s=tried_s)) is not None:
+                raise lost
             return now.version
 
     # --- the threads ---
@@ -337,6 +327,9 @@ class ModelUpdater:
                     return
             try:
                 self.engines.look()
+                with self._changed:
+                    if (errors := self.engines.standing(self._status.errors)) != self._status.errors:
+                        self._note(errors=errors)
             except Exception:  # a bug: this thread must outlive it
                 _logger.exception("model %s: engines could not be asked what they serve", self.model_id)
 
@@ -372,10 +365,14 @@ class ModelUpdater:
                 self._num_failed += bool(errors)
                 self._note(state="waiting" if errors else "idle", errors=errors, retrying=None)
                 if errors:  # the failed ones are tried again, by and by, or when there is something else to do
+                    over = self._followed.is_over(target)
                     self._changed.wait_for(
-                        lambda: self._closed or self._followed.count > count or self._target() != target,  # noqa: B023
-                        retry_s,
-                    )
+                        lambda: (
+                            self._closed or self._followed.count > count or self._target() != target  # noqa: B023
+                            or (over and not self._followed.is_over(target))  # noqa: B023
+                        ),
+                        _OVER_S if over else retry_s,
+                    )  # fmt: skip
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S) if errors else _RETRY_S
 
     def _sync(self, target: Target) -> dict[str, str]:
@@ -392,31 +389,37 @@ class ModelUpdater:
             typed = as_weightsync_error(error, SyncFailedError, "the pull failed")
             with self._changed:
                 now = self._target()
-                if self._closed or (isinstance(typed, TransferAbortedError) and (not now or _gave_way(target, now))):
+                if self._closed or (isinstance(typed, TransferAbortedError) and (not now or target.gave_way(now))):
                     return {}
-                _logger.warning("model %s: %s could not be pulled: %s", self.model_id, target.version, typed)
+                errors = {"pull": f"{type(typed).__name__}: {typed}"}
+                level = logging.DEBUG if errors == self._status.errors else logging.WARNING
+                _logger.log(level, "model %s: %s could not be pulled: %s", self.model_id, target.version, typed)
                 self._metrics.observe_failure(typed)
                 self._followed.failed(target.endpoint)
                 with contextlib.suppress(StateError):  # no thread for it now: the next attempt tries again
                     self._upstream.look()
-            return {"pull": f"{type(typed).__name__}: {typed}"}
+            return errors
 
     def _pull_and_load(self, target: Target, began_s: float) -> dict[str, str]:
+        tried_s = 0.0
+
         def retrying(error: Exception) -> None:
+            nonlocal tried_s
+            tried_s = tried_s or CLOCK()
             self._note(retrying=f"{type(error).__name__}: {error}")
             with self._changed, contextlib.suppress(StateError):
                 self._followed.struggles(target.endpoint)
                 self._upstream.look()
 
-        with self._pulls.pulled(target.endpoint, at_least=lambda: self._at_least(target), retrying=retrying) as pulled:
+        with self._pulls.pulled(
+            target.endpoint, at_least=lambda: self._at_least(target, tried_s), retrying=retrying
+        ) as pulled:
             with self._changed:
                 self._followed.pulled(target.endpoint, pulled.version, pulled.incarnation)
             loading_s = now_s()
             self._note(
                 state="loading", retrying=None, num_pulled=self._status.num_pulled + 1, pull_s=loading_s - began_s,
-                transport=pulled.transport, num_deltas=pulled.num_deltas, received_bytes=pulled.received_bytes,
-                total_bytes=pulled.manifest.total_bytes, received_from=dict(pulled.received_from),
-                because=pulled.because,
+                **came(pulled),
             )  # fmt: skip
             loaded = self.engines.load(pulled, Deadline(self._config.load_timeout_s))
         if not loaded.errors:
@@ -430,7 +433,7 @@ class ModelUpdater:
         with self._changed:
             self._followed.loaded()
         version, done_s = pulled.version, now_s()
-        pull_s, load_s = loading_s - began_s, done_s - loading_s
+        pull_s, load_s = loading_s - began_s, max(0.0, done_s - loading_s - loaded.held_s)
         tell_served(self.model_id, self._metrics, pulled, loaded, pull_s=pull_s, load_s=load_s)
         if self._on_served is not None:
             try:
@@ -442,7 +445,3 @@ class ModelUpdater:
             paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1, num_patched=loaded.num_patched,
             checksums=loaded.checksums, full_because=loaded.full_because, errors={}, **kind_of(pulled.manifest),
         )  # fmt: skip
-
-
-def _gave_way(target: Target, now: Target) -> bool:
-    return (now.endpoint, now.version.run_id) != (target.endpoint, target.version.run_id)

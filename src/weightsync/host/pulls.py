@@ -65,6 +65,7 @@ class Pulls:
         self._paths = None if config.path_root is None else VersionPath(config.path_root, model_id)
         self._puller: Puller | None = None
         self._bytes: tuple[int, int] | None = None
+        self._moving = False
         self._granted: tuple[Version, float, float] | None = None  # what agents had; asked since, had at; monotonic
         self._closed = False
 
@@ -73,6 +74,12 @@ class Pulls:
         """How many bytes of how many have come of the last pull; None: nothing yet."""
         with self._lock:
             return self._bytes
+
+    @property
+    def moving(self) -> bool:
+        """Whether a version that agents have granted comes, or is here and in use."""
+        with self._lock:
+            return self._moving
 
     def waited_s(self, version: Version, since_s: float) -> float:
         """Seconds after `since_s` that agents were asked for that version, or a newer one of its run, before all of
@@ -96,23 +103,33 @@ class Pulls:
 
         def granted(version: Version) -> None:
             with self._lock:
+                self._moving = True
                 if self._granted is None or self._granted[0] != version:  # else begun anew: the agent had it before
                     self._granted = version, asked_s, time.monotonic()
 
+        def failed(error: WeightSyncError) -> None:
+            self._moves_no_more()
+            retrying(error)
+
         with self._lock:
             self._bytes = None
-        found = self._puller_at(endpoint).pull(
-            deadline=Deadline(self._config.pull_timeout_s),
-            at_least=at_least,
-            progress=moved,
-            retrying=retrying,
-            granted=granted,
-        )
         with contextlib.ExitStack() as stack:
+            stack.callback(self._moves_no_more)
+            found = self._puller_at(endpoint).pull(
+                deadline=Deadline(self._config.pull_timeout_s),
+                at_least=at_least,
+                progress=moved,
+                retrying=failed,
+                granted=granted,
+            )
             stack.callback(self._give_back, found)
             if self._paths is not None:
                 stack.enter_context(self._paths.held(found))
             yield found
+
+    def _moves_no_more(self) -> None:
+        with self._lock:
+            self._moving = False
 
     def _give_back(self, pulled: StagedVersion) -> None:
         """Gives a version's memory back; where an engine reads on, past its deadline, only when it has ended, and what

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import EngineUnreachableError, WeightSyncError
 from weightsync.handles.fanout import collect, in_thread
 from weightsync.host.agent_state import is_in
 from weightsync.host.engine_update import EngineUpdate, LoadReport
@@ -148,6 +148,13 @@ class ServedVersions:
         """Why some did not answer when they were looked at last, by engine."""
         with self._lock:
             return {engine.name: engine.silence or "" for engine in self._engines if engine.unreachable}
+
+    def standing(self, errors: Mapping[str, str]) -> dict[str, str]:
+        """Those without what says that an engine does not answer, where it does by now."""
+        with self._lock:
+            answer = {engine.name for engine in self._engines if engine.silence is None and not engine.unreachable}
+        kind = EngineUnreachableError.__name__
+        return {who: why for who, why in errors.items() if who not in answer or not why.startswith(kind)}
 
     def serve(self, version: Version) -> bool:
         """Whether all serve that version or a newer one of its run."""

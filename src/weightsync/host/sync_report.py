@@ -23,7 +23,7 @@ def tell_served(
     Args:
         model_id, metrics: of what, and where.
         pulled, loaded: how it came, and how engines took it.
-        pull_s, load_s: how long that took.
+        pull_s, load_s: how long that took; without what its fleet took to let it be committed.
     """
     size = pulled.manifest.total_bytes
     metrics.observe_sync(
@@ -47,10 +47,11 @@ def tell_served(
         model_id=model_id,
     )
     deltas = f" ({pulled.num_deltas} deltas of {pulled.received_bytes / 1e6:.1f} MB)" if pulled.num_deltas else ""
+    held = f" (and held for its fleet's commit for {loaded.held_s:.3f} s)" if loaded.held_s else ""
     whole = "".join(f"; {who} loaded all of it: {why}" for who, why in loaded.full_because.items())
     _logger.info(
-        "model %s: %s is served: %.1f MB by %s%s in %.3f s, loaded in %.3f s, paused for %.3f s%s",
-        model_id, pulled.version, size / 1e6, pulled.transport, deltas, pull_s, load_s, loaded.paused_s, whole,
+        "model %s: %s is served: %.1f MB by %s%s in %.3f s, loaded in %.3f s%s, paused for %.3f s%s",
+        model_id, pulled.version, size / 1e6, pulled.transport, deltas, pull_s, load_s, held, loaded.paused_s, whole,
     )  # fmt: skip
 
 
@@ -61,6 +62,15 @@ def late(version: Version, deadline: Deadline, status: ModelStatus) -> DeadlineE
         f"{version} is not served within {deadline.timeout_s:.3g} s; it is still tried{': ' if wrong else ''}{wrong}",
         version=str(version),
     )
+
+
+def came(pulled: StagedVersion) -> dict[str, object]:
+    """What `ModelStatus` says of a version that was fetched."""
+    return {
+        "fetched": str(pulled.version), "transport": pulled.transport, "num_deltas": pulled.num_deltas,
+        "received_bytes": pulled.received_bytes, "total_bytes": pulled.manifest.total_bytes,
+        "received_from": dict(pulled.received_from), "because": pulled.because,
+    }  # fmt: skip
 
 
 def kind_of(manifest: Manifest) -> dict[str, str | None]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from weightsync.clients.controller import ControllerClient
 from weightsync.clients.host import RolloutClient
+from weightsync.clients.whose_status import is_controller
 from weightsync.errors import (
     AuthError,
     ConfigError,
@@ -34,7 +35,6 @@ from weightsync.errors import (
 )
 from weightsync.handles.by_url import runs_at
 from weightsync.handles.fanout import in_thread
-from weightsync.plan.names import did_you_mean
 from weightsync.types import Deadline, Version
 from weightsync.types.control import InstanceStatus
 from weightsync.types.service import NotifyRequest, RegisterSenderRequest, ServiceStatus
@@ -267,7 +267,7 @@ class _Told:
                 self._done = newest
             if self._troubles is not None:
                 self._troubles = self.why_not = None
-                _logger.info("%s was told of %s", self.url, newest)
+                _logger.info("%s can be told of new versions again: it was told of %s", self.url, newest)
             self._behind = True
 
     def _trouble(self, error: WeightSyncError) -> None:
@@ -388,19 +388,11 @@ class _Told:
                 raise EngineError(  # or what stands before one that is being started
                     f"{error.message} If an engine is to run there: {_instead('URL', self._model_id)}", peer=self.url
                 ) from error
-            models = status.get("models")
-            if not isinstance(models, dict):
-                raise ConfigError(f"{self.url} is neither a rollout service nor a controller: look at the port")
             if (controller := status.get("controller")) is not None:
                 raise ConfigError(
                     f"{self.url} is one service of the fleet of {controller}: tell that controller, to={controller!r}"
                 )
-            if self._model_id not in models:
-                raise ConfigError(
-                    f"{self.url} has no model {self._model_id!r}:{did_you_mean(self._model_id, models)} it has "
-                    f"{', '.join(map(repr, models)) or 'none'}"
-                )
-            self._is_controller = "instances" in status
+            self._is_controller = is_controller(self.url, status, [self._model_id])
         return self._is_controller
 
     def _refuse_an_engine(self) -> None:

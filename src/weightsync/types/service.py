@@ -71,8 +71,12 @@ class ModelStatus(Message, frozen=True, kw_only=True):
         ended: agents that answer no more because their trainer has closed them.
         errors: what failed last, per engine, or "pull"; empty after a version was served everywhere.
         retrying: why the pull under way was begun anew, and is still tried.
+        fetched: what was fetched last, as "run/number", which may not be what is served: what `pull_s`, `transport`,
+            `num_deltas`, `received_bytes`, `total_bytes`, `received_from` and `because` are of.
         num_pulled, num_committed: since the service started.
-        pull_s, load_s, paused_s: seconds of the last version: fetching it, loading it, no generation could start.
+        pull_s: seconds of fetching it.
+        load_s, paused_s: of the last version that is served: seconds of loading it, and in which no generation could
+            start.
         transport: how the last version came.
         num_deltas: how many deltas brought it; 0: it came in full.
         received_bytes, total_bytes: that were sent for it, and those of the whole model.
@@ -102,6 +106,7 @@ class ModelStatus(Message, frozen=True, kw_only=True):
     ended: tuple[str, ...] = ()
     errors: dict[str, str] = msgspec.field(default_factory=dict)
     retrying: str | None = None
+    fetched: str | None = None
     num_pulled: int = 0
     num_committed: int = 0
     pull_s: float | None = None
@@ -128,12 +133,14 @@ class ModelStatus(Message, frozen=True, kw_only=True):
             return "no version yet"
         if self.pull_s is None:
             return f"v{self.version}: from before this service started, by its record"
-        line = log_line(
-            version=self.version, moved_bytes=self.received_bytes, total_bytes=self.total_bytes,
-            by_deltas=self.num_deltas > 0, seconds=self.pull_s + (self.load_s or 0.0), paused_s=self.paused_s or 0.0,
-            unproved_by=self.unprovable or None,
-        )  # fmt: skip
         served = f"{self.run_id}/{self.version}"
+        line = f"v{self.version}: served, and {self.fetched} was fetched since"
+        if self.fetched in (None, served):
+            line = log_line(
+                version=self.version, moved_bytes=self.received_bytes, total_bytes=self.total_bytes,
+                by_deltas=self.num_deltas > 0, seconds=self.pull_s + (self.load_s or 0.0),
+                paused_s=self.paused_s or 0.0, unproved_by=self.unprovable or None,
+            )  # fmt: skip
         others = [who for who, version in self.engines.items() if version != served]
         line += f"; not served by {', '.join(others)} now" if others else ""
         line += f"; adapter of {self.adapter}" if self.adapter is not None else ""

@@ -5,7 +5,7 @@ service = weightsync.serve({"actor": model}, sources=["http://trainer-0:8765"]) 
 with service.generation("actor") as version:
     answer(version)
 
-entry   engines' URLs are asked what they are, sources whether they have these models; the HTTP face listens
+entry   engines' URLs are asked what they are, sources and a controller whether they have these models; it listens
 from then on one request waits at each source until there is something newer; it is fetched, proved, loaded
 end     pulls under way end; engines go on with what they serve
 """
@@ -17,11 +17,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from weightsync.clients.controller import ControllerClient
 from weightsync.clients.store import client_at
+from weightsync.clients.whose_status import is_controller
 from weightsync.config import WeightSyncConfig
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import AuthError, ConfigError, MissingDependencyError, UnsupportedError
+from weightsync.errors import AuthError, ConfigError, MissingDependencyError, UnsupportedError, WeightSyncError
 from weightsync.handles.fanout import in_thread
+from weightsync.host.member import TOKEN_HINT
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
@@ -84,8 +87,8 @@ def serve(
 
     Raises:
         ConfigError: a setting makes no sense; a URL has no engine that can be loaded; a source has another model; the
-            port is taken.
-        AuthError: a source or an engine refuses its token.
+            controller is none, or has not one of these models; the port is taken.
+        AuthError: a source, an engine or the controller refuses its token.
         EngineUnreachableError: nobody answers at an engine's URL that does not say what it is.
         MissingDependencyError: what reads a source's store is not installed.
     """
@@ -130,6 +133,8 @@ def serve(
             controller_verify=verify,
             lease=held,
         )
+        if config_of_service.controller is not None:
+            _ask_controller(config_of_service.controller, tuple(engines), token=token, verify=verify)
         service = RolloutService(engines, config_of_service, on_served=on_served)
     except BaseException:
         opened.close()
@@ -273,6 +278,28 @@ def _ask(
             ) from error
         if error is None and (found := each.result()) not in models:
             raise ConfigError(f"{url} publishes model {found!r}. {_no_such_model(found, models)}")
+
+
+def _ask_controller(url: str, models: Sequence[str], *, token: str | None, verify: bool | str) -> None:
+    """Asks it once whether it has these models; one that is not there comes later.
+
+    Raises:
+        AuthError: it refuses the token.
+        ConfigError: it is no controller, or has not one of them.
+    """
+    with contextlib.closing(ControllerClient(url, token=token, verify=verify)) as client:
+        try:
+            status = client.call("GET", "/status", dict[str, Any], timeout_s=_ASK_S)
+        except UnsupportedError as error:  # one of our own faces
+            raise ConfigError(f"{url} is no controller: {error.message}") from error
+        except AuthError as error:
+            raise AuthError(f"the controller at {url} lends no lease: {error.message}{TOKEN_HINT}", peer=url) from error
+        except ConfigError:
+            raise
+        except WeightSyncError:  # the first heartbeat says so
+            return
+    if not is_controller(url, status, models):
+        raise ConfigError(f"{url} is a rollout service, and no controller: look at the port of --controller")
 
 
 def _model_at(url: str, token: str | None, verify: bool | str, trust_key: str | None) -> str:

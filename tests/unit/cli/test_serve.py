@@ -33,6 +33,16 @@ def test_what_came_right_is_not_said_and_begins_anew(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "actor, for 30 s now: refused\n"
 
 
+def test_what_was_said_to_be_wrong_is_said_to_be_over_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen red: "engines answer nobody, for 30 s now" was the last word of a host that answered again."""
+    now_s = [0.0]
+    trouble = _Trouble(lambda: now_s[0])
+    for at_s, what in ((0.0, "no lease"), (30.0, "no lease"), (31.0, ""), (32.0, ""), (33.0, "no lease"), (34.0, "")):
+        now_s[0] = at_s
+        trouble.look("engines answer nobody", what, over="engines answer again")
+    assert capsys.readouterr().out == "engines answer nobody, for 30 s now: no lease\nengines answer again\n"
+
+
 def test_a_reason_is_told_once() -> None:
     status = ModelStatus(version=1, pull_s=0.1, transport="tcp", unprovable={"vllm-0": "it quantises"})
     told: dict[tuple[str, str], str] = {}

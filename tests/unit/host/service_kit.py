@@ -62,12 +62,14 @@ class Agent:
 
     Attributes:
         waits: it lets a request wait until there is something newer.
+        ending: its trainer closes it.
     """
 
     def __init__(self, run_id: str, number: int, incarnation: str = "one", *, waits: bool = True) -> None:
         self.run_id, self.number, self.incarnation, self.waits = run_id, number, incarnation, waits
         self.raises: BaseException | None = None
         self.stands: threading.Event | None = None
+        self.ending = False
         self.num_asked = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -87,7 +89,12 @@ class Agent:
         self.num_asked += 1
         end_s = clock() + wait_s
         with NEWS:
-            while self.waits and self.raises is None and after == Version(run_id=self.run_id, number=self.number):
+            while (
+                self.waits
+                and not self.ending
+                and self.raises is None
+                and after == Version(run_id=self.run_id, number=self.number)
+            ):
                 if closed.is_set():
                     raise TransferAbortedError("this client was closed")
                 if (left_s := end_s - clock()) <= 0:
@@ -213,7 +220,12 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         def get_version(self, *, after: Version | None = None, wait_s: float, timeout_s: float) -> AgentVersion:
             newest = self._agent.answer(after, wait_s, made.clock, self._closed)
             return with_incarnation(
-                AgentVersion, self._agent.incarnation, model_id=MODEL, run_id=newest.run_id, version=newest.number
+                AgentVersion,
+                self._agent.incarnation,
+                model_id=MODEL,
+                run_id=newest.run_id,
+                version=newest.number,
+                ending=self._agent.ending,
             )
 
         def close(self) -> None:

@@ -68,6 +68,7 @@ def test_all_engines_wait_and_go_on_together(owner: Owner) -> None:
     assert not second.done()
     owner.permit.allow(v(1))
     assert first.result(LONG_S) is second.result(LONG_S) is None
+    assert hold.held_s > 0
     assert owner.permit.allows(v(1))
     assert not owner.permit.allows(v(2))
     owner.permit.ended(hold)

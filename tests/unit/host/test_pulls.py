@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from weightsync.errors import StateError
 from weightsync.host.pulls import Pulls
 from weightsync.host.settings import RolloutConfig
 from weightsync.observe import Recorder
+from weightsync.types import Version
 
 
 def test_memory_is_given_back_when_the_last_engine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +39,27 @@ def test_memory_is_given_back_when_the_last_engine_has_ended(monkeypatch: pytest
     assert told == ["released", "closed"]
     pulls.close()
     assert told == ["released", "closed"], "what is pulled next goes elsewhere"
+
+
+def test_what_agents_have_granted_moves_until_it_fails_or_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has it granted may get all of it from other hosts, though its agent is gone by now."""
+    pulls = Pulls(
+        "m", RolloutConfig(), recorder=Recorder("t"), may_call=lambda _: False, holders=list, patch_limit=lambda: 0.0
+    )
+    version, seen = Version(run_id="r", number=1), []
+
+    def pull(*, granted: Any, retrying: Any, **_: Any) -> Any:
+        for step in (
+            lambda: None,
+            lambda: granted(version),
+            lambda: retrying(StateError("as told")),
+            lambda: granted(version),
+        ):
+            step()
+            seen.append(pulls.moving)
+        return SimpleNamespace(version=version, release=lambda: None)
+
+    monkeypatch.setattr(pulls, "_puller_at", lambda _: SimpleNamespace(pull=pull))
+    with pulls.pulled("http://agent", at_least=lambda: version, retrying=lambda _: None):
+        seen.append(pulls.moving)
+    assert [*seen, pulls.moving] == [False, True, False, True, True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from weightsync.errors import (
     VersionError,
 )
 from weightsync.handles.fanout import in_thread
-from weightsync.host import model_updater
+from weightsync.host import commit_gate, model_updater
+from weightsync.host.fleet_model import FleetModel
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
 from weightsync.net.places import Places
-from weightsync.types import EngineOp
+from weightsync.types import EngineOp, Version
 
 __all__ = ["world"]
 
@@ -196,6 +198,59 @@ def test_an_agent_that_is_gone_gives_way_to_one_that_has_the_run(world: World) -
     assert world.senders_of_pulls[-1] == NEW
 
 
+def test_a_fleet_hears_soon_that_nobody_has_a_version_any_more(world: World, tmp_path: Path) -> None:
+    """Its trainer has died after engines could not load it. Seen red: it was pulled for `pull_timeout_s` from a port at
+    which nobody answered, and the fleet waited."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("not up yet")
+    lease = ServingLease(str(tmp_path / "lease"))
+    world.serve("a", controller="http://127.0.0.1:9", lease=lease, pull_timeout_s=600.0)
+    model = world.service._models[MODEL]
+    assert isinstance(model, FleetModel)
+    world.engines["a"].dead, world.agents[OLD].raises = True, None
+    version = Version(run_id="r1", number=1)
+    model.prepare(version, OLD)
+    wait_until(lambda: "a" in world.status.errors, "it could not be loaded")
+    world.agents[OLD].raises = EngineUnreachableError("gone")
+    world.engines["a"].dead = False
+    claim = model.prepare(version, OLD)
+    wait_until(lambda: OLD in world.status.sender_errors and model._status.retrying, "it was asked, and pulled from")
+    assert model.prepared(claim) is None, "it may come back"
+    world.skip(world.service.config.patience_s)
+
+    def denied() -> bool:
+        try:
+            return model.prepared(claim) is not None
+        except NotPublishedError as error:
+            return "does not answer, and nobody has r1/1 any more" in str(error)
+
+    wait_until(denied, "it is told")
+    wait_until(lambda: "nobody has r1/1 any more" in world.status.errors.get("pull", ""), "the pull has ended")
+    world.agents[OLD].raises = None
+    model.prepare(version, OLD)
+    wait_until(lambda: model.permit.staged == version, "it has come back")
+
+
+def test_what_a_fleet_takes_to_commit_is_no_time_of_a_load(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: "loaded in 3.05 s" of a version that was staged at once, and waited for its controller."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("not up yet")
+    world.serve("a", controller="http://127.0.0.1:9", lease=ServingLease(str(tmp_path / "lease")))
+    model, version = world.service._models[MODEL], Version(run_id="r1", number=1)
+    assert isinstance(model, FleetModel)
+    world.agents[OLD].raises = None
+    model.prepare(version, OLD)
+    wait_until(lambda: model.permit.staged == version, "it is staged")
+    monkeypatch.setattr(commit_gate, "CLOCK", lambda: time.monotonic() + 100.0)
+    with caplog.at_level("INFO", logger="weightsync.host.sync_report"):
+        model.permit.allow(version)
+        wait_until(lambda: world.status.version == 1, "it is served")
+    assert world.status.load_s == 0.0
+    assert " s (and held for its fleet's commit for 10" in caplog.text
+
+
 def test_a_false_number_delays_no_true_one(world: World) -> None:
     """Neither one false number nor many, each higher; and when their time is over nobody asks for them any more."""
     world.agents = {OLD: Agent("r1", 1)}
@@ -268,6 +323,35 @@ def test_engines_are_looked_at_while_another_is_dead(world: World) -> None:
     with pytest.raises(SyncFailedError, match="b: "):
         world.notify(OLD, "r1", 2)
     assert world.serves("a", "r1/2")
+
+
+def test_an_engine_that_answers_again_is_no_error_though_nothing_comes(world: World) -> None:
+    """Seen red: "can't connect" stood in the status of a server that had been started again, as long as no trainer was
+    there to load it from."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", pull_timeout_s=600.0, patience_s=300.0)
+    world.engines["a"].dead = True
+    world.engines["a"].renew()
+    wait_until(lambda: world.status.engines == {"a": None}, "it is missed")
+    wait_until(lambda: "a" in world.status.errors, "it is an error")
+    world.agents[OLD].raises = EngineUnreachableError("gone")
+    world.engines["a"].dead = False
+    wait_until(lambda: "a" not in world.status.errors, "it answers again")
+    assert world.status.engines == {"a": None}
+
+
+def test_a_trainer_that_has_ended_is_no_crash_when_an_engine_needs_its_version_again(world: World) -> None:
+    """Seen red: "the trainer's agent is gone, or cut off", of a trainer that had ended in order."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", poll_s=0.1)
+    world.agents[OLD].ending = True
+    wait_until(lambda: world.followed.agents[OLD].ended, "it says so")
+    world.agents[OLD].raises = EngineUnreachableError("gone")
+    wait_until(lambda: world.status.ended == (OLD,), "it has ended")
+    world.engines["a"].renew()
+    why = f"NotPublishedError: the trainer at {OLD} has ended, and nobody has r1/1 any more: start a trainer"
+    wait_until(lambda: world.status.errors.get("pull", "").startswith(why), "nobody has it")
+    assert (world.status.sender_errors, world.status.ended) == ({}, (OLD,))
 
 
 def test_engines_are_looked_at_while_a_version_does_not_come(world: World) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from weightsync.types import SyncReport, Version
 from weightsync.types.service import ModelStatus
 
@@ -43,10 +45,14 @@ def test_all_of_it_an_engine_that_proves_nothing_and_one_that_is_lost() -> None:
 
 
 def test_what_a_host_serves() -> None:
+    """Seen red: bytes and seconds of a version that could not be loaded stood behind the served one's number."""
     status = ModelStatus(
         run_id="run", version=3, pull_s=0.1, load_s=0.044, paused_s=0.0823, received_bytes=400_000,
         total_bytes=33_000_000, num_deltas=1,
     )  # fmt: skip
     assert str(status) == "v3: 0.4 MB (1.2 %) in 0.14 s, paused 82 ms, proved"
     assert str(ModelStatus()) == "no version yet"
+    assert str(msgspec.structs.replace(status, fetched="run/3")) == str(status)
+    other = msgspec.structs.replace(status, fetched="other/1", engines={"one": None})
+    assert str(other) == "v3: served, and other/1 was fetched since; not served by one now"
     assert str(ModelStatus(version=3)) == "v3: from before this service started, by its record"

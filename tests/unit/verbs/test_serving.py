@@ -2,10 +2,56 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 
-from weightsync.errors import MissingDependencyError
+import pytest
+import torch
+
+from weightsync.control.controller import WeightSyncController
+from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.pool import RolloutPool
+from weightsync.control.server import ControllerServer
+from weightsync.errors import AuthError, ConfigError, MissingDependencyError, WeightSyncError
 from weightsync.verbs import serving
+
+TOKEN = "a-token-of-32-characters-at-least"
+
+
+@pytest.fixture
+def controller() -> Iterator[str]:
+    pool = RolloutPool(lease_s=2.0)
+    made = WeightSyncController({}, FleetMethod(pool), model_tags=("actor",))
+    server = ControllerServer(made, pool, token=TOKEN)
+    yield server.start()
+    server.close()
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("model_id", "token", "kind", "text"),
+    [
+        ("actor", "another-token-of-32-characters-at-least", AuthError, "token"),
+        ("actr", TOKEN, ConfigError, r"has no model 'actr': did you mean 'actor'\? it has 'actor'"),
+    ],
+)
+def test_a_controller_that_refuses_for_good_is_told_at_the_call(
+    model_id: str, token: str, kind: type[WeightSyncError], text: str, controller: str, tmp_path: Path
+) -> None:
+    """Seen red: the command warned once and waited for ever, and whoever watched its process saw a healthy one."""
+    engine = torch.nn.Linear(2, 2)
+    with pytest.raises(kind, match=text):
+        serving.serve({model_id: engine}, controller=controller, lease=str(tmp_path / "lease"), token=token, port=0)
+
+
+def test_a_service_is_no_controller_and_one_that_is_not_there_is_waited_for(controller: str) -> None:
+    serving._ask_controller(controller, ["actor"], token=TOKEN, verify=True)
+    with contextlib.closing(serving.serve({"actor": torch.nn.Linear(2, 2)}, token=TOKEN, port=0)) as other:
+        with pytest.raises(ConfigError, match="is a rollout service, and no controller"):
+            serving._ask_controller(other.url, ["actor"], token=TOKEN, verify=True)
+        gone = other.url
+    serving._ask_controller(gone, ["actor"], token=TOKEN, verify=True)
 
 
 def test_a_store_that_nothing_installed_reads_is_told_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

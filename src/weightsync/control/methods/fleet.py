@@ -129,7 +129,8 @@ class FleetMethod(SyncMethod):
         Raises:
             InvalidRequestError: nobody said which agent has this model.
             NoEnginesError: no instance takes part.
-            NotPublishedError: the agent says that it has no such version. Nothing was committed.
+            NotPublishedError: the agent says that it has no such version, or it is gone, as all instances say. Nothing
+                was committed.
             TransferAbortedError: another run took over, and nothing was committed.
             SyncFailedError: nothing was committed; `causes` says why, by instance.
             DeadlineExceededError: the other models of the set were not published in time.

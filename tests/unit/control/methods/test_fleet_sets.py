@@ -252,6 +252,19 @@ def test_who_joins_is_asked_for_a_number_that_nobody_can_fetch(world: World) -> 
         bring(method, 4)
 
 
+def test_that_an_agent_is_gone_counts_where_all_say_so(world: World) -> None:
+    """Seen red: a trainer that had ended was a failure of the instances, which were put out for it."""
+    instances, method = world.three(), world.method("all")
+    for each in instances[1:]:
+        each.on_prepare = raises(NotPublishedError("the trainer has ended, and nobody has r/1 any more"))
+    with pytest.raises(SyncFailedError, match="2 of 3 instances failed"):
+        bring(method, 1)
+    instances[0].on_prepare = instances[1].on_prepare
+    with pytest.raises(NotPublishedError, match="nobody has r/1 any more") as caught:
+        bring(method, 1)
+    assert caught.value.newest is None
+
+
 def test_who_joins_is_asked_for_a_set_that_waits(world: World) -> None:
     """Seen red: a number too high of one model held up its set until the barrier's time was over."""
     world.pool.decided([ModelVersion(model_id=model, run_id="r", version=1, sender_endpoint=SENDER) for model in PAIR])

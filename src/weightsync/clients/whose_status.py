@@ -1,0 +1,31 @@
+"""What answers at a URL, by its `/status`: a controller or a rollout service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weightsync.errors import ConfigError
+from weightsync.plan.names import did_you_mean
+
+
+def is_controller(url: str, status: Mapping[str, Any], model_ids: Iterable[str]) -> bool:
+    """Whether it is a controller.
+
+    Args:
+        url, status: what it has answered there.
+        model_ids: that it has to have.
+
+    Raises:
+        ConfigError: it is neither, or has not one of these models.
+    """
+    models = status.get("models")
+    if not isinstance(models, dict):
+        raise ConfigError(f"{url} is neither a rollout service nor a controller: look at the port")
+    for model_id in model_ids:
+        if model_id not in models:
+            raise ConfigError(
+                f"{url} has no model {model_id!r}:{did_you_mean(model_id, models)} it has "
+                f"{', '.join(map(repr, models)) or 'none'}"
+            )
+    return "instances" in status

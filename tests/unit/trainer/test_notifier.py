@@ -1,0 +1,34 @@
+"""Notifier: what the trainer's log says of who can't be told, and can again."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from weightsync.errors import EngineUnreachableError
+from weightsync.trainer import notifier
+from weightsync.trainer.notifier import Notifier, _Told
+from weightsync.types import Version
+
+
+def test_who_can_be_told_again_is_said_to_be(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Seen red: no word in the log said that what it had warned of was over."""
+    failures = iter([EngineUnreachableError("nobody there"), EngineUnreachableError("nobody there"), None])
+
+    def tells(self: _Told, version: Version) -> None:
+        if (error := next(failures, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(_Told, "_tell", tells)
+    monkeypatch.setattr(_Told, "_look", lambda self: None)
+    monkeypatch.setattr(notifier, "_RETRY_S", 0.01)
+    told = Notifier(["http://127.0.0.1:9"], model_id="m", token=None, verify=True)
+    with caplog.at_level("INFO", logger="weightsync.trainer.notifier"):
+        told.start(["http://agent"])
+        told.announce(Version(run_id="r", number=1))
+        end = time.monotonic() + 10.0
+        while "can be told of new versions again: it was told of r/1" not in caplog.text:
+            assert time.monotonic() < end, caplog.text
+    told.close()
+    assert caplog.text.count("can't be told") == 1
