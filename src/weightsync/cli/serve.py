@@ -239,6 +239,8 @@ def _how(status: ModelStatus, told: dict[tuple[str, str], str]) -> str:
     peers = status.received_from.get("peer", 0)
     if status.pull_s is None:
         return "from its life before, by its record"
+    if status.fetched not in (None, f"{status.run_id}/{status.version}"):
+        return f"and {status.fetched} was fetched since"
     moved = f"{status.received_bytes / 1e6:.1f} MB by {status.transport}{deltas}"
     if status.total_bytes and not status.received_bytes and not deltas:  # on the same host nothing has to move
         moved = f"{status.total_bytes / 1e6:.1f} MB mapped"

@@ -114,7 +114,7 @@ class AgentState:
         why: what it said last.
         error: why it could not be asked last; None: it could.
         ended: it has said last that its trainer has closed it: that it answers no more is no failure.
-        gone_s: since when and until when, as far as is known, nobody answers there; None: somebody does, or may.
+        gone_s: when nobody answered there last; None: somebody has since, or may.
         coming: what it is about to have, as it has said last.
         broken: a pull from it has failed, and none succeeded since.
         claims: what is waited for.
@@ -135,7 +135,7 @@ class AgentState:
         self.why = "it was not asked yet"
         self.error: str | None = None
         self.ended = False
-        self.gone_s: tuple[float, float] | None = None
+        self.gone_s: float | None = None
         self.coming: Version | None = None
         self.broken = False
         self.lasting = False
@@ -155,12 +155,10 @@ class AgentState:
         lacks = any(not is_in(claim.version, self.newest) for claim in self.claims)
         return self.ended and self.error is not None and not lacks
 
-    def is_lost(self, since_s: float, now_s: float, patience_s: float) -> bool:
-        """Whether it was looked for since then, and is not going to answer: its trainer has closed it, or nobody has
-        answered there for so long since then."""
-        if self.gone_s is None or self.gone_s[1] < since_s:
-            return False
-        return self.ended or now_s - max(self.gone_s[0], since_s) >= patience_s
+    def has_taken_along(self, version: Version, since_s: float) -> bool:
+        """Whether it had that version when its trainer closed it, and was looked for since then: nobody answers there.
+        One that is gone and has not said that it ends may be cut off, or started again."""
+        return self.ended and is_in(version, self.newest) and self.gone_s is not None and self.gone_s >= since_s
 
     def has(self, run_id: str | None) -> bool:
         """Whether it has named that run last."""
@@ -209,10 +207,10 @@ class AgentState:
         elif asked.wait_s:
             self.pause_s = 0.0
 
-    def unheard(self, why: str, now_s: float, *, gone: bool, late: bool) -> str:
+    def unheard(self, why: str, now_s: float, *, gone: bool) -> str:
         """It could not be asked, see `FollowedRun.not_heard`. Why, in words for an operator."""
         self.ended = self.ended and gone
-        self.gone_s = ((self.gone_s or (now_s,))[0], now_s) if gone and not late else None
+        self.gone_s = now_s if gone else None
         if self.ended:
             return "its trainer has ended"
         return f"{_GONE}: {why}" if gone and self.newest is not None else why
@@ -270,18 +268,15 @@ def is_in(version: Version, newest: Version | None) -> bool:
     return newest is not None and version.run_id == newest.run_id and version.number <= newest.number
 
 
-def nobody_has(
-    wanted: Target, agents: Mapping[str, AgentState], *, since_s: float, now_s: float, patience_s: float
-) -> NotPublishedError | None:
-    """That this agent is lost, see `AgentState.is_lost`, and no other one has that version; None: some may."""
-    lost = {who: each.is_lost(since_s, now_s, patience_s) for who, each in agents.items()}
-    others = any(not lost[who] and is_in(wanted.version, each.newest) for who, each in agents.items())
-    if others or not lost[wanted.endpoint]:
+def nobody_has(wanted: Target, agents: Mapping[str, AgentState], *, since_s: float) -> NotPublishedError | None:
+    """That its trainer has ended with that version, see `AgentState.has_taken_along`, and no other agent has it, by
+    what each was asked since then; None: some may."""
+    version = wanted.version
+    left = [each for each in agents.values() if not each.has_taken_along(version, since_s)]
+    if agents[wanted.endpoint] in left or any(is_in(version, each.newest) or each.asked_s < since_s for each in left):
         return None
-    agent = agents[wanted.endpoint]
-    what, why = ("has ended", "") if agent.ended else ("does not answer", f" ({agent.why})")
     return NotPublishedError(
-        f"the trainer at {wanted.endpoint} {what}, and nobody has {wanted.version} any more: start a trainer{why}"
+        f"the trainer at {wanted.endpoint} has ended, and nobody has {version} any more: start a trainer"
     )
 
 

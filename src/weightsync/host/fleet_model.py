@@ -35,7 +35,7 @@ class FleetModel(ModelUpdater):
         """What every engine has staged, or serves, of that claim's run, from its version on; None: not yet.
 
         Raises:
-            NotPublishedError: its agent has ended, or does not answer for `patience_s`, and nobody else has it.
+            NotPublishedError: its trainer has ended with it, and nobody else has it.
             WeightSyncError: see `settled`.
         """
         version = claim.version
@@ -43,11 +43,12 @@ class FleetModel(ModelUpdater):
             staged = self.permit.staged
             if is_in(version, staged):
                 return staged
-            here = self._pulls.moving or (claim.checked and self.serves(version))
+            if self.settled(claim):
+                return self.served
             lost = self._followed.nobody_has(Target(version=version, endpoint=claim.endpoint), since_s=claim.began_s)
-            if lost is not None and not here and claim.error is None:
+            if lost is not None and not self._pulls.moving:
                 raise lost
-            return self.served if self.settled(claim) else None
+            return None
 
     def is_there(self, claim: Claim) -> bool:
         """Whether its agent has said that it has it.

@@ -179,16 +179,15 @@ class FollowedRun:
                 self._judge(agent, claim, said, newest, before, asked_s)
         self._forget(agent)
 
-    def not_heard(self, endpoint: str, why: str, *, gone: bool = False, late: bool = False) -> None:
+    def not_heard(self, endpoint: str, why: str, *, gone: bool = False) -> None:
         """An agent could not be asked, or its answer can't be taken.
 
         Args:
             endpoint, why: whose, and why.
             gone: nobody answers there, as where a trainer has ended.
-            late: but it may be slow.
         """
         agent = self.agents[endpoint]
-        why = agent.unheard(why, self._clock(), gone=gone and not is_store_url(endpoint), late=late)
+        why = agent.unheard(why, self._clock(), gone=gone and not is_store_url(endpoint))
         if agent.error is None and agent.ended:
             _logger.info("model %s: the trainer at %s has ended", self._model_id, endpoint)
         elif agent.is_news(why):
@@ -242,13 +241,12 @@ class FollowedRun:
         self._check_run(claim.version)
 
     def nobody_has(self, wanted: Target, *, since_s: float) -> NotPublishedError | None:
-        """See there; what can't come any more was waited for since then."""
-        now_s, patience_s = self._clock(), self._patience_s
-        return nobody_has(wanted, self.agents, since_s=since_s, now_s=now_s, patience_s=patience_s)
+        """See `agent_state.nobody_has`."""
+        return nobody_has(wanted, self.agents, since_s=since_s)
 
     def is_over(self, wanted: Target | None) -> bool:
         """Whether its trainer has ended in order, and nobody else has it."""
-        return wanted is not None and self.agents[wanted.endpoint].ended and bool(self.nobody_has(wanted, since_s=0.0))
+        return wanted is not None and self.nobody_has(wanted, since_s=0.0) is not None
 
     def is_sure_of(self, version: Version) -> bool:
         """Whether what is served under that name may be a success: nobody vouches for what was taken over before an

@@ -344,13 +344,13 @@ class ModelUpdater:
             try:
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: self._closed or self._target() is not None or bool(self._status.errors), LOOK_EVERY_S
+                        lambda: self._closed or self._target() is not None or self._status.is_troubled, LOOK_EVERY_S
                     )
                     if self._closed:
                         return
                     target, count = self._target(), self._followed.count
                 if target is None:
-                    if self._status.errors:  # what failed came right by itself
+                    if self._status.is_troubled:  # what failed came right by itself
                         self._note(state="idle", errors={}, retrying=None)
                     continue
                 errors = self._sync(target)

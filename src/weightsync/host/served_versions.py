@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from weightsync.errors import EngineUnreachableError, WeightSyncError
+from weightsync.errors import WeightSyncError
 from weightsync.handles.fanout import collect, in_thread
 from weightsync.host.agent_state import is_in
 from weightsync.host.engine_update import EngineUpdate, LoadReport
@@ -51,6 +51,7 @@ class Engine:
         served: by its last load or answer.
         seen_s: see `ServedVersions.seen_s`.
         silence: why it does not say what it serves; None: it did.
+        was_silent: the last such words; empty: there were none.
         unreachable: whether it did not answer when it was looked at last.
         unprovable: why it could not prove its live bytes.
         checksum: its own, of what was loaded last.
@@ -66,6 +67,7 @@ class Engine:
         self.served: Version | None = None
         self.seen_s = 0.0
         self.silence: str | None = None
+        self.was_silent = ""
         self.unreachable = False
         self.unprovable: str | None = None
         self.checksum: str | None = None
@@ -152,9 +154,8 @@ class ServedVersions:
     def standing(self, errors: Mapping[str, str]) -> dict[str, str]:
         """Those without what says that an engine does not answer, where it does by now."""
         with self._lock:
-            answer = {engine.name for engine in self._engines if engine.silence is None and not engine.unreachable}
-        kind = EngineUnreachableError.__name__
-        return {who: why for who, why in errors.items() if who not in answer or not why.startswith(kind)}
+            over = {engine.name: engine.was_silent for engine in self._engines if engine.silence is None}
+        return {who: why for who, why in errors.items() if over.get(who) != why}
 
     def serve(self, version: Version) -> bool:
         """Whether all serve that version or a newer one of its run."""
@@ -284,6 +285,7 @@ class ServedVersions:
                     continue  # it was asked before its last load; where there is no answer yet, it is silent still
                 before, was_silent = engine.served, engine.silence is not None
                 engine.unreachable, engine.silence = reply is None, None if error is None else words(error)
+                engine.was_silent = engine.silence or engine.was_silent
                 if reply is not None:  # who paused it is not our business
                     engine.served = self._known(reply)
                     if engine.served is not None:  # else its lease was lent for something that it has not

@@ -158,7 +158,7 @@ class Upstream:
         return None
 
     def _turn(self, endpoint: str, line: _Line, ask: Ask) -> None:
-        client, why, gone, late = line.client, "", False, False
+        client, why, gone = line.client, "", False
         said: AgentVersion | None = None
         try:
             if client is not None:
@@ -167,10 +167,9 @@ class Upstream:
                 said = answer if answer.model_id == self._model_id else None
         except Exception as error:  # whatever it is: who waits for this agent's word is told why there is none
             why, gone = f"{type(error).__name__}: {error}", isinstance(error, _GONE)
-            late = isinstance(error, DeadlineExceededError)
         with self._changed:
             line.ends_s = None
             if said is not None:
                 self._run.heard(endpoint, said, asked=ask, asked_s=line.asked_s)
             elif client is not None and client is line.client:  # else somebody has ended this request
-                self._run.not_heard(endpoint, why, gone=gone, late=late)
+                self._run.not_heard(endpoint, why, gone=gone)

@@ -127,6 +127,11 @@ class ModelStatus(Message, frozen=True, kw_only=True):
     artifact: ArtifactKind = "model"
     adapter: str | None = None
 
+    @property
+    def is_troubled(self) -> bool:
+        """Whether something has failed, and is to be tried again."""
+        return bool(self.errors) or self.state == "waiting"
+
     def __str__(self) -> str:
         """What is served, as one line for a log: `v3: 0.4 MB (1.2 %) in 0.14 s, paused 82 ms, proved`."""
         if self.version is None:

@@ -298,7 +298,7 @@ def _ask_controller(url: str, models: Sequence[str], *, token: str | None, verif
             raise
         except WeightSyncError:  # the first heartbeat says so
             return
-    if not is_controller(url, status, models):
+    if not is_controller(url, status, models, controller=True):
         raise ConfigError(f"{url} is a rollout service, and no controller: look at the port of --controller")
 
 

@@ -199,34 +199,33 @@ def test_an_agent_that_is_gone_gives_way_to_one_that_has_the_run(world: World) -
 
 
 def test_a_fleet_hears_soon_that_nobody_has_a_version_any_more(world: World, tmp_path: Path) -> None:
-    """Its trainer has died after engines could not load it. Seen red: it was pulled for `pull_timeout_s` from a port at
-    which nobody answered, and the fleet waited."""
+    """Its trainer has ended after engines could not load it. Seen red: it was pulled for `pull_timeout_s` from a port
+    at which nobody answered, and the fleet waited."""
     world.agents = {OLD: Agent("r1", 1)}
     world.agents[OLD].raises = EngineUnreachableError("not up yet")
     lease = ServingLease(str(tmp_path / "lease"))
-    world.serve("a", controller="http://127.0.0.1:9", lease=lease, pull_timeout_s=600.0)
+    world.serve("a", controller="http://127.0.0.1:9", lease=lease, pull_timeout_s=600.0, poll_s=0.1)
     model = world.service._models[MODEL]
     assert isinstance(model, FleetModel)
     world.engines["a"].dead, world.agents[OLD].raises = True, None
     version = Version(run_id="r1", number=1)
     model.prepare(version, OLD)
     wait_until(lambda: "a" in world.status.errors, "it could not be loaded")
+    world.agents[OLD].ending = True
+    wait_until(lambda: world.followed.agents[OLD].ended, "it says so")
     world.agents[OLD].raises = EngineUnreachableError("gone")
     world.engines["a"].dead = False
     claim = model.prepare(version, OLD)
-    wait_until(lambda: OLD in world.status.sender_errors and model._status.retrying, "it was asked, and pulled from")
-    assert model.prepared(claim) is None, "it may come back"
-    world.skip(world.service.config.patience_s)
 
     def denied() -> bool:
         try:
             return model.prepared(claim) is not None
         except NotPublishedError as error:
-            return "does not answer, and nobody has r1/1 any more" in str(error)
+            return "has ended, and nobody has r1/1 any more" in str(error)
 
     wait_until(denied, "it is told")
     wait_until(lambda: "nobody has r1/1 any more" in world.status.errors.get("pull", ""), "the pull has ended")
-    world.agents[OLD].raises = None
+    world.agents[OLD].ending, world.agents[OLD].raises = False, None
     model.prepare(version, OLD)
     wait_until(lambda: model.permit.staged == version, "it has come back")
 
@@ -338,6 +337,19 @@ def test_an_engine_that_answers_again_is_no_error_though_nothing_comes(world: Wo
     world.engines["a"].dead = False
     wait_until(lambda: "a" not in world.status.errors, "it answers again")
     assert world.status.engines == {"a": None}
+
+
+def test_an_engine_that_comes_back_with_its_version_is_waited_for_no_more(world: World) -> None:
+    """Seen red: its error was gone, and the model was said to wait for ever."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", patience_s=300.0)
+    world.engines["a"].dead = True
+    wait_until(lambda: "a" in world.status.errors, "it is an error")
+    world.engines["a"].dead = False
+    model = world.service._models[MODEL]
+    with model._changed:
+        model._note(errors={})  # as the thread that looks at engines does, where it is the first to see it
+    wait_until(lambda: world.status.state == "idle", "nothing is left to do")
 
 
 def test_a_trainer_that_has_ended_is_no_crash_when_an_engine_needs_its_version_again(world: World) -> None:

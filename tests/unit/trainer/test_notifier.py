@@ -30,5 +30,6 @@ def test_who_can_be_told_again_is_said_to_be(monkeypatch: pytest.MonkeyPatch, ca
         end = time.monotonic() + 10.0
         while "can be told of new versions again: it was told of r/1" not in caplog.text:
             assert time.monotonic() < end, caplog.text
+            time.sleep(0.01)  # between two looks
     told.close()
     assert caplog.text.count("can't be told") == 1

@@ -50,6 +50,8 @@ def test_a_service_is_no_controller_and_one_that_is_not_there_is_waited_for(cont
     with contextlib.closing(serving.serve({"actor": torch.nn.Linear(2, 2)}, token=TOKEN, port=0)) as other:
         with pytest.raises(ConfigError, match="is a rollout service, and no controller"):
             serving._ask_controller(other.url, ["actor"], token=TOKEN, verify=True)
+        with pytest.raises(ConfigError, match="is a rollout service, and no controller"):
+            serving._ask_controller(other.url, ["critic"], token=TOKEN, verify=True)
         gone = other.url
     serving._ask_controller(gone, ["actor"], token=TOKEN, verify=True)
 

@@ -94,8 +94,8 @@ def named(versions: Sequence[ModelVersion]) -> str:
 def failed_error(
     versions: Sequence[ModelVersion], failed: Mapping[Member, WeightSyncError], num_members: int, *, num_needed: int = 0
 ) -> WeightSyncError:
-    """What the failures of all come to: where an agent has denied a version, that is what counts. That an agent is gone
-    counts where all say so: it may be cut off from one."""
+    """What the failures of all come to: where an agent has denied a version, that is what counts. That a trainer has
+    ended with it counts where all say so, and for one model: of a set another one's may be there."""
     causes = {member.instance_id: error for member, error in failed.items()}
     for who, error in causes.items():
         if isinstance(error, NotPublishedError) and any(str(each.of) == error.version for each in versions):
@@ -103,7 +103,8 @@ def failed_error(
                 error.message, peer=who, version=error.version, newest=error.newest,
                 state_left="what was served is served",
             )  # fmt: skip
-    if 0 < num_members <= len(causes) and all(isinstance(error, NotPublishedError) for error in causes.values()):
+    alone = len(versions) == 1 and 0 < num_members <= len(causes)
+    if alone and all(isinstance(error, NotPublishedError) for error in causes.values()):
         who, error = next(iter(causes.items()))
         return NotPublishedError(
             error.message, peer=who, version=named(versions), state_left="what was served is served"
