@@ -361,9 +361,13 @@ def test_what_nobody_has_any_more_is_known_when_its_trainer_has_ended(in_order: 
     for other in (v(5), v(0, "next")):
         never = Target(version=other, endpoint=ONE)
         assert model.run.nobody_has(never, since_s=since_s) is None, "its successor may be there by now"
-    assert model.run.nobody_has(wanted, since_s=model.now_s + 1.0) is None
     model.hears(says(4), TWO, in_s=6.0)
     assert model.run.nobody_has(wanted, since_s=since_s) is None, "another agent has it"
+    alone = following(ONE, poll_s=5.0)
+    alone.hears(msgspec.structs.replace(says(4), ending=in_order))
+    alone.hears(None, in_s=1.0)
+    assert (alone.run.nobody_has(wanted, since_s=alone.now_s) is not None) == in_order
+    assert alone.run.nobody_has(wanted, since_s=alone.now_s + 1.0) is None, "it was not looked for since then"
 
 
 def test_a_trainer_that_has_ended_stands_beside_no_other_one() -> None:
