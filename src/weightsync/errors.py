@@ -120,7 +120,7 @@ class VersionError(WeightSyncError):
 
 class NotPublishedError(VersionError):
     """A version was announced that its agent has not, as the agent says itself. Its detail `newest` is the number that
-    the agent has of that run, or is about to have; None: it names another run, or is gone, and nobody else has it."""
+    the agent has of that run, or is about to have; None: it names another run, or its trainer has ended."""
 
     @property
     def newest(self) -> int | None:

@@ -590,6 +590,10 @@ def test_an_instance_that_only_joins_has_not_failed() -> None:
     sync = "SyncFailedError: 1 of 2 instances failed: b: LoadError: m: e: it has no room"
     assert list(notifier._failures_of((joins, fails), sync, all_of_them=False)) == ["b"], "seen red: it was said twice"
     assert list(notifier._failures_of((joins, fails), "NoEnginesError: cut", all_of_them=False)) == ["", "b"]
+    more = "SyncFailedError: 2 of 3 instances failed: b: LoadError: m: e: it has no room; c: LoadError: m: e: cut"
+    assert list(notifier._failures_of((joins, fails), more, all_of_them=False)) == ["", "b"], "c is told nowhere else"
+    wordless = InstanceStatus(instance_id="b", url="http://h", state="live", why="m: AssertionError: ", failed=True)
+    assert list(notifier._failures_of((wordless,), sync, all_of_them=False)) == ["", "b"]
 
 
 # --- the command ---

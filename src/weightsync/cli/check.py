@@ -61,7 +61,7 @@ def check(
             "aborted, and the next one joins anew.",
         ),
     ] = False,
-    timeout_s: Annotated[float, typer.Option(min=0.1, max=MAX_S, help="Seconds that it has to answer.")] = 30.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, max=MAX_S, help="Seconds that each of its answers has.")] = 30.0,
 ) -> None:
     """Asks an engine whether a model's names, shapes and dtypes are its own; nothing moves, and it goes on serving.
 

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.errors import AuthError, ConfigError, SignatureError, WeightSyncError
+from weightsync.errors import AuthError, ConfigError, SignatureError, StoreAuthError, WeightSyncError
 from weightsync.types.process import closed_in_children
 
 _GIVEN = ("COMMANDLINE", "ENVIRONMENT")
@@ -133,7 +133,7 @@ def told() -> Iterator[None]:
 
 def in_words(error: Exception) -> str:
     """An error as a line; of a token that is refused, how a command is given one."""
-    if isinstance(error, AuthError):
+    if isinstance(error, AuthError) and not isinstance(error, StoreAuthError | SignatureError):
         message, ours = error.message, f"--token or the variable {TOKEN_VARIABLE}"
         error.message = message.replace(f"token= or {TOKEN_VARIABLE}", ours)
         if TOKEN_VARIABLE not in message:

@@ -23,7 +23,7 @@ class StepWatch:
 
     Attributes:
         awaited: the step that is waited for; None: rollout waits for none.
-        lost: in words, that one was given up, while nothing was told of since.
+        lost: in words, that one was given up, while nothing was told of since, and no other is waited for.
     """
 
     def __init__(
@@ -40,15 +40,17 @@ class StepWatch:
 
     def look(self, state: ModelState, policy: Policy) -> None:
         """The state has changed."""
+        now_s = self._clock()
         awaited = (state.run_id, state.train_version, state.due) if awaits_step(state, policy) else None
         if awaited != self.awaited:
             self._alarm.cancel()
-            self.awaited, self._is_timed, self._since_s = awaited, False, self._clock()
+            self.awaited, self._is_timed, self._since_s = awaited, False, now_s
+            self.lost = self.lost if awaited is None else None
         step = self.awaited
         if step is None or self._is_timed or self._timeout_s is None:
             return
         try:
-            self._alarm.set(self._timeout_s, lambda: self._late(step))
+            self._alarm.set(max(0.0, self._timeout_s - (now_s - self._since_s)), lambda: self._late(step))
             self._is_timed = True
         except RuntimeError:  # there is no thread to wait in: it is tried again at the next change
             pass

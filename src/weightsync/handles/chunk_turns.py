@@ -96,6 +96,11 @@ class OpenSession:
                 raise TransferAbortedError(f"session {name} is not open here: it was aborted, or has ended")
             return self._turns
 
+    def has(self, name: str) -> bool:
+        """Whether the session of that name is open."""
+        with self._lock:
+            return self._turns is not None and self._turns.name == name
+
     def end(self, error: WeightSyncError | None = None, *, name: str | None = None) -> bool:
         """Whether there was one that it ended, of that name where one is given; its chunks wait no more."""
         with self._lock:

@@ -18,6 +18,7 @@ a rollout service beside it has it read the staged file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from typing import Literal, TypeAlias, get_args
@@ -177,16 +178,22 @@ class SGLangEngine(SteppedEngine):
         with self._log.phase("pause"):
             self._paused_by, self._checksum = request.session, None
             self._before = self._look(deadline).weight_version
-            self._api.pause(self._pause_mode, timeout_s=min(request.timeout_s, deadline.check("answer")))
             try:
+                self._api.pause(self._pause_mode, timeout_s=min(request.timeout_s, deadline.check("answer")))
                 self._session.turns(request.session)
-            except WeightSyncError:  # the resume of its abort may have come before this pause
-                if self._paused_by in (None, request.session) and self._before != LOADING:
-                    self._api.resume(timeout_s=deadline.check("answer"))
-                    self._paused_by = None
+            except WeightSyncError:
+                self._end_late_pause(request.session, Deadline(max(1.0, deadline.remaining_s)))
                 raise
             self._name(LOADING, deadline)
             self._way.open(self._open_request, deadline)
+
+    def _end_late_pause(self, session: str, deadline: Deadline) -> None:
+        """Where its abort was before it, whose resume may have come first."""
+        if self._session.has(session) or self._paused_by not in (None, session) or self._before == LOADING:
+            return
+        with contextlib.suppress(WeightSyncError):
+            self._api.resume(timeout_s=deadline.check("answer"))
+            self._paused_by = None
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
         if self._paused_by != update.session:

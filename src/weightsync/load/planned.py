@@ -140,7 +140,7 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
         self._open_patch(self._plan, manifest, comes_whole=False)
 
     def _open_patch(self, plan: LivePlan, manifest: Manifest, *, comes_whole: bool) -> None:
-        self._specs = manifest.by_name()
+        self._specs, self._before = manifest.by_name(), None
         self._loaded = set()
         self._patch, self._prepared, self._comes_whole = ShardPatch(plan, self._staging), False, comes_whole
         self._manifest = manifest
@@ -220,20 +220,30 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
 
     # --- the bracket of a whole version ---
 
-    def _remember(self) -> None:
-        """A bracket of whole tensors begins. Until a byte comes, what was loaded last can be patched yet."""
-        kept = _OF_THE_LAST_LOAD if self._base is not None else ()
-        self._before = {name: getattr(self, name) for name in kept}
-
     def _stage(self, updates: Iterable[Update]) -> None:
         self._before = None
         stage(updates, self._specs, self._staging, self._loaded)
 
+    @contextlib.contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """A bracket of whole tensors begins in the body; one that can't leaves all as it was. Until a byte comes, what
+        was loaded last can be patched yet."""
+        kept = _OF_THE_LAST_LOAD if self._base is not None else ()
+        self._before = {name: getattr(self, name) for name in kept}
+        try:
+            yield
+        except BaseException:
+            self._restore()
+            raise
+
     def _leave_no_trace(self) -> None:
         """A bracket is aborted: where no byte came, e.g. in a check, all is as it was before."""
+        if self._manifest is not None:
+            self._restore()
+
+    def _restore(self) -> None:
         before, self._before = self._before, None
-        if before is not None and self._manifest is not None:
-            vars(self).update(before)
+        vars(self).update(before or {})
 
     # --- the same, where the version before it is here ---
 

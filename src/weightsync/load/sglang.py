@@ -264,12 +264,12 @@ class SGLangWeightLoader(PlannedLoader):
         """
         self._check(manifest)
         self.settle()
-        self._remember()
-        self._specs = manifest.by_name()
-        if self._tp_size == 1:
-            self._trace(manifest)
-        self._base = None
-        self._staging = staging_for(self._specs, self._staging)
+        with self._beginning():
+            self._specs = manifest.by_name()
+            if self._tp_size == 1:
+                self._trace(manifest)
+            self._base = None
+            self._staging = staging_for(self._specs, self._staging)
         self._loaded, self._verified = set(), False
         self._manifest = manifest
 

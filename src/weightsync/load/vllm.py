@@ -102,12 +102,12 @@ class VLLMWeightLoader(PlannedLoader):
         self.settle()
         if self._begin_change(manifest):
             return
-        self._remember()
-        self._specs = manifest.by_name()
-        if not self.writes_live:
-            self._trace(manifest)
-            self._base = None
-            self._staging = staging_for(self._specs, self._staging, pinned=torch.cuda.is_available())
+        with self._beginning():
+            self._specs = manifest.by_name()
+            if not self.writes_live:
+                self._trace(manifest)
+                self._base = None
+                self._staging = staging_for(self._specs, self._staging, pinned=torch.cuda.is_available())
         self._loaded = set()
         self._manifest = manifest
 

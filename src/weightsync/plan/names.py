@@ -44,6 +44,8 @@ def closest(name: str, known: Iterable[str]) -> str | None:
         if each.endswith(parts[-1])
     }
     best = max(shared, key=lambda each: (shared[each], -len(each)), default=None)
+    if sum(_wraps(each, name) for each in names) > 1:
+        return None  # of which of them?
     if best is not None and shared[best] >= min(2, len(parts)) and (_wraps(best, name) or _alike(best, name)):
         return best
     found = difflib.get_close_matches(name, names[:_MAX_COMPARED], n=3, cutoff=_ALIKE)

@@ -98,7 +98,7 @@ class JoinedEngines:
             what = "was asked" if lost and not errors else "answers" if silent else "can take part"
             raise NoEnginesError(
                 f"no engine {what}: {why or 'none is known'}",
-                state_left="nothing was changed: an engine that still runs serves what it did; the next call asks anew",
+                state_left="nothing was changed: an engine that still runs serves what it did",
                 **_retry_after(min, left_out),
             )
         if lost and require_all:

@@ -402,13 +402,17 @@ class _Told:
             raise ConfigError(f"{self.url} in to= is an engine: {_instead(named, self._model_id)}", peer=self.url)
 
 
+_ONE_FAILED = re.compile(r"\b1 of \d+ instances failed")
+
+
 def _failures_of(instances: Sequence[InstanceStatus], last_error: str | None, *, all_of_them: bool) -> dict[str, str]:
-    """What has failed in a fleet; nothing has of an instance that only joins, or is late. A sync that failed for what
-    an instance says itself is not said beside it."""
+    """What has failed in a fleet; nothing has of an instance that only joins, or is late. A sync that failed for
+    nothing but what an instance says itself is not said beside it."""
     failures = {
         each.instance_id: each.why for each in instances if each.why is not None and (each.failed or all_of_them)
     }
-    if last_error is None or any(why.rsplit("Error: ", 1)[-1] in last_error for why in failures.values()):
+    said = [words for why in failures.values() if (words := why.rsplit("Error: ", 1)[-1].partition(" [")[0])]
+    if last_error is None or (_ONE_FAILED.search(last_error) and any(words in last_error for words in said)):
         return failures
     return {"": last_error, **failures}
 

@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 from tests.standins.processes import free_port
 from tests.unit.control import statuses
 from tests.unit.control.statuses import HOSTILE, StatusServer, instance, model, status, sync
+from weightsync.cli.shared import in_words
 from weightsync.cli.status import status as command
+from weightsync.errors import AuthError, SignatureError, StoreAuthError, WeightSyncError
 from weightsync.net.messages import decode
 from weightsync.types.control import ControllerStatus
 
@@ -189,6 +191,13 @@ def test_tokens(tmp_path: Path) -> None:
         file.write_text("")
         assert run(server.url, "--token-file", str(file))[0] == 2
         assert run(server.url, "--token-file", str(tmp_path / "none"))[0] == 2
+
+
+@pytest.mark.parametrize("error", [StoreAuthError("it is refused"), SignatureError("it is not signed")], ids=repr)
+def test_what_no_token_mends_is_given_none(error: WeightSyncError) -> None:
+    """Seen red: whose cloud credential had expired was told to give it by --token."""
+    assert in_words(error) == f"{type(error).__name__}: {error.message}"
+    assert "--token" in in_words(AuthError("it is refused"))
 
 
 def test_watch_into_a_pipe_shows_one_look_after_the_other_and_ends_with_its_reader() -> None:

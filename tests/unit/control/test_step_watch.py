@@ -67,10 +67,9 @@ def test_a_step_that_is_late_is_told_of_once_and_is_the_one_that_is_awaited() ->
 
 def test_nothing_is_late_where_no_limit_is_set() -> None:
     watched = Watched(timeout_s=None)
-    before = threading.active_count()
     watched.batch()
     watched.now_s += 1e6
-    assert (watched.watch.waited_s, threading.active_count()) == (1e6, before)
+    assert (watched.watch.waited_s, watched.watch._alarm._timer) == (1e6, None)
 
 
 def test_without_a_thread_it_is_tried_again_and_counts_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +78,13 @@ def test_without_a_thread_it_is_tried_again_and_counts_on(monkeypatch: pytest.Mo
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    before = threading.active_count()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         watched.batch()
-    assert threading.active_count() == before
+    assert watched.watch._alarm._timer is None
     watched.now_s += 5.0
     watched.batch()
-    assert (watched.watch.waited_s, threading.active_count()) == (5.0, before + 1)
+    timer = watched.watch._alarm._timer
+    assert timer is not None
+    assert (watched.watch.waited_s, timer.interval) == (5.0, 3595.0)
     watched.watch.close()

@@ -19,7 +19,7 @@ from tests.standins.sglang_server import Failure, SGLangServer
 from tests.standins.sglang_workers import SGLangWorkers
 from tests.unit.handles.sglang_kit import NAMES, SHAPE, weights, write_checkpoint
 from weightsync.control.methods.push import PushMethod
-from weightsync.errors import ConfigError, SyncFailedError, UnsupportedError, WeightSyncError
+from weightsync.errors import ConfigError, DeadlineExceededError, SyncFailedError, UnsupportedError, WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.handles.sglang import LOADING, SGLangApi, SGLangEngine
 from weightsync.handles.sglang_loads import is_dense
@@ -223,13 +223,18 @@ def test_a_pause_that_a_dead_trainer_left_ends_where_the_weights_are_whole(serve
         assert server.paused is None
 
 
-def test_a_pause_that_comes_behind_the_resume_of_its_abort_is_ended(server: SGLangServer, trainer: Trainer) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["answered", "not in time"])
+def test_a_pause_that_comes_behind_the_resume_of_its_abort_is_ended(
+    server: SGLangServer, trainer: Trainer, late: bool
+) -> None:
     """Seen red: SGLang was told to go on before it stood still, and stayed paused, under the name of a load."""
     engine, pause = trainer.engine, trainer.engine._api.pause
 
     def late_pause(*args: Any, **options: Any) -> None:
         engine.call(EngineOp.ABORT, AbortRequest(session=str(engine._paused_by), reason="enough"), timeout_s=5)
         pause(*args, **options)
+        if late:
+            raise DeadlineExceededError("no answer to the pause: it was aborted")
 
     engine._api.pause = late_pause  # type: ignore[method-assign]
     with pytest.raises(SyncFailedError, match="was aborted"):

@@ -218,6 +218,23 @@ def test_a_bracket_that_ends_before_a_byte_came_leaves_no_trace(packed: Packed, 
     assert packed.serves()
 
 
+def test_a_bracket_that_can_not_begin_leaves_no_trace(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: where there was no memory for another layout the next version went out in full."""
+    whole = packed.whole
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError("as told")
+
+    packed.whole = {**whole, "1.norm": torch.zeros(8)}
+    with monkeypatch.context() as patch:
+        patch.setattr("weightsync.load.vllm.staging_for", fails)
+        with pytest.raises(MemoryError):
+            packed.loader.begin(packed.manifest())
+    packed.whole = whole
+    packed.patched({"1.k": (3, 7.0), "1.norm": (2, 8.0)})
+    assert packed.serves()
+
+
 def test_it_is_taken_back_and_the_next_one_builds_on_what_was(packed: Packed) -> None:
     before = packed.whole
     packed.patched({"1.k": (3, 7.0), "0.norm": (2, 8.0)})

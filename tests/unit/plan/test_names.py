@@ -32,6 +32,7 @@ def test_the_closest_name(said: str, meant: str | None) -> None:
     ("said", "meant"),
     [
         ("3.wieght", "3.weight"),
+        ("weight", None),  # of which layer?
         ("5.wieght", None),  # and not another layer's
         ("9.bias", None),
         ("lm_head.weight", None),

@@ -73,9 +73,7 @@ def test_where_nobody_answers_the_error_says_what_holds() -> None:
     error = failed(joined(gone))
     gone.close()
     assert isinstance(error, NoEnginesError)
-    assert error.state_left == (
-        "nothing was changed: an engine that still runs serves what it did; the next call asks anew"
-    )
+    assert error.state_left == ("nothing was changed: an engine that still runs serves what it did")
 
 
 def test_so_does_the_error_where_all_engines_have_to_take_part(hung: HttpEngine) -> None:
