@@ -196,7 +196,7 @@ def test_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [StoreAuthError("it is refused"), SignatureError("it is not signed")], ids=repr)
 def test_what_no_token_mends_is_given_none(error: WeightSyncError) -> None:
     """Seen red: whose cloud credential had expired was told to give it by --token."""
-    assert in_words(error) == f"{type(error).__name__}: {error.message}"
+    assert "--token" not in in_words(error)
     assert "--token" in in_words(AuthError("it is refused"))
 
 
