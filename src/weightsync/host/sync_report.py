@@ -47,7 +47,7 @@ def tell_served(
         model_id=model_id,
     )
     deltas = f" ({pulled.num_deltas} deltas of {pulled.received_bytes / 1e6:.1f} MB)" if pulled.num_deltas else ""
-    held = f" (and held for its fleet's commit for {loaded.held_s:.3f} s)" if loaded.held_s else ""
+    held = f" (and held for its fleet's commit for {loaded.held_s:.3f} s)" if loaded.held_s >= 0.001 else ""
     whole = "".join(f"; {who} loaded all of it: {why}" for who, why in loaded.full_because.items())
     _logger.info(
         "model %s: %s is served: %.1f MB by %s%s in %.3f s, loaded in %.3f s%s, paused for %.3f s%s",

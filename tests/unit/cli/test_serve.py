@@ -52,6 +52,12 @@ def test_a_reason_is_told_once() -> None:
     assert _how(other, told).endswith("; vllm-0 is unproved: it packs")
 
 
+def test_a_version_has_no_figures_of_one_that_was_fetched_behind_it() -> None:
+    status = ModelStatus(run_id="r", version=5, fetched="r/6", pull_s=0.1, received_bytes=7, transport="tcp")
+    assert _how(status, {}) == "and r/6 was fetched since"
+    assert _how(msgspec.structs.replace(status, fetched="r/5"), {}).startswith("0.0 MB by tcp in 0.10 s")
+
+
 def test_what_is_mapped_moves_no_bytes() -> None:
     """Seen red: "0.0 MB by shm"."""
     status = ModelStatus(version=1, pull_s=0.1, transport="shm", total_bytes=500_000)

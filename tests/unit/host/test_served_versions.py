@@ -53,6 +53,23 @@ class Handle:
     def close(self) -> None: ...
 
 
+def test_what_a_load_says_of_an_engine_that_answers_stands() -> None:
+    """That it could not be reached goes when it answers; that a load broke does not."""
+    one = Handle("one")
+    group = EngineGroup(
+        [one], "m", pause_timeout_s=1.0, recorder=Recorder("t"), metrics=Metrics(), changed=lambda: None
+    )
+    one.dead = True
+    group.look()
+    silent = group.gone()
+    broke = {"one": "EngineUnreachableError: it broke during a load", "pull": "nobody has it"}
+    assert group.standing(silent) == silent, "it is silent still"
+    one.dead = False
+    group.look()
+    assert group.standing(silent) == {}
+    assert group.standing(broke) == broke
+
+
 def test_an_engine_that_has_something_else_was_not_seen_to_serve() -> None:
     one, two = Handle("one"), Handle("two")
     group = EngineGroup(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
+from tests.unit.host.service_kit import wait_until
 from weightsync.errors import EngineUnreachableError
 from weightsync.trainer import notifier
 from weightsync.trainer.notifier import Notifier, _Told
@@ -27,9 +26,7 @@ def test_who_can_be_told_again_is_said_to_be(monkeypatch: pytest.MonkeyPatch, ca
     with caplog.at_level("INFO", logger="weightsync.trainer.notifier"):
         told.start(["http://agent"])
         told.announce(Version(run_id="r", number=1))
-        end = time.monotonic() + 10.0
-        while "can be told of new versions again: it was told of r/1" not in caplog.text:
-            assert time.monotonic() < end, caplog.text
-            time.sleep(0.01)  # between two looks
+        again = "can be told of new versions again: it was told of r/1"
+        wait_until(lambda: again in caplog.text, "it is told, and that is said")
     told.close()
     assert caplog.text.count("can't be told") == 1

@@ -252,7 +252,7 @@ def test_who_joins_is_asked_for_a_number_that_nobody_can_fetch(world: World) -> 
         bring(method, 4)
 
 
-def test_that_an_agent_is_gone_counts_where_all_say_so(world: World) -> None:
+def test_that_a_trainer_has_ended_counts_where_all_say_so(world: World) -> None:
     """Seen red: a trainer that had ended was a failure of the instances, which were put out for it."""
     instances, method = world.three(), world.method("all")
     for each in instances[1:]:
@@ -263,6 +263,15 @@ def test_that_an_agent_is_gone_counts_where_all_say_so(world: World) -> None:
     with pytest.raises(NotPublishedError, match="nobody has r/1 any more") as caught:
         bring(method, 1)
     assert caught.value.newest is None
+
+
+def test_of_a_set_one_trainer_that_has_ended_says_nothing_of_the_others(world: World) -> None:
+    instances, method = [world.instance(name, PAIR).beat() for name in ("a", "b")], world.method("all", (PAIR,))
+    for each in instances:
+        each.on_prepare = raises(NotPublishedError("the actor's trainer has ended, and nobody has r/1 any more"))
+    method.trained("critic", v(1), SENDER)
+    with pytest.raises(SyncFailedError, match="2 of 2 instances failed"):
+        bring(method, 1)
 
 
 def test_who_joins_is_asked_for_a_set_that_waits(world: World) -> None:
