@@ -27,6 +27,7 @@ from weightsync.memory import MappedSegment
 from weightsync.tensors import tensor_from_bytes
 from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline, Version
+from weightsync.types.message import learn
 
 _TOKEN_BYTES = 32
 
@@ -46,6 +47,9 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"TransferPlan(endpoint={self.endpoint!r}, model_id={self.model_id!r}, version={self.version})"
+
+
+learn(TransferPlan)
 
 
 class Sender:

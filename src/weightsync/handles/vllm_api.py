@@ -182,7 +182,7 @@ class OfflineVllmApi:
         self._call("init_weight_transfer_engine", lambda: self._llm.init_weight_transfer_engine(message), timeout_s)
 
     def start_update(self, *, timeout_s: float) -> None:
-        self._call("start_weight_update", self._llm.start_weight_update, timeout_s)
+        self._call("start_weight_update", lambda: self._llm.start_weight_update(), timeout_s)
 
     def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
         self._call("update_weights", lambda: self._llm.update_weights({"update_info": info}), timeout_s)
@@ -199,12 +199,10 @@ class OfflineVllmApi:
         self._call("wake_up", lambda: self._llm.wake_up(tags=["scheduling"]), timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> bool:
-        reset = self._llm.reset_prefix_cache
-        return bool(
-            self._call(
-                "reset_prefix_cache", lambda: reset(reset_running_requests=True, reset_connector=True), timeout_s
-            )
-        )
+        def reset() -> bool:
+            return bool(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+
+        return self._call("reset_prefix_cache", reset, timeout_s)
 
     def close(self) -> None:
         """Does nothing: the `LLM` is the caller's."""

@@ -23,7 +23,7 @@ from weightsync.errors import (
     SignatureError,
     StoreDamagedError,
 )
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -36,6 +36,9 @@ _SECRET, _PUBLIC = "weightsync-secret-ed25519 ", "weightsync-public-ed25519 "
 class _Trailer(Message, frozen=True, kw_only=True):
     sha256: str
     signature: str | None
+
+
+learn(_Trailer)
 
 
 class Signer:

@@ -6,7 +6,7 @@ from typing import Any
 
 from weightsync.errors import InvalidRequestError
 from weightsync.types.control import ModelRequest, check_trained
-from weightsync.types.message import Message
+from weightsync.types.message import Message, learn
 from weightsync.types.method import SyncReport
 
 
@@ -71,3 +71,6 @@ class PushDoneRequest(ModelRequest, frozen=True, kw_only=True):
 
 class PushDoneReply(Message, frozen=True, kw_only=True):
     """The report has come."""
+
+
+learn(PushOrder, NextPushRequest, NextPushReply, PushDoneRequest, PushDoneReply)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from weightsync.types.manifest import Version
+from weightsync.types.message import learn
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +22,9 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None
     start: int
     end: int
+
+
+learn(VersionSpan)
 
 
 def whole_span(version: Version | None, num_tokens: int) -> list[VersionSpan]:

@@ -31,6 +31,7 @@ from weightsync.errors import (
 )
 from weightsync.handles import vllm as vllm_client
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
+from weightsync.handles.vllm_api import OfflineVllmApi
 from weightsync.handles.vllm_messages import (
     VllmAudit,
     VllmInitMessage,
@@ -688,3 +689,11 @@ def test_what_may_change_while_live_weights_are_read(
             handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=5)
     else:
         assert handle.call(EngineOp.AUDIT, AuditRequest(), timeout_s=5).digests_equal
+
+
+@pytest.mark.parametrize("call", ["start_update", "reset_prefix_cache"])
+def test_an_llm_of_this_process_that_is_too_old(call: str) -> None:
+    """Seen red: an AttributeError, without the release to take."""
+    api = OfflineVllmApi(object())
+    with pytest.raises(UnsupportedError, match=r"this vLLM has no .*, take "):
+        getattr(api, call)(timeout_s=5)

@@ -34,6 +34,7 @@ from weightsync.errors import (
 from weightsync.net.messages import decode, encode
 from weightsync.plan.names import as_name
 from weightsync.types import Version
+from weightsync.types.message import learn
 
 LATEST = "latest"
 _MARK = ".weightsync"
@@ -52,7 +53,7 @@ class _Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seq: int
 
 
-msgspec.json.Decoder(_Mark)  # learnt once, under the import lock; see types/engine.py
+learn(_Mark)
 
 
 class VersionFolder:

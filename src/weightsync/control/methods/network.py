@@ -24,6 +24,7 @@ from weightsync.errors import (
 from weightsync.handles.foreign import ForeignClient
 from weightsync.types import Version
 from weightsync.types.deadline import check_wait_s
+from weightsync.types.message import learn
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +49,7 @@ class WeightsUpdated(msgspec.Struct, frozen=True, kw_only=True):
     version: str | int | None = None
 
 
-msgspec.json.Decoder(WeightsUpdated)  # learnt once, under the import lock; see types/engine.py
+learn(WeightsUpdated)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
