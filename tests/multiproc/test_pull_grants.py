@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import random
 import time
@@ -25,6 +26,7 @@ from weightsync.errors import (
 )
 from weightsync.host.agent_calls import Agents, Granted
 from weightsync.host.puller import GRACE_S, Puller
+from weightsync.sink.intake import Intake
 from weightsync.types import Deadline, Version
 from weightsync.types.transfer_messages import Transport
 
@@ -261,3 +263,33 @@ def test_agents_that_do_not_answer_cost_their_time_once(liar: LyingAgent, how: s
         assert time.monotonic() - began_s < 4 * GRACE_S
         if how != "why_over":
             assert liar.paths == ["/finish_transfer"], "who answers was told all the same"
+
+
+@pytest.mark.parametrize("reader", ["host", "sink"])
+def test_agents_of_two_publishers_are_not_mixed(liar: LyingAgent, reader: str) -> None:
+    """A trainer was started again under its `run_id`, and one agent still speaks for the process before. Seen red: the
+    sink took one rank's weights from each."""
+    deadline = Deadline(1.0)  # a host asks until then: it may be a moment between two versions
+    with contextlib.closing(LyingAgent()) as other, contextlib.ExitStack() as stack:
+        sources = [json.loads(msgspec.json.encode(each.source)) for each in (liar, other)]
+        sources[1]["data_end"] = sources[1]["data_start"]  # a rank that holds no byte
+        for index, each in enumerate((liar, other)):
+
+            def bend(grant: dict[str, Any], index: int = index) -> None:
+                grant["publication"]["sources"] = sources
+                grant["source"], grant["incarnation"] = index, f"publisher {index}"
+                if index:
+                    grant["proof"] = {"block_checksums": "", "part_digests": "", "lane_a": 0, "lane_b": 0}
+
+            each.bend = bend
+        if reader == "host":
+            puller = Puller(liar.url, "m", receiver_id="honest", transport=Transport.TCP, may_call=lambda url: True)
+            stack.callback(puller.close)
+            take = functools.partial(puller.pull, deadline=deadline)
+        else:
+            intake = Intake([liar.url, other.url], "m", receiver_id="honest", token=None, verify=True)
+            stack.callback(intake.close)
+            take = functools.partial(intake.take, None, deadline=deadline)
+        with pytest.raises(WeightSyncError, match="tells another story of run/1"):
+            take()
+        assert liar.asked == other.asked == [], "not a byte was asked for"
