@@ -84,6 +84,11 @@ class Sender:
             token=self._token,
         )
 
+    @property
+    def next_number(self) -> int:
+        """That of the next version."""
+        return self._next
+
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], *, timeout_s: float = 600.0) -> dict[str, float]:
         """Publishes what the iterator gives. Returns when it may be pulled; the trainer may change its weights then.
 
@@ -139,19 +144,21 @@ class Receiver:
     def join(self, plan: TransferPlan) -> None:
         """Takes the plan of the next transfer. A worker may join at any of them."""
         before, self._plan = self._plan, plan
-        if before is not None and (before.endpoint, before.token) == (plan.endpoint, plan.token):
-            return
-        self.close()
-        self._puller = Puller(
-            plan.endpoint, plan.model_id, receiver_id=self._receiver_id, token=plan.token, **self._pulling
-        )
+        if before is None or (before.endpoint, before.token) != (plan.endpoint, plan.token):
+            self._end_puller()
+        self._puller_of(plan)
 
-    def expect_next(self) -> None:
-        """The version behind the one that was received last is waited for, where each has no plan of its own."""
-        if self._plan is not None and self._received is not None:
-            number = max(self._plan.version.number, self._received + 1)
-            version = msgspec.structs.replace(self._plan.version, number=number)
-            self._plan = msgspec.structs.replace(self._plan, version=version)
+    def expect_next(self) -> bool:
+        """The version behind the one that was received last is waited for, where each has no plan of its own.
+
+        Returns:
+            Whether the one that was waited for has come.
+        """
+        if self._plan is None or self._received is None or self._received < self._plan.version.number:
+            return False
+        version = msgspec.structs.replace(self._plan.version, number=self._received + 1)
+        self._plan = msgspec.structs.replace(self._plan, version=version)
+        return True
 
     def receive(self, *, timeout_s: float = 600.0) -> Generator[tuple[str, torch.Tensor], None, None]:
         """The version that the plan names, or a newer one of its run, whole and proved.
@@ -169,7 +176,12 @@ class Receiver:
     async def received(self, *, timeout_s: float) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """As `receive`; the trainer is waited for in a thread."""
         pairs = self.receive(timeout_s=timeout_s)
-        first = await asyncio.to_thread(next, pairs, None)  # who is cancelled here can't close it: the thread runs it
+        try:
+            first = await asyncio.to_thread(next, pairs, None)
+        except asyncio.CancelledError:  # who is cancelled here can't close it: the thread runs it
+            if self._puller is not None:
+                self._puller.cancel()
+            raise
         with contextlib.closing(pairs):
             if first is not None:
                 yield first
@@ -183,16 +195,29 @@ class Receiver:
         Raises:
             StateError, WeightSyncError: as `receive`.
         """
-        if self._plan is None or self._puller is None:
+        if self._plan is None:
             raise StateError("there is no transfer to receive: join with the sender's plan first")
         wanted = self._plan.version
-        with self._puller.pull(deadline=Deadline(timeout_s), at_least=lambda: wanted) as staged:
+        with self._puller_of(self._plan).pull(deadline=Deadline(timeout_s), at_least=lambda: wanted) as staged:
             self.received_bytes, self.num_deltas = staged.received_bytes, staged.num_deltas
             self._received = staged.version.number
             yield staged
 
     def close(self) -> None:
-        """Gives its memory back. Idempotent."""
+        """Gives its memory back; a plan is to be taken before it receives again. Idempotent."""
+        self._plan = None
+        self._end_puller()
+
+    def _puller_of(self, plan: TransferPlan) -> Puller:
+        """The one that has the last version, or a new one where that was cancelled."""
+        if self._puller is None or self._puller.cancelled:
+            self._end_puller()
+            self._puller = Puller(
+                plan.endpoint, plan.model_id, receiver_id=self._receiver_id, token=plan.token, **self._pulling
+            )
+        return self._puller
+
+    def _end_puller(self) -> None:
         if self._puller is not None:
             self._puller.close()
             self._puller = None

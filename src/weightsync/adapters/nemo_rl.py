@@ -61,6 +61,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._offer: _Offer | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
+        self._lost_count = False
 
     def prepare(self) -> dict[str, Any]:
         """What this worker offers, were it training rank 0. Its port is held until the worker's part is known."""
@@ -72,6 +73,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 host=host, port=self._held.getsockname()[1], token=secrets.token_hex(32),
                 run_id=f"nemo-rl-{secrets.token_hex(6)}", model_id=self._model_id,
             )  # fmt: skip
+        if self._sender is not None:
+            self._offer.number = self._sender.next_number
         return msgspec.structs.asdict(self._offer)
 
     def init_policy_process_group(
@@ -95,17 +98,18 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
-        """A rollout worker learns whom it pulls from."""
+        """A rollout worker learns whom it pulls from, and which transfer is the next."""
         self._let_go()
         offer = _first(metadata, train_world_size + rollout_world_size)
         host = f"[{offer.host}]" if ":" in offer.host else offer.host
         plan = TransferPlan(
             endpoint=f"http://{host}:{offer.port}", model_id=offer.model_id,
-            version=Version(run_id=offer.run_id, number=1), token=offer.token,
+            version=Version(run_id=offer.run_id, number=offer.number), token=offer.token,
         )  # fmt: skip
         if self._receiver is None:
             self._receiver = Receiver(mode=self._mode)
-            self._receiver.join(plan)
+        self._receiver.join(plan)
+        self._lost_count = False
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publishes them, on training rank 0; other ranks walk theirs in step. See `Sender.send`."""
@@ -116,10 +120,16 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._sender.send(weights, timeout_s=self._timeout_s)
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
-        """The next version, whole and proved, in batches. See `Receiver.receive`."""
+        """The next version, whole and proved, in batches. See `Receiver.receive`.
+
+        Raises:
+            StateError: the last transfer brought nothing, so that this worker can't tell that version from the next.
+        """
         receiver = self._receiver
         if receiver is None:
             raise StateError("init_rollout_process_group comes first")
+        if self._lost_count:
+            raise StateError("the last transfer brought nothing here: prepare all workers again, to know the next one")
         received, batch, size = receiver.received(timeout_s=self._timeout_s), list[tuple[str, torch.Tensor]](), 0
         try:
             async for name, tensor in received:
@@ -132,7 +142,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 yield batch
         finally:
             await received.aclose()
-            receiver.expect_next()  # also where it was not taken to its end: the same one does not come again
+            self._lost_count = not receiver.expect_next()  # it has come where it was not taken to its end, too
 
     def finalize(self) -> None:
         """Ends the agent and gives memory back; a `prepare` begins anew. Idempotent."""
@@ -154,6 +164,7 @@ class _Offer(msgspec.Struct):
     token: str
     run_id: str
     model_id: str
+    number: int = 1
 
 
 def _first(metadata: list[Any], num_workers: int) -> _Offer:

@@ -15,7 +15,7 @@ from tests.standins.frameworks import NEMO_RL_METHODS, provide_nemo_rl, takes
 provide_nemo_rl()
 
 from weightsync.adapters.nemo_rl import WeightSyncCheckpointEngine  # noqa: E402
-from weightsync.errors import InvalidRequestError, StateError  # noqa: E402
+from weightsync.errors import InvalidRequestError, StateError, WeightSyncError  # noqa: E402
 from weightsync.handles.fanout import in_thread  # noqa: E402
 
 LONG_S = 60.0
@@ -141,3 +141,39 @@ def test_a_transfer_that_was_broken_off_does_not_come_again() -> None:
         sent = weights(3.0)
         (got,) = world.refit(sent)
         assert same(sent, got)
+
+
+def test_a_worker_whose_transfer_failed_takes_no_older_one() -> None:
+    """It can't know whether that version came after all. Seen red: it stayed one version behind, for ever."""
+    with contextlib.closing(World(1, 2)) as world:
+        world.connect()
+        late = world.rollout[0]
+        late._timeout_s = 0.2
+
+        async def receive() -> None:
+            await anext(late.receive_weight_batches())
+
+        with pytest.raises(WeightSyncError, match=r"no version came within"):
+            asyncio.run(receive())
+        late._timeout_s = LONG_S
+        asyncio.run(world.policy[0].send_weights(iter(weights(2.0).items())))
+        with pytest.raises(StateError, match="prepare all workers again"):
+            asyncio.run(receive())
+        world.connect()  # the other has not taken that one: it waits for the next one, too
+        for value in (3.0, 4.0):
+            sent = weights(value)
+            assert all(same(sent, got) for got in world.refit(sent))
+
+
+def test_a_worker_that_comes_later_waits_for_the_next_transfer() -> None:
+    """Seen red: it was given the last one."""
+    with contextlib.closing(World(1, 2)) as world:
+        late = world.rollout.pop()
+        world._made.remove(late)
+        world.connect()
+        world.refit(weights(2.0))
+        world.rollout.append(late)
+        world._made.append(late)
+        world.connect()
+        sent = weights(3.0)
+        assert all(same(sent, got) for got in world.refit(sent))
