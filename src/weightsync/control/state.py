@@ -83,6 +83,8 @@ class ModelState:
             side serves what an earlier run or nobody has given it.
         due: the version whose step ends in a sync; None where none is due, or it has begun.
         num_pending: batches that are ready, and whose step has not ended.
+        base: versions of the run up to it ended no step of those batches: they are from before its first word.
+        all_dropped: since all batches were dropped nobody has told of a version: what is ready is the next trainer's.
         syncing: what is being synced.
         num_failed: syncs in a row that have failed, of which the next is a retry.
         evicting: after the last retry, and an eviction.
@@ -105,6 +107,8 @@ class ModelState:
     rollout_version: int = 0
     due: int | None = None
     num_pending: int = 0
+    base: int = 0
+    all_dropped: bool = False
     syncing: StartSync | None = None
     num_failed: int = 0
     evicting: bool = False
@@ -194,7 +198,14 @@ def _batch_ready(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[A
 
 def _batch_dropped(state: ModelState, num: int | None) -> ModelState:
     left, sure = (0 if num is None else max(0, each - num) for each in (state.num_pending, state.sure_pending))
-    state = dataclasses.replace(state, num_pending=left, sure_pending=sure)
+    num_ended = (state.sure_pending - state.num_pending) - (sure - left)  # they have gone: their version ends no step
+    state = dataclasses.replace(
+        state,
+        num_pending=left,
+        sure_pending=sure,
+        base=min(state.train_version, max(state.base, state.sure_version) + num_ended) if num_ended > 0 else state.base,
+        all_dropped=num is None or state.all_dropped,
+    )
     if state.phase == "need_sync" and state.due is not None and state.train_version + left < state.due:
         return dataclasses.replace(state, phase="running", due=None)
     return state
@@ -211,12 +222,16 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
             state_left="nothing was changed",
         )
     first_word = run_id != state.run_id or not state.told
-    if first_word and (state.told or event.version == 0):  # batches before it went to a trainer that is gone
+    if first_word and (state.told or event.version == 0):
+        kept = state.all_dropped  # else batches before it went to a trainer that is gone
         left = (state.run_id,) if state.told and state.run_id is not None else ()
         state = ModelState(
             phase="running" if state.syncing is None else "syncing",
             syncing=state.syncing,
             rollout_version=-1 if state.told else 0,
+            num_pending=state.num_pending if kept else 0,
+            sure_pending=state.sure_pending if kept else 0,
+            all_dropped=kept,
             validation=state.validation,
             replaced=tuple(each for each in (*state.replaced, *left) if each != run_id)[-_MAX_REPLACED:],
             served_run=state.run_id if state.rollout_version >= 0 else state.served_run,
@@ -236,6 +251,9 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
             version=f"{run_id}/{version}",
             state_left="nothing was changed",
         )
+    if first_word:  # of a run that begins above its batches it is one step's end, at most
+        num_ended = 0 if event.learnt else version if version <= state.num_pending else min(1, state.num_pending)
+        state = dataclasses.replace(state, base=version - num_ended)
     if first_word and policy.validate_freq:
         state = dataclasses.replace(
             state, validated_to=max(0, version - 1) // policy.validate_freq * policy.validate_freq
@@ -243,7 +261,9 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
     newer = version > state.train_version
     told[event.worker] = version
     state = _advanced(state, version) if event.claimed else _confirmed(_advanced(state, version), version)
-    state = dataclasses.replace(state, run_id=run_id, told=tuple(sorted(told.items())))
+    state = dataclasses.replace(
+        state, run_id=run_id, told=tuple(sorted(told.items())), all_dropped=state.all_dropped and event.learnt
+    )
     if event.evaluate and version > state.evaluated_to:  # several workers ask for it once
         state = dataclasses.replace(state, evaluate_at=max(version, state.evaluate_at or 0))
     return _go_on(state, policy) if newer or first_word or event.evaluate else (state, ())
@@ -251,17 +271,19 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
 
 def _advanced(state: ModelState, version: int) -> ModelState:
     """Steps have ended, up to the one that gave `version`."""
-    newer = max(0, version - state.train_version)
+    num_ended = max(0, version - max(state.train_version, state.base))
     return dataclasses.replace(
-        state, train_version=state.train_version + newer, num_pending=max(0, state.num_pending - newer)
+        state,
+        train_version=max(version, state.train_version),
+        num_pending=max(0, state.num_pending - num_ended),
     )
 
 
 def _confirmed(state: ModelState, version: int) -> ModelState:
     """That version was trained for certain."""
-    newer = max(0, version - state.sure_version)
+    num_ended = max(0, version - max(state.sure_version, state.base))
     return dataclasses.replace(
-        state, sure_version=state.sure_version + newer, sure_pending=max(0, state.sure_pending - newer)
+        state, sure_version=max(version, state.sure_version), sure_pending=max(0, state.sure_pending - num_ended)
     )
 
 
@@ -346,7 +368,13 @@ def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[Mode
     told = tuple((worker, number if number < goal.version else min(number, newest)) for worker, number in state.told)
     if newest >= state.sure_version:
         state = _confirmed(state, newest)
-    state = dataclasses.replace(state, train_version=state.sure_version, num_pending=state.sure_pending, told=told)
+    state = dataclasses.replace(
+        state,
+        train_version=state.sure_version,
+        num_pending=state.sure_pending,
+        base=min(state.base, newest),
+        told=told,
+    )
     state = _advanced(state, max((number for _, number in told), default=0))
     state = dataclasses.replace(state, overdue=state.overdue and state.train_version > state.rollout_version)
     if policy.validate_freq:

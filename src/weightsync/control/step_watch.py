@@ -23,7 +23,7 @@ class StepWatch:
 
     Attributes:
         awaited: the step that is waited for; None: rollout waits for none.
-        lost: in words, that one was given up, while nothing was told of since, and no other is waited for.
+        lost: in words, that one was given up, while nothing was told of since.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class StepWatch:
         if awaited != self.awaited:
             self._alarm.cancel()
             self.awaited, self._is_timed, self._since_s = awaited, False, now_s
-            self.lost = self.lost if awaited is None else None
         step = self.awaited
         if step is None or self._is_timed or self._timeout_s is None:
             return
@@ -57,7 +56,7 @@ class StepWatch:
 
     def lose(self) -> str:
         """The step is given up; why, in words."""
-        self.lost = f"no version came within {self._timeout_s:g} s, and no step is waited for any more"
+        self.lost = f"no version came within {self._timeout_s:g} s"
         return self.lost
 
     @property

@@ -175,8 +175,8 @@ class RolloutServiceState(Message, frozen=True, kw_only=True):
         overdue: the retries have ended; rollout goes on with its old version.
         last_error: of the last sync, while it matters.
         step_waited_s: for how long rollout has waited for a training step; None: it waits for none.
-        lost_step: no version came for `fleet.step_timeout_s`, and rollout waits for no step; None: since then the
-            trainer has told of something.
+        lost_step: no version came for `fleet.step_timeout_s`, and rollout went on; None: since then the trainer has
+            told of something.
         num_answering: instances that may answer with this model; None: the method has no fleet, and nobody counts.
         model_name, weight_type, weight_path, backend, base_url: the inference service, as configured.
     """

@@ -502,8 +502,8 @@ def test_a_step_that_gives_nothing_does_not_hold_rollout_for_ever(made: Make) ->
     assert (state.rollout_model_version, state.lost_step, state.blocked) == (1, None, False)
 
 
-def test_a_step_that_is_lost_unlocks_the_pool_and_is_told_until_another_is_waited_for(made: Make) -> None:
-    """Seen red: the status said of a step that goes on that none is waited for any more."""
+def test_a_step_that_is_lost_unlocks_the_pool_and_is_told_until_the_trainer_speaks(made: Make) -> None:
+    """Seen red: rollout's next batch took it from the status at once, and nobody ever saw it there."""
     controller, _ = made()
     pool, model = Module(), controller._models["default"]
     controller.set_module_references(Module(), pool)
@@ -515,7 +515,9 @@ def test_a_step_that_is_lost_unlocks_the_pool_and_is_told_until_another_is_waite
     assert controller.rollout_service_state("default").lost_step is not None
     controller.trajectory_pool_notify_batch_ready("default")
     state = controller.rollout_service_state("default")
-    assert (state.lost_step, state.blocked) == (None, True)
+    assert (state.lost_step is not None, state.blocked) == (True, True)
+    controller.trajectory_pool_notify_batch_dropped("default")
+    assert controller.rollout_service_state("default").lost_step is None
 
 
 def test_a_step_is_never_dropped_where_the_configuration_says_so(made: Make) -> None:

@@ -226,6 +226,40 @@ def test_a_batch_that_is_dropped_ends_no_sync_and_no_retry() -> None:
     assert machine(RetryDue()) == (StartSync(run_id="r", version=1),)
 
 
+@pytest.mark.parametrize("first", [1, 101], ids=["from the start", "from a checkpoint"])
+def test_the_first_word_of_a_trainer_ends_one_step_of_the_batches_since_all_were_dropped(first: int) -> None:
+    """Seen red: it forgot all of them, so that rollout was a whole threshold further ahead from then on."""
+    machine = Machine(mode="batch-async", staleness_threshold=4)
+    machine.train(99, run_id="dead")
+    machine.synced()
+    machine(BatchReady())
+    machine(BatchDropped())
+    for _ in range(4):
+        assert not machine.blocked
+        machine(BatchReady())
+    assert machine.blocked
+    assert machine.train(first) == (StartSync(run_id="r", version=first),)
+    machine.synced()
+    assert (machine.state.num_pending, machine.blocked) == (3, False)
+    machine(BatchReady())
+    assert machine.blocked, "four batches are ready"
+    for version in range(first + 1, first + 4):
+        assert machine.train(version) == ()
+        assert machine.blocked
+    assert machine.train(first + 4) == (StartSync(run_id="r", version=first + 4),)
+
+
+def test_what_the_rollout_side_serves_ends_no_step() -> None:
+    """A controller that was started anew hears of it behind the first batch. Seen red: that batch was forgotten."""
+    machine = Machine(mode="batch-async")
+    machine(BatchReady())
+    machine(Trained(worker="learnt", run_id="r", version=72, learnt=True))
+    assert machine.state.num_pending == 1
+    machine.synced()
+    machine.train(73)
+    assert machine.state.num_pending == 0
+
+
 def test_a_dropped_batch_drops_what_was_only_announced_too() -> None:
     """Two counts: what is known for certain comes back when an agent denies what was announced."""
     machine = Machine()
@@ -348,6 +382,7 @@ class AllInterleavings(RuleBasedStateMachine):
         self.run = 0
         self.version = 0
         self.batches = 0
+        self.dropped_all = False
         self.retry = False
         self.validating: ValidationRun | None = None
         self.committed: dict[str, list[int]] = {}
@@ -357,6 +392,7 @@ class AllInterleavings(RuleBasedStateMachine):
     def feed(self, event: Event) -> None:
         before = self.state
         self.state, actions = step(self.state, event, self.policy)
+        self.dropped_all = self.dropped_all and not isinstance(event, Trained)
         for action in actions:
             match action:
                 case StartSync():
@@ -388,18 +424,27 @@ class AllInterleavings(RuleBasedStateMachine):
     @rule(num=st.integers(1, 3), all_of_them=st.booleans())
     def steps_give_no_version(self, num: int, all_of_them: bool) -> None:
         self.batches = 0 if all_of_them else max(0, self.batches - num)
+        self.dropped_all |= all_of_them
         self.feed(BatchDropped(num=None if all_of_them else num))
+
+    def starts_again(self, version: int, *, ends_a_step: bool) -> None:
+        if self.state.told:
+            self.left.append(f"run-{self.run}")
+        self.run += 1
+        self.batches = self.batches - ends_a_step if self.dropped_all else 0
+        self.version = version
+        self.feed(Trained(worker="w0", run_id=f"run-{self.run}", version=version))
+
+    @precondition(lambda self: self.dropped_all and self.batches > 0)
+    @rule(checkpoint=st.sampled_from([0, 40]))
+    def a_trainer_that_has_dropped_all_ends_its_first_step(self, checkpoint: int) -> None:
+        self.starts_again(checkpoint + 1, ends_a_step=True)
 
     @rule(version=st.integers(0, 3))
     def the_trainer_starts_again(self, version: int) -> None:
-        if not self.state.told:  # nobody has heard of the one before
-            version = 0
-        else:
-            self.left.append(f"run-{self.run}")
-        self.run += 1
-        self.batches = 0
-        self.version = version
-        self.feed(Trained(worker="w0", run_id=f"run-{self.run}", version=version))
+        if not self.state.told or (self.dropped_all and self.batches):
+            version = 0  # nobody has heard of the one before, or its batches are here already
+        self.starts_again(version, ends_a_step=False)
 
     @precondition(lambda self: self.left)
     @rule(back=st.integers(0, 15), version=st.integers(0, 9))

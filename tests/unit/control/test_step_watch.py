@@ -59,7 +59,7 @@ def test_a_step_that_is_late_is_told_of_once_and_is_the_one_that_is_awaited() ->
     watched.batch()
     assert watched.is_late.wait(LONG_S)
     assert watched.late[0] is watched.watch.awaited
-    assert watched.watch.lose() == "no version came within 0.01 s, and no step is waited for any more"
+    assert watched.watch.lose() == "no version came within 0.01 s"
     assert watched.watch.lost is not None
     watched.look()
     assert len(watched.late) == 1

@@ -19,6 +19,7 @@ _STATES = ("evicted", "suspect", "joining", "live")
 _NAMED = 3
 _DETAIL_CHARS = 300
 _LONG_STEP_S = 60.0
+_NOBODY_HAS_IT = "if its trainer has died: the next one publishes what it starts with before it waits for rollout"
 _OLD_S = 2.0
 """What was heard longer ago is said with its age."""
 
@@ -109,7 +110,12 @@ def _of_silence(status: ControllerStatus) -> Iterator[Fact]:
         comes = any(each.state == "joining" and not each.gone and not each.failed for each in mine)
         if model.num_answering == 0:
             is_new = not mine and model.run_id is None
-            yield Fact(level="busy" if comes or is_new else "wrong", text=f"{tag}: nobody answers")
+            lacks = any(each.state == "joining" and each.failed and not each.gone for each in mine)
+            yield Fact(
+                level="busy" if comes or is_new else "wrong",
+                text=f"{tag}: nobody answers",
+                detail="" if comes or not lacks else _NOBODY_HAS_IT,
+            )
 
 
 def _of_model(
@@ -138,7 +144,8 @@ def _of_model(
         text = f"{tag}: rollout waits for the end of a training step, and its sync"
         yield Fact(level="busy", text=text, detail=_so_long(model.step_waited_s))
     if model.lost_step is not None:
-        yield Fact(level="wrong", text=f"{tag}: no step gives a version, {_goes_on(model)}", detail=model.lost_step)
+        then = "rollout waits for the next one" if model.blocked else _goes_on(model)
+        yield Fact(level="wrong", text=f"{tag}: no step gives a version, {then}", detail=model.lost_step)
     if model.waiting_for_validation is not None:
         yield Fact(level="busy", text=f"{tag}: version {model.waiting_for_validation.version} is being validated")
 
@@ -175,6 +182,9 @@ def _of_instances(instances: Sequence[InstanceStatus]) -> Iterator[Fact]:
         whys = [instance.why or f"heartbeat {seconds_text(instance.heartbeat_age_s)} ago" for instance in those]
         detail = "; ".join(dict.fromkeys(brief(why, _DETAIL_CHARS) for why in whys[:_NAMED]))
         yield Fact(level=level, text=f"{head}{verb} {state}: {names}{more}", detail=detail)
+    for instance in [each for each in instances if each.state == "live" and each.failed and not each.gone][:_NAMED]:
+        text = f"{instance.instance_id[:100]} is live, and can't go on"
+        yield Fact(level="wrong", text=text, detail=brief(instance.why, _DETAIL_CHARS))
     for instance in [each for each in instances if each.gone][:_NAMED]:
         names = ", ".join(who[:100] for who in instance.gone[:_NAMED])
         heard = f"heard {seconds_text(instance.heartbeat_age_s)} ago"

@@ -113,7 +113,8 @@ def said(now: ControllerStatus) -> list[str]:
             status(models={"actor": model(14, 12, num_answering=0)},
                    instances=(instance("a", 12, state="joining", why="nobody has run/12 any more", failed=True),)),
             [
-                "wrong: actor: nobody answers",
+                "wrong: actor: nobody answers (if its trainer has died: the next one publishes what it starts with "
+                "before it waits for rollout)",
                 "busy: 1 of 1 instances is joining: a (nobody has run/12 any more)",
             ],
         ),
@@ -122,6 +123,23 @@ def said(now: ControllerStatus) -> list[str]:
             [
                 "wrong: actor: no step gives a version, rollout goes on with 12 (no version came within 60 s)",
                 "ok: Rollout serves actor 12",
+            ],
+        ),
+        (
+            status(models={"actor": model(12, 12, lost_step="no version came within 60 s", blocked=True,
+                   state="need_sync", step_waited_s=3.0)}, instances=(), syncs=()),
+            [
+                "wrong: actor: no step gives a version, rollout waits for the next one (no version came within 60 s)",
+                "busy: actor: rollout waits for the end of a training step, and its sync (for 3.0 s)",
+                "ok: Rollout serves actor 12",
+            ],
+        ),
+        (
+            status(models={"actor": model(12, 12)}, syncs=(),
+                   instances=(instance("a", 12, why="the trainer's agent is gone, or cut off", failed=True),)),
+            [
+                "wrong: a is live, and can't go on (the trainer's agent is gone, or cut off)",
+                "ok: a serves actor 12",
             ],
         ),
         (statuses.dark(), [
