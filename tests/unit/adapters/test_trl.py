@@ -130,6 +130,37 @@ def test_a_version_is_served_when_resume_returns_and_one_after_the_end_begins_a_
     assert runs[0] != runs[1]
 
 
+def test_the_end_waits_where_training_goes_well_while_an_error_is_handled() -> None:
+    """A training that failed is gone on with in an `except` block; TRL begins a transfer at the first alone. Seen red:
+    the error outside was taken for this training's, and hosts never got the last version."""
+    waited = []
+
+    class Noted(WeightTransfer):
+        def close(self, *, wait: bool = True) -> None:
+            waited.append(wait)
+            super().close(wait=wait)
+
+    transfer, model = Noted("actor", port=0, last_wait_s=0), build(5)
+
+    def train(*, fails: bool) -> None:
+        try:
+            synced(transfer, model)
+            if fails:
+                raise RuntimeError("out of memory")
+        finally:
+            transfer.destroy()
+
+    transfer.init_weight_transfer()
+    try:
+        train(fails=True)
+    except RuntimeError:
+        train(fails=False)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(fails=True)
+    train(fails=False)
+    assert waited == [False, True, False, True]
+
+
 def test_an_iterator_is_walked_to_its_end_where_a_tensor_is_wrong() -> None:
     """Others walk theirs in step. Nothing is sent, and the next one is version 1."""
     model, walked = build(5), []
