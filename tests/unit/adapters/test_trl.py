@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,6 +161,20 @@ def test_the_end_waits_where_training_goes_well_while_an_error_is_handled() -> N
             train(fails=True)
     train(fails=False)
     assert waited == [False, True, False, True]
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+def test_the_end_gives_the_copy_back(engine: tuple[nn.Module, str], pushes: bool) -> None:
+    """Seen red: a whole model stayed in the trainer's memory for as long as it had the transfer."""
+    settings: dict[str, Any] = {"engines": engine[1]} if pushes else {"model_id": "actor", "port": 0, "last_wait_s": 0}
+    transfer = WeightTransfer(token=TOKEN, **settings)
+    for _ in range(2):
+        synced(transfer, build(5))
+        held = [weakref.ref(tensor) for tensor in transfer._weights.values()]
+        assert held
+        transfer.destroy()
+        gc.collect()
+        assert [tensor() for tensor in held if tensor() is not None] == []
 
 
 def test_an_iterator_is_walked_to_its_end_where_a_tensor_is_wrong() -> None:
