@@ -21,7 +21,6 @@ ELSEWHERE = {
     "types/__init__": "unit/test_imports.py",
     # Names of the documents: tested by the documents' own code.
     "adapters/gathered": "unit/adapters/test_trl.py",
-    "adapters/transformers": "adapters/test_transformers.py",
     "adapters/verl_flush": "unit/adapters/test_verl.py",
     "adapters/compat/dataflow": "documents/test_document_3.py",
     "adapters/compat/weight_manager": "documents/test_document_3.py",

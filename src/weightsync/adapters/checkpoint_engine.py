@@ -117,8 +117,9 @@ class Sender:
         }
 
     def close(self) -> None:
-        """Ends the agent. Idempotent."""
+        """Ends the agent, and gives the copy back. Idempotent."""
         self._manager.close()
+        self._copy = HostCopy()
 
 
 class Receiver:

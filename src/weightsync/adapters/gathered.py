@@ -119,7 +119,7 @@ class GatheredTransfer:
             _logger.warning("%s does not serve %s yet, training goes on: %s", who, self.version, why)
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends what is under way; hosts go on with the last version. Idempotent.
+        """Ends what is under way, and gives the copy back; hosts go on with the last version. Idempotent.
 
         Weights that are sent after it begin a new run.
 
@@ -128,7 +128,11 @@ class GatheredTransfer:
         """
         publisher, pusher = self._publisher, self._pusher
         self._publisher = self._pusher = None
-        if publisher is not None:
-            publisher.close(wait=wait)
-        if pusher is not None:
-            pusher.close()
+        try:
+            if publisher is not None:
+                publisher.close(wait=wait)
+            if pusher is not None:
+                pusher.close()
+        finally:  # a close may still send
+            self._weights.clear()
+            self._copy = HostCopy()

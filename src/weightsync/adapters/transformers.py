@@ -24,7 +24,8 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
     """Publishes the model after every so many optimiser steps, and after the last one.
 
     A version's number is the trainer's `global_step`. Training goes on while hosts fetch it; its end waits until they
-    serve the last one. Where training fails nothing is waited for.
+    serve the last one. Where training fails nothing is waited for. With `load_best_model_at_end` the best checkpoint's
+    weights, which `train()` leaves in the model, are one more version, numbered above the last step.
 
     Args:
         model_id: the name that rollout hosts ask for.
@@ -61,10 +62,12 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
             self._publish(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Publishes the last step, waits until it is served, and withdraws it."""
+        """Publishes the last step, or the best checkpoint, waits until it is served, and withdraws it."""
         if self.publisher is None:
             return
-        if state.global_step > self._last:
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:  # it was loaded just now
+            self._publish(max(state.global_step, self._last) + 1)
+        elif state.global_step > self._last:
             self._publish(state.global_step)
         publisher, self.publisher = self.publisher, None
         publisher.close()

@@ -21,6 +21,8 @@ from weightsync.adapters.gathered import GatheredTransfer
 class WeightTransfer(GatheredTransfer):
     """`GatheredTransfer` by TRL's names. A version's number is its `model_version`, if training was not resumed."""
 
+    _outside: BaseException | None = None  # is handled around the training, e.g. that of one before that failed
+
     def init_weight_transfer(self) -> None:
         """Nothing: who is told or pushed to is met with the first weights, which follow at once."""
 
@@ -28,6 +30,7 @@ class WeightTransfer(GatheredTransfer):
         """Nothing: engines go on generating while weights travel, and pause by themselves for as long as they write."""
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._outside = sys.exc_info()[1]
         self.send(iterator)
 
     def resume(self) -> None:
@@ -36,4 +39,5 @@ class WeightTransfer(GatheredTransfer):
 
     def destroy(self) -> None:
         """See `close`. It waits where training went well: TRL calls it in a `finally`."""
-        self.close(wait=sys.exc_info()[0] is None)
+        outside, self._outside = self._outside, None
+        self.close(wait=sys.exc_info()[1] is outside)

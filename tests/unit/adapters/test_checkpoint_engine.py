@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 
 import msgspec
@@ -53,6 +55,18 @@ def test_what_is_sent_arrives(sender: Sender, mode: str) -> None:
         assert all(each.num_deltas == 1 and each.received_bytes < 4096 for each in receivers)
     for each in receivers:
         each.close()
+
+
+def test_a_sender_that_is_closed_gives_its_copy_back(sender: Sender) -> None:
+    """Seen red: a whole model stayed in the trainer's memory for as long as it had the sender."""
+    sender.prepare()
+    for number in (1.0, 2.0):
+        sender.send(weights(number).items())
+    held = [weakref.ref(tensor) for tensor in sender._copy._held.values()]
+    assert held
+    sender.close()
+    gc.collect()
+    assert [tensor() for tensor in held if tensor() is not None] == []
 
 
 def test_a_worker_waits_for_the_version_of_its_plan(sender: Sender) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,6 +130,51 @@ def test_a_version_is_served_when_resume_returns_and_one_after_the_end_begins_a_
             transfer.destroy()
             assert transfer.endpoint is None, number
     assert runs[0] != runs[1]
+
+
+def test_the_end_waits_where_training_goes_well_while_an_error_is_handled() -> None:
+    """A training that failed is gone on with in an `except` block; TRL begins a transfer at the first alone. Seen red:
+    the error outside was taken for this training's, and hosts never got the last version."""
+    waited = []
+
+    class Noted(WeightTransfer):
+        def close(self, *, wait: bool = True) -> None:
+            waited.append(wait)
+            super().close(wait=wait)
+
+    transfer, model = Noted("actor", port=0, last_wait_s=0), build(5)
+
+    def train(*, fails: bool) -> None:
+        try:
+            synced(transfer, model)
+            if fails:
+                raise RuntimeError("out of memory")
+        finally:
+            transfer.destroy()
+
+    transfer.init_weight_transfer()
+    try:
+        train(fails=True)
+    except RuntimeError:
+        train(fails=False)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(fails=True)
+    train(fails=False)
+    assert waited == [False, True, False, True]
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+def test_the_end_gives_the_copy_back(engine: tuple[nn.Module, str], pushes: bool) -> None:
+    """Seen red: a whole model stayed in the trainer's memory for as long as it had the transfer."""
+    settings: dict[str, Any] = {"engines": engine[1]} if pushes else {"model_id": "actor", "port": 0, "last_wait_s": 0}
+    transfer = WeightTransfer(token=TOKEN, **settings)
+    for _ in range(2):
+        synced(transfer, build(5))
+        held = [weakref.ref(tensor) for tensor in transfer._weights.values()]
+        assert held
+        transfer.destroy()
+        gc.collect()
+        assert [tensor() for tensor in held if tensor() is not None] == []
 
 
 def test_an_iterator_is_walked_to_its_end_where_a_tensor_is_wrong() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
 import torch
 
 from weightsync.config import WeightSyncConfig
+from weightsync.errors import DeadlineExceededError
+from weightsync.types.deadline import in_seconds
 
 _T = TypeVar("_T")
 
@@ -29,8 +33,13 @@ def done(awaited: Awaitable[_T]) -> _T:
         return beside.submit(asyncio.run, whole()).result()
 
 
-async def in_thread(step: Callable[[], _T]) -> _T:
-    """What blocks, in a thread that has this one's GPU."""
+def result_of(found: Any) -> Any:
+    """What a method of a document's gave, be it a coroutine or not."""
+    return done(found) if inspect.isawaitable(found) else found
+
+
+async def in_thread(step: Callable[[], _T], pool: Executor | None = None) -> _T:
+    """What blocks, in a thread that has this one's GPU: one of `pool`, or of asyncio's few."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def on_device() -> _T:
@@ -38,7 +47,8 @@ async def in_thread(step: Callable[[], _T]) -> _T:
             torch.cuda.set_device(device)
         return step()
 
-    return await asyncio.to_thread(on_device)
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(pool, context.run, on_device)
 
 
 def answer_of(actor: Any, method: str, *args: Any, timeout_s: float, **named: Any) -> Any:
@@ -46,14 +56,15 @@ def answer_of(actor: Any, method: str, *args: Any, timeout_s: float, **named: An
 
     Raises:
         Exception: what it raised.
-        TimeoutError: a Ray actor did not answer in time.
+        DeadlineExceededError: a Ray actor did not answer in time.
     """
     called = getattr(actor, method)
     if hasattr(called, "remote"):
         answer: Future[Any] = called.remote(*args, **named).future()
-        return answer.result(timeout_s)
-    found = called(*args, **named)
-    return done(found) if inspect.isawaitable(found) else found
+        if not wait_for([answer], timeout_s).done:
+            raise DeadlineExceededError(f"no answer to {method} within {in_seconds(timeout_s)}")
+        return answer.result()
+    return result_of(called(*args, **named))
 
 
 def config_of(cfg: Any) -> WeightSyncConfig:

@@ -11,12 +11,13 @@ import functools
 import inspect
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import torch
 
-from weightsync.adapters.compat.calls import answer_of, done, in_thread
+from weightsync.adapters.compat.calls import answer_of, done, in_thread, result_of
 from weightsync.adapters.compat.receiver import Joining, WeightTransferReceiver
 from weightsync.adapters.compat.sender import TransferRequest
 from weightsync.adapters.compat.strategy import WeightTransferStrategy
@@ -55,8 +56,8 @@ _NO_ANSWER = "its handler answers nothing: return what receive_and_load_weights 
 
 class WeightLoader:
     """Loads weights into the model of one worker. A subclass overrides `load_weights(named_tensors)`, or the plan's
-    `load_weights(receiver, request)`; it is called once a version, with all of it, while nothing is generated. One of
-    ours (`ours`) loads as ours do.
+    `load_weights(receiver, request)`, as a coroutine or not; it is called once a version, with all of it, while nothing
+    is generated. One of ours (`ours`) loads as ours do.
 
     Generations go through `serving.generation()`.
     """
@@ -330,6 +331,7 @@ class WeightSyncManager:
         """Pushes; returns when every engine serves the weights. The first rank's answer.
 
         Raises:
+            DeadlineExceededError: an actor did not answer in time.
             WeightSyncError: as the trainers raise it.
         """
         return self._trigger_training_sync()
@@ -346,7 +348,8 @@ class WeightSyncManager:
     def _all(self, method: str, *args: Any) -> Any:
         async def asked() -> list[Any]:
             calls = [functools.partial(answer_of, each, method, *args, timeout_s=_STEP_S) for each in self._trainers]
-            return await asyncio.gather(*map(in_thread, calls))
+            with ThreadPoolExecutor(len(calls)) as pool:  # a thread each: ranks wait for each other in collectives
+                return await asyncio.gather(*(in_thread(call, pool) for call in calls))
 
         return done(asked())[0]
 
@@ -390,9 +393,9 @@ class _Theirs(base.WeightLoader):
                 "dtypes": [spec.dtype for spec in specs],
                 "shapes": [list(spec.shape) for spec in specs],
             }
-            done(call(_pairwise(staging), request))
+            result_of(call(_pairwise(staging), request))
         else:
-            done(call(staging))
+            result_of(call(staging))
         self._manifest, self.healthy = None, True
 
     def abort(self, reason: str) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from weightsync import types
 from weightsync._config_foreign import BYTES_A_GB
-from weightsync.adapters.compat.calls import config_of, done
+from weightsync.adapters.compat.calls import config_of, result_of
 from weightsync.config import select_grouping
 from weightsync.errors import ConfigError, ExtractError, InvalidRequestError
 from weightsync.extract import base
@@ -287,8 +287,7 @@ class WeightExtractor:
     def _raw(self, model: Any, dtype: str | None) -> Iterator[types.WeightChunk]:
         hook: Callable[..., Any] = self._extract_raw_weights
         takes_dtype = len(inspect.signature(hook).parameters) > 1
-        found = hook(model, None if dtype is None else torch_dtype(dtype)) if takes_dtype else hook(model)
-        found = done(found) if inspect.isawaitable(found) else found
+        found = result_of(hook(model, None if dtype is None else torch_dtype(dtype)) if takes_dtype else hook(model))
         if isinstance(found, Mapping):
             found = (WeightChunk(names=[name], tensors=[tensor]) for name, tensor in found.items())
         return iter(found) if takes_dtype or dtype is None else (_converted(chunk, dtype) for chunk in found)
