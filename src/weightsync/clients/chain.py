@@ -222,14 +222,16 @@ class Chain:
                 del self._reading[who]
 
     def beat(self, *, deadline: Deadline) -> None:
-        """Renews the note that tells the writer what has to stay. Where that may not be written, nothing is said."""
+        """Renews the note that tells the writer what has to stay, and what is damaged. Where that may not be written,
+        nothing is said."""
         with self._lock:
             manifests = tuple(sorted({key for keys in self._reading.values() for key in keys}))[:16]
             due = time.monotonic() - self._beaten_s > self._beat_s or manifests != self._noted
-            if not self._beat_s or not manifests or not due or time.monotonic() < self._mute_until_s:
+            damaged = self.bad[:64]
+            if not self._beat_s or not (manifests or damaged) or not due or time.monotonic() < self._mute_until_s:
                 return
             self._beaten_s, self._noted, self._beats = time.monotonic(), manifests, self._beats + 1
-            note = ReaderNote(reader=self._reader, beat=self._beats, manifests=manifests, damaged=self.bad[:64])
+            note = ReaderNote(reader=self._reader, beat=self._beats, manifests=manifests, damaged=damaged)
         try:
             self._put_note(msgspec.json.encode(note), deadline)
         except StoreAuthError as error:

@@ -16,6 +16,7 @@ from tests.standins.stores import FaultyStore, flipped
 from weightsync.clients.chain import Chain
 from weightsync.clients.store import StoreClient
 from weightsync.errors import (
+    DeadlineExceededError,
     NotPublishedError,
     SignatureError,
     StoreAuthError,
@@ -26,6 +27,7 @@ from weightsync.errors import (
 from weightsync.objects.folder import FolderStore
 from weightsync.objects.repeating import Repeating
 from weightsync.objects.signing import Signer, Trust, make_keys, seal
+from weightsync.sink.sweep import Sweeper
 from weightsync.types import Deadline
 from weightsync.types.store import POINTER, Pointer
 from weightsync.types.transfer_messages import TransferRequest
@@ -362,3 +364,22 @@ def test_a_chain_whose_anchor_is_damaged_is_left_at_once(place, monkeypatch) -> 
     (place / ANCHOR).unlink()
     with chain_of(store_at(place)), puller_of(f"file://{place}") as reader:
         assert pulled(reader)[::2] == (3, True)
+
+
+@pytest.mark.parametrize("key", [f"{E1}/anchors/00000001-0.safetensors", f"{E1}/versions/1.json"])
+def test_the_writer_is_told_of_damage_where_no_version_is_good(tmp_path, key) -> None:
+    """There is one chain, and what it begins with is gone. Seen red: the note never said so, nor was one left where
+    nothing could be granted; no host could start until the chain ended by itself."""
+    store = store_at(tmp_path / "run")
+    made = Writing(store)
+    for number in (1, 2, 3):
+        made.write(number)
+    (tmp_path / "run" / key).unlink()
+    with chain_of(store), puller_of(store.url) as reader:
+        with pytest.raises(DeadlineExceededError, match="StoreDamagedError"):
+            pulled(reader, timeout_s=0.5)
+        Sweeper(store, made.writer, keep_s=60.0, every_s=0.0).sweep(now=True)
+        made.write(4)
+        assert made.writer.current.is_anchor
+        assert pulled(reader) == (4, 0, True)
+    made.claim.release()
