@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -84,6 +85,12 @@ def taken(number: int, *, base: int | None = None, seed: int = SEED, incarnation
     sums = [checksum(memory[start : start + size]) for start, size in map(blob.block, range(blob.num_blocks))]
     link = DeltaLink(base=base, version=number, blob=blob, block_checksums="".join(sums), transfer_id="0" * 32)
     return Taken(publication=publication, incarnation=incarnation, proofs=(proof,), deltas=(((link, memory),),))
+
+
+def taken_over(number: int, *, base: int) -> Taken:
+    """A version with a delta for each one since `base`, though those between were passed by."""
+    links = (taken(each, base=each - 1).deltas for each in range(base + 1, number + 1))
+    return dataclasses.replace(taken(number), fulls=None, deltas=(tuple(each[0][0] for each in links if each),))
 
 
 class Writing:

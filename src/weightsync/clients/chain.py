@@ -50,7 +50,7 @@ _SOONEST_S, _LATEST_S, _SHARE = 0.1, 2.0, 0.05
 _BEAT_S = 20.0
 _BAD_S = 60.0
 _NUM_BACK = 64
-"""So many versions before the newest are looked at for a good one."""
+"""So many manifests are looked at for a good version: one or two of each chain."""
 _NUM_KEPT = 300
 _MAX_RECOVER = 16
 _MUTE_S = 300.0
@@ -124,8 +124,8 @@ class Chain:
                 break
             if version.version.number == number:
                 return version
-            for ref in (version.anchor, *(_ref(link.version, link.manifest) for link in version.sources[0].links)):
-                if ref is not None and ref.number == number:
+            for ref in _chain_before(version):
+                if ref.number == number:
                     found = self.manifest(ref.manifest, deadline=deadline)
                     if (found.version.run_id, found.version.number) != (run_id, number):
                         raise StoreDamagedError(f"{self.store.url}/{ref.manifest.key} is of {found.version}")
@@ -222,14 +222,16 @@ class Chain:
                 del self._reading[who]
 
     def beat(self, *, deadline: Deadline) -> None:
-        """Renews the note that tells the writer what has to stay. Where that may not be written, nothing is said."""
+        """Renews the note that tells the writer what has to stay, and what is damaged. Where that may not be written,
+        nothing is said."""
         with self._lock:
             manifests = tuple(sorted({key for keys in self._reading.values() for key in keys}))[:16]
             due = time.monotonic() - self._beaten_s > self._beat_s or manifests != self._noted
-            if not self._beat_s or not manifests or not due or time.monotonic() < self._mute_until_s:
+            damaged = self.bad[:64]
+            if not self._beat_s or not (manifests or damaged) or not due or time.monotonic() < self._mute_until_s:
                 return
             self._beaten_s, self._noted, self._beats = time.monotonic(), manifests, self._beats + 1
-            note = ReaderNote(reader=self._reader, beat=self._beats, manifests=manifests, damaged=self.bad[:64])
+            note = ReaderNote(reader=self._reader, beat=self._beats, manifests=manifests, damaged=damaged)
         try:
             self._put_note(msgspec.json.encode(note), deadline)
         except StoreAuthError as error:
@@ -299,7 +301,8 @@ class Chain:
             self._changed_s = time.monotonic()
 
     def _back_from_newest(self, deadline: Deadline) -> Iterator[StoredVersion]:
-        """The newest version and those before it, as far as they can be read."""
+        """The newest version, and where to go on from one that won't do, as far as these can be read: the last version
+        before its chain's first bad delta, then the last one of the chain before."""
         with self._lock:
             pointer = self._pointer
         assert pointer is not None
@@ -317,13 +320,17 @@ class Chain:
                 self.damaged(ref.manifest.key)
                 last = error
                 continue
-            refs = [each for each in (version.before, version.earlier) if each is not None]
             yield version
-            anchors = {source.anchor.key for source in version.sources}
-            if version.earlier is not None and not anchors.isdisjoint(self.bad):  # none of its chain can be had
-                refs = [version.earlier]
+            refs = [each for each in (self._before_damage(version), version.earlier) if each is not None]
         if last is not None:
             raise last
+
+    def _before_damage(self, version: StoredVersion) -> VersionRef | None:
+        """The last version of its chain that needs none of its bad deltas; None where these are all good."""
+        bad = self.bad
+        bases = [link.base for source in version.sources for link in source.links if link.blob.key in bad]
+        last = min(bases, default=-1)
+        return next((ref for ref in reversed(_chain_before(version)) if ref.number <= last), None)
 
     def _recover(self, deadline: Deadline, error: WeightSyncError) -> Pointer:
         """A pointer to the newest manifest that is good, found by listing; no more than a way out of damage."""
@@ -368,5 +375,8 @@ class Chain:
         return read
 
 
-def _ref(number: int, manifest: StoredRef | None) -> VersionRef | None:
-    return None if manifest is None else VersionRef(number=number, manifest=manifest)
+def _chain_before(version: StoredVersion) -> list[VersionRef]:
+    """The versions that are written of its chain before it, its anchor first."""
+    links = version.sources[0].links
+    named = [VersionRef(number=link.version, manifest=link.manifest) for link in links if link.manifest is not None]
+    return named if version.anchor is None else [version.anchor, *named]

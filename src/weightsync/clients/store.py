@@ -16,6 +16,7 @@ from weightsync.clients.chain import Chain
 from weightsync.errors import (
     InvalidRequestError,
     NotPublishedError,
+    SignatureError,
     StateError,
     StoreDamagedError,
     UnsupportedError,
@@ -171,9 +172,13 @@ class StoreClient:
     # --- helpers ---
 
     def _newest(self, deadline: Deadline) -> StoredVersion:
-        if self._pinned is not None:
-            return self.chain.version(self._pinned, deadline=deadline)
-        return self.chain.newest(deadline=deadline)
+        try:
+            if self._pinned is not None:
+                return self.chain.version(self._pinned, deadline=deadline)
+            return self.chain.newest(deadline=deadline)
+        except (StoreDamagedError, SignatureError):
+            self.chain.beat(deadline=deadline)  # the writer is told: its next version is a full
+            raise
 
     def _grant(
         self,

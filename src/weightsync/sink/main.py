@@ -12,12 +12,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO
 
 import msgspec
 
 from weightsync.errors import (
+    BusyError,
     RunClaimedError,
     StateError,
     VersionError,
@@ -31,6 +32,7 @@ from weightsync.sink.intake import Intake
 from weightsync.sink.sweep import Sweeper
 from weightsync.sink.writer import ChainWriter
 from weightsync.types import Deadline, Version
+from weightsync.types.scarcity import is_passing
 from weightsync.types.sink import Begun, Claimed, SinkConfig, SinkEvent, Stored, Trouble
 
 _WAIT_S = 2.0
@@ -47,17 +49,33 @@ def main() -> None:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=SinkConfig)
     ended, until = threading.Event(), [0.0]
     threading.Thread(target=_listen, args=(ended, until), name="weightsync-parent", daemon=True).start()
-    code = 0
+    os._exit(_run(config, lambda event: _tell(out, event), ended, until))
+
+
+def _run(config: SinkConfig, tell: Callable[[SinkEvent], None], ended: threading.Event, until: list[float]) -> int:
+    """Runs a writer to its end; the exit code."""
     try:
-        _tell(out, Begun())
-        Sink(config, lambda event: _tell(out, event)).run(ended, until)
+        tell(Begun())
+        with _scarcity_told():
+            Sink(config, tell).run(ended, until)
     except Exception as error:
         typed = as_weightsync_error(error, StateError, "the store's writer failed")
         is_last = isinstance(typed, RunClaimedError) or not isinstance(error, WeightSyncError)
         _logger.error("%s", typed, exc_info=None if isinstance(error, WeightSyncError) else error)
-        _tell(out, Trouble(error=typed.to_dict(), is_last=is_last))
-        code = 1
-    os._exit(code)
+        tell(Trouble(error=typed.to_dict(), is_last=is_last))
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _scarcity_told() -> Iterator[None]:
+    """A want of memory, threads or files is a BusyError: others may end it, and what met it is tried again."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, WeightSyncError) or not is_passing(error):
+            raise
+        raise BusyError(f"the store's writer lacks memory, threads or files: {error!r}") from error
 
 
 def _listen(ended: threading.Event, until: list[float]) -> None:
@@ -109,11 +127,12 @@ class Sink:
             while not (last := ended.is_set()) or time.monotonic() < until[0]:
                 try:
                     self._claim.check()
-                    if self._turn(writer, wait_s=0.0 if last else _WAIT_S):
-                        pause_s = _FIRST_PAUSE_S
-                    elif last:
-                        break
-                    sweeper.sweep()
+                    with _scarcity_told():
+                        if self._turn(writer, wait_s=0.0 if last else _WAIT_S):
+                            pause_s = _FIRST_PAUSE_S
+                        elif last:
+                            break
+                        sweeper.sweep()
                 except RunClaimedError:
                     raise
                 except VersionError as error:  # superseded on its way

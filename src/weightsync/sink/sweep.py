@@ -10,9 +10,11 @@ Where there are more notes than are read at once, nothing is deleted but those o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -25,7 +27,8 @@ from weightsync.errors import (
     StoreDamagedError,
     WeightSyncError,
 )
-from weightsync.objects.base import ObjectStore
+from weightsync.handles.fanout import call_all
+from weightsync.objects.base import Found, ObjectStore
 from weightsync.objects.signing import NO_RECORD, record_in
 from weightsync.sink.writer import ChainWriter
 from weightsync.types import Deadline
@@ -35,6 +38,8 @@ _NUM_CHAINS = 2
 _READER_S = 120.0
 _MAX_READERS = 1000
 """So many notes are read at once."""
+_NUM_STREAMS = 16
+"""So many of them side by side."""
 _MAX_NOTE_BYTES = 1 << 16
 _CALL_S = 60.0
 
@@ -145,10 +150,11 @@ class Sweeper:
         in_turn = [*sorted(listed - self._notes.keys()), *self._notes][:_MAX_READERS]
         live: list[ReaderNote] = []
         dead: list[str] = []
-        for key in in_turn:
+        for key, found in self._read_notes(in_turn, deadline):
             etag, since_s, note = self._notes.get(key, ("", at_s, None))
             try:
-                found = self._store.get(key, deadline=deadline, unless=None if note is None else etag)
+                if isinstance(found, WeightSyncError):
+                    raise found
                 if found is not None:
                     etag, since_s, note = found.etag, since_s if found.etag == etag else at_s, None
                     note = msgspec.json.decode(found.data, type=ReaderNote)
@@ -162,6 +168,17 @@ class Sweeper:
             self._notes[key] = etag, since_s, None if self._is_crowded else note
         self._store.delete(dead, deadline=deadline)
         return live
+
+    def _read_notes(self, keys: list[str], deadline: Deadline) -> Iterator[tuple[str, Found | WeightSyncError | None]]:
+        """Each note, or why it can't be read; None where it is as it was."""
+        for start in range(0, len(keys), _NUM_STREAMS):
+            calls: dict[str, Callable[[], Found | None]] = {}
+            for key in keys[start : start + _NUM_STREAMS]:
+                etag, _, note = self._notes.get(key, ("", 0.0, None))
+                unless = None if note is None else etag
+                calls[key] = functools.partial(self._store.get, key, deadline=deadline, unless=unless)
+            found, errors = call_all(calls, what="note", timeout_s=deadline.remaining_s)
+            yield from ((key, errors[key] if key in errors else found[key]) for key in calls)
 
     def _listed_notes(self, deadline: Deadline) -> set[str]:
         listed = {

@@ -130,12 +130,16 @@ class ChainWriter:
 
         Raises:
             RunClaimedError: another writer has taken over. Nothing is pointed to.
-            VersionError: it does not follow the last one. Nothing was written.
+            VersionError: it does not follow the last one, or its chain would be too long. Nothing was written.
             WeightSyncError: the store fails. Nothing is pointed to.
         """
         version, now = taken.version, self.current
         if version.number <= self.last_number or (now is not None and version.run_id != now.version.run_id):
             raise VersionError(f"{version} does not follow {now and now.version}", version=str(version))
+        chains = () if now is None or taken.deltas is None else zip(now.sources, taken.deltas, strict=False)
+        if any(len(source.links) + len(links) > MAX_LINKS for source, links in chains):
+            self._again = True
+            raise VersionError(f"{version} is more than {MAX_LINKS} deltas from its anchor", version=str(version))
         self._claim.check()
         self._begun = None
         try:

@@ -16,6 +16,7 @@ import uuid
 import msgspec
 
 from weightsync.errors import (
+    BusyError,
     DeadlineExceededError,
     StateError,
     StoreUnavailableError,
@@ -164,7 +165,7 @@ class SinkProcess:
                 case Trouble():
                     self.error = error_from_dict(event.error, peer=self._config.store)
                     _logger.warning("%s: %s", self._config.store, self.error)
-                    passing = isinstance(self.error, StoreUnavailableError | DeadlineExceededError)
+                    passing = isinstance(self.error, StoreUnavailableError | DeadlineExceededError | BusyError)
                     if event.is_last or not (self._claimed or passing):
                         self.failed = self.error
             self._changed.notify_all()

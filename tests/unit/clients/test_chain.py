@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 from tests.multiproc.pull_kit import MODEL
-from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of
+from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of, taken_over
 from tests.standins.stores import FaultyStore, flipped
 from weightsync.clients.chain import Chain
 from weightsync.clients.store import StoreClient
 from weightsync.errors import (
+    DeadlineExceededError,
     NotPublishedError,
     SignatureError,
     StoreAuthError,
@@ -26,6 +27,7 @@ from weightsync.errors import (
 from weightsync.objects.folder import FolderStore
 from weightsync.objects.repeating import Repeating
 from weightsync.objects.signing import Signer, Trust, make_keys, seal
+from weightsync.sink.sweep import Sweeper
 from weightsync.types import Deadline
 from weightsync.types.store import POINTER, Pointer
 from weightsync.types.transfer_messages import TransferRequest
@@ -362,3 +364,61 @@ def test_a_chain_whose_anchor_is_damaged_is_left_at_once(place, monkeypatch) -> 
     (place / ANCHOR).unlink()
     with chain_of(store_at(place)), puller_of(f"file://{place}") as reader:
         assert pulled(reader)[::2] == (3, True)
+
+
+@pytest.mark.parametrize("key", [f"{E1}/anchors/00000001-0.safetensors", f"{E1}/versions/1.json"])
+def test_the_writer_is_told_of_damage_where_no_version_is_good(tmp_path, key) -> None:
+    """There is one chain, and what it begins with is gone. Seen red: the note never said so, nor was one left where
+    nothing could be granted; no host could start until the chain ended by itself."""
+    store = store_at(tmp_path / "run")
+    made = Writing(store)
+    for number in (1, 2, 3):
+        made.write(number)
+    (tmp_path / "run" / key).unlink()
+    with chain_of(store), puller_of(store.url) as reader:
+        with pytest.raises(DeadlineExceededError, match="StoreDamagedError"):
+            pulled(reader, timeout_s=0.5)
+        Sweeper(store, made.writer, keep_s=60.0, every_s=0.0).sweep(now=True)
+        made.write(4)
+        assert made.writer.current.is_anchor
+        assert pulled(reader) == (4, 0, True)
+    made.claim.release()
+
+
+def test_a_long_chain_hides_no_version_of_the_chain_before(place, monkeypatch) -> None:
+    """It has more versions than are looked at. Seen red with each version before looked at: they were "not there"."""
+    monkeypatch.setattr("weightsync.clients.chain._NUM_BACK", 2)
+    chain = Chain(store_at(place), trust=None)
+    for number in range(1, 7):
+        assert chain.version(number, deadline=Deadline(5)).version.number == number
+    with pytest.raises(VersionError):
+        chain.version(7, deadline=Deadline(5))
+
+
+@pytest.mark.parametrize(
+    ("gone", "num_looks", "expected"), [((DELTA,), 2, 4), ((DELTA, f"{E1}/versions/4.json"), 3, 3)]
+)
+def test_a_chain_is_left_at_its_first_bad_delta(place, monkeypatch, gone, num_looks, expected) -> None:
+    """However many come after it. Seen red with each version before looked at: no version was said to be good."""
+    monkeypatch.setattr("weightsync.clients.chain._NUM_BACK", num_looks)
+    chain = Chain(store_at(place), trust=None)
+    for key in gone:
+        (place / key).unlink()
+        chain.damaged(key)
+    assert chain.newest(deadline=Deadline(5)).version.number == expected
+
+
+def test_a_bad_delta_to_a_version_that_was_passed_by_leads_back_to_one_that_was_written(tmp_path) -> None:
+    """Only these have a manifest. Seen red with the version before that delta, whatever it is."""
+    store = store_at(tmp_path / "run")
+    made = Writing(store)
+    for number in (1, 2):
+        made.write(number)
+    made.writer.write(taken_over(5, base=2), deadline=Deadline(5))
+    made.write(6)
+    made.claim.release()
+    chain = Chain(store, trust=None)
+    chain.damaged(f"{E1}/deltas/00000003-00000004-0.delta")
+    assert chain.newest(deadline=Deadline(5)).version.number == 2
+    chain.damaged(f"{E1}/deltas/00000001-00000002-0.delta")
+    assert chain.newest(deadline=Deadline(5)).version.number == 1

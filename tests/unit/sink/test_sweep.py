@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import pytest
 
@@ -114,6 +116,25 @@ def test_nothing_is_swept_where_there_are_more_notes_than_are_read(store, monkey
     put_notes(store, "a")
     sweeper.sweep(now=True)
     assert sum("readers' notes" in each.message for each in caplog.records) == 2
+
+
+def test_notes_are_read_side_by_side(store) -> None:
+    """Each takes its time. Seen red with one after another: of many readers not all were heard within a sweep's time,
+    and nothing was ever deleted."""
+    made = Writing(store, anchor_every=1)
+    together = threading.Barrier(16)
+
+    def meet(op: str, key: str, _: int) -> None:
+        if op == "get" and key.startswith("readers/"):
+            together.wait(20)
+
+    sweeper = Sweeper(FaultyStore(store, meet), made.writer, keep_s=0.0, every_s=0.0)
+    for number in range(1, 5):
+        made.write(number)
+    put_notes(store, [f"r{n}" for n in range(32)])
+    assert sweeper.sweep(now=True) > 0
+    assert "e000001/versions/1.json" in keys(store)
+    assert "e000001/versions/2.json" not in keys(store)
 
 
 def test_notes_of_the_dead_end_no_sweeping_for_ever(store, monkeypatch) -> None:

@@ -8,7 +8,7 @@ import threading
 import msgspec
 import pytest
 
-from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of, taken
+from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of, taken, taken_over
 from tests.standins.stores import DiedError, FaultyStore
 from weightsync.clients.chain import Chain
 from weightsync.errors import (
@@ -65,6 +65,24 @@ def test_a_full_comes_when_the_chain_is_long_and_when_it_is_large(store) -> None
     assert not made.writer.current.is_anchor
     made.write(9)
     assert made.writer.current.is_anchor
+
+
+def test_a_full_comes_where_passed_by_versions_make_the_chain_too_long(store, monkeypatch) -> None:
+    """The agent gives a delta for each of them. Seen red: they were uploaded, and could not be written into a manifest;
+    and so again with each version after it."""
+    monkeypatch.setattr("weightsync.types.store.MAX_LINKS", 4)
+    monkeypatch.setattr("weightsync.sink.writer.MAX_LINKS", 4)
+    made = Writing(store, anchor_every=4)
+    made.write(1)
+    made.writer.write(taken_over(3, base=1), deadline=Deadline(5))
+    made.writer._store = faulty = FaultyStore(store)
+    with pytest.raises(VersionError, match="4 deltas"):
+        made.writer.write(taken_over(6, base=3), deadline=Deadline(5))
+    assert not faulty.ops
+    for number, is_anchor in ((6, True), (7, False)):
+        made.write(number)
+        assert made.writer.current.is_anchor == is_anchor
+    made.claim.release()
 
 
 def test_a_number_that_is_not_above_the_last_is_refused(store) -> None:

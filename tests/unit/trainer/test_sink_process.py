@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 
+from weightsync.errors import BusyError, StateError, WeightSyncError
 from weightsync.trainer import sink_process
 from weightsync.trainer.sink_process import SinkProcess
-from weightsync.types.sink import SinkConfig
+from weightsync.types.sink import SinkConfig, Trouble
 
 
 def test_a_writer_that_can_not_be_started_is_tried_again(
@@ -37,3 +39,12 @@ def test_a_writer_that_can_not_be_started_is_tried_again(
         sink.close()
     assert "could not be started: no more processes; it is started again in" in caplog.text
     assert not sink._thread.is_alive()
+
+
+@pytest.mark.parametrize(("error", "is_over"), [(BusyError("no memory"), False), (StateError("broken"), True)])
+def test_a_writer_that_lacked_memory_before_its_claim_is_started_again(error: WeightSyncError, is_over: bool) -> None:
+    """Seen red: it counted as failed for good, as every trouble that is not the store's silence."""
+    sink = SinkProcess(SinkConfig(store="file:///nowhere", model_id="m", run_id="r", agents=()))
+    sink._hear(msgspec.json.encode(Trouble(error=error.to_dict())))
+    assert isinstance(sink.error, type(error))
+    assert (sink.failed is not None) == is_over
