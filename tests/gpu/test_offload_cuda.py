@@ -17,19 +17,24 @@ from weightsync.types import Deadline
 from weightsync.types.transfer_messages import Transport
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))
+TWO = pytest.param("two", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"))
 _CYCLES = 500_000_000  # a quarter of a second, or so
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("transport", list(Transport))
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", ["cpu", CUDA, TWO])
 def test_what_the_step_has_queued_is_what_is_published(device: str, dtype: str | None, transport: Transport) -> None:
-    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 7)).to(device)
+    """`two`: the layers lie on two GPUs, and the second one's copies are waited for, too."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 7)).to("cuda" if device == "two" else device)
+    if device == "two":
+        model[1].to("cuda:1")
     with WeightManager("m", dtype=dtype) as manager:
         for version in (1, 2, 3):
             with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
-                if device == "cuda":
-                    torch.cuda._sleep(_CYCLES)
+                for index in range({"cpu": 0, "cuda": 1, "two": 2}[device]):
+                    with torch.cuda.device(index):
+                        torch.cuda._sleep(_CYCLES)
                 for parameter in model.parameters():
                     parameter.fill_(float(version))
                 assert manager.offload(model.named_parameters(), version).published

@@ -6,6 +6,7 @@ On CUDA the segment's pages are registered with the driver (pinned), and parts a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -68,9 +69,9 @@ class SegmentWriter:
         self._places: dict[str, list[TensorSpec]] = {}
         self._parts: Sequence[TensorSpec] | None = None
         # What the driver knows, by address. Held: were it unmapped, other memory could come to lie at that address.
-        self._pinned: dict[int, tuple[torch.Tensor, torch.device]] = {}
+        self._pinned: dict[int, tuple[torch.Tensor, torch.device | None]] = {}
         self._lock = threading.Lock()  # of what `let_go` changes
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._copier = Copier()
         self._queued: list[tuple[torch.Tensor, int]] = []  # what needs no conversion, and its first byte
         self._queued_bytes = 0
@@ -224,8 +225,8 @@ class SegmentWriter:
     def finish(self) -> None:
         """Returns when everything has been written."""
         self._flush()
-        if self._stream is not None:
-            self._stream.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def let_go(self, memory: memoryview) -> None:
         """Lets go of one segment, which is not aimed at again: its memory is about to be given back."""
@@ -272,15 +273,16 @@ class SegmentWriter:
 
     def _copy_from_cuda(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         assert self._flat is not None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        stream = self._streams.get(tensor.device)
+        if stream is None:
+            stream = self._streams[tensor.device] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         self._pin(self._flat, tensor.device)
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
             # converted on the device, so that half the bytes cross the bus, into memory that the stream then owns
             converted = tensor.to(target.dtype)
             target.copy_(converted, non_blocking=True)
-            converted.record_stream(self._stream)
+            converted.record_stream(stream)
 
     def _pin(self, flat: torch.Tensor, device: torch.device) -> None:
         """Registers the segment's pages once: a copy from the device then needs no bounce buffer."""
@@ -290,11 +292,13 @@ class SegmentWriter:
         code = int(torch.cuda.cudart().cudaHostRegister(address, flat.numel(), 0))  # type: ignore[no-untyped-call]
         if code != 0:
             _logger.warning("the segment could not be pinned (CUDA error %s): copies go through a bounce buffer", code)
-        self._pinned[address] = flat, device
+            with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which is this one
+                torch.ones(1, device=device)
+        self._pinned[address] = flat, device if code == 0 else None
 
     def _unpin(self, address: int) -> None:
         pinned = self._pinned.pop(address, None)
-        if pinned is not None:
+        if pinned is not None and pinned[1] is not None:
             with torch.cuda.device(pinned[1]):  # another thread's own device may be one that this rank never uses
                 torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
