@@ -97,10 +97,15 @@ def seconds_text(seconds: float) -> str:
 
 
 def brief(error: str | None, most: int) -> str:
-    """An error in at most so many characters, without its facts in brackets, and without the errors that only hold
-    others."""
-    text = re.sub(r" \[[a-z_]+=[^\[\]]*\]", "", error or "").replace("SyncFailedError: ", "")
+    """An error in at most so many characters, without its facts in brackets but the tensor's name, and without the
+    errors that only hold others."""
+    text = re.sub(r" \[[a-z_]+=[^\[\]]*\]", _tensor_in, error or "").replace("SyncFailedError: ", "")
     return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
+def _tensor_in(facts: re.Match[str]) -> str:
+    name = re.search(r"\bparameter=([^,\]]+)", facts[0])
+    return f" ({name[1]})" if name else ""
 
 
 def _of_silence(status: ControllerStatus) -> Iterator[Fact]:

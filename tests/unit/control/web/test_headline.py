@@ -13,8 +13,9 @@ from weightsync.clients.controller import ControllerClient
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import SyncMethod
 from weightsync.control.server import ControllerServer
-from weightsync.control.web.headline import facts, seconds_text, short_version, troubled_first
+from weightsync.control.web.headline import brief, facts, seconds_text, short_version, troubled_first
 from weightsync.control.web.page import Overview
+from weightsync.errors import EngineError, ManifestMismatchError
 from weightsync.net.messages import decode
 from weightsync.types import Version
 from weightsync.types.control import SPANS, BarrierStatus, ControllerStatus, InstanceStatus, RolloutServiceState
@@ -286,3 +287,11 @@ def test_a_real_controller_has_this_face() -> None:
         client.close()
         server.close()
         controller.close()
+
+
+def test_an_error_keeps_its_tensors_name() -> None:
+    """Seen red: a wrong shape was told of without the tensor that has it."""
+    error = ManifestMismatchError("(500, 128) is sent", parameter="lm_head.weight", peer="vllm-0", state_left="old")
+    assert brief(f"host-0: {error}; host-1: {EngineError('cut', peer='a')}", 100) == (
+        "host-0: (500, 128) is sent (lm_head.weight); host-1: cut"
+    )
