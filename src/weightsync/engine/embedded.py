@@ -331,7 +331,8 @@ class EmbeddedEngine:
         if all(reply.serving and reply.version == self._gate.version for reply in replies):
             self._gate.unfence()
         else:
-            self._gate.fence(f"workers serve different versions: {error.message}")
+            odd = next((reply.unhealthy for reply in replies if reply.unhealthy), "workers serve different versions")
+            self._gate.fence(f"{odd}: {error.message}")
 
     def _resume(self, session: str) -> None:
         with self._recorder.phase("resume"):
@@ -343,19 +344,19 @@ class EmbeddedEngine:
 
         Only the open session has anything to undo: a stranger's abort changes nothing.
         """
+        aborted = True
         try:
             self._all(lambda worker: worker.abort(session, reason), Deadline(_ABORT_TIMEOUT_S), settle=True)
         except WeightSyncError as error:
-            _logger.warning(
-                "engine %s: session %s was not aborted on every worker: %s", self._engine_id, session, error
-            )
+            aborted = False  # a load may run on, and write yet
+            _logger.warning("%s: session %s was not aborted on every worker: %s", self._engine_id, session, error)
         with self._lock:
             if ours := self._open == session:
                 self._open = None
             ours &= not self._committing  # the commit itself says whether its weights are whole, and which they are
         if ours and self._writes_before_commit():
             try:
-                whole = all(reply.serving for reply in self._described())
+                whole = aborted and all(reply.serving for reply in self._described())
             except WeightSyncError:
                 whole = False
             if whole:

@@ -54,6 +54,11 @@ class Membership:
         self._num_inits += 1
         return self._num_inits
 
+    def check_newest(self, attempt: int) -> None:
+        """Raises TransferAbortedError where a newer attempt was begun."""
+        if attempt != self._num_inits:
+            raise TransferAbortedError("a newer init took over while this one joined")
+
     def join(self, request: InitRequest, receiver: WeightTransferReceiver, *, attempt: int) -> None:
         """The group is the worker's.
 
@@ -62,7 +67,7 @@ class Membership:
         """
         if attempt != self._num_inits:
             receiver.close()
-            raise TransferAbortedError("a newer init took over while this one joined")
+        self.check_newest(attempt)
         self.receiver = receiver
         self.run = (request.run_id, request.model_id)
         self.group = self._joined = request.info.group_name

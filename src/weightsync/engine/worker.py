@@ -172,6 +172,7 @@ class EngineWorker(AuditedWorker):
         if session is not None:
             self._end(session, TransferAbortedError(f"run {request.run_id} took over"))
         with self._lock:
+            self._member.check_newest(attempt)
             self._member.leave()
         warm_up()
         if "patch" in self.loader.accepts:
@@ -412,29 +413,25 @@ class EngineWorker(AuditedWorker):
     def _fail(self, session: Session, error: WeightSyncError) -> WeightSyncError:
         """Ends `session` for the first error alone; returns the error that ended it."""
         with self._lock:
+            if session.ended:  # maybe by a commit, which is no failure
+                return session.error or error
             error = session.note(error)
-            if session.ended:
-                return error
             session.ended = True
             self._member.leave(session.receiver)
         try:
             self._abort_load(session, error, _STUCK_LOADER_S)
         except DeadlineExceededError as stuck:
             self._stuck = stuck.message
-            in_thread(lambda: self._abort_late(session, error), name="weightsync-stuck-loader")
+            in_thread(lambda: self._abort_load(session, error, MAX_WAIT_S), name="weightsync-stuck-loader")
         return error
-
-    def _abort_late(self, session: Session, error: WeightSyncError) -> None:
-        try:
-            self._abort_load(session, error, MAX_WAIT_S)
-        except Exception:
-            _logger.exception("%s: session %s was not aborted", self.recorder.track, session.name)
-            raise
 
     def _abort_load(self, session: Session, error: WeightSyncError, patience_s: float) -> None:
         self._use_device()  # a watchdog's thread comes here as well
         with session.loading.idle(None, patience_s):  # never abort under a load that is running
-            self.loader.abort(str(error))
+            try:
+                self.loader.abort(str(error))
+            except Exception:  # e.g. its engine elsewhere is gone: the next begin says it, if it still is
+                _logger.exception("%s: the loader could not abort session %s", self.recorder.track, session.name)
         with self._lock:
             self._close(session)
             self._stuck = None

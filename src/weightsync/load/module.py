@@ -7,6 +7,7 @@ from operator import attrgetter, eq
 from typing import ClassVar, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from weightsync.copying import unpack
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
@@ -141,6 +142,15 @@ class ModuleWeightLoader(PatchingLoader[LivePatch]):
         self._manifest = None
         self._verified, self._look_again = False, None
         self._healthy = True
+        self._mark_written()
+
+    def rollback(self) -> None:
+        super().rollback()
+        self._mark_written()
+
+    def _mark_written(self) -> None:
+        """Patches and swaps go past torch: whoever keeps a digest of the tensors has to see that they are others."""
+        increment_version([tensor for tensor in self._placed.values() if not tensor.is_inference()])
 
     def abort(self, reason: str) -> None:
         if self._manifest is None:

@@ -12,7 +12,7 @@ from weightsync.load.module import ModuleWeightLoader
 from weightsync.load.whole import MAX_TOLD, check_closed
 from weightsync.module_walk import clean_name, module_tensors
 from weightsync.peft_model import adapter_name, adapter_tensors, base_names, lora_layers, peft_model_in
-from weightsync.types import HeldTensor, Manifest, Version
+from weightsync.types import HeldTensor, Manifest
 
 
 class PeftAdapterLoader(ModuleWeightLoader):
@@ -117,21 +117,6 @@ class PeftBaseLoader(ModuleWeightLoader):
         if found is None:
             raise ConfigError(f"PeftBaseLoader takes a PEFT model, not a {type(model).__name__}")
         super().__init__(_view(_base_tensors(found)), in_place=in_place)
-
-    def commit(self, version: Version) -> None:
-        super().commit(version)
-        self._mark_written()
-
-    def rollback(self) -> None:
-        super().rollback()
-        self._mark_written()
-
-    def _mark_written(self) -> None:
-        """A patch is written past torch: whoever keeps a digest of the base has to see that it is another one."""
-        with torch.no_grad():
-            for tensor in self._placed.values():
-                if not tensor.is_inference():
-                    tensor.detach().as_strided((0,), (1,)).zero_()  # of any strides
 
 
 def _base_tensors(model: Any) -> dict[str, torch.Tensor]:

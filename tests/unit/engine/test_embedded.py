@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.host.fakes import (
@@ -23,6 +24,7 @@ from tests.unit.host.fakes import (
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.worker import EngineWorker
 from weightsync.errors import (
+    DeadlineExceededError,
     DigestMismatchError,
     EngineError,
     LoadError,
@@ -407,6 +409,34 @@ def test_an_abort_that_fails_on_a_worker_is_in_the_log(caplog: pytest.LogCapture
     engine.workers[1].abort = fail
     engine.abort(session="t")
     assert "session t was not aborted on every worker: worker 1 is gone" in caplog.text
+
+
+def test_live_weights_are_served_again_only_when_no_load_may_run_on() -> None:
+    """A load is about to write, and the abort has waited for its end in vain. Seen red: generations were let in."""
+    engine = Engine(2, in_place=True)
+    engine.init()
+    engine.begin()
+    engine.pause()
+
+    def busy(session: str, reason: str) -> None:
+        raise DeadlineExceededError("a load runs")
+
+    engine.workers[1].abort = busy
+    engine.abort()
+    engine.refuses()
+    del engine.workers[1].abort
+    engine.works_again()
+
+
+def test_a_failed_commit_names_what_an_audit_has_found() -> None:
+    """Seen red: "workers serve different versions", of one worker too."""
+    engine = Engine()
+    engine.sync()
+    describe = engine.workers[0].describe
+    engine.workers[0].describe = lambda: msgspec.structs.replace(describe(), serving=False, unhealthy="others are live")
+    engine.engine._refuse_if_mixed(LoadError("the commit failed"))
+    with pytest.raises(NotServingError, match="others are live: the commit failed"), engine.engine.generation():
+        pytest.fail("a generation passed")
 
 
 def test_staging_with_wrong_bytes_on_one_worker_fails_the_engine() -> None:

@@ -15,9 +15,11 @@ import torch
 import weightsync
 from tests.standins.lora import base_model, logits, peft_model, step
 from weightsync.engine.embedded import EmbeddedEngine
+from weightsync.engine.live_base import LiveBase
 from weightsync.errors import SyncFailedError, WeightSyncError, WrongArtifactError, WrongBaseError
 from weightsync.load.base import WeightLoader
 from weightsync.load.merged import MergedAdapterLoader
+from weightsync.load.module import ModuleWeightLoader
 from weightsync.load.peft import PeftAdapterLoader, PeftBaseLoader
 
 
@@ -70,8 +72,6 @@ def test_a_base_is_read_again_where_it_was_written() -> None:
     """By a swap, in place, and past torch by a patch."""
     here, loader = in_place()
     digests = []
-    from weightsync.engine.live_base import LiveBase
-
     live = LiveBase()
     digests.append(live.digest(loader))
     assert live.digest(loader) == digests[0]
@@ -139,3 +139,19 @@ def test_a_change_of_an_adapter_is_written_where_it_is_live() -> None:
     assert (report.num_deltas, report.digests_equal) == (1, True)
     assert report.sent_bytes < report.total_bytes / 100
     assert torch.equal(logits(here), logits(trained))
+
+
+def test_a_base_that_was_swapped_twice_is_another_one() -> None:
+    """It lies where the first one lay. Seen red: that one's digest was told of it."""
+    model = base_model()
+    loader, live, digests = MergedAdapterLoader(model), LiveBase(), set[str | None]()
+    engine = EmbeddedEngine.of(ModuleWeightLoader(model))
+    trained = base_model(seed=8)
+    with weightsync.push(trained, engine, model_id="base", dtype="keep") as push:
+        for number in (1, 2, 3, 4):
+            with torch.no_grad():
+                next(trained.parameters()).view(-1)[0] += 1
+            push.step(number)
+            if number != 2:  # nobody looks at the one between
+                digests.add(live.digest(loader))
+    assert len(digests) == 3

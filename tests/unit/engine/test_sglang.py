@@ -10,13 +10,15 @@ import msgspec
 import pytest
 import torch
 
+from tests.unit.host.fakes import init
 from tests.unit.load.test_sglang import Model, weights
+from weightsync.engine import sglang
 from weightsync.engine.sglang import load_weights
-from weightsync.errors import ManifestMismatchError
+from weightsync.errors import ManifestMismatchError, VersionError
 from weightsync.handles.sglang_messages import STEP, StepAnswer, WorkerStep
 from weightsync.memory import PrivateFolder
 from weightsync.net.messages import decode, encode
-from weightsync.types import CommitRequest, EngineOp
+from weightsync.types import CommitRequest, EngineOp, InitRequest
 
 
 def told(message: bytes) -> list[tuple[str, torch.Tensor]]:
@@ -57,3 +59,24 @@ def test_tensors_of_others_are_checked_and_loaded() -> None:
     assert torch.equal(model.norm.weight, new["norm.weight"])
     with pytest.raises(ManifestMismatchError):
         load_weights(model, [("nowhere", new["norm.weight"])])
+
+
+def test_the_init_of_a_run_that_is_over_ends_nobodys_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a trainer that another had taken over from ended each session of that one."""
+    ended: list[str] = []
+
+    class Worker:
+        def check_may_join(self, request: InitRequest) -> None:
+            raise VersionError("run old was taken over by new")
+
+        def abort(self, session: str | None, reason: str) -> None:
+            ended.append(reason)
+
+    model = Model()
+    monkeypatch.setitem(sglang._workers, model, Worker())
+    with PrivateFolder() as folder:
+        load_weights(model, told(step(os.path.basename(folder.path), EngineOp.INIT, encode(init("old")))))
+        answer = decode(Path(folder.path, StepAnswer.file(7, 0)).read_bytes(), StepAnswer, what="it")
+    assert answer.error is not None
+    assert answer.error["error"] == "VersionError"
+    assert ended == []

@@ -16,6 +16,7 @@ from tests.unit.host.fakes import LONG_S, RUN, Bench, LoaderSpy, begin, chunk, i
 from weightsync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
+    EngineUnreachableError,
     GroupJoinError,
     InvalidRequestError,
     LoadError,
@@ -380,6 +381,54 @@ def test_an_older_init_gives_way_to_a_newer_one() -> None:
     assert bench.receiver.closed.is_set(), "the late one is closed again"
     assert not newest.closed.is_set()
     bench.worker.begin(begin(run_id="newer"))
+
+
+def test_an_older_init_that_was_held_up_leaves_the_newer_ones_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the end of a session. Seen red: it then left the group that the newer one had joined."""
+    bench = Bench()
+    bench.worker.begin(begin())
+    end, held, go = bench.worker._end, threading.Event(), threading.Event()
+
+    def slow(session: Any, error: WeightSyncError) -> None:
+        end(session, error)
+        held.set()
+        assert go.wait(LONG_S)
+
+    monkeypatch.setattr(bench.worker, "_end", slow)
+    older = in_thread(lambda: bench.worker.init(init()), name="older")
+    assert held.wait(5)
+    bench.worker.init(init("newer"))
+    go.set()
+    assert isinstance(older.exception(5), TransferAbortedError)
+    bench.worker.begin(begin(run_id="newer"))
+
+
+def test_a_loader_that_can_not_abort_ends_its_session_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine elsewhere is gone for a while. Seen red: each later begin said that the session is open."""
+    bench = Bench()
+    bench.worker.begin(begin())
+
+    abort = bench.loader.abort
+
+    def gone(reason: str) -> None:
+        abort(reason)
+        raise EngineUnreachableError("nobody answers there")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.loader, "abort", gone)
+        bench.worker.abort("s", "as told")
+    works_again(bench)
+
+
+def test_an_end_that_comes_behind_the_commit_says_nothing_of_the_session() -> None:
+    """Seen red: of a version that is served the next call said that its session was aborted."""
+    bench = Bench()
+    bench.sync()
+    session = bench.worker._ended
+    assert session is not None
+    bench.worker._expire(session)
+    with pytest.raises(TransferAbortedError, match="it was aborted, or has ended"):
+        bench.worker.update(chunk(0))
 
 
 def test_an_init_that_fails_leaves_no_group() -> None:
