@@ -132,7 +132,6 @@ ELSEWHERE = {
     "_config_foreign": "unit/test_config.py",
     "_config_problems": "unit/test_config.py",
     "_config_reads": "unit/test_config_keys.py",
-    "cli/checkpoint": "multiproc/test_store.py",
     "cli/export": "multiproc/test_store.py",
     "cli/fetch": "multiproc/test_store.py",
     "clients/store": "unit/clients/test_chain.py",

@@ -43,9 +43,16 @@ def write_checkpoint(pulled: StagedVersion, out: Path, *, like: Path | None, sha
         Names of the files with weights.
 
     Raises:
+        ConfigError: it is an adapter. Nothing was written.
         StorageError: it can't be written. Nothing is left.
         DigestMismatchError: the bytes are not those that were published.
     """
+    if pulled.manifest.artifact != "model":
+        raise ConfigError(
+            f"{pulled.version} is an adapter, and no whole model: `weightsync pull` with --out {out} writes it as PEFT "
+            "reads it",
+            state_left="nothing was written",
+        )
     aside = out.with_name(f".{out.name}-{secrets.token_hex(6)}")
     try:
         aside.mkdir(parents=True)
@@ -71,11 +78,13 @@ def _copy_small(like: Path, folder: Path) -> None:
 
 
 def _write(pulled: StagedVersion, folder: Path, shard_bytes: int) -> list[str]:
-    shards: list[list[TensorSpec]] = [[]]
+    shards, num_bytes = list[list[TensorSpec]]([[]]), 0
     for spec in pulled.manifest.tensors:
-        if shards[-1] and sum(each.nbytes for each in shards[-1]) + spec.nbytes > shard_bytes:
+        if shards[-1] and num_bytes + spec.nbytes > shard_bytes:
             shards.append([])
+            num_bytes = 0
         shards[-1].append(spec)
+        num_bytes += spec.nbytes
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     if count == 1:

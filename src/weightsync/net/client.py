@@ -30,6 +30,8 @@ _NO_HEADERS: Mapping[str, str] = {}
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
 """What OpenSSL calls an answer in plain text."""
 _PART_BYTES = 1 << 20
+_MOMENT_S = 0.001
+"""For a socket 0 would mean not to wait."""
 
 
 class JsonClient:
@@ -167,11 +169,13 @@ class JsonClient:
     def _connected(self, deadline: Deadline) -> Iterator[TimedSocket]:
         with contextlib.ExitStack() as stack:
             try:
-                patience_s = min(self._connect_timeout_s, deadline.check(f"connection to {self.url}", peer=self.peer))
-                plain = stack.enter_context(socket.create_connection((self._host, self._port), timeout=patience_s))
+                left_s = deadline.check(f"connection to {self.url}", peer=self.peer)
+                within = Deadline(min(self._connect_timeout_s, left_s))
+                plain = stack.enter_context(self._dialled(within))
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 ready = plain
                 if self._tls is not None:
+                    plain.settimeout(max(_MOMENT_S, within.remaining_s))
                     ready = stack.enter_context(self._tls.wrap_socket(plain, server_hostname=self._host))
             except OSError as error:
                 raise EngineUnreachableError(
@@ -186,6 +190,26 @@ class JsonClient:
             finally:
                 with self._lock:
                     self._open.discard(ready)
+
+    def _dialled(self, within: Deadline) -> socket.socket:
+        """A connection to the first address of the host that answers, all of them together within that time."""
+        failed: OSError | None = None
+        for family, kind, protocol, _, place in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
+            if failed is not None and within.expired:
+                break
+            dialled = socket.socket(family, kind, protocol)
+            try:
+                dialled.settimeout(max(_MOMENT_S, within.remaining_s))
+                dialled.connect(place)
+            except OSError as error:
+                dialled.close()
+                failed = error
+            except BaseException:
+                dialled.close()
+                raise
+            else:
+                return dialled
+        raise failed or OSError("its name has no address")
 
     def _why(self, error: OSError) -> str:
         if isinstance(error, socket.gaierror):

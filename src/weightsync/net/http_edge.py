@@ -15,6 +15,8 @@ MAX_REPLY_BYTES = 64 << 20
 MAX_ERROR_BYTES = 1 << 20
 """The most that is read of an answer that is an error: its words are kept, in a status and in logs."""
 _PLACE = re.compile(r"https?://(\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[A-Za-z0-9._-]+)(:[^/?#]*)?([/?#]|$)", re.ASCII)
+_SCHEME = re.compile(r"^[A-Za-z][\w+.-]*:/*", re.ASCII)
+"""Or what was meant for one: "http:/host", or the user of "user:password@host"."""
 NO_ENCODING = {"accept-encoding": "identity"}
 """Of every request: an answer that is compressed may unpack to any size, and is not unpacked."""
 
@@ -25,7 +27,7 @@ def checked_url(url: str, *, whose: str) -> str:
     Raises:
         ConfigError: it is not http or https, names no host, or has a user or a password in it, which is not quoted.
     """
-    if "@" in url.partition("://")[2].partition("/")[0]:
+    if "@" in _SCHEME.sub("", url).partition("/")[0]:
         raise ConfigError(
             f"{whose} URL has an '@': a user and a password in it would stand in every log; give a token instead (the "
             "URL is not shown here)"

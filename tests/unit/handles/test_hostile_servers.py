@@ -202,9 +202,29 @@ def test_a_token_is_checked_before_it_is_sent_and_never_shown(monkeypatch: pytes
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_password_in_a_url_is_refused_and_not_shown(name: str) -> None:
-    with pytest.raises(ConfigError, match="token") as caught:
-        CALLS[name](f"http://me:{TOKEN}@127.0.0.1:1", "x" * 20)
-    assert TOKEN not in str(caught.value)
+    """Seen red: where the scheme was missing, or had a slash too few, the advice repeated it."""
+    for scheme in ("http://", "http:/", "https:", ""):
+        with pytest.raises(ConfigError) as caught:
+            CALLS[name](f"{scheme}me:{TOKEN}@127.0.0.1:1", "x" * 20)
+        assert TOKEN not in str(caught.value)
+        assert "token" in str(caught.value)
+
+
+def test_a_host_of_several_addresses_is_tried_within_one_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them answers, not even with a refusal. Seen red: each address had that time of its own."""
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: look_up(*asked, **more) * 8)
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(deaf.getsockname())
+        client = AgentClient(f"http://127.0.0.1:{deaf.getsockname()[1]}", token=TOKEN)
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError):
+            client.get_version(timeout_s=TIMEOUT_S)
+        assert time.monotonic() - started < 4 * TIMEOUT_S
 
 
 def test_a_certificate_that_nobody_signed_is_refused_and_no_request_is_sent(

@@ -34,6 +34,8 @@ def test_a_yaml_file_feeds_all_three(tmp_path: Path) -> None:
     [
         ({"publish": {"too": []}}, "did you mean 'to'"),
         ({"publish": {"to": ["host-0:9000"]}}, "a list of http:// or https:// URLs"),
+        ({"publish": {"store": "bucket/run"}}, "a place in an object store: s3://"),
+        ({"serve": {"sources": ["bucket/run"]}}, "or places in stores as s3://bucket/run"),
         ({"push": {"engines": ["host-0"]}}, "URLs of engines"),
         ({"serve": {"port": 99999}}, "a port from 0 to 65535"),
         ({"publish": {"last_wait_s": -1}}, "0 or more"),
