@@ -18,6 +18,6 @@ def test_an_adapter_is_no_checkpoint_of_a_model(tmp_path: Path) -> None:
     version = Version(run_id="r", number=1)
     manifest = Manifest(version=version, model_id="m", tensors=(TensorSpec(name="a.lora_A", dtype="int8", shape=(1,)),))
     pulled: Any = SimpleNamespace(manifest=SimpleNamespace(artifact="lora", tensors=manifest.tensors), version=version)
-    with pytest.raises(ConfigError, match="is an adapter.*weightsync pull"):
+    with pytest.raises(ConfigError, match=r"is an adapter.*weightsync pull"):
         write_checkpoint(pulled, tmp_path / "out", like=None, shard_bytes=1)
     assert list(tmp_path.iterdir()) == []
